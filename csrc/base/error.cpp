@@ -1,0 +1,14 @@
+#include "base/error.hpp"
+
+#include <cerrno>
+#include <cstring>
+
+namespace dpt {
+
+void throw_system_error(const std::string& what) {
+  const int code = errno;
+  throw Error(DPT_ERR_SYSTEM, what + ": " + std::strerror(code) + " (errno " +
+                                  std::to_string(code) + ")");
+}
+
+}  // namespace dpt

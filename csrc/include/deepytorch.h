@@ -1,0 +1,162 @@
+/* C ABI of the torch-free core.
+ *
+ * The core (`deepytorch_core._core`) hands one `dpt_api` to the c10d adapter in a PyCapsule, so the
+ * adapter links nothing and a process holds one copy of the core. Nothing here throws: a function
+ * returns a status and, when it failed, writes a message that names operation, group and ranks.
+ *
+ * Thread safety: any function may be called from any thread. Operations of one communicator take
+ * effect in the order in which `submit` was called.
+ */
+#ifndef DEEPYTORCH_H_
+#define DEEPYTORCH_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DPT_ABI_VERSION 1
+#define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
+
+typedef enum dpt_status {
+  DPT_OK = 0,
+  DPT_ERR_INVALID = 1,     /* the caller's arguments are wrong */
+  DPT_ERR_MISMATCH = 2,    /* ranks entered different operations, sizes or types */
+  DPT_ERR_PEER_LOST = 3,   /* a rank died or left the group */
+  DPT_ERR_TIMEOUT = 4,     /* a rank did not come in time */
+  DPT_ERR_ABORTED = 5,     /* the group was aborted earlier; sticky */
+  DPT_ERR_SYSTEM = 6,      /* a system call failed */
+  DPT_ERR_INTERRUPTED = 7, /* the caller's `interrupted` said so (Ctrl-C) */
+  DPT_ERR_DELEGATE = 8,    /* the delegate failed; it keeps its own exception */
+  DPT_ERR_INTERNAL = 9
+} dpt_status;
+
+typedef enum dpt_data_type {
+  DPT_BOOL = 0,
+  DPT_INT8,
+  DPT_UINT8,
+  DPT_INT16,
+  DPT_INT32,
+  DPT_INT64,
+  DPT_FLOAT16,
+  DPT_BFLOAT16,
+  DPT_FLOAT32,
+  DPT_FLOAT64,
+  DPT_COMPLEX64,
+  DPT_COMPLEX128
+} dpt_data_type;
+
+typedef enum dpt_reduce_op {
+  DPT_SUM = 0,
+  DPT_AVG,
+  DPT_PRODUCT,
+  DPT_MIN,
+  DPT_MAX,
+  DPT_PREMUL_SUM, /* each rank's input times its own factor, then summed */
+  DPT_BAND,
+  DPT_BOR,
+  DPT_BXOR,
+  DPT_NO_REDUCE
+} dpt_reduce_op;
+
+typedef enum dpt_collective {
+  DPT_ALL_REDUCE = 0,
+  DPT_ALL_GATHER,
+  DPT_REDUCE_SCATTER,
+  DPT_BROADCAST,
+  DPT_BARRIER,
+  DPT_REDUCE,
+  DPT_GATHER,
+  DPT_SCATTER,
+  DPT_ALL_TO_ALL,
+  DPT_SEND,
+  DPT_RECV
+} dpt_collective;
+
+typedef struct dpt_error {
+  char message[1024];
+} dpt_error;
+
+/* One operation. Buffers are contiguous; `count` is the elements of one buffer:
+ *   all_reduce      inputs[0] -> outputs[0]
+ *   all_gather      inputs[0] -> outputs[rank] of every rank
+ *   reduce_scatter  inputs[0..size-1], one per receiving rank -> outputs[0]
+ *   broadcast       inputs[0] of the root -> outputs[0]
+ * An input may be the same memory as its output. Other collectives are always delegated and may
+ * leave the buffers NULL. */
+typedef struct dpt_request {
+  dpt_collective collective;
+  dpt_data_type dtype;
+  dpt_reduce_op reduce_op;
+  double premul_factor; /* with DPT_PREMUL_SUM */
+  int root;             /* rank in the group */
+  const void* const* inputs;
+  void* const* outputs;
+  size_t count;
+  int64_t timeout_ms;
+  int asynchronous;                /* 0: the caller waits, so it may run in its thread */
+  const char* not_native;          /* not NULL: why native code can't serve it (device, layout) */
+  void* call;                      /* the adapter's own: how to replay it on the delegate */
+} dpt_request;
+
+/* What became of a submitted request. */
+typedef enum dpt_outcome {
+  DPT_COMPLETED = 0, /* done, in the caller's thread */
+  DPT_STARTED = 1,   /* under way; `done` will be called once */
+  DPT_DELEGATED = 2  /* handed to the delegate, whose own handle tells of its end */
+} dpt_outcome;
+
+typedef void (*dpt_done)(void* context, dpt_status status, const char* message);
+
+/* The stock backend (gloo, NCCL): one more candidate, and the one that can do everything. `start`
+ * begins `request->call` in the calling thread without waiting for its end. */
+typedef struct dpt_delegate {
+  void* context;
+  dpt_status (*start)(void* context, const dpt_request* request, dpt_error* error);
+} dpt_delegate;
+
+/* The rendezvous store. `get` waits up to timeout_ms and returns DPT_ERR_TIMEOUT when the key is
+ * still absent; `*bytes` is the value's full length, of which at most `capacity` was copied. */
+typedef struct dpt_store {
+  void* context;
+  dpt_status (*set)(void* context, const char* key, const void* data, size_t bytes,
+                    dpt_error* error);
+  dpt_status (*get)(void* context, const char* key, int64_t timeout_ms, void* data,
+                    size_t capacity, size_t* bytes, dpt_error* error);
+} dpt_store;
+
+typedef struct dpt_comm dpt_comm;
+
+typedef struct dpt_comm_options {
+  const char* group_name;
+  int rank;
+  int size;
+  const int64_t* global_ranks; /* `size` of them: what messages call the ranks */
+  int native;                  /* 0: delegate everything (collectives=stock) */
+  int (*interrupted)(void* context); /* polled while the caller waits; may be NULL */
+  void* interrupted_context;
+} dpt_comm_options;
+
+typedef struct dpt_api {
+  uint32_t abi_version;
+  uint32_t bytes; /* sizeof(dpt_api) in the core */
+
+  /* Local and cheap: peers meet at the first native operation. Store and delegate are copied;
+   * their contexts must outlive the communicator. */
+  dpt_status (*comm_create)(const dpt_comm_options* options, const dpt_store* store,
+                            const dpt_delegate* delegate, dpt_comm** comm, dpt_error* error);
+  /* Waits for operations under way, tells the peers that this rank left, frees. */
+  void (*comm_destroy)(dpt_comm* comm);
+  /* Every operation under way or to come on this group fails with `reason`, on every rank. */
+  void (*comm_abort)(dpt_comm* comm, const char* reason);
+  dpt_status (*submit)(dpt_comm* comm, const dpt_request* request, dpt_done done,
+                       void* done_context, dpt_outcome* outcome, dpt_error* error);
+} dpt_api;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DEEPYTORCH_H_ */
