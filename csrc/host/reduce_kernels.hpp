@@ -44,13 +44,13 @@ struct Product : Operation {
 struct Min : Operation {
   template <typename V>
   static V combine(V a, V b) {
-    return (b < a) | (b != b) ? b : a;
+    return ((b < a) | (b != b)) ? b : a;
   }
 };
 struct Max : Operation {
   template <typename V>
   static V combine(V a, V b) {
-    return (b > a) | (b != b) ? b : a;
+    return ((b > a) | (b != b)) ? b : a;
   }
 };
 struct BitAnd : Operation {

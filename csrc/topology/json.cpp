@@ -171,13 +171,11 @@ class Parser {
       if (!take("+")) take("-");
       if (!take_digits()) fail("expected a digit in the exponent");
     }
-    const char* first = text_.data() + start;
-    const char* last = text_.data() + position_;
+    const std::string digits(text_.substr(start, position_ - start));
     int64_t integer = 0;
-    if (integral && std::from_chars(first, last, integer).ec == std::errc()) return {integer};
-    double number = 0;
-    if (std::from_chars(first, last, number).ec != std::errc()) fail("a number out of range");
-    return {number};
+    const auto result = std::from_chars(digits.data(), digits.data() + digits.size(), integer);
+    if (integral && result.ec == std::errc()) return {integer};
+    return {Number{digits}};
   }
 
   std::string_view text_;
@@ -239,9 +237,8 @@ void append_value(const Value& value, int indent, std::string* out) {
     append_string(*string, out);
   } else if (const auto* integer = value.get_if<int64_t>()) {
     *out += std::to_string(*integer);
-  } else if (const auto* number = value.get_if<double>()) {
-    char digits[32];
-    *out += std::string(digits, std::to_chars(digits, digits + sizeof(digits), *number).ptr);
+  } else if (const auto* number = value.get_if<Number>()) {
+    *out += number->digits;
   } else if (const auto* boolean = value.get_if<bool>()) {
     *out += *boolean ? "true" : "false";
   } else {

@@ -16,9 +16,13 @@ struct Value;
 using Array = std::vector<Value>;
 using Object = std::vector<std::pair<std::string, Value>>;  // in the order of the text
 
+// A number that is no int64_t, as it was written.
+struct Number {
+  std::string digits;
+};
+
 struct Value {
-  // A number without fraction and exponent that fits is an int64_t, any other a double.
-  std::variant<std::nullptr_t, bool, int64_t, double, std::string, Array, Object> data;
+  std::variant<std::nullptr_t, bool, int64_t, Number, std::string, Array, Object> data;
 
   template <typename T>
   const T* get_if() const {
