@@ -15,12 +15,8 @@ import hashlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core.testing.pool import (
-    RankError,
-    RankTimeoutError,
-    close_idle_workers,
-    spawn_ranks,
-)
+from deepytorch_core.testing.failures import RankError, RankTimeoutError
+from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
 from deepytorch_core.testing.worker import place, rank_store
 
 if TYPE_CHECKING:

@@ -187,7 +187,8 @@ def _reset_state() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: 1 s
+        torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +36,17 @@ def all_reduce_own_rank(rank: int, world_size: int, scale: float, offset: float 
     return Answer(rank, value[0].item() + offset)
 
 
-def process_id(rank: int, world_size: int) -> tuple[int, int, int]:
-    return os.getpid(), os.getppid(), torch.get_num_threads()
+def process_id(rank: int, world_size: int) -> tuple[int, int]:
+    return os.getpid(), torch.get_num_threads()
 
 
 def read_variable(rank: int, world_size: int, name: str) -> str | None:
     return os.environ.get(name)  # noqa: TID251
+
+
+def address_of_new_mapping(rank: int, world_size: int) -> int:
+    mapping = mmap.mmap(-1, 1 << 20)
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def raise_on_rank_one(rank: int, world_size: int) -> None:
@@ -62,6 +70,15 @@ def kill_rank_one(rank: int, world_size: int) -> str:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return f"rank {rank} survived"
+
+
+def kill_rank_one_with_child(rank: int, world_size: int) -> int:
+    child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    child.kill()
+    child.wait()
+    return child.pid
 
 
 def wait_for_ever_on_rank_zero(rank: int, world_size: int) -> None:
@@ -95,10 +112,10 @@ def test_results_come_back_by_rank() -> None:
 def test_workers_stay_warm_and_single_threaded() -> None:
     first = spawn_ranks(process_id, 2)
     assert spawn_ranks(process_id, 2) == first
-    assert len({pid for pid, _, _ in first} | {os.getpid()}) == 3
-    assert [(parent, threads) for _, parent, threads in first] == [(os.getpid(), 1)] * 2
+    assert len({pid for pid, _ in first} | {os.getpid()}) == 3
+    assert [threads for _, threads in first] == [1, 1]
     others = spawn_ranks(process_id, 2, fresh=True)
-    assert not {pid for pid, _, _ in others} & {pid for pid, _, _ in first}
+    assert not {pid for pid, _ in others} & {pid for pid, _ in first}
     assert spawn_ranks(process_id, 2) == first
 
 
@@ -143,6 +160,16 @@ def test_rank_expected_to_die() -> None:
         Answer(0, 1.0),
         Answer(1, 1.0),
     ]
+
+
+def test_death_is_noticed_while_a_child_holds_the_socket() -> None:
+    results = spawn_ranks(kill_rank_one_with_child, 2, expect_dead={1}, timeout_s=30)
+    assert results[1] is None
+
+
+def test_workers_differ_in_address_layout() -> None:
+    layouts = spawn_ranks(address_of_new_mapping, 3)
+    assert len(set(layouts)) == 3
 
 
 def test_silent_exit_is_a_failure() -> None:
