@@ -1,4 +1,4 @@
-"""What all tests share: a quick and repeatable hypothesis, and workers that end with the session."""
+"""What all tests share: a repeatable hypothesis, and workers that end with the session."""
 
 from __future__ import annotations
 
