@@ -1,8 +1,9 @@
 """Test data, the exact result of each collective, and how far a result may be from it.
 
 Data is a hash of (rank, element), so every rank can work out any rank's input without talking to
-it: the reference shares neither code nor messages with what it checks. Values are odd multiples of
-2^-20 that use all 24 bits of a float32, so sums of floats really round.
+it: the reference shares neither code nor messages with what it checks. Floats are odd multiples of
+2^-21 to 2^-24 that use all 24 bits of a float32: their sums must be rounded to it, and are exact in
+float64.
 """
 
 from collections.abc import Iterator
@@ -39,8 +40,9 @@ def values(rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tenso
     mixed ^= mixed >> 29
     if not dtype.is_floating_point:
         return ((mixed & ((1 << _INTEGER_BITS[dtype]) - 1)) | 1).to(dtype)
-    odd = ((mixed & 0xFFFFFF) | 1) - (1 << 23)
-    return (odd.to(torch.float64) * 2.0**-20).to(dtype)
+    odd = ((mixed & 0x1FFFFFF) | 1) - (1 << 24)
+    exponent = -21 - ((mixed >> 40) & 3)
+    return torch.ldexp(odd.to(torch.float64), exponent).to(dtype)
 
 
 def fill(target: torch.Tensor, rank: int) -> None:
