@@ -17,6 +17,9 @@ namespace {
 // How long destroying a group waits for operations that nobody waited for.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
+// From here on ranks that share cores sleep instead of yielding.
+constexpr size_t kLongMessage = 8 << 20;
+
 bool reduces(Collective collective) {
   return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
 }
@@ -95,7 +98,7 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
   }
   progress_.enqueue([this, pending, done, done_context] {
     try {
-      run(*pending, /*interruptible=*/false);
+      run(*pending, /*in_caller=*/false);
       done(done_context, DPT_OK, "");
     } catch (const Error& error) {
       done(done_context, error.status(), error.what());
@@ -194,20 +197,24 @@ WaitContext Communicator::wait_context(const Pending& pending, bool interruptibl
           interruptible ? interrupted_ : nullptr};
 }
 
-void Communicator::run(const Pending& pending, bool interruptible) {
+WaitStyle Communicator::wait_style(size_t bytes, bool in_caller) const {
+  if (!in_caller) return WaitStyle::kBackground;
+  if (!oversubscribed_) return WaitStyle::kOwnCore;
+  // Long steps: the peers copy for a while, so sleeping costs less than handing the core around.
+  return bytes > kLongMessage ? WaitStyle::kBackground : WaitStyle::kSharedCore;
+}
+
+void Communicator::run(const Pending& pending, bool in_caller) {
   const auto start = std::chrono::steady_clock::now();
   const Operation& operation = pending.operation;
-  const WaitContext wait = wait_context(pending, interruptible);
+  const WaitContext wait = wait_context(pending, in_caller);
   try {
     if (!segment_) {
       run_local(operation);
     } else {
       segment_->throw_if_aborted();
-      const RunContext context{*segment_,
-                               operation,
-                               pending.plan,
-                               wait,
-                               SpinPolicy::choose(oversubscribed_, operation.bytes())};
+      const RunContext context{
+          *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
       if (std::string_view(pending.plan.algorithm) == "gate") {
         enter(context);
         return;  // counted when it is delegated
@@ -235,7 +242,7 @@ void Communicator::run(const Pending& pending, bool interruptible) {
 }
 
 void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
-  if (progress_.try_run_inline([&] { run(*pending, /*interruptible=*/true); })) return;
+  if (progress_.try_run_inline([&] { run(*pending, /*in_caller=*/true); })) return;
 
   struct Waiter {
     std::mutex mutex;
@@ -247,7 +254,7 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
   progress_.enqueue([this, pending, waiter] {
     std::optional<Error> error;
     try {
-      run(*pending, /*interruptible=*/false);
+      run(*pending, /*in_caller=*/false);
     } catch (const Error& caught) {
       error = caught;
     }
