@@ -113,8 +113,7 @@ std::string Communicator::why_not_native(const dpt_request& request) {
     if (!no_transport_.empty()) return no_transport_;
   }
   if (reduces(request.collective) && !can_reduce(request.dtype, request.reduce_op)) {
-    return std::string("no native ") + name_of(request.reduce_op) + " of " +
-           name_of(request.dtype);
+    return std::string("no native ") + name_of(request.reduce_op) + " of " + name_of(request.dtype);
   }
   return "";
 }
@@ -131,17 +130,17 @@ void Communicator::connect(const WaitContext& wait) {
 
 void Communicator::connect_segment(const WaitContext& wait) {
   Fabric& fabric = Fabric::instance();
-  const std::string key = "deepytorch/" + std::to_string(fabric.next_generation(group_name_, rank_));
-  const std::vector<std::string> published = all_gather(
-      *store_, key + "/peer", rank_, global_ranks_, fabric.self().serialize(), wait);
+  const std::string key =
+      "deepytorch/" + std::to_string(fabric.next_generation(group_name_, rank_));
+  const std::vector<std::string> published =
+      all_gather(*store_, key + "/peer", rank_, global_ranks_, fabric.self().serialize(), wait);
   std::vector<PeerInfo> peers;
   for (const std::string& text : published) peers.push_back(PeerInfo::parse(text));
 
   const TransportChoice choice = choose_transport(peers, global_ranks_);
   no_transport_ = choice.why_not;
   if (choice.transport == nullptr) return;
-  ShmConnection connection =
-      connect_shm({*store_, key, rank_, global_ranks_, peers}, wait);
+  ShmConnection connection = connect_shm({*store_, key, rank_, global_ranks_, peers}, wait);
   no_transport_ = connection.why_not;
   if (!connection.segment) {
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
@@ -264,7 +263,8 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
     lock.unlock();
     interrupted = interrupted_();
     // The operation uses the caller's memory: it must end before we return.
-    if (interrupted) fail(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
+    if (interrupted)
+      fail(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
     lock.lock();
   }
   if (interrupted) {
@@ -286,18 +286,20 @@ dpt_outcome Communicator::delegate_request(const dpt_request& request, const Pla
 }
 
 void Communicator::check_usable(const dpt_request& request) {
-  const std::string what =
-      std::string(name_of(request.collective)) + " of group " + group_name_ + " on rank " +
-      std::to_string(global_ranks_[rank_]);
+  const auto what = [&] {
+    return std::string(name_of(request.collective)) + " of group " + group_name_ + " on rank " +
+           std::to_string(global_ranks_[rank_]);
+  };
   if (Fabric::forked()) {
     throw Error(DPT_ERR_ABORTED,
-                what + ": this process was made by fork() and has no part in its parent's groups. "
-                       "Start it with the spawn method and call init_process_group in it");
+                what() +
+                    ": this process was made by fork() and has no part in its parent's groups. "
+                    "Start it with the spawn method and call init_process_group in it");
   }
   std::lock_guard lock(state_mutex_);
   if (failure_) {
     throw Error(DPT_ERR_ABORTED,
-                what + ": the group failed earlier: " + failure_->what() +
+                what() + ": the group failed earlier: " + failure_->what() +
                     ". Call destroy_process_group and initialise again");
   }
 }

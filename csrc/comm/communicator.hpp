@@ -66,7 +66,8 @@ class Communicator {
   std::mutex submit_mutex_;
   uint64_t next_sequence_ = 1;
   bool connected_ = false;
-  std::string no_transport_;  // after connect: why the group has no native transport; empty if it has
+  std::string
+      no_transport_;  // after connect: why the group has no native transport; empty if it has
   bool oversubscribed_ = false;
 
   std::mutex state_mutex_;  // guards segment_'s replacement and failure_

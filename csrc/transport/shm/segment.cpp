@@ -80,13 +80,15 @@ SpinPolicy SpinPolicy::choose(bool oversubscribed, size_t bytes) {
 int Segment::create_file(int size) {
   if (size > kMaxRanks) {
     throw Error(DPT_ERR_SYSTEM,
-                "a group of " + std::to_string(size) + " ranks on one node; the shared-memory "
-                "transport serves " + std::to_string(kMaxRanks));
+                "a group of " + std::to_string(size) +
+                    " ranks on one node; the shared-memory "
+                    "transport serves " +
+                    std::to_string(kMaxRanks));
   }
-  const int fd = DPT_SYS_CHECK(static_cast<int>(
-      syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
-  const size_t bytes = staging_offset(sizeof(Shared)) +
-                       2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
+  const int fd = DPT_SYS_CHECK(
+      static_cast<int>(syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
+  const size_t bytes =
+      staging_offset(sizeof(Shared)) + 2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     close(fd);
     throw_system_error("ftruncate of the group's shared memory");
@@ -106,7 +108,7 @@ int Segment::create_file(int size) {
 
 Segment::Segment(int fd, int rank, const std::vector<int64_t>& global_ranks)
     : rank_(rank), size_(static_cast<int>(global_ranks.size())), global_ranks_(global_ranks) {
-  struct stat info {};
+  struct stat info{};
   if (fstat(fd, &info) != 0 || static_cast<size_t>(info.st_size) < sizeof(Shared)) {
     close(fd);
     throw Error(DPT_ERR_SYSTEM, "the group's shared memory has an unexpected size");
@@ -184,9 +186,8 @@ void Segment::barrier(const WaitContext& wait, SpinPolicy spin) {
     }
     if (wait.deadline.expired()) {
       fail(DPT_ERR_TIMEOUT,
-           wait.describe() + " timed out after " +
-               std::to_string(wait.deadline.timeout().count()) + " ms: rank(s) " +
-               missing_ranks() + " did not come");
+           wait.describe() + " timed out after " + std::to_string(wait.deadline.timeout().count()) +
+               " ms: rank(s) " + missing_ranks() + " did not come");
     }
   }
 }

@@ -69,10 +69,10 @@ class Segment {
   void barrier(const WaitContext& wait, SpinPolicy spin);
 
   OpHeader& header(int rank, int parity);
-  char* small(int rank, int parity) const;   // kSmallBytes
-  char* slot(int rank, int parity) const;    // kMaxChunkBytes
-  char* result(int parity) const;            // kMaxChunkBytes, written by all ranks in shares
-  uint64_t next_step = 0;                    // see NOTE [Staging parity]
+  char* small(int rank, int parity) const;  // kSmallBytes
+  char* slot(int rank, int parity) const;   // kMaxChunkBytes
+  char* result(int parity) const;           // kMaxChunkBytes, written by all ranks in shares
+  uint64_t next_step = 0;                   // see NOTE [Staging parity]
 
   // Publishes the first reason and wakes every waiter; later calls change nothing.
   void abort(dpt_status status, const std::string& reason);
