@@ -78,13 +78,12 @@ def test_a_missing_file_is_named(monkeypatch, capsys, tmp_path):
 
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["deepytorch", "bench", "collectives", "--sizes", "x"])
-    before = config.current()
     config.set_current(config.Options.from_mapping({"debug": True}))
     try:
         with pytest.raises(ValueError, match="no size"):
             cli.main()
     finally:
-        config.set_current(before)
+        config.set_current(None)
 
 
 def test_an_unknown_command_is_a_usage_error(monkeypatch, capsys):
