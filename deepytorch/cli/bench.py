@@ -26,6 +26,7 @@ def _group() -> None:
 
 @app.command()
 def collectives(
+    *,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     world_size: Annotated[
         int, typer.Option(help="Ranks, each a process of this machine; may exceed the cores.")
