@@ -1,5 +1,6 @@
 """`deepytorch bench collectives`: our collectives and a baseline, checked and timed in one run."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,7 @@ def _group() -> None:
 
 @app.command()
 def collectives(
+    *,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     world_size: Annotated[
         int, typer.Option(help="Ranks, each a process of this machine; may exceed the cores.")
@@ -108,7 +110,9 @@ def _shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
         table.add_column(name, justify="right")
     table.add_column(f"{baseline} us", justify="right")
     table.add_column("speed-up", justify="right")
-    with Live(table, console=console.out(), refresh_per_second=4):
+    out = console.out()
+    live = Live(table, console=out, refresh_per_second=4)
+    with live if out.is_terminal else contextlib.nullcontext():
         for row in rows:
             low, high = row["speedup_spread"]
             table.add_row(
@@ -127,6 +131,8 @@ def _shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
                 f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
             )
             yield row
+    if not out.is_terminal:
+        out.print(table)
 
 
 def count(row: "Record") -> int:

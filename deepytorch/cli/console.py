@@ -21,9 +21,11 @@ def err() -> Console:
 
 def error(error: Exception) -> None:
     """Prints an error for a person: what went wrong, without where in our code."""
-    # Ours and Python's everyday errors speak for themselves; any other is named by its type.
-    plain = isinstance(error, (ValueError, OSError, RuntimeError, ImportError))
-    text = str(error) if plain and str(error) else f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, (ValueError, RuntimeError, ImportError, OSError)) and str(error):
+        text = str(error)  # speaks for itself, where another type needs its name
     err().print(f"[bold red]error:[/] {escape(text)}")
     err().print("[dim]DEEPYTORCH_DEBUG=1 shows the traceback[/]")
 

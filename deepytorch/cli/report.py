@@ -25,9 +25,13 @@ def report(
     if file is not None:
         show_saved(file)
         return
+    from deepytorch_core import config
+
     out = console.out()
     out.print(console.fields("environment", environment()))
     out.print(console.fields("\noptions in force", options()))
+    for line in config.unknown_variables():
+        console.err().print(f"[yellow]warning:[/] {line}")
 
 
 def environment() -> list[tuple[str, str]]:

@@ -16,10 +16,12 @@ def add_to(app: typer.Typer) -> None:
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="Name of the recipe, such as llama_sft.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Name of the recipe, such as llama_sft.")
+    ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the configuration."),
+        typer.Argument(metavar="KEY=VALUE", help="Settings that override the configuration."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Configuration to use instead of the recipe's own.")

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import platform
 import re
 import subprocess
@@ -10,6 +9,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from deepytorch_core import _core
 
 Record = dict[str, Any]
 
@@ -80,7 +81,7 @@ def machine_info() -> Record:
     cpu, cores (those this process may use), memory_gib, gpus (names) and kernel.
     """
     cpu = _cpu_model(_read("/proc/cpuinfo"))
-    cores = len(os.sched_getaffinity(0))
+    cores = _core.usable_cores()
     gpus = _gpu_names()
     return {
         "name": machine_name(cpu, cores, gpus),

@@ -28,13 +28,13 @@ def load(folder: str | Path) -> dict[str, list[Record]]:
 
 
 def render(files: Mapping[str, Sequence[Record]]) -> str:
-    """Markdown for all records: a table for each file.
+    """Markdown for all records, a table for each file; "" without records.
 
     Raises ValueError for a record of another kind than `bench collectives` writes: a record that
     no table shows would look like a result that was left out.
     """
     parts = [_render_file(name, records) for name, records in files.items() if records]
-    return "\n\n".join(parts) if parts else "No results are recorded yet."
+    return "\n\n".join(parts)
 
 
 def replace(text: str, table: str) -> str:
@@ -43,7 +43,8 @@ def replace(text: str, table: str) -> str:
         raise ValueError(f"the text needs one {BEGIN} and, after it, one {END}")
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+    body = f"{table}\n" if table else ""
+    return f"{head}{BEGIN}\n{body}{END}{tail}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,8 +56,6 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     path: Path = options.write or options.check
     try:
-        if not options.results.is_dir():
-            raise ValueError(f"{options.results} is no folder")
         text = path.read_text(encoding="utf-8")
         fresh = replace(text, render(load(options.results)))
     except (OSError, ValueError) as error:
@@ -105,9 +104,9 @@ def _caption(name: str, records: Sequence[Record]) -> str:
     commits = _distinct(record["commit"] for record in records)
     wrong = sum(record["wrong"] for record in records)
     return (
-        f"Times faster than {baselines} (median; quartiles of neighbouring blocks) on {machines}, "
-        f"torch {torches}, commit {commits}; {wrong} wrong elements. "
-        f"Records: [{name}](docs/results/{name})."
+        f"{machines}, torch {torches}, commit {commits}: times faster than {baselines}, in "
+        f"brackets the quartiles over neighbouring blocks; {wrong} wrong elements "
+        f"([{name}](docs/results/{name}))."
     )
 
 

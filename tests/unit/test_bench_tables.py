@@ -1,5 +1,7 @@
 """The results table in the README and the gate that finds it stale."""
 
+from pathlib import Path
+
 import pytest
 
 from deepytorch_core.bench import tables
@@ -113,8 +115,16 @@ def test_markers_are_needed(project, capsys, text):
     assert readme.read_text() == text
 
 
-def test_without_results():
-    assert tables.render({}) == "No results are recorded yet."
+def test_without_results_the_markers_stay_empty(project):
+    readme, results = project
+    assert run("--write", readme, results / "none") == 0
+    assert readme.read_text() == f"before\n{tables.BEGIN}\n{tables.END}\nafter\n"
+
+
+def test_this_projects_readme_is_fresh(capsys):
+    root = Path(__file__).parents[2]
+    status = run("--check", root / "README.md", root / "docs" / "results")
+    assert status == 0, capsys.readouterr().err
 
 
 def test_series_are_ordered_and_leave_out_barriers():
