@@ -1,0 +1,87 @@
+# `make demo` and `make test` are all one needs: each sets up what it uses. `make help` lists more.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=OFF \
+               -DDPT_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+NATIVE := $(shell find csrc -type f) CMakeLists.txt
+FORMATTED := $(shell find csrc tests -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+PYTEST_FLAGS ?=
+export PYTHON
+
+# The virtual environment's tools (cmake, ninja, compilers' helpers) come first, also for children.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
+.PHONY: help venv adapter demo test lint test-native test-python sanitize format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+venv: $(VENV)/.project ## .venv with everything: PyTorch, the tools, this project (editable)
+
+$(VENV)/.dependencies: pyproject.toml constraints.txt
+	@.ci/system python compiler
+	@echo "Setting up $(VENV) (PyTorch first: about two minutes) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@# On its own, so that nothing else pulls in a second, larger build of it.
+	@$(PIP) torch
+	@$(PIP) scikit-build-core pybind11 cmake ninja
+	@# The project's own dependencies, without building it: that is the next step.
+	@$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	  e = p['optional-dependencies']; print(*p['dependencies'], *e['recipes'], *e['dev'], sep='\n')" \
+	  > $(VENV)/requirements.txt
+	@$(PIP) -r $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/.project: $(VENV)/.dependencies $(NATIVE)
+	@echo "Building the native core ..."
+	@$(PIP) --no-build-isolation --no-deps -e .
+	@touch $@
+
+adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it is cached
+	@$(BIN)/deepytorch build
+
+demo: venv ## train a small Llama with the stock stack and with ours, and compare
+	@$(BIN)/deepytorch train llama_sft --compare --nproc-per-node 2
+
+test: lint test-native test-python ## everything below, then all Python tests
+
+lint: venv ## ruff, mypy --strict, clang-format: check only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# As installed: integrations/ and recipes/ live inside the facade.
+	@rm -rf build/typed && mkdir -p build/typed/deepytorch
+	@ln -s $(CURDIR)/deepytorch_core build/typed/
+	@ln -s $(CURDIR)/deepytorch/* $(wildcard $(CURDIR)/integrations $(CURDIR)/recipes) build/typed/deepytorch/
+	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+	  --cache-dir $(CURDIR)/.mypy_cache
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+
+test-native: venv ## GoogleTest of the torch-free core: ranks are threads
+	@.ci/system gtest
+	@$(BIN)/cmake -S . -B build/csrc $(CMAKE_FLAGS) > /dev/null
+	@$(BIN)/cmake --build build/csrc
+	$(BIN)/ctest --test-dir build/csrc --output-on-failure
+
+test-python: venv adapter ## pytest: unit, several processes, conformance, recipes
+	$(BIN)/pytest $(PYTEST_FLAGS)
+
+sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
+	@.ci/system gtest
+	@for sanitizer in address,undefined thread; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$sanitizer $(CMAKE_FLAGS) \
+	    -DDPT_SANITIZE=$$sanitizer > /dev/null && \
+	  $(BIN)/cmake --build build/sanitize-$$sanitizer && \
+	  $(BIN)/ctest --test-dir build/sanitize-$$sanitizer --output-on-failure || exit 1; \
+	done
+
+format: venv ## rewrite Python and C++ in the project's format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+clean: ## remove what was built, also .venv
+	rm -rf $(VENV) build dist

@@ -1,0 +1,8 @@
+// Barrier: entering is all there is.
+#include "algorithms/algorithm.hpp"
+
+namespace dpt {
+
+const Algorithm kBarrier{"barrier", DPT_BARRIER, enter};
+
+}  // namespace dpt

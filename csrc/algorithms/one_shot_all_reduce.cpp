@@ -1,0 +1,34 @@
+// One-shot all_reduce, for small messages: latency is one barrier.
+//
+//   1. copy the input into this rank's small buffer
+//   2. barrier
+//   3. every rank reduces all buffers itself, in rank order, so all ranks hold the same bits
+//
+// Each rank reads P*n bytes; above a few tens of KB the pipelined form does less.
+#include <vector>
+
+#include "algorithms/algorithm.hpp"
+#include "base/error.hpp"
+#include "host/copy.hpp"
+
+namespace dpt {
+namespace {
+
+void run(const RunContext& context) {
+  Segment& segment = context.segment;
+  const Operation& operation = context.operation;
+  const int parity = operation.sequence & 1;
+  DPT_CHECK(operation.bytes() <= Segment::kSmallBytes);
+
+  copy(segment.small(segment.rank(), parity), operation.inputs[0], operation.bytes());
+  enter(context);
+  std::vector<const void*> sources(segment.size());
+  for (int rank = 0; rank < segment.size(); ++rank) sources[rank] = segment.small(rank, parity);
+  reduce_ranks(context, sources.data(), operation.count, operation.outputs[0]);
+}
+
+}  // namespace
+
+const Algorithm kOneShotAllReduce{"one_shot", DPT_ALL_REDUCE, run};
+
+}  // namespace dpt

@@ -1,0 +1,25 @@
+#include <cstring>
+#include <string>
+
+#include "algorithms/algorithm.hpp"
+
+namespace dpt {
+
+const Algorithm* find_algorithm(const char* name, Collective collective) {
+  static const Algorithm* const table[] = {
+      &kOneShotAllReduce,
+      &kPipelinedAllReduce,
+      &kPipelinedAllGather,
+      &kPipelinedReduceScatter,
+      &kPipelinedBroadcast,
+      &kBarrier,
+  };
+  for (const Algorithm* algorithm : table) {
+    if (algorithm->collective == collective && std::strcmp(algorithm->name, name) == 0) {
+      return algorithm;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace dpt

@@ -1,0 +1,42 @@
+// What every blocking wait of the core obeys: a deadline, and the caller's wish to be interrupted.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace dpt {
+
+// Longest time a wait sleeps before it looks at the abort word, the deadline and Ctrl-C again.
+constexpr std::chrono::milliseconds kWaitSlice{100};
+
+class Deadline {
+ public:
+  explicit Deadline(std::chrono::milliseconds timeout)
+      : timeout_(timeout), end_(std::chrono::steady_clock::now() + timeout) {}
+
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  bool expired() const { return std::chrono::steady_clock::now() >= end_; }
+  // Time left, at most one slice, never negative.
+  std::chrono::milliseconds next_slice() const {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        end_ - std::chrono::steady_clock::now());
+    return std::clamp(left, std::chrono::milliseconds(0), kWaitSlice);
+  }
+
+ private:
+  std::chrono::milliseconds timeout_;
+  std::chrono::steady_clock::time_point end_;
+};
+
+struct WaitContext {
+  Deadline deadline;
+  // Who waits for what, for messages: "all_reduce #3 of group g (...) on rank 0".
+  std::function<std::string()> describe;
+  // True when the caller should give up (Ctrl-C); may be empty.
+  std::function<bool()> interrupted;
+};
+
+}  // namespace dpt

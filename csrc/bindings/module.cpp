@@ -1,0 +1,14 @@
+// The Python module deepytorch_core._core; its typed face is deepytorch_core/_core.pyi.
+#include <pybind11/pybind11.h>
+
+#include "bindings/register.hpp"
+#include "deepytorch.h"
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The torch-free core of deepytorch.";
+  m.attr("__version__") = DPT_VERSION;
+  m.attr("abi_version") = DPT_ABI_VERSION;
+  dpt::register_comm(m);
+  dpt::register_topology(m);
+  dpt::register_host(m);
+}

@@ -1,0 +1,136 @@
+#include "bootstrap/exchange.hpp"
+
+#include <sched.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "base/error.hpp"
+
+namespace dpt {
+namespace {
+
+std::string read_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::string read_link(const char* path) {
+  char target[256];
+  const ssize_t length = readlink(path, target, sizeof target);
+  return length > 0 ? std::string(target, length) : "unknown";
+}
+
+void throw_if_interrupted(const WaitContext& wait) {
+  if (wait.interrupted && wait.interrupted()) {
+    throw Error(DPT_ERR_INTERRUPTED, wait.describe() + " was interrupted");
+  }
+}
+
+}  // namespace
+
+std::string PeerInfo::serialize() const {
+  std::ostringstream out;
+  out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << pid
+      << ' ' << usable_cores << ' ' << affinity.size();
+  for (const uint64_t word : affinity) out << ' ' << word;
+  return out.str();
+}
+
+PeerInfo PeerInfo::parse(const std::string& text) {
+  std::istringstream in(text);
+  PeerInfo info;
+  size_t words = 0;
+  in >> info.process >> info.boot_id >> info.network >> info.pid >> info.usable_cores >> words;
+  if (in && words <= 1024) {
+    info.affinity.resize(words);
+    for (uint64_t& word : info.affinity) in >> word;
+  }
+  if (!in || words > 1024) {
+    throw Error(DPT_ERR_INVALID,
+                "a rank published malformed peer information: is the same version of deepytorch "
+                "installed on every rank?");
+  }
+  return info;
+}
+
+PeerInfo PeerInfo::of_this_process() {
+  PeerInfo info;
+  info.boot_id = read_line("/proc/sys/kernel/random/boot_id");
+  info.network = read_link("/proc/self/ns/net");
+  info.pid = getpid();
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) {
+    info.affinity.assign(CPU_SETSIZE / 64, 0);
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &cores)) info.affinity[core / 64] |= uint64_t{1} << (core % 64);
+    }
+    while (!info.affinity.empty() && info.affinity.back() == 0) info.affinity.pop_back();
+  }
+  return info;
+}
+
+std::string wait_for_key(Store& store,
+                         const std::string& key,
+                         const WaitContext& wait,
+                         const std::string& what) {
+  // Absent keys are asked for in short slices: torch's stores cannot be interrupted inside a get.
+  for (;;) {
+    if (auto value = store.get(key, wait.deadline.next_slice())) return *value;
+    throw_if_interrupted(wait);
+    if (wait.deadline.expired()) throw Error(DPT_ERR_TIMEOUT, wait.describe() + ": " + what);
+  }
+}
+
+std::vector<std::string> all_gather(Store& store,
+                                    const std::string& key,
+                                    int rank,
+                                    const std::vector<int64_t>& global_ranks,
+                                    const std::string& mine,
+                                    const WaitContext& wait) {
+  const int size = static_cast<int>(global_ranks.size());
+  store.set(key + "/" + std::to_string(rank), mine);
+  std::vector<std::string> all(size);
+  for (int peer = 0; peer < size; ++peer) {
+    const std::string peer_key = key + "/" + std::to_string(peer);
+    auto missing = [&] {
+      std::string ranks;
+      for (int other = peer; other < size; ++other) {
+        if (other != peer &&
+            store.get(key + "/" + std::to_string(other), std::chrono::milliseconds(1)))
+          continue;
+        ranks += (ranks.empty() ? "" : ", ") + std::to_string(global_ranks[other]);
+      }
+      return ranks;
+    };
+    try {
+      all[peer] = wait_for_key(store, peer_key, wait, "");
+    } catch (const Error& error) {
+      if (error.status() != DPT_ERR_TIMEOUT) throw;
+      throw Error(DPT_ERR_TIMEOUT,
+                  wait.describe() + ": rank(s) " + missing() + " did not join within " +
+                      std::to_string(wait.deadline.timeout().count()) +
+                      " ms. Did they crash, or run without deepytorch?");
+    }
+  }
+  return all;
+}
+
+std::string random_id() {
+  unsigned char bytes[16];
+  DPT_CHECK(getrandom(bytes, sizeof bytes, 0) == sizeof bytes);
+  static const char* digits = "0123456789abcdef";
+  std::string id;
+  for (const unsigned char byte : bytes) {
+    id += digits[byte >> 4];
+    id += digits[byte & 15];
+  }
+  return id;
+}
+
+}  // namespace dpt

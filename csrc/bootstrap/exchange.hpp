@@ -1,0 +1,45 @@
+// What ranks tell each other through the store before they share anything faster.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/wait.hpp"
+#include "bootstrap/store.hpp"
+
+namespace dpt {
+
+// Facts about one rank's process that decide which transports can reach it.
+struct PeerInfo {
+  std::string process;  // random id of the process (new after fork)
+  std::string boot_id;  // the same on every process of a running kernel
+  std::string network;  // network namespace: abstract sockets end at its border
+  int64_t pid = 0;
+  int usable_cores = 1;            // affinity and quota
+  std::vector<uint64_t> affinity;  // one bit per logical core
+
+  std::string serialize() const;
+  static PeerInfo parse(const std::string& text);  // Error(DPT_ERR_INVALID) when malformed
+  static PeerInfo of_this_process();
+};
+
+// Each rank's `mine`, in rank order. Waits for every rank until wait.deadline; the error names the
+// ranks that did not come.
+std::vector<std::string> all_gather(Store& store,
+                                    const std::string& key,
+                                    int rank,
+                                    const std::vector<int64_t>& global_ranks,
+                                    const std::string& mine,
+                                    const WaitContext& wait);
+
+// One key, waited for in slices so that Ctrl-C works. Error(DPT_ERR_TIMEOUT) with `what`.
+std::string wait_for_key(Store& store,
+                         const std::string& key,
+                         const WaitContext& wait,
+                         const std::string& what);
+
+// 128 random bits in hex.
+std::string random_id();
+
+}  // namespace dpt

@@ -1,0 +1,259 @@
+// The road every operation takes: Call -> dpt_request -> core -> NativeWork or the delegate's Work.
+// The c10d entry points that build the calls are in collectives.cpp.
+#include "backend.hpp"
+
+#include <c10/util/Exception.h>
+
+#include "python_bridge.hpp"
+#include "store.hpp"
+
+namespace dpt::c10d_adapter {
+namespace {
+
+// What Ctrl-C raised inside a wait of the core; picked up when that wait has returned.
+thread_local std::exception_ptr pending_signal;
+
+void on_done(void* context, dpt_status status, const char* message) {
+  const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
+  work->complete(status, message);
+}
+
+}  // namespace
+
+struct Backend::Started {
+  Backend& backend;
+  const Call& call;
+  WorkPtr delegated;
+  std::exception_ptr failure;
+};
+
+Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
+  init();
+  std::vector<int64_t> global_ranks;
+  for (const uint64_t rank : setup_.options->global_ranks_in_group) {
+    global_ranks.push_back(static_cast<int64_t>(rank));
+  }
+  if (global_ranks.empty()) {
+    for (int rank = 0; rank < size_; ++rank) global_ranks.push_back(rank);
+  }
+  TORCH_CHECK_VALUE(global_ranks.size() == static_cast<size_t>(size_),
+                    "deepytorch: ",
+                    global_ranks.size(),
+                    " global ranks for a group of ",
+                    size_);
+  const dpt_comm_options options{setup_.options->group_name.c_str(),
+                                 rank_,
+                                 size_,
+                                 global_ranks.data(),
+                                 setup_.native ? 1 : 0,
+                                 poll_signals,
+                                 nullptr};
+  const dpt_store store = store_table(setup_.store.get());
+  const dpt_delegate delegate{this, start_on_delegate};
+  dpt_error error{};
+  const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
+  if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
+}
+
+Backend::~Backend() {
+  if (comm_ != nullptr) without_gil([&] { setup_.api->comm_destroy(comm_); });
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
+  return c10::static_intrusive_pointer_cast<c10d::Backend::Options>(setup_.options);
+}
+
+void Backend::setTimeout(Milliseconds timeout) {
+  setup_.options->timeout = timeout;
+  std::lock_guard lock(delegates_mutex_);
+  for (auto& [device, delegate] : delegates_) delegate->setTimeout(timeout);
+}
+
+c10d::ErrorType Backend::getError() {
+  std::lock_guard lock(delegates_mutex_);
+  for (auto& [device, delegate] : delegates_) {
+    if (device == "cpu") continue;  // gloo has no such question
+    const c10d::ErrorType error = delegate->getError();
+    if (error != c10d::ErrorType::SUCCESS) return error;
+  }
+  return c10d::ErrorType::SUCCESS;
+}
+
+void Backend::abort() {
+  if (comm_ != nullptr) {
+    setup_.api->comm_abort(comm_, "the process group was aborted (ProcessGroup.abort)");
+  }
+  std::lock_guard lock(delegates_mutex_);
+  for (auto& [device, delegate] : delegates_) delegate->abort();
+}
+
+void Backend::shutdown() {
+  dpt_comm* const comm = std::exchange(comm_, nullptr);
+  if (comm != nullptr) without_gil([&] { setup_.api->comm_destroy(comm); });
+  std::map<std::string, BackendPtr> delegates;
+  {
+    std::lock_guard lock(delegates_mutex_);
+    delegates.swap(delegates_);
+  }
+  for (auto& [device, delegate] : delegates) delegate->shutdown();
+}
+
+int Backend::poll_signals(void*) {
+  pending_signal = run_signal_handlers();
+  return pending_signal != nullptr;
+}
+
+BackendPtr Backend::delegate_for(const std::string& device_type) {
+  // Making one takes the GIL and meets the other ranks, so the map's own lock is not held for it.
+  std::lock_guard making(making_mutex_);
+  {
+    std::lock_guard lock(delegates_mutex_);
+    const auto found = delegates_.find(device_type);
+    if (found != delegates_.end()) return found->second;
+  }
+  BackendPtr made = setup_.make_delegate(device_type);
+  std::lock_guard lock(delegates_mutex_);
+  return delegates_.emplace(device_type, std::move(made)).first->second;
+}
+
+dpt_status Backend::start_on_delegate(void*, const dpt_request* request, dpt_error* error) {
+  auto* started = static_cast<Started*>(request->call);
+  try {
+    const Call& call = started->call;
+    std::string device_type = "cpu";
+    for (const auto& tensors : {call.inputs, call.outputs}) {
+      if (!tensors.empty()) device_type = c10::DeviceTypeName(tensors[0].device().type(), true);
+    }
+    started->delegated = call.replay(*started->backend.delegate_for(device_type));
+    return DPT_OK;
+  } catch (...) {
+    // The delegate's own exception is what the caller gets; the core only needs to know.
+    started->failure = std::current_exception();
+    error->message[0] = '\0';
+    return DPT_ERR_DELEGATE;
+  }
+}
+
+WorkPtr Backend::submit(Call call) {
+  if (comm_ == nullptr) {
+    std::rethrow_exception(make_exception(
+        DPT_ERR_ABORTED,
+        c10::str(call.title, ": process group ", setup_.options->group_name, " was destroyed")));
+  }
+  const uint64_t sequence = ++sequence_;
+  if (call.results.empty()) call.results = call.outputs;
+
+  std::vector<at::Tensor> tensors = call.inputs;
+  if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
+  const std::optional<std::string> not_native = why_not_host(tensors);
+
+  using Direction = Contiguous::Direction;
+  std::shared_ptr<Contiguous> inputs;
+  std::shared_ptr<Contiguous> outputs;
+  std::vector<const void*> input_pointers;
+  std::vector<void*> output_pointers;
+  if (!not_native && call.collective <= DPT_BARRIER) {
+    inputs = std::make_shared<Contiguous>(call.inputs,
+                                          call.in_place ? Direction::kInPlace : Direction::kInput);
+    outputs =
+        call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
+    for (void* pointer : inputs->pointers()) input_pointers.push_back(pointer);
+    output_pointers = outputs->pointers();
+  }
+
+  // `count` and `dtype` describe one buffer; every buffer of a call has the same.
+  const at::Tensor* sample = call.inputs.empty() ? nullptr : &call.inputs[0];
+  if (call.collective == DPT_REDUCE_SCATTER && !call.outputs.empty()) sample = &call.outputs[0];
+  const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
+  Started started{*this, call, nullptr, nullptr};
+  const dpt_request request{
+      .collective = call.collective,
+      .dtype = sample && !not_native ? *to_data_type(sample->scalar_type()) : DPT_UINT8,
+      .reduce_op = call.core_reduce_op,
+      .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
+      .root = call.root,
+      .inputs = input_pointers.data(),
+      .outputs = output_pointers.data(),
+      .count = sample ? static_cast<size_t>(sample->numel()) : 0,
+      .timeout_ms =
+          (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
+      .asynchronous = call.asynchronous || coalescing_,
+      .not_native = not_native ? not_native->c_str() : nullptr,
+      .call = &started};
+
+  NativeWork::Options work_options{
+      rank_, call.op_type, call.title, sequence, call.results, nullptr};
+  work_options.finalize = [inputs, outputs, after = call.after, tensors = std::move(tensors)] {
+    if (outputs && outputs->has_stand_ins()) outputs->copy_back();
+    if (after) after();
+  };
+  auto work = c10::make_intrusive<NativeWork>(std::move(work_options));
+
+  dpt_outcome outcome = DPT_COMPLETED;
+  dpt_error error{};
+  dpt_status status = DPT_OK;
+  // The completion callback owns one reference, given back here if it will not be called.
+  auto for_callback = work;
+  NativeWork* const context = for_callback.release();
+  without_gil(
+      [&] { status = setup_.api->submit(comm_, &request, on_done, context, &outcome, &error); });
+  if (status != DPT_OK || outcome != DPT_STARTED) {
+    for_callback = c10::intrusive_ptr<NativeWork>::reclaim(context);
+  }
+  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(started.failure);
+  if (status == DPT_ERR_INTERRUPTED && pending_signal) {
+    std::rethrow_exception(std::exchange(pending_signal, nullptr));
+  }
+  if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
+
+  WorkPtr result = work;
+  if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
+  if (outcome == DPT_DELEGATED) result = started.delegated;
+  if (coalescing_) coalesced_.push_back(result);
+  return result;
+}
+
+WorkPtr Backend::delegate(dpt_collective collective,
+                          const std::vector<at::Tensor>& tensors,
+                          Replay replay) {
+  Call call{.collective = collective, .op_type = c10d::OpType::UNKNOWN, .title = "deepytorch"};
+  call.inputs = tensors;
+  call.in_place = true;
+  call.replay = std::move(replay);
+  return submit(std::move(call));
+}
+
+WorkPtr Backend::join(c10d::OpType op_type,
+                      std::vector<WorkPtr> parts,
+                      std::vector<at::Tensor> results) {
+  if (parts.size() == 1) return parts[0];
+  return c10::make_intrusive<JoinedWork>(rank_, op_type, std::move(parts), std::move(results));
+}
+
+void Backend::startCoalescing() {
+  coalescing_ = true;
+  coalesced_.clear();
+}
+
+WorkPtr Backend::endCoalescing() {
+  coalescing_ = false;
+  std::vector<at::Tensor> results;
+  for (const WorkPtr& part : coalesced_) {
+    for (const at::Tensor& tensor : part->result()) results.push_back(tensor);
+  }
+  return join(c10d::OpType::COALESCED, std::exchange(coalesced_, {}), std::move(results));
+}
+
+void Backend::check_root(const char* op, int64_t root) const {
+  TORCH_CHECK_VALUE(root >= 0 && root < size_,
+                    "deepytorch: ",
+                    op,
+                    " on rank ",
+                    rank_,
+                    ": root ",
+                    root,
+                    " is not a rank of this group of ",
+                    size_);
+}
+
+}  // namespace dpt::c10d_adapter

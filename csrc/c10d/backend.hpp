@@ -1,0 +1,153 @@
+// The c10d backend "deepytorch": checks arguments, turns tensors into buffers and hands each
+// operation to the core, which runs it natively or names the delegate. No collective is carried out
+// here.
+//
+// Thread safety: as c10d asks: any thread, operations in call order.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "convert.hpp"
+#include "deepytorch.h"
+#include "work.hpp"
+
+namespace dpt::c10d_adapter {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using Milliseconds = std::chrono::milliseconds;
+
+class Backend : public c10d::Backend {
+ public:
+  struct Options : c10d::Backend::Options {
+    explicit Options(Milliseconds timeout = kBackendDefaultTimeout)
+        : c10d::Backend::Options("deepytorch", timeout) {}
+  };
+
+  struct Setup {
+    c10::intrusive_ptr<c10d::Store> store;
+    int rank;
+    int size;
+    c10::intrusive_ptr<Options> options;  // timeout, group name, global ranks
+    // Makes the stock backend for a device type ("cpu", "cuda"); called at most once for each.
+    std::function<BackendPtr(const std::string&)> make_delegate;
+    bool native;
+    const dpt_api* api;
+  };
+
+  explicit Backend(Setup setup);
+  ~Backend() override;
+
+  const std::string getBackendName() const override { return "deepytorch"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
+  void setTimeout(Milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
+                    const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors,
+                           const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors,
+                    const c10d::BroadcastOptions& options) override;
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                    std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output,
+                          at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                              std::vector<at::Tensor>& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs,
+                         std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output,
+                               at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  WorkPtr reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs,
+                 std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(std::vector<at::Tensor>& outputs,
+                  std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output,
+                        at::Tensor& input,
+                        std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs,
+                   std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+
+ private:
+  // How to carry out an operation on a stock backend.
+  using Replay = std::function<WorkPtr(c10d::Backend&)>;
+
+  struct Call {
+    dpt_collective collective;
+    c10d::OpType op_type;
+    const char* title;
+    Milliseconds timeout = c10d::kUnsetTimeout;
+    bool asynchronous = true;
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> outputs;
+    bool in_place = false;  // outputs are the inputs
+    c10d::ReduceOp reduce_op;
+    dpt_reduce_op core_reduce_op = DPT_NO_REDUCE;
+    int root = 0;
+    std::vector<at::Tensor> results;  // what the future gives; outputs when empty
+    // Runs after a native operation, before anyone is told of its end.
+    std::function<void()> after;
+    Replay replay;
+  };
+  struct Started;  // one call on its way through the core and, perhaps, the delegate
+
+  WorkPtr submit(Call call);
+  WorkPtr delegate(dpt_collective collective,
+                   const std::vector<at::Tensor>& tensors,
+                   Replay replay);
+  WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
+  BackendPtr delegate_for(const std::string& device_type);
+  static dpt_status start_on_delegate(void* context, const dpt_request* request, dpt_error* error);
+  static int poll_signals(void* context);
+  void check_root(const char* op, int64_t root) const;
+
+  Setup setup_;
+  dpt_comm* comm_ = nullptr;
+  std::atomic<uint64_t> sequence_{0};
+  std::mutex making_mutex_;
+  std::mutex delegates_mutex_;
+  std::map<std::string, BackendPtr> delegates_;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+};
+
+}  // namespace dpt::c10d_adapter

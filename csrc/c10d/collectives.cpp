@@ -1,0 +1,348 @@
+// c10d's entry points: each checks its arguments and builds one Call. c10d's spellings end here.
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+
+#include "backend.hpp"
+#include "python_bridge.hpp"
+
+namespace dpt::c10d_adapter {
+namespace {
+
+void check_single(const char* op, const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(
+      tensors.size() == 1, "deepytorch: ", op, " takes one tensor per rank, got ", tensors.size());
+}
+
+void check_same(const char* op, const std::vector<at::Tensor>& tensors, const at::Tensor& like) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].numel() == like.numel() && tensors[i].scalar_type() == like.scalar_type(),
+        "deepytorch: ",
+        op,
+        ": tensor ",
+        i,
+        " of the list is ",
+        tensors[i].numel(),
+        " x ",
+        tensors[i].scalar_type(),
+        ", this rank's own is ",
+        like.numel(),
+        " x ",
+        like.scalar_type());
+  }
+}
+
+// `whole` as `size` equal parts without copying; it must be contiguous.
+std::vector<at::Tensor> parts_of(const char* op,
+                                 const at::Tensor& whole,
+                                 const at::Tensor& part,
+                                 int size) {
+  TORCH_CHECK_VALUE(whole.scalar_type() == part.scalar_type(),
+                    "deepytorch: ",
+                    op,
+                    ": the tensors differ in dtype: ",
+                    whole.scalar_type(),
+                    " and ",
+                    part.scalar_type());
+  TORCH_CHECK_VALUE(whole.numel() == part.numel() * size,
+                    "deepytorch: ",
+                    op,
+                    ": the large tensor has ",
+                    whole.numel(),
+                    " elements; ",
+                    size,
+                    " ranks of ",
+                    part.numel(),
+                    " need ",
+                    part.numel() * size);
+  const at::Tensor flat = whole.view({-1});
+  std::vector<at::Tensor> parts;
+  parts.reserve(size);
+  for (int rank = 0; rank < size; ++rank) {
+    parts.push_back(flat.narrow(0, rank * part.numel(), part.numel()));
+  }
+  return parts;
+}
+
+std::vector<at::Tensor> flatten(const std::vector<std::vector<at::Tensor>>& lists) {
+  std::vector<at::Tensor> all;
+  for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+}  // namespace
+
+WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors,
+                           const c10d::AllreduceOptions& options) {
+  check_single("all_reduce", tensors);
+  return submit({.collective = DPT_ALL_REDUCE,
+                 .op_type = c10d::OpType::ALLREDUCE,
+                 .title = "deepytorch:all_reduce",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = tensors,
+                 .outputs = tensors,
+                 .in_place = true,
+                 .reduce_op = options.reduceOp,
+                 .core_reduce_op = to_reduce_op(options.reduceOp),
+                 .replay = [tensors, options](c10d::Backend& stock) mutable {
+                   return stock.allreduce(tensors, options);
+                 }});
+}
+
+WorkPtr Backend::allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                  const c10d::AllreduceOptions& options) {
+  return delegate(DPT_ALL_REDUCE, tensors, [tensors, options](c10d::Backend& stock) mutable {
+    return stock.allreduce_sparse(tensors, options);
+  });
+}
+
+WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                     const c10d::AllreduceCoalescedOptions& options) {
+  std::vector<WorkPtr> parts;
+  for (const at::Tensor& tensor : tensors) {
+    std::vector<at::Tensor> one = {tensor};
+    parts.push_back(allreduce(one, options));
+  }
+  return join(c10d::OpType::ALLREDUCE_COALESCED, std::move(parts), tensors);
+}
+
+WorkPtr Backend::broadcast(std::vector<at::Tensor>& tensors,
+                           const c10d::BroadcastOptions& options) {
+  check_single("broadcast", tensors);
+  check_root("broadcast", options.rootRank);
+  return submit({.collective = DPT_BROADCAST,
+                 .op_type = c10d::OpType::BROADCAST,
+                 .title = "deepytorch:broadcast",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = tensors,
+                 .outputs = tensors,
+                 .in_place = true,
+                 .root = static_cast<int>(options.rootRank),
+                 .replay = [tensors, options](c10d::Backend& stock) mutable {
+                   return stock.broadcast(tensors, options);
+                 }});
+}
+
+WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                           std::vector<at::Tensor>& inputs,
+                           const c10d::AllgatherOptions& options) {
+  check_single("all_gather", inputs);
+  TORCH_CHECK_VALUE(outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_),
+                    "deepytorch: all_gather needs one output per rank (",
+                    size_,
+                    "), got ",
+                    outputs.empty() ? 0 : outputs[0].size());
+  check_same("all_gather", outputs[0], inputs[0]);
+  return submit({.collective = DPT_ALL_GATHER,
+                 .op_type = c10d::OpType::ALLGATHER,
+                 .title = "deepytorch:all_gather",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = inputs,
+                 .outputs = outputs[0],
+                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
+                   return stock.allgather(outputs, inputs, options);
+                 }});
+}
+
+WorkPtr Backend::_allgather_base(at::Tensor& output,
+                                 at::Tensor& input,
+                                 const c10d::AllgatherOptions& options) {
+  // A strided output cannot be cut into views: gather into a contiguous one and copy back.
+  const at::Tensor whole =
+      output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+  const bool copied = !whole.is_same(output);
+  return submit(
+      {.collective = DPT_ALL_GATHER,
+       .op_type = c10d::OpType::_ALLGATHER_BASE,
+       .title = "deepytorch:all_gather",
+       .timeout = options.timeout,
+       .asynchronous = options.asyncOp,
+       .inputs = {input},
+       .outputs = parts_of("all_gather", whole, input, size_),
+       .results = {output},
+       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr,
+       .replay = [output, input, options](c10d::Backend& stock) mutable {
+         return stock._allgather_base(output, input, options);
+       }});
+}
+
+WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                     std::vector<at::Tensor>& inputs,
+                                     const c10d::AllgatherOptions& options) {
+  // c10d gives one list per rank here, each with one tensor per input.
+  std::vector<WorkPtr> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    std::vector<std::vector<at::Tensor>> one_output(1);
+    for (auto& of_rank : outputs) {
+      TORCH_CHECK_VALUE(of_rank.size() == inputs.size(),
+                        "deepytorch: all_gather_coalesced: every rank's list needs ",
+                        inputs.size(),
+                        " tensors");
+      one_output[0].push_back(of_rank[i]);
+    }
+    std::vector<at::Tensor> one_input = {inputs[i]};
+    parts.push_back(allgather(one_output, one_input, options));
+  }
+  return join(c10d::OpType::ALLGATHER_COALESCED, std::move(parts), flatten(outputs));
+}
+
+WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                 std::vector<at::Tensor>& inputs,
+                                                 const c10d::AllgatherOptions& options) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
+                    "deepytorch: all_gather_into_tensor_coalesced: ",
+                    outputs.size(),
+                    " outputs for ",
+                    inputs.size(),
+                    " inputs");
+  std::vector<WorkPtr> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    parts.push_back(_allgather_base(outputs[i], inputs[i], options));
+  }
+  return join(c10d::OpType::COALESCED, std::move(parts), outputs);
+}
+
+WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
+                                std::vector<std::vector<at::Tensor>>& inputs,
+                                const c10d::ReduceScatterOptions& options) {
+  check_single("reduce_scatter", outputs);
+  TORCH_CHECK_VALUE(inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_),
+                    "deepytorch: reduce_scatter needs one input per rank (",
+                    size_,
+                    "), got ",
+                    inputs.empty() ? 0 : inputs[0].size());
+  check_same("reduce_scatter", inputs[0], outputs[0]);
+  return submit({.collective = DPT_REDUCE_SCATTER,
+                 .op_type = c10d::OpType::REDUCE_SCATTER,
+                 .title = "deepytorch:reduce_scatter",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = inputs[0],
+                 .outputs = outputs,
+                 .reduce_op = options.reduceOp,
+                 .core_reduce_op = to_reduce_op(options.reduceOp),
+                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
+                   return stock.reduce_scatter(outputs, inputs, options);
+                 }});
+}
+
+WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
+                                      at::Tensor& input,
+                                      const c10d::ReduceScatterOptions& options) {
+  return submit({.collective = DPT_REDUCE_SCATTER,
+                 .op_type = c10d::OpType::_REDUCE_SCATTER_BASE,
+                 .title = "deepytorch:reduce_scatter",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = parts_of("reduce_scatter", input.contiguous(), output, size_),
+                 .outputs = {output},
+                 .reduce_op = options.reduceOp,
+                 .core_reduce_op = to_reduce_op(options.reduceOp),
+                 .replay = [output, input, options](c10d::Backend& stock) mutable {
+                   return stock._reduce_scatter_base(output, input, options);
+                 }});
+}
+
+WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                 std::vector<at::Tensor>& inputs,
+                                                 const c10d::ReduceScatterOptions& options) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
+                    "deepytorch: reduce_scatter_tensor_coalesced: ",
+                    outputs.size(),
+                    " outputs for ",
+                    inputs.size(),
+                    " inputs");
+  std::vector<WorkPtr> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    parts.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
+  }
+  return join(c10d::OpType::COALESCED, std::move(parts), outputs);
+}
+
+WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
+  Call call{.collective = DPT_BARRIER,
+            .op_type = c10d::OpType::BARRIER,
+            .title = "deepytorch:barrier",
+            .timeout = options.timeout,
+            .asynchronous = options.asyncOp,
+            .replay = [options](c10d::Backend& stock) { return stock.barrier(options); }};
+  // A barrier on an accelerator waits for its stream, which only the stock backend does.
+  if (options.device && !options.device->is_cpu()) {
+    call.inputs = {at::empty({0}, at::TensorOptions(*options.device).dtype(at::kByte))};
+    call.in_place = true;
+  }
+  return submit(std::move(call));
+}
+
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  without_gil([&] { delegate_for("cpu")->monitoredBarrier(options, wait_all_ranks); });
+}
+
+WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+  check_root("reduce", options.rootRank);
+  return delegate(DPT_REDUCE, tensors, [tensors, options](c10d::Backend& stock) mutable {
+    return stock.reduce(tensors, options);
+  });
+}
+
+WorkPtr Backend::gather(std::vector<std::vector<at::Tensor>>& outputs,
+                        std::vector<at::Tensor>& inputs,
+                        const c10d::GatherOptions& options) {
+  check_root("gather", options.rootRank);
+  return delegate(DPT_GATHER, inputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
+    return stock.gather(outputs, inputs, options);
+  });
+}
+
+WorkPtr Backend::scatter(std::vector<at::Tensor>& outputs,
+                         std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ScatterOptions& options) {
+  check_root("scatter", options.rootRank);
+  return delegate(DPT_SCATTER, outputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
+    return stock.scatter(outputs, inputs, options);
+  });
+}
+
+WorkPtr Backend::alltoall_base(at::Tensor& output,
+                               at::Tensor& input,
+                               std::vector<int64_t>& output_splits,
+                               std::vector<int64_t>& input_splits,
+                               const c10d::AllToAllOptions& options) {
+  return delegate(
+      DPT_ALL_TO_ALL,
+      {input},
+      [output, input, output_splits, input_splits, options](c10d::Backend& stock) mutable {
+        return stock.alltoall_base(output, input, output_splits, input_splits, options);
+      });
+}
+
+WorkPtr Backend::alltoall(std::vector<at::Tensor>& outputs,
+                          std::vector<at::Tensor>& inputs,
+                          const c10d::AllToAllOptions& options) {
+  return delegate(DPT_ALL_TO_ALL, inputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
+    return stock.alltoall(outputs, inputs, options);
+  });
+}
+
+WorkPtr Backend::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
+  return delegate(DPT_SEND, tensors, [tensors, peer, tag](c10d::Backend& stock) mutable {
+    return stock.send(tensors, peer, tag);
+  });
+}
+
+WorkPtr Backend::recv(std::vector<at::Tensor>& tensors, int peer, int tag) {
+  return delegate(DPT_RECV, tensors, [tensors, peer, tag](c10d::Backend& stock) mutable {
+    return stock.recv(tensors, peer, tag);
+  });
+}
+
+WorkPtr Backend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  return delegate(DPT_RECV, tensors, [tensors, tag](c10d::Backend& stock) mutable {
+    return stock.recvAnysource(tensors, tag);
+  });
+}
+
+}  // namespace dpt::c10d_adapter

@@ -1,0 +1,110 @@
+#include "convert.hpp"
+
+#include <ATen/ATen.h>
+
+namespace dpt::c10d_adapter {
+
+std::optional<dpt_data_type> to_data_type(at::ScalarType type) {
+  switch (type) {
+    case at::kBool:
+      return DPT_BOOL;
+    case at::kChar:
+      return DPT_INT8;
+    case at::kByte:
+      return DPT_UINT8;
+    case at::kShort:
+      return DPT_INT16;
+    case at::kInt:
+      return DPT_INT32;
+    case at::kLong:
+      return DPT_INT64;
+    case at::kHalf:
+      return DPT_FLOAT16;
+    case at::kBFloat16:
+      return DPT_BFLOAT16;
+    case at::kFloat:
+      return DPT_FLOAT32;
+    case at::kDouble:
+      return DPT_FLOAT64;
+    case at::kComplexFloat:
+      return DPT_COMPLEX64;
+    case at::kComplexDouble:
+      return DPT_COMPLEX128;
+    default:
+      return std::nullopt;
+  }
+}
+
+dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return DPT_SUM;
+    case c10d::ReduceOp::AVG:
+      return DPT_AVG;
+    case c10d::ReduceOp::PRODUCT:
+      return DPT_PRODUCT;
+    case c10d::ReduceOp::MIN:
+      return DPT_MIN;
+    case c10d::ReduceOp::MAX:
+      return DPT_MAX;
+    case c10d::ReduceOp::PREMUL_SUM:
+      return DPT_PREMUL_SUM;
+    case c10d::ReduceOp::BAND:
+      return DPT_BAND;
+    case c10d::ReduceOp::BOR:
+      return DPT_BOR;
+    case c10d::ReduceOp::BXOR:
+      return DPT_BXOR;
+    default:
+      C10_THROW_ERROR(ValueError, "deepytorch: unknown reduce op");
+  }
+}
+
+double premul_factor_of(const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(supplement != nullptr, "deepytorch: PREMUL_SUM without its factor");
+  if (supplement->tensor_factor.defined()) return supplement->tensor_factor.item<double>();
+  return supplement->double_factor;
+}
+
+Contiguous::Contiguous(const std::vector<at::Tensor>& tensors, Direction direction)
+    : originals_(tensors) {
+  contiguous_.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    // A lazily conjugated or negated tensor has other values in memory than it stands for.
+    if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+      contiguous_.push_back(tensor);
+      continue;
+    }
+    has_stand_ins_ = true;
+    contiguous_.push_back(direction == Direction::kOutput
+                              ? at::empty(tensor.sizes(), tensor.options())
+                              : tensor.detach().clone(at::MemoryFormat::Contiguous));
+  }
+}
+
+std::vector<void*> Contiguous::pointers() const {
+  std::vector<void*> pointers;
+  pointers.reserve(contiguous_.size());
+  for (const at::Tensor& tensor : contiguous_) pointers.push_back(tensor.data_ptr());
+  return pointers;
+}
+
+void Contiguous::copy_back() const {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < originals_.size(); ++i) {
+    if (!originals_[i].is_same(contiguous_[i])) originals_[i].copy_(contiguous_[i]);
+  }
+}
+
+std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.device().is_cpu()) return c10::str("tensors on ", tensor.device().type());
+    if (tensor.layout() != at::kStrided) return c10::str(tensor.layout(), " tensors");
+    if (!to_data_type(tensor.scalar_type())) return c10::str(tensor.scalar_type(), " tensors");
+  }
+  return std::nullopt;
+}
+
+}  // namespace dpt::c10d_adapter

@@ -1,0 +1,40 @@
+// Torch's tensors and enums in the core's terms.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <vector>
+
+#include "deepytorch.h"
+
+namespace dpt::c10d_adapter {
+
+std::optional<dpt_data_type> to_data_type(at::ScalarType type);
+dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op);
+// The factor of PREMUL_SUM; 1 for other reduce ops.
+double premul_factor_of(const c10d::ReduceOp& op);
+
+// Tensors as the core wants them: contiguous. Those that are not get a contiguous stand-in.
+class Contiguous {
+ public:
+  enum class Direction { kInput, kOutput, kInPlace };
+  Contiguous(const std::vector<at::Tensor>& tensors, Direction direction);
+
+  std::vector<void*> pointers() const;
+  bool has_stand_ins() const { return has_stand_ins_; }
+  // After the operation: copies stand-ins back (outputs and in-place tensors).
+  void copy_back() const;
+
+ private:
+  std::vector<at::Tensor> originals_;
+  std::vector<at::Tensor> contiguous_;
+  bool has_stand_ins_ = false;
+};
+
+// Why native host code cannot take these tensors ("tensors on cuda", ...), or nothing.
+std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors);
+
+}  // namespace dpt::c10d_adapter

@@ -1,0 +1,90 @@
+// The Python module deepytorch_c10d: what deepytorch_core.backend makes process groups with.
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "backend.hpp"
+
+namespace py = pybind11;
+using dpt::c10d_adapter::Backend;
+using dpt::c10d_adapter::BackendPtr;
+using dpt::c10d_adapter::Milliseconds;
+
+namespace {
+
+const dpt_api* core_api() {
+  const py::capsule capsule = py::module_::import("deepytorch_core._core").attr("dpt_api")();
+  const auto* api =
+      static_cast<const dpt_api*>(PyCapsule_GetPointer(capsule.ptr(), DPT_API_CAPSULE));
+  if (api == nullptr) throw py::error_already_set();
+  if (api->abi_version != DPT_ABI_VERSION || api->bytes < sizeof(dpt_api)) {
+    throw py::import_error("deepytorch_c10d was built for core ABI " +
+                           std::to_string(DPT_ABI_VERSION) + ", the installed core has " +
+                           std::to_string(api->abi_version) + ": run `deepytorch build --force`");
+  }
+  return api;
+}
+
+// The Python factory of stock backends; called and released with the GIL.
+std::function<BackendPtr(const std::string&)> wrap_factory(py::object factory) {
+  const std::shared_ptr<py::object> held(
+      new py::object(std::move(factory)), [](py::object* object) {
+        if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
+        const py::gil_scoped_acquire gil;
+        delete object;
+      });
+  return [held](const std::string& device_type) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(device_type).cast<BackendPtr>();
+  };
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "The c10d backend of deepytorch.";
+  m.attr("abi_version") = DPT_ABI_VERSION;
+  // Registers the base classes that the bindings below derive from.
+  py::module_::import("torch._C._distributed_c10d");
+
+  py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(
+      m, "Options", "Options of a deepytorch group; pass as pg_options.")
+      .def(py::init(
+               [](Milliseconds timeout) { return c10::make_intrusive<Backend::Options>(timeout); }),
+           py::arg("timeout") = Milliseconds(kBackendDefaultTimeout));
+
+  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend");
+
+  m.def(
+      "create_backend",
+      [](const c10::intrusive_ptr<c10d::Store>& store,
+         int rank,
+         int size,
+         Milliseconds timeout,
+         const std::string& group_name,
+         const std::vector<uint64_t>& global_ranks,
+         py::object delegates,
+         bool native) {
+        auto options = c10::make_intrusive<Backend::Options>(timeout);
+        options->group_name = group_name;
+        options->global_ranks_in_group = global_ranks;
+        return c10::make_intrusive<Backend>(Backend::Setup{store,
+                                                           rank,
+                                                           size,
+                                                           std::move(options),
+                                                           wrap_factory(std::move(delegates)),
+                                                           native,
+                                                           core_api()});
+      },
+      py::arg("store"),
+      py::arg("rank"),
+      py::arg("size"),
+      py::kw_only(),
+      py::arg("timeout"),
+      py::arg("group_name"),
+      py::arg("global_ranks"),
+      py::arg("delegates"),
+      py::arg("native") = true,
+      "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
+}

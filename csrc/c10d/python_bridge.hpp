@@ -1,0 +1,19 @@
+// The few things for which the adapter needs Python; the only header of the adapter, besides the
+// module itself, whose implementation includes Python.h.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace dpt::c10d_adapter {
+
+// Runs pending Python signal handlers; returns what they raised (KeyboardInterrupt), or nullptr.
+// Works with and without the GIL held.
+std::exception_ptr run_signal_handlers();
+
+// Calls `function` with the GIL released, if this thread holds it.
+void without_gil(const std::function<void()>& function);
+
+}  // namespace dpt::c10d_adapter

@@ -1,0 +1,65 @@
+// The C ABI: exceptions end here and become a status and a message.
+#include "comm/c_api.hpp"
+
+#include <cstring>
+
+#include "comm/communicator.hpp"
+#include "comm/fabric.hpp"
+
+struct dpt_comm {
+  dpt::Communicator communicator;
+};
+
+namespace dpt {
+namespace {
+
+template <typename Function>
+dpt_status guarded(dpt_error* error, Function&& function) {
+  try {
+    function();
+    return DPT_OK;
+  } catch (const Error& caught) {
+    std::strncpy(error->message, caught.what(), sizeof error->message - 1);
+    return caught.status();
+  } catch (const std::exception& caught) {
+    std::strncpy(error->message, caught.what(), sizeof error->message - 1);
+    return DPT_ERR_INTERNAL;
+  }
+}
+
+dpt_status comm_create(const dpt_comm_options* options,
+                       const dpt_store* store,
+                       const dpt_delegate* delegate,
+                       dpt_comm** comm,
+                       dpt_error* error) {
+  return guarded(error, [&] {
+    *comm = new dpt_comm{{*options, std::make_unique<ForeignStore>(*store), *delegate}};
+  });
+}
+
+void comm_destroy(dpt_comm* comm) {
+  // The progress thread does not exist in a forked child, so nothing there can be joined or freed.
+  if (!Fabric::forked()) delete comm;
+}
+
+void comm_abort(dpt_comm* comm, const char* reason) { comm->communicator.abort(reason); }
+
+dpt_status submit(dpt_comm* comm,
+                  const dpt_request* request,
+                  dpt_done done,
+                  void* done_context,
+                  dpt_outcome* outcome,
+                  dpt_error* error) {
+  return guarded(error,
+                 [&] { *outcome = comm->communicator.submit(*request, done, done_context); });
+}
+
+}  // namespace
+
+const dpt_api* api() {
+  static const dpt_api table{
+      DPT_ABI_VERSION, sizeof(dpt_api), comm_create, comm_destroy, comm_abort, submit};
+  return &table;
+}
+
+}  // namespace dpt

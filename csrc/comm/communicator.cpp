@@ -1,0 +1,322 @@
+#include "comm/communicator.hpp"
+
+#include <unistd.h>
+
+#include <condition_variable>
+
+#include "base/env.hpp"
+#include "base/log.hpp"
+#include "comm/fabric.hpp"
+#include "host/reduce.hpp"
+#include "transport/shm/shm_transport.hpp"
+#include "tuner/choose.hpp"
+
+namespace dpt {
+namespace {
+
+// How long destroying a group waits for operations that nobody waited for.
+constexpr std::chrono::milliseconds kDestroyGrace{5000};
+
+// From here on ranks that share cores sleep instead of yielding.
+constexpr size_t kLongMessage = 8 << 20;
+
+bool reduces(Collective collective) {
+  return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
+}
+
+int num_inputs(const dpt_request& request, int size) {
+  if (request.collective == DPT_BARRIER) return 0;
+  return request.collective == DPT_REDUCE_SCATTER ? size : 1;
+}
+
+int num_outputs(const dpt_request& request, int size) {
+  if (request.collective == DPT_BARRIER) return 0;
+  return request.collective == DPT_ALL_GATHER ? size : 1;
+}
+
+}  // namespace
+
+Communicator::Communicator(const dpt_comm_options& options,
+                           std::unique_ptr<Store> store,
+                           const dpt_delegate& delegate)
+    : group_name_(options.group_name),
+      rank_(options.rank),
+      global_ranks_(options.global_ranks, options.global_ranks + options.size),
+      native_(options.native != 0),
+      store_(std::move(store)),
+      delegate_(delegate),
+      statistics_(make_group_statistics(group_name_)) {
+  if (options.rank < 0 || options.rank >= options.size) {
+    throw Error(DPT_ERR_INVALID,
+                "group " + group_name_ + ": rank " + std::to_string(options.rank) +
+                    " is not one of its " + std::to_string(options.size) + " ranks");
+  }
+  if (options.interrupted != nullptr) {
+    interrupted_ = [function = options.interrupted, context = options.interrupted_context] {
+      return function(context) != 0;
+    };
+  }
+  Fabric::instance();  // from here on a fork() is noticed
+}
+
+Communicator::~Communicator() {
+  if (!progress_.drain(kDestroyGrace)) {
+    abort("group " + group_name_ + " was destroyed on rank " +
+          std::to_string(global_ranks_[rank_]) + " with an operation under way");
+    progress_.drain(kDestroyGrace);
+  }
+  if (segment_) {
+    segment_->leave();
+    Fabric::instance().detach(segment_.get());
+  }
+}
+
+dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void* done_context) {
+  std::unique_lock order(submit_mutex_);
+  check_usable(request);
+  const Plan plan = choose({.collective = request.collective,
+                            .bytes = request.count * size_of(request.dtype),
+                            .size = static_cast<int>(global_ranks_.size()),
+                            .not_native = why_not_native(request),
+                            .fixed_chunk_bytes = env().chunk_bytes});
+  if (std::string_view(plan.algorithm) == "delegate") {
+    // NOTE [Gate] A rank that delegates enters the group's signals first where it can wait, so that
+    // a peer which runs the same call natively (another dtype, say) is told of the mismatch.
+    if (segment_ && is_native_collective(request.collective) && !request.asynchronous &&
+        request.not_native == nullptr) {
+      Plan gate = plan;
+      gate.algorithm = "gate";
+      run_and_wait(make_pending(request, gate));
+    }
+    order.unlock();
+    return delegate_request(request, plan);
+  }
+  std::shared_ptr<Pending> pending = make_pending(request, plan);
+  if (!request.asynchronous) {
+    run_and_wait(std::move(pending));
+    return DPT_COMPLETED;
+  }
+  progress_.enqueue([this, pending, done, done_context] {
+    try {
+      run(*pending, /*in_caller=*/false);
+      done(done_context, DPT_OK, "");
+    } catch (const Error& error) {
+      done(done_context, error.status(), error.what());
+    }
+  });
+  return DPT_STARTED;
+}
+
+std::string Communicator::why_not_native(const dpt_request& request) {
+  if (!native_) return "collectives=stock";
+  if (!is_native_collective(request.collective)) return "no native algorithm yet";
+  if (request.not_native != nullptr) return request.not_native;
+  if (global_ranks_.size() > 1) {
+    if (!connected_) connect(wait_context(request, /*interruptible=*/true));
+    if (!no_transport_.empty()) return no_transport_;
+  }
+  if (reduces(request.collective) && !can_reduce(request.dtype, request.reduce_op)) {
+    return std::string("no native ") + name_of(request.reduce_op) + " of " + name_of(request.dtype);
+  }
+  return "";
+}
+
+void Communicator::connect(const WaitContext& wait) {
+  try {
+    connect_segment(wait);
+    connected_ = true;
+  } catch (const Error& error) {
+    fail(error.status(), error.what());
+    throw;
+  }
+}
+
+void Communicator::connect_segment(const WaitContext& wait) {
+  Fabric& fabric = Fabric::instance();
+  const std::string key =
+      "deepytorch/" + std::to_string(fabric.next_generation(group_name_, rank_));
+  const std::vector<std::string> published =
+      all_gather(*store_, key + "/peer", rank_, global_ranks_, fabric.self().serialize(), wait);
+  std::vector<PeerInfo> peers;
+  for (const std::string& text : published) peers.push_back(PeerInfo::parse(text));
+
+  const TransportChoice choice = choose_transport(peers, global_ranks_);
+  no_transport_ = choice.why_not;
+  if (choice.transport == nullptr) return;
+  ShmConnection connection = connect_shm({*store_, key, rank_, global_ranks_, peers}, wait);
+  no_transport_ = connection.why_not;
+  if (!connection.segment) {
+    log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
+    return;
+  }
+  oversubscribed_ = fabric.oversubscribed(peers);
+  fabric.attach(connection.segment.get(), peers, connection.pidfds);
+  std::lock_guard lock(state_mutex_);
+  segment_ = std::move(connection.segment);
+}
+
+std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request,
+                                                                  Plan plan) {
+  auto pending = std::make_shared<Pending>();
+  const int size = static_cast<int>(global_ranks_.size());
+  if (request.inputs != nullptr) {
+    pending->inputs.assign(request.inputs, request.inputs + num_inputs(request, size));
+  }
+  if (request.outputs != nullptr) {
+    pending->outputs.assign(request.outputs, request.outputs + num_outputs(request, size));
+  }
+  pending->operation = {.collective = request.collective,
+                        .dtype = request.dtype,
+                        .reduce_op = request.reduce_op,
+                        .premul_factor = request.premul_factor,
+                        .root = request.root,
+                        .count = request.count,
+                        .inputs = pending->inputs.data(),
+                        .outputs = pending->outputs.data(),
+                        .sequence = next_sequence_++};
+  pending->plan = std::move(plan);
+  pending->timeout = std::chrono::milliseconds(request.timeout_ms);
+  return pending;
+}
+
+WaitContext Communicator::wait_context(const dpt_request& request, bool interruptible) {
+  return {Deadline(std::chrono::milliseconds(request.timeout_ms)),
+          [this, collective = request.collective] {
+            return "first " + std::string(name_of(collective)) + " of group " + group_name_ +
+                   " on rank " + std::to_string(global_ranks_[rank_]);
+          },
+          interruptible ? interrupted_ : nullptr};
+}
+
+WaitContext Communicator::wait_context(const Pending& pending, bool interruptible) {
+  return {Deadline(pending.timeout),
+          [this, &pending] {
+            return pending.operation.describe() + " of group " + group_name_ + " on rank " +
+                   std::to_string(global_ranks_[rank_]);
+          },
+          interruptible ? interrupted_ : nullptr};
+}
+
+WaitStyle Communicator::wait_style(size_t bytes, bool in_caller) const {
+  if (!in_caller) return WaitStyle::kBackground;
+  if (!oversubscribed_) return WaitStyle::kOwnCore;
+  // Long steps: the peers copy for a while, so sleeping costs less than handing the core around.
+  return bytes > kLongMessage ? WaitStyle::kBackground : WaitStyle::kSharedCore;
+}
+
+void Communicator::run(const Pending& pending, bool in_caller) {
+  const auto start = std::chrono::steady_clock::now();
+  const Operation& operation = pending.operation;
+  const WaitContext wait = wait_context(pending, in_caller);
+  try {
+    if (!segment_) {
+      run_local(operation);
+    } else {
+      segment_->throw_if_aborted();
+      const RunContext context{
+          *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
+      if (std::string_view(pending.plan.algorithm) == "gate") {
+        enter(context);
+        return;  // counted when it is delegated
+      }
+      const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);
+      DPT_CHECK(algorithm != nullptr);
+      algorithm->run(context);
+    }
+  } catch (const Error& error) {
+    // All ranks see a mismatch at the same point and stay in step; anything else breaks the group.
+    if (error.status() == DPT_ERR_MISMATCH) throw;
+    const std::string who = wait.describe();
+    const std::string what = error.what();
+    const Error named(error.status(), what.starts_with(who) ? what : who + ": " + what);
+    fail(named.status(), named.what());
+    throw named;
+  }
+  const std::chrono::duration<double, std::micro> elapsed =
+      std::chrono::steady_clock::now() - start;
+  statistics_->add(operation.collective,
+                   pending.plan.algorithm,
+                   pending.plan.reason.c_str(),
+                   operation.bytes(),
+                   elapsed.count());
+}
+
+void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
+  if (progress_.try_run_inline([&] { run(*pending, /*in_caller=*/true); })) return;
+
+  struct Waiter {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    std::optional<Error> error;
+  };
+  auto waiter = std::make_shared<Waiter>();
+  progress_.enqueue([this, pending, waiter] {
+    std::optional<Error> error;
+    try {
+      run(*pending, /*in_caller=*/false);
+    } catch (const Error& caught) {
+      error = caught;
+    }
+    std::lock_guard lock(waiter->mutex);
+    waiter->error = error;
+    waiter->done = true;
+    waiter->changed.notify_all();
+  });
+  std::unique_lock lock(waiter->mutex);
+  bool interrupted = false;
+  while (!waiter->changed.wait_for(lock, kWaitSlice, [&] { return waiter->done; })) {
+    if (interrupted || !interrupted_) continue;
+    lock.unlock();
+    interrupted = interrupted_();
+    // The operation uses the caller's memory: it must end before we return.
+    if (interrupted)
+      fail(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
+    lock.lock();
+  }
+  if (interrupted) {
+    throw Error(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
+  }
+  if (waiter->error) throw *waiter->error;
+}
+
+dpt_outcome Communicator::delegate_request(const dpt_request& request, const Plan& plan) {
+  statistics_->add(request.collective,
+                   plan.algorithm,
+                   plan.reason.c_str(),
+                   request.count * size_of(request.dtype),
+                   0);
+  dpt_error error{};
+  const dpt_status status = delegate_.start(delegate_.context, &request, &error);
+  if (status != DPT_OK) throw Error(status, error.message);
+  return DPT_DELEGATED;
+}
+
+void Communicator::check_usable(const dpt_request& request) {
+  const auto what = [&] {
+    return std::string(name_of(request.collective)) + " of group " + group_name_ + " on rank " +
+           std::to_string(global_ranks_[rank_]);
+  };
+  if (Fabric::forked()) {
+    throw Error(DPT_ERR_ABORTED,
+                what() +
+                    ": this process was made by fork() and has no part in its parent's groups. "
+                    "Start it with the spawn method and call init_process_group in it");
+  }
+  std::lock_guard lock(state_mutex_);
+  if (failure_) {
+    throw Error(DPT_ERR_ABORTED,
+                what() + ": the group failed earlier: " + failure_->what() +
+                    ". Call destroy_process_group and initialise again");
+  }
+}
+
+void Communicator::fail(dpt_status status, const std::string& reason) {
+  std::lock_guard lock(state_mutex_);
+  if (!failure_) failure_.emplace(status, reason);
+  if (segment_) segment_->abort(status, reason);
+}
+
+void Communicator::abort(const std::string& reason) { fail(DPT_ERR_ABORTED, reason); }
+
+}  // namespace dpt

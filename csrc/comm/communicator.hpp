@@ -1,0 +1,81 @@
+// One group of ranks: takes requests in order, picks a plan for each, runs it.
+//
+// Lifecycle: construction is local; the ranks meet at the first operation that can be native
+// (`connect`), and agree there whether this group has a native transport at all. Once an operation
+// failed in a way that leaves the ranks out of step (a dead rank, a timeout, Ctrl-C) the group is
+// failed for good: every later call says so and why.
+// Thread safety: all public functions from any thread; `submit` calls are serialised.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "algorithms/algorithm.hpp"
+#include "base/error.hpp"
+#include "bootstrap/store.hpp"
+#include "comm/progress.hpp"
+#include "comm/statistics.hpp"
+#include "transport/shm/segment.hpp"
+
+namespace dpt {
+
+class Communicator {
+ public:
+  Communicator(const dpt_comm_options& options,
+               std::unique_ptr<Store> store,
+               const dpt_delegate& delegate);
+  ~Communicator();
+
+  dpt_outcome submit(const dpt_request& request, dpt_done done, void* done_context);
+  void abort(const std::string& reason);
+
+ private:
+  // A request with its own copy of the pointer arrays, so that it outlives the call.
+  struct Pending {
+    Operation operation;
+    Plan plan;
+    std::chrono::milliseconds timeout;
+    std::vector<const void*> inputs;
+    std::vector<void*> outputs;
+  };
+
+  std::string why_not_native(const dpt_request& request);
+  void connect(const WaitContext& wait);
+  void connect_segment(const WaitContext& wait);
+  std::shared_ptr<Pending> make_pending(const dpt_request& request, Plan plan);
+  WaitContext wait_context(const dpt_request& request, bool interruptible);
+  WaitContext wait_context(const Pending& pending, bool interruptible);
+  WaitStyle wait_style(size_t bytes, bool in_caller) const;
+  void run(const Pending& pending, bool in_caller);
+  void run_and_wait(std::shared_ptr<Pending> pending);
+  dpt_outcome delegate_request(const dpt_request& request, const Plan& plan);
+  void check_usable(const dpt_request& request);
+  void fail(dpt_status status, const std::string& reason);
+
+  std::string group_name_;
+  int rank_;
+  std::vector<int64_t> global_ranks_;
+  bool native_;
+  std::function<bool()> interrupted_;
+  std::unique_ptr<Store> store_;
+  dpt_delegate delegate_;
+  std::shared_ptr<GroupStatistics> statistics_;
+
+  std::mutex submit_mutex_;
+  uint64_t next_sequence_ = 1;
+  bool connected_ = false;
+  std::string
+      no_transport_;  // after connect: why the group has no native transport; empty if it has
+  bool oversubscribed_ = false;
+
+  std::mutex state_mutex_;  // guards segment_'s replacement and failure_
+  std::unique_ptr<Segment> segment_;
+  std::optional<Error> failure_;
+
+  Progress progress_;  // last: its thread uses everything above
+};
+
+}  // namespace dpt

@@ -1,0 +1,110 @@
+#include "comm/fabric.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+
+#include "topology/topology.hpp"
+
+namespace dpt {
+namespace {
+
+std::atomic<Fabric*> the_fabric{nullptr};
+std::atomic<bool> in_forked_child{false};
+
+int count_cores(const std::vector<uint64_t>& affinity) {
+  int cores = 0;
+  for (const uint64_t word : affinity) cores += std::popcount(word);
+  return cores;
+}
+
+}  // namespace
+
+Fabric& Fabric::instance() {
+  static Fabric* const fabric = [] {
+    auto* const made = new Fabric;
+    the_fabric = made;
+    pthread_atfork(nullptr, nullptr, after_fork_in_child);
+    return made;
+  }();
+  return *fabric;
+}
+
+bool Fabric::forked() { return in_forked_child.load(std::memory_order_relaxed); }
+
+void Fabric::after_fork_in_child() {
+  in_forked_child = true;
+  Fabric* const fabric = the_fabric;
+  if (fabric != nullptr && fabric->watchdog_) fabric->watchdog_->close_after_fork();
+}
+
+Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
+  self_.process = random_id();
+  self_.usable_cores = usable_cores();
+}
+
+int Fabric::next_generation(const std::string& group_name, int rank) {
+  std::lock_guard lock(mutex_);
+  return generations_[{group_name, rank}]++;
+}
+
+void Fabric::attach(Segment* segment,
+                    const std::vector<PeerInfo>& peers,
+                    const std::vector<int>& pidfds) {
+  std::lock_guard lock(mutex_);
+  if (!watchdog_) {
+    watchdog_ =
+        std::make_unique<Watchdog>([this](const std::string& process) { on_death(process); });
+  }
+  groups_[segment] = peers;
+  for (size_t rank = 0; rank < peers.size(); ++rank) {
+    if (peers[rank].process == self_.process) {
+      close(pidfds[rank]);
+    } else {
+      watchdog_->watch(peers[rank].process, pidfds[rank]);
+    }
+  }
+}
+
+void Fabric::detach(Segment* segment) {
+  std::lock_guard lock(mutex_);
+  const std::vector<PeerInfo> peers = groups_[segment];
+  groups_.erase(segment);
+  for (const PeerInfo& peer : peers) {
+    const bool still_shared = std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) {
+      return std::any_of(group.second.begin(), group.second.end(), [&](const PeerInfo& other) {
+        return other.process == peer.process;
+      });
+    });
+    if (!still_shared) watchdog_->forget(peer.process);
+  }
+}
+
+void Fabric::on_death(const std::string& process) {
+  std::lock_guard lock(mutex_);
+  for (const auto& [segment, peers] : groups_) {
+    for (size_t rank = 0; rank < peers.size(); ++rank) {
+      if (peers[rank].process != process || segment->has_left(static_cast<int>(rank))) continue;
+      segment->abort(DPT_ERR_PEER_LOST,
+                     "rank " + std::to_string(segment->global_rank(static_cast<int>(rank))) +
+                         " (pid " + std::to_string(peers[rank].pid) + ") died");
+    }
+  }
+}
+
+bool Fabric::oversubscribed(const std::vector<PeerInfo>& peers) const {
+  std::vector<uint64_t> together;
+  for (const PeerInfo& peer : peers) {
+    if (together.size() < peer.affinity.size()) together.resize(peer.affinity.size());
+    for (size_t i = 0; i < peer.affinity.size(); ++i) together[i] |= peer.affinity[i];
+  }
+  int cores = count_cores(together);
+  // A quota (containers) caps a process below its affinity, and its neighbours share the quota.
+  if (self_.usable_cores < count_cores(self_.affinity)) cores = std::min(cores, self_.usable_cores);
+  return static_cast<int>(peers.size()) > cores;
+}
+
+}  // namespace dpt

@@ -1,0 +1,53 @@
+// The one object per process that groups share: who this process is, whom it shares memory with,
+// and the watchdog over those peers. Groups are light views that register here.
+//
+// Lifecycle: made at the first group, never destroyed. After fork() the child's fabric is marked
+// dead: it closes every descriptor it inherited, and groups of the parent refuse to work there.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bootstrap/exchange.hpp"
+#include "comm/watchdog.hpp"
+#include "transport/shm/segment.hpp"
+
+namespace dpt {
+
+class Fabric {
+ public:
+  static Fabric& instance();
+  // True in a child of fork() whose parent already had a fabric.
+  static bool forked();
+
+  // This process's facts, gathered once.
+  const PeerInfo& self() const { return self_; }
+
+  // How often this rank has connected a group of this name: part of the store keys, so that a
+  // group made again on a store that outlived the first one does not read its keys.
+  int next_generation(const std::string& group_name, int rank);
+
+  // From now on the death of any of `peers` (one per rank of `segment`) aborts the segment.
+  // Takes ownership of the pidfds. Call detach before the segment goes away.
+  void attach(Segment* segment, const std::vector<PeerInfo>& peers, const std::vector<int>& pidfds);
+  void detach(Segment* segment);
+
+  // Whether the ranks that share this node outnumber the cores they may use together.
+  bool oversubscribed(const std::vector<PeerInfo>& peers) const;
+
+ private:
+  Fabric();
+  void on_death(const std::string& process);
+  static void after_fork_in_child();
+
+  PeerInfo self_;
+  std::mutex mutex_;
+  std::map<std::pair<std::string, int>, int> generations_;
+  std::map<Segment*, std::vector<PeerInfo>> groups_;
+  std::unique_ptr<Watchdog> watchdog_;
+};
+
+}  // namespace dpt

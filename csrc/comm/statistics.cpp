@@ -1,0 +1,75 @@
+#include "comm/statistics.hpp"
+
+namespace dpt {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<GroupStatistics>> groups;
+};
+
+// Never destroyed: groups may outlive static destructors.
+Registry& registry() {
+  static auto* const instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+void GroupStatistics::add(Collective collective,
+                          const char* algorithm,
+                          const char* reason,
+                          size_t bytes,
+                          double time_us) {
+  std::lock_guard lock(mutex_);
+  StatisticsRow* found = nullptr;
+  for (StatisticsRow& row : rows_) {
+    if (row.collective == collective && row.algorithm == algorithm && row.reason == reason) {
+      found = &row;
+      break;
+    }
+  }
+  if (found == nullptr) {
+    rows_.push_back({group_, collective, algorithm, reason});
+    found = &rows_.back();
+  }
+  found->calls += 1;
+  found->bytes += bytes;
+  found->time_us += time_us;
+}
+
+std::vector<StatisticsRow> GroupStatistics::rows() const {
+  std::lock_guard lock(mutex_);
+  return rows_;
+}
+
+void GroupStatistics::reset() {
+  std::lock_guard lock(mutex_);
+  rows_.clear();
+}
+
+std::shared_ptr<GroupStatistics> make_group_statistics(const std::string& group) {
+  auto statistics = std::make_shared<GroupStatistics>(group);
+  std::lock_guard lock(registry().mutex);
+  // A destroyed group's rows stay for the report; one that did nothing leaves nothing.
+  std::erase_if(registry().groups,
+                [](const auto& old) { return old.use_count() == 1 && old->rows().empty(); });
+  registry().groups.push_back(statistics);
+  return statistics;
+}
+
+std::vector<StatisticsRow> all_statistics() {
+  std::lock_guard lock(registry().mutex);
+  std::vector<StatisticsRow> all;
+  for (const auto& group : registry().groups) {
+    for (StatisticsRow& row : group->rows()) all.push_back(std::move(row));
+  }
+  return all;
+}
+
+void reset_statistics() {
+  std::lock_guard lock(registry().mutex);
+  for (const auto& group : registry().groups) group->reset();
+}
+
+}  // namespace dpt

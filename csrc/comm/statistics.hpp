@@ -1,0 +1,46 @@
+// What a group did: calls, bytes and time per collective, algorithm and reason.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/types.hpp"
+
+namespace dpt {
+
+struct StatisticsRow {
+  std::string group;
+  Collective collective;
+  std::string algorithm;
+  std::string reason;
+  uint64_t calls = 0;
+  uint64_t bytes = 0;
+  double time_us = 0;  // native operations only: from start to end on this rank
+};
+
+class GroupStatistics {
+ public:
+  explicit GroupStatistics(std::string group) : group_(std::move(group)) {}
+  void add(Collective collective,
+           const char* algorithm,
+           const char* reason,
+           size_t bytes,
+           double time_us);
+  std::vector<StatisticsRow> rows() const;
+  void reset();
+
+ private:
+  std::string group_;
+  mutable std::mutex mutex_;
+  std::vector<StatisticsRow> rows_;
+};
+
+// Rows of all groups this process ever made, oldest group first.
+std::vector<StatisticsRow> all_statistics();
+void reset_statistics();
+std::shared_ptr<GroupStatistics> make_group_statistics(const std::string& group);
+
+}  // namespace dpt

@@ -1,0 +1,45 @@
+// Passing file descriptors between processes over abstract UNIX sockets (SCM_RIGHTS).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/wait.hpp"
+
+namespace dpt {
+
+// A file descriptor that is closed when it goes out of scope.
+class UniqueFd {
+ public:
+  UniqueFd() = default;
+  explicit UniqueFd(int fd) : fd_(fd) {}
+  UniqueFd(UniqueFd&& other) noexcept : fd_(other.release()) {}
+  UniqueFd& operator=(UniqueFd&& other) noexcept;
+  ~UniqueFd() { reset(); }
+  int get() const { return fd_; }
+  int release();
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// Most descriptors the kernel passes in one message (SCM_MAX_FD).
+constexpr int kMaxPassedFds = 253;
+
+// Listens on a fresh abstract address; `address` receives its name.
+UniqueFd listen_abstract(std::string* address);
+// The next connection of a process of this user, or an empty descriptor when `slice` passed.
+UniqueFd accept_within(const UniqueFd& listener, std::chrono::milliseconds slice);
+UniqueFd connect_abstract(const std::string& address);
+
+// One message: a short text and descriptors.
+void send_fds(const UniqueFd& socket, const std::string& text, const std::vector<int>& fds);
+struct Received {
+  std::string text;
+  std::vector<UniqueFd> fds;
+};
+// Waits until wait.deadline; Error(DPT_ERR_SYSTEM) when the peer closed.
+Received receive_fds(const UniqueFd& socket, const WaitContext& wait);
+
+}  // namespace dpt

@@ -1,0 +1,285 @@
+#include "transport/shm/segment.hpp"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+#include "base/error.hpp"
+
+namespace dpt {
+namespace {
+
+constexpr int kMaxRanks = 128;
+constexpr uint32_t kMagic = 0x64707431;  // "dpt1": version of this layout
+constexpr size_t kPage = 4096;
+
+struct alignas(kCacheLine) Line {
+  std::atomic<uint32_t> value;
+};
+
+// Per rank; the counters are written by their rank alone.
+struct alignas(kCacheLine) RankState {
+  std::atomic<uint64_t> barriers;
+  std::atomic<uint32_t> left;
+  alignas(kCacheLine) OpHeader header[2];
+};
+
+void cpu_relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Not FUTEX_PRIVATE: the word is shared between processes.
+void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, std::chrono::milliseconds slice) {
+  const timespec time{slice.count() / 1000, (slice.count() % 1000) * 1000000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &time, nullptr, 0);
+}
+
+enum AbortState : uint32_t { kRunning = 0, kWriting = 1, kAborted = 2 };
+
+}  // namespace
+
+struct Segment::Shared {
+  uint32_t magic;
+  int32_t size;
+  alignas(kCacheLine) std::atomic<uint32_t> arrived;
+  Line epoch;
+  Line sleepers;
+  alignas(kCacheLine) std::atomic<uint32_t> abort_state;
+  int32_t abort_status;
+  char abort_reason[480];
+  RankState ranks[kMaxRanks];
+};
+
+namespace {
+
+constexpr size_t staging_offset(size_t header_bytes) { return round_up(header_bytes, kPage); }
+
+}  // namespace
+
+int AdaptiveSpin::limit() {
+  // Once in a while the full length, or a limit that fell too low would never be found wrong.
+  return ++waits_ % 32 == 0 ? kMost : limit_;
+}
+
+void AdaptiveSpin::ended_after(int pauses) {
+  const int enough = std::clamp(2 * pauses + kLeast, kLeast, kMost);
+  limit_ = enough > limit_ ? enough : limit_ - (limit_ - enough) / 16;
+}
+
+void AdaptiveSpin::slept() { limit_ = std::max(kLeast, limit_ / 2); }
+
+int Segment::create_file(int size) {
+  if (size > kMaxRanks) {
+    throw Error(DPT_ERR_SYSTEM,
+                "a group of " + std::to_string(size) +
+                    " ranks on one node; the shared-memory "
+                    "transport serves " +
+                    std::to_string(kMaxRanks));
+  }
+  const int fd = DPT_SYS_CHECK(
+      static_cast<int>(syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
+  const size_t bytes =
+      staging_offset(sizeof(Shared)) + 2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+    close(fd);
+    throw_system_error("ftruncate of the group's shared memory");
+  }
+  // Fresh pages are zero, which is every field's initial state; only these two differ.
+  void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) {
+    close(fd);
+    throw_system_error("mmap of the group's shared memory");
+  }
+  auto* shared = static_cast<Shared*>(memory);
+  shared->magic = kMagic;
+  shared->size = size;
+  munmap(memory, sizeof(Shared));
+  return fd;
+}
+
+Segment::Segment(int fd, int rank, const std::vector<int64_t>& global_ranks)
+    : rank_(rank), size_(static_cast<int>(global_ranks.size())), global_ranks_(global_ranks) {
+  struct stat info{};
+  if (fstat(fd, &info) != 0 || static_cast<size_t>(info.st_size) < sizeof(Shared)) {
+    close(fd);
+    throw Error(DPT_ERR_SYSTEM, "the group's shared memory has an unexpected size");
+  }
+  bytes_ = static_cast<size_t>(info.st_size);
+  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  close(fd);
+  if (memory == MAP_FAILED) throw_system_error("mmap of the group's shared memory");
+  // A forked child (a DataLoader worker) must neither keep nor touch this memory.
+  madvise(memory, bytes_, MADV_DONTFORK);
+  shared_ = static_cast<Shared*>(memory);
+  if (shared_->magic != kMagic || shared_->size != size_) {
+    munmap(memory, bytes_);
+    throw Error(DPT_ERR_SYSTEM,
+                "the group's shared memory has another layout: is the same version of deepytorch "
+                "installed on every rank?");
+  }
+}
+
+Segment::~Segment() { munmap(shared_, bytes_); }
+
+OpHeader& Segment::header(int rank, int parity) { return shared_->ranks[rank].header[parity]; }
+
+char* Segment::staging(size_t offset, size_t bytes_each, int index) const {
+  return reinterpret_cast<char*>(shared_) + staging_offset(sizeof(Shared)) + offset +
+         bytes_each * index;
+}
+
+char* Segment::small(int rank, int parity) const {
+  return staging(0, kSmallBytes, parity * size_ + rank);
+}
+
+char* Segment::slot(int rank, int parity) const {
+  return staging(2 * kSmallBytes * size_, kMaxChunkBytes, parity * size_ + rank);
+}
+
+char* Segment::result(int parity) const {
+  return staging(2 * (kSmallBytes + kMaxChunkBytes) * size_, kMaxChunkBytes, parity);
+}
+
+bool Segment::passed_before_sleep(uint32_t now, WaitStyle style) {
+  constexpr int kBackgroundPauses = 200;
+  constexpr int kHandOvers = 3;
+  auto passed = [&] { return shared_->epoch.value.load(std::memory_order_acquire) != now; };
+  if (style == WaitStyle::kSharedCore) {
+    for (int i = 0; i < kHandOvers; ++i) {
+      if (passed()) return true;
+      sched_yield();
+    }
+    return passed();
+  }
+  const bool adaptive = style == WaitStyle::kOwnCore;
+  const int limit = adaptive ? spin_.limit() : kBackgroundPauses;
+  for (int i = 0; i < limit; ++i) {
+    if (passed()) {
+      if (adaptive) spin_.ended_after(i);
+      return true;
+    }
+    cpu_relax();
+  }
+  if (adaptive) spin_.slept();
+  return passed();
+}
+
+void Segment::barrier(const WaitContext& wait, WaitStyle style) {
+  std::atomic<uint32_t>& epoch = shared_->epoch.value;
+  const uint32_t now = epoch.load(std::memory_order_acquire);
+  RankState& me = shared_->ranks[rank_];
+  me.barriers.store(me.barriers.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+
+  if (shared_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
+      static_cast<uint32_t>(size_)) {
+    shared_->arrived.store(0, std::memory_order_relaxed);
+    epoch.store(now + 1, std::memory_order_seq_cst);
+    // Pairs with the sleeper's increment before its futex_wait re-reads the epoch.
+    if (shared_->sleepers.value.load(std::memory_order_seq_cst) != 0) futex_wake_all(&epoch);
+    return;
+  }
+
+  auto passed = [&] { return epoch.load(std::memory_order_acquire) != now; };
+  if (passed_before_sleep(now, style)) return;
+  while (!passed()) {
+    throw_if_aborted();
+    shared_->sleepers.value.fetch_add(1, std::memory_order_seq_cst);
+    futex_wait(&epoch, now, wait.deadline.next_slice());
+    shared_->sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
+    if (passed()) return;
+    throw_if_aborted();
+    check_left(wait);
+    if (wait.interrupted && wait.interrupted()) {
+      fail(DPT_ERR_INTERRUPTED, wait.describe() + " was interrupted");
+    }
+    if (wait.deadline.expired()) {
+      fail(DPT_ERR_TIMEOUT,
+           wait.describe() + " timed out after " + std::to_string(wait.deadline.timeout().count()) +
+               " ms: rank(s) " + missing_ranks() + " did not come");
+    }
+  }
+}
+
+std::string Segment::missing_ranks() const {
+  const uint64_t mine = shared_->ranks[rank_].barriers.load(std::memory_order_relaxed);
+  std::string text;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (shared_->ranks[peer].barriers.load(std::memory_order_acquire) >= mine) continue;
+    text += (text.empty() ? "" : ", ") + std::to_string(global_ranks_[peer]);
+  }
+  return text.empty() ? "(none by now)" : text;
+}
+
+void Segment::check_left(const WaitContext& wait) {
+  const uint64_t mine = shared_->ranks[rank_].barriers.load(std::memory_order_relaxed);
+  for (int peer = 0; peer < size_; ++peer) {
+    const RankState& state = shared_->ranks[peer];
+    if (!has_left(peer)) continue;
+    if (state.barriers.load(std::memory_order_acquire) >= mine) continue;
+    fail(DPT_ERR_PEER_LOST,
+         wait.describe() + ": rank " + std::to_string(global_ranks_[peer]) +
+             " has left the group (destroy_process_group) and will not come");
+  }
+}
+
+void Segment::fail(dpt_status status, const std::string& reason) {
+  abort(status, reason);
+  throw Error(status, reason);
+}
+
+void Segment::abort(dpt_status status, const std::string& reason) {
+  uint32_t expected = kRunning;
+  if (shared_->abort_state.compare_exchange_strong(expected, kWriting)) {
+    shared_->abort_status = status;
+    std::strncpy(shared_->abort_reason, reason.c_str(), sizeof shared_->abort_reason - 1);
+    shared_->abort_state.store(kAborted, std::memory_order_release);
+  }
+  futex_wake_all(&shared_->epoch.value);
+}
+
+bool Segment::aborted() const {
+  return shared_->abort_state.load(std::memory_order_acquire) != kRunning;
+}
+
+void Segment::throw_if_aborted() const {
+  if (!aborted()) return;
+  // The writer may be between claiming and publishing; if it died there, go on without its text.
+  for (int i = 0; i < 1000 && shared_->abort_state.load(std::memory_order_acquire) == kWriting;
+       ++i) {
+    sched_yield();
+  }
+  if (shared_->abort_state.load(std::memory_order_acquire) != kAborted) {
+    throw Error(DPT_ERR_ABORTED, "the group was aborted by a rank that died while saying why");
+  }
+  const auto status = static_cast<dpt_status>(shared_->abort_status);
+  // An interrupt or timeout belongs to the rank it happened on; for the others it is an abort.
+  throw Error(status == DPT_ERR_PEER_LOST ? DPT_ERR_PEER_LOST : DPT_ERR_ABORTED,
+              shared_->abort_reason);
+}
+
+bool Segment::has_left(int rank) const {
+  return shared_->ranks[rank].left.load(std::memory_order_acquire) != 0;
+}
+
+void Segment::leave() {
+  shared_->ranks[rank_].left.store(1, std::memory_order_release);
+  futex_wake_all(&shared_->epoch.value);
+}
+
+}  // namespace dpt

@@ -1,0 +1,116 @@
+// The memory one group shares on a node, and the signals in it.
+//
+// Lifecycle: rank 0 creates the memfd, every rank maps it (child processes made by fork do not get
+// the mapping), the last unmap frees it. Thread safety: `barrier` and the staging buffers belong to
+// the one thread that runs the group's current operation; abort() and leave() may come from any.
+//
+// NOTE [Staging parity] Every staging buffer exists twice. Successive pipeline steps use
+// alternating copies, also across operations: `next_step` counts steps of the group's whole life.
+// A rank that is one barrier ahead therefore never writes the copy a slow peer still reads, and no
+// operation needs a closing barrier.
+//
+// NOTE [Abort word] Whoever finds the group broken (a dead peer, a timeout, Ctrl-C, abort())
+// publishes it once; it stays. Every wait looks at it at least once per slice.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/types.hpp"
+#include "base/wait.hpp"
+
+namespace dpt {
+
+// What a rank says of the operation it enters; compared after the operation's first barrier.
+struct OpHeader {
+  uint64_t sequence;
+  uint64_t count;
+  double premul_factor;
+  int32_t collective;
+  int32_t dtype;
+  int32_t reduce_op;
+  int32_t root;
+};
+
+// What a rank knows of its chances when it waits.
+enum class WaitStyle {
+  kOwnCore,     // every rank has a core: spin as long as spinning has paid lately, then sleep
+  kSharedCore,  // more ranks than cores: a spinner holds the core its peer needs, so hand it over
+  kBackground,  // the progress thread: the core belongs to the caller's compute, so sleep soon
+};
+
+// How long to spin before sleeping, learnt from the waits so far. Two ranks that landed on one core
+// (another process has the other) would spin in vain for the whole limit each time.
+class AdaptiveSpin {
+ public:
+  // Pauses to spend on the next wait.
+  int limit();
+  void ended_after(int pauses);
+  void slept();
+
+ private:
+  static constexpr int kMost = 4000;  // about 100 us
+  static constexpr int kLeast = 100;
+  int limit_ = kMost;
+  unsigned waits_ = 0;
+};
+
+class Segment {
+ public:
+  static constexpr size_t kMaxChunkBytes = 256 << 10;
+  static constexpr size_t kSmallBytes = 64 << 10;
+
+  // Creates the shared file for `size` ranks; returns its descriptor. Throws Error(DPT_ERR_SYSTEM).
+  static int create_file(int size);
+
+  // Maps `fd` (and closes it). `global_ranks` are for messages.
+  Segment(int fd, int rank, const std::vector<int64_t>& global_ranks);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int64_t global_rank(int rank) const { return global_ranks_[rank]; }
+
+  // Waits until every rank called it as often as this one. Throws Error: DPT_ERR_ABORTED (or the
+  // abort's own status), DPT_ERR_TIMEOUT naming the missing ranks, DPT_ERR_PEER_LOST,
+  // DPT_ERR_INTERRUPTED. After any of these the group is aborted for every rank.
+  void barrier(const WaitContext& wait, WaitStyle style);
+
+  OpHeader& header(int rank, int parity);
+  char* small(int rank, int parity) const;  // kSmallBytes
+  char* slot(int rank, int parity) const;   // kMaxChunkBytes
+  char* result(int parity) const;           // kMaxChunkBytes, written by all ranks in shares
+  uint64_t next_step = 0;                   // see NOTE [Staging parity]
+
+  // Publishes the first reason and wakes every waiter; later calls change nothing.
+  void abort(dpt_status status, const std::string& reason);
+  bool aborted() const;
+  void throw_if_aborted() const;
+  // This rank uses the group no more; peers that still wait for it get an error.
+  void leave();
+  bool has_left(int rank) const;
+
+ private:
+  struct Shared;
+  // Spins or yields as `style` says; true when the barrier's epoch moved on from `now`.
+  bool passed_before_sleep(uint32_t now, WaitStyle style);
+  [[noreturn]] void fail(dpt_status status, const std::string& reason);
+  std::string missing_ranks() const;
+  void check_left(const WaitContext& wait);
+  char* staging(size_t offset, size_t bytes_each, int index) const;
+
+  int rank_;
+  int size_;
+  std::vector<int64_t> global_ranks_;
+  Shared* shared_ = nullptr;
+  size_t bytes_ = 0;
+  AdaptiveSpin spin_;
+};
+
+}  // namespace dpt

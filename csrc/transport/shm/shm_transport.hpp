@@ -1,0 +1,34 @@
+// Shared memory between processes of one node: a memfd made by the group's rank 0 and passed over
+// an abstract UNIX socket, so nothing ever appears in /dev/shm and its size limit does not matter.
+#pragma once
+
+#include <memory>
+
+#include "base/wait.hpp"
+#include "bootstrap/store.hpp"
+#include "transport/shm/segment.hpp"
+#include "transport/transport.hpp"
+
+namespace dpt {
+
+extern const Transport kShmTransport;
+
+struct ShmConnection {
+  std::unique_ptr<Segment> segment;  // nullptr: no shared memory here, see why_not
+  std::vector<int> pidfds;  // one per rank, owned by the receiver; become readable at death
+  std::string why_not;      // the same text on every rank
+};
+
+struct ShmGroup {
+  Store& store;
+  std::string key;  // prefix of this group's keys, fresh for every connection
+  int rank;
+  const std::vector<int64_t>& global_ranks;
+  const std::vector<PeerInfo>& peers;
+};
+
+// Collective over the group's ranks. Throws on timeout and interrupt; a rank that cannot attach
+// makes every rank return the same `why_not`.
+ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait);
+
+}  // namespace dpt

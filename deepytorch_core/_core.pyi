@@ -1,0 +1,37 @@
+"""The torch-free native core (csrc/bindings)."""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from typing_extensions import Buffer
+
+__version__: str
+abi_version: int
+
+class StatisticsRow(TypedDict):
+    group: str
+    op: str
+    algorithm: str
+    reason: str
+    calls: int
+    bytes: int
+    time_us: float
+
+def dpt_api() -> Any: ...
+def statistics() -> list[StatisticsRow]: ...
+def reset_statistics() -> None: ...
+def topology_json(*, root: str = ...) -> str: ...
+def normalize_topology_json(text: str) -> str: ...
+def usable_cores() -> int: ...
+def reduce(
+    dtype: str,
+    op: str,
+    sources: Sequence[Buffer],
+    destination: Buffer,
+    factors: Sequence[float] = ...,
+    *,
+    second_destination: Buffer | None = ...,
+) -> None: ...
+def can_reduce(dtype: str, op: str) -> bool: ...
+def reduce_isa() -> str: ...
+def limit_reduce_isa(isa: str) -> str: ...

@@ -1,0 +1,191 @@
+"""Where workers come from: a process that has imported torch and forks them in milliseconds.
+
+Tests of failures use up their workers, so what a new one costs matters: two seconds for
+`import torch`, times the ranks. The nursery pays that once. It is single-threaded, holds no process
+group and has not loaded the native core, so a fork of it is as good as a new process, but for two
+things that are undone: the environment variables that tell a rank who it is, and the address
+layout, which must differ between ranks lest a pointer put in shared memory work by accident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deepytorch_core.testing import worker
+
+_MAX_MESSAGE_BYTES = 65536
+_START = (
+    "import json, sys; fd, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "from deepytorch_core.testing import nursery; nursery.serve(fd, preload)"
+)
+
+
+class Nursery:
+    """Starts workers that have `env` in addition to this process's environment."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # What the worker's side of every test module imports, if the test process has it.
+        preload = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
+        arguments = json.dumps([theirs.fileno(), sys.path, ["torch.distributed", *preload]])
+        # Through `env`, so that nothing here touches this process's own variables.
+        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}
+        with theirs:
+            self._process = subprocess.Popen(
+                ["env", *(f"{name}={value}" for name, value in variables.items())]
+                + [sys.executable, "-c", _START, arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the test process alone
+            )
+        self._socket = ours
+        self._lock = threading.Lock()
+
+    def start(self, place: worker.Place, stacks_path: Path) -> Worker:
+        """Fork one worker. RuntimeError when the nursery could not start or died."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            request = {
+                "rank": place.rank,
+                "world_size": place.world_size,
+                "store_port": place.store_port,
+                "stacks": str(stacks_path),
+            }
+            pid = self._ask(request, theirs.fileno())
+        return Worker(self, pid, place.rank, Connection(ours.detach()), stacks_path)
+
+    def reap(self, pid: int) -> int:
+        """Wait for a worker to end; return its exit code, negative for a signal."""
+        return self._ask({"reap": pid})
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _ask(self, request: dict[str, Any], *descriptors: int) -> int:
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+                reply = self._socket.recv(_MAX_MESSAGE_BYTES)
+            except OSError:
+                reply = b""
+        if not reply:
+            raise RuntimeError(
+                "the process that starts test workers died; its standard error says why"
+            )
+        return int(reply)
+
+
+class Worker:
+    """The parent's end of one worker process."""
+
+    def __init__(
+        self, nursery: Nursery, pid: int, rank: int, connection: Connection, stacks_path: Path
+    ) -> None:
+        self.pid = pid
+        self.rank = rank
+        self.connection = connection
+        self._nursery = nursery
+        self._stacks_path = stacks_path
+        self._pid_descriptor = os.pidfd_open(pid)
+        # Ready when there is something to read, or the process ended.
+        self.sources: tuple[Connection, int] = (connection, self._pid_descriptor)
+        self._exit_code: int | None = None
+
+    def wait(self) -> int:
+        """Wait for the process to end; return its exit code, negative for a signal."""
+        if self._exit_code is None:
+            self._exit_code = self._nursery.reap(self.pid)
+        return self._exit_code
+
+    def send_signal(self, number: int) -> None:
+        if self._exit_code is None:  # else the pid may be somebody else's
+            os.kill(self.pid, number)
+
+    def stacks(self) -> str:
+        """What the process wrote about its stacks when it crashed or was asked to."""
+        if not self._stacks_path.exists():
+            return ""
+        return self._stacks_path.read_text(errors="replace").strip()
+
+    def kill(self) -> None:
+        """Kill the process and everything it started."""
+        if self._exit_code is None:
+            with contextlib.suppress(ProcessLookupError):  # forked, but not yet a group's leader
+                os.killpg(self.pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+        self.connection.close()
+        os.close(self._pid_descriptor)
+
+
+def serve(descriptor: int, preload: list[str]) -> None:
+    """Import `preload`, then fork workers for the parent at `descriptor` until it goes away."""
+    for name in preload:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    control = socket.socket(fileno=descriptor)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
+        if not message:
+            return
+        request = json.loads(message)
+        if "reap" in request:
+            control.send(str(_reap(request["reap"])).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _become_worker(request, descriptors[0])
+        os.close(descriptors[0])
+        control.send(str(pid).encode())
+
+
+def _reap(pid: int) -> int:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what it started, while its id can't be anyone else's
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _become_worker(request: dict[str, Any], descriptor: int) -> NoReturn:
+    try:
+        os.setsid()  # a group of its own, so that what it starts can be killed with it
+        rank, world_size = request["rank"], request["world_size"]
+        _padding = mmap.mmap(-1, (rank + 1) * (1 << 22), prot=mmap.PROT_READ)
+        os.environ.update(  # noqa: TID251  what torchrun would set; nothing is read
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR=worker.STORE_HOST,
+            MASTER_PORT=str(request["store_port"]),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
+        )
+        place = worker.Place(rank, world_size, request["store_port"])
+        worker.serve(descriptor, place, request["stacks"])
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)

@@ -1,0 +1,228 @@
+"""The parent side of `spawn_ranks`: pools of warm workers, deadlines and reports of failures."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core.testing.failures import Failures
+from deepytorch_core.testing.nursery import Nursery, Worker
+from deepytorch_core.testing.worker import STORE_HOST, Call, FunctionRef, Outcome, Place
+
+# After the first failure the other ranks get this long to fail too; then their stacks are dumped.
+_GRACE_S = 2.0
+
+
+class Pool:
+    """`world_size` warm workers and the store they meet at."""
+
+    def __init__(self, world_size: int, nursery: Nursery) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        self.world_size = world_size
+        self._folder = Path(tempfile.mkdtemp(prefix="deepytorch-ranks-"))
+        # Here and not in a rank, so that the death of a rank doesn't take it away.
+        self._store = TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
+        self._num_calls = 0
+        self._workers: list[Worker] = []
+        for rank in range(world_size):
+            place = Place(rank, world_size, self._store.port)
+            self._workers.append(nursery.start(place, self._folder / f"stacks-{rank}"))
+
+    def close(self) -> None:
+        """Kill the workers, and whatever they started, and remove every trace."""
+        for worker in self._workers:
+            worker.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def is_alive(self) -> bool:
+        return not wait([source for worker in self._workers for source in worker.sources], 0)
+
+    def call(
+        self,
+        function: FunctionRef,
+        payload: bytes,
+        *,
+        backend: str | None,
+        timeout_s: float,
+        expect_dead: frozenset[int],
+    ) -> tuple[list[Any], bool]:
+        """Run one call; return each rank's result and whether the workers can serve another."""
+        self._num_calls += 1
+        call = Call(
+            number=self._num_calls,
+            function=function,
+            payload=payload,
+            backend=backend,
+            # Shorter than the hard limit: the backend's own report of a hang says more.
+            group_timeout_s=max(1.0, 0.75 * timeout_s),
+        )
+        message = pickle.dumps(call)
+        failures = Failures(function, self.world_size, timeout_s)
+        for worker in self._workers:
+            with contextlib.suppress(OSError):  # a dead one shows below, as end of file
+                worker.connection.send_bytes(message)
+        results: dict[int, Any] = {}
+        pending = list(self._workers)
+        deadline = time.monotonic() + timeout_s
+        healthy = True
+        while pending:
+            # The process too: what a dead rank has forked keeps its end of the socket open.
+            sources = [source for worker in pending for source in worker.sources]
+            ready = wait(sources, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.add_stuck(pending)
+                break
+            for worker in [worker for worker in pending if set(worker.sources) & set(ready)]:
+                pending.remove(worker)
+                outcome = _receive(worker)
+                if outcome is None and worker.rank in expect_dead and worker.wait() < 0:
+                    results[worker.rank] = None
+                    healthy = False
+                elif outcome is None:
+                    failures.add_death(worker)
+                elif outcome.ok:
+                    results[worker.rank] = pickle.loads(outcome.payload or b"")
+                else:
+                    failures.add_exception(worker.rank, outcome)
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        failures.raise_if_any()
+        return [results[rank] for rank in range(self.world_size)], healthy
+
+
+def _receive(worker: Worker) -> Outcome | None:
+    try:
+        if not worker.connection.poll():
+            return None
+        outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return outcome
+
+
+_Env = tuple[tuple[str, str], ...]
+
+_nurseries: dict[_Env, Nursery] = {}
+_idle: dict[tuple[int, _Env], Pool] = {}
+_lock = threading.Lock()
+
+
+def spawn_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60,
+    backend: str | None = None,
+    expect_dead: set[int] | frozenset[int] = frozenset(),
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn(rank, world_size, *args, **kwargs)` in `world_size` processes.
+
+    Workers stay warm between calls: the second call of a size costs milliseconds. They have one
+    compute thread each and torchrun's environment variables, seeds are 0 at the start of a call,
+    and process groups left open are destroyed after it.
+
+    Args:
+        fn: a module-level function; its file needs no importable name (test modules have none).
+        world_size: number of ranks, each in its own process.
+        *args: passed on to `fn`; must pickle, as must what `fn` returns.
+        timeout_s: hard limit in seconds; what has not finished then is killed.
+        backend: when given, torch.distributed is initialised with it before `fn` runs, with a
+            group timeout of 0.75 * `timeout_s`.
+        expect_dead: ranks that may die by a signal; such a rank's result is None.
+        env: additional environment variables of the workers (a pool of its own per setting).
+        fresh: use new workers and end them afterwards, for calls that change the process.
+        **kwargs: passed on to `fn`.
+
+    Returns:
+        What `fn` returned, by rank.
+
+    Raises:
+        ValueError: `fn` is not a module-level function of a source file, or a bad `world_size`.
+        RankError: a rank raised or died; has every failed rank's exception and traceback.
+        RankTimeoutError: ranks were still running after `timeout_s`; has their stacks.
+    """
+    if world_size < 1:
+        raise ValueError(f"spawn_ranks: world_size must be at least 1, got {world_size}")
+    function = _reference(fn)
+    payload = pickle.dumps((args, kwargs))
+    key = (world_size, tuple(sorted((env or {}).items())))
+    pool = None if fresh else _take_idle(key)
+    if pool is None:
+        pool = Pool(world_size, _nursery(key[1]))
+    reusable = False
+    try:
+        results, reusable = pool.call(
+            function,
+            payload,
+            backend=backend,
+            timeout_s=timeout_s,
+            expect_dead=frozenset(expect_dead),
+        )
+    finally:
+        reusable = reusable and not fresh
+        if reusable:
+            with _lock:
+                previous, _idle[key] = _idle.get(key), pool
+            pool = previous  # two threads at once made two; one stays warm
+        if pool is not None:
+            pool.close()
+    return results
+
+
+def _take_idle(key: tuple[int, _Env]) -> Pool | None:
+    with _lock:
+        pool = _idle.pop(key, None)
+    if pool is not None and not pool.is_alive():
+        pool.close()
+        return None
+    return pool
+
+
+def _nursery(env: _Env) -> Nursery:
+    with _lock:
+        nursery = _nurseries.get(env)
+        if nursery is None or not nursery.is_alive():
+            nursery = _nurseries[env] = Nursery(dict(env))
+    return nursery
+
+
+def _reference(fn: Callable[..., Any]) -> FunctionRef:
+    qualname = getattr(fn, "__qualname__", "")
+    module = getattr(fn, "__module__", "")
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if not qualname or "<" in qualname or path is None:
+        raise ValueError(
+            f"spawn_ranks: {fn!r} is not a module-level function of a source file, so another "
+            "process cannot import it; move it to the top of its module"
+        )
+    return FunctionRef(os.path.abspath(path), module, qualname)
+
+
+def close_idle_workers() -> None:
+    """End all warm workers; the next `spawn_ranks` starts new ones."""
+    with _lock:
+        pools, nurseries = list(_idle.values()), list(_nurseries.values())
+        _idle.clear()
+        _nurseries.clear()
+    for pool in pools:
+        pool.close()
+    for nursery in nurseries:
+        nursery.close()
+
+
+atexit.register(close_idle_workers)

@@ -1,0 +1,232 @@
+"""The child side of `spawn_ranks`: a process that is one rank, for many calls.
+
+A worker is started with a socket to its parent and serves one `Call` after the other, so that a
+test pays for `import torch` once per pool and not once per test. What a call left behind is
+cleaned up before its result is sent; a worker whose call failed serves no other.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+STORE_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class FunctionRef:
+    """A module-level function by file and name: test modules have no importable name."""
+
+    path: str
+    module: str
+    qualname: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function on one rank; `payload` is the pickled `(args, kwargs)`."""
+
+    number: int
+    function: FunctionRef
+    payload: bytes
+    backend: str | None
+    group_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call: a pickled result, or a pickled exception (if it can be) and text."""
+
+    ok: bool
+    payload: bytes | None
+    summary: str = ""
+    traceback: str = ""
+
+
+@dataclass
+class Place:
+    """Who this process is, and the store its current call shares with the other ranks."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    call_number: int = 0
+    store: Store | None = None
+
+
+_place: Place | None = None
+
+
+def rank_store(name: str) -> Store:
+    """Return a fresh key space shared by all ranks of the current call.
+
+    For functions that set up torch.distributed themselves, more than once for instance: give each
+    set-up its own `name`. The server lives in the parent, so it outlives any rank.
+    Raises RuntimeError outside of `spawn_ranks`.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    if _place is None:
+        raise RuntimeError("rank_store() works only inside a function run by spawn_ranks")
+    if _place.store is None:
+        _place.store = TCPStore(
+            STORE_HOST, _place.store_port, is_master=False, timeout=timedelta(seconds=60)
+        )
+    return PrefixStore(f"call{_place.call_number}/{name}", _place.store)
+
+
+def place() -> tuple[int, int]:
+    """Return this worker's (rank, world_size); RuntimeError outside of `spawn_ranks`."""
+    if _place is None:
+        raise RuntimeError("this process was not started by spawn_ranks")
+    return _place.rank, _place.world_size
+
+
+def load_function(ref: FunctionRef) -> Callable[..., Any]:
+    """Find `ref`, importing its file under the parent's module name when it isn't loaded yet."""
+    module = sys.modules.get(ref.module)
+    loaded = getattr(module, "__file__", None)
+    if ref.module == "__main__" or loaded is None or os.path.abspath(loaded) != ref.path:
+        module = _load_module(ref)
+    target: Any = module
+    for part in ref.qualname.split("."):
+        target = getattr(target, part)
+    # Decorated test functions keep what they wrap; a plain function has no such attribute.
+    return target  # type: ignore[no-any-return]
+
+
+def _load_module(ref: FunctionRef) -> ModuleType:
+    # `__main__` must not run its `if __name__ == "__main__"` part here, as in multiprocessing.
+    name = "__mp_main__" if ref.module == "__main__" else ref.module
+    cached = sys.modules.get(name)
+    if cached is not None and getattr(cached, "__file__", None) == ref.path:
+        return cached
+    spec = importlib.util.spec_from_file_location(name, ref.path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {ref.path}: not a Python source file")
+    module = importlib.util.module_from_spec(spec)
+    # Under the parent's name, so that what was pickled by reference is found here too.
+    sys.modules[name] = sys.modules[ref.module] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(call: Call) -> Outcome:
+    assert _place is not None
+    _place.call_number = call.number
+    try:
+        _reset_state()
+        function = load_function(call.function)
+        args, kwargs = pickle.loads(call.payload)
+        if call.backend is not None:
+            _init_process_group(call)
+        result = function(_place.rank, _place.world_size, *args, **kwargs)
+        payload = pickle.dumps(result)
+        _clean_up()
+        return Outcome(ok=True, payload=payload)
+    except BaseException as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Outcome:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        payload: bytes | None = pickle.dumps(error)
+        pickle.loads(payload or b"")
+    except Exception:
+        payload = None  # the text below still says everything
+    return Outcome(ok=False, payload=payload, summary=summary, traceback=_traceback_of(error))
+
+
+def _traceback_of(error: BaseException) -> str:
+    # Without this module's own frames: the reader wants the test's.
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _init_process_group(call: Call) -> None:
+    import torch.distributed as dist
+
+    assert _place is not None
+    assert call.backend is not None
+    if "deepytorch" in call.backend:
+        from deepytorch_core import backend
+
+        backend.register()
+    dist.init_process_group(
+        call.backend,
+        store=rank_store("default_group"),
+        rank=_place.rank,
+        world_size=_place.world_size,
+        timeout=timedelta(seconds=call.group_timeout_s),
+    )
+
+
+def _reset_state() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    if torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: 1 s
+        torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _clean_up() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    activation = sys.modules.get("deepytorch_core.activation")
+    if activation is not None and activation.is_active():
+        activation.deactivate()
+
+
+def serve(descriptor: int, place: Place, stacks_path: str) -> None:
+    """Serve calls from the socket `descriptor` until the parent closes it or dies."""
+    global _place
+    _place = place
+    # Kept open for the life of the process: the parent reads it after a hang or a crash.
+    stacks = open(stacks_path, "w")  # noqa: SIM115
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    connection = Connection(descriptor)
+    calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
+    while True:
+        outcome = _run(calls.get())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(outcome))
+
+
+def _receive(connection: Connection, calls: queue.SimpleQueue[Call]) -> None:
+    # In its own thread so that a worker busy in a call still notices the end of its parent.
+    while True:
+        try:
+            calls.put(pickle.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)

@@ -1,0 +1,32 @@
+"""What all tests share: a repeatable hypothesis, and workers that end with the session."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from deepytorch_core.testing import close_idle_workers
+
+# Examples are the same in every run, so a failure is everybody's failure.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("repeatable")
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def _our_segments() -> set[str]:
+    return {path.name for path in _SHARED_MEMORY.glob("*deepytorch*")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind() -> object:
+    """Workers end with the session, killed ranks included, and leave no shared memory."""
+    before = _our_segments()
+    yield
+    close_idle_workers()
+    gc.collect()
+    left = _our_segments() - before
+    assert not left, f"left in {_SHARED_MEMORY}: {sorted(left)}"

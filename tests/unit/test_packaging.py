@@ -1,0 +1,118 @@
+"""One version everywhere, and a wheel that installs exactly what it should."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = {"deepspeed", "megatron", "accelerate", "recipes", "dev", "all"}
+
+
+def changelog_version(text: str) -> str | None:
+    """The version of the topmost entry: `## 1.2.3`, perhaps in brackets or with a date."""
+    match = re.search(r"^## \[?v?(\d+\.\d+\.\d+)\b", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def stray_files(names: list[str]) -> list[str]:
+    """Files of a wheel that would install outside of our two packages."""
+    tops = ("deepytorch/", "deepytorch_core/")
+    return [name for name in names if not name.startswith(tops) and ".dist-info/" not in name]
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_one_version(project: dict[str, Any]) -> None:
+    from deepytorch_core import _core
+
+    version = project["project"]["version"]
+    assert _core.__version__ == version, "rebuild the native core: make venv"
+    assert changelog_version((ROOT / "CHANGELOG.md").read_text()) == version
+
+
+def test_changelog_versions_are_read() -> None:
+    assert changelog_version("# Changes\n\n## 1.2.3\n\n## 1.2.2\n") == "1.2.3"
+    assert changelog_version("## [0.1.0] - 2026-01-31\n") == "0.1.0"
+    assert changelog_version("## Unreleased\n") is None
+
+
+def test_entry_points_lead_to_callables() -> None:
+    found = {
+        (point.group, point.name): point
+        for point in metadata.distribution("deepytorch").entry_points
+    }
+    assert set(found) == {
+        ("console_scripts", "deepytorch"),
+        ("torch.backends", "deepytorch"),
+        ("torch.distributed.backends", "deepytorch"),
+    }
+    for point in found.values():
+        assert callable(point.load()), point
+
+
+def test_extras(project: dict[str, Any]) -> None:
+    assert set(project["project"]["optional-dependencies"]) == EXTRAS
+    everything = project["project"]["optional-dependencies"]["all"]
+    named = re.fullmatch(r"deepytorch\[(.*)\]", everything[0])
+    assert named is not None
+    assert set(named.group(1).split(",")) == EXTRAS - {"all"}
+
+
+def test_everything_installed_is_pinned(project: dict[str, Any]) -> None:
+    pinned = {
+        line.partition("==")[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], *extras["recipes"], *extras["dev"]]
+    names = {re.split(r"[<>=!~\[ ]", want)[0].lower() for want in wanted}
+    assert not names - pinned, "add to constraints.txt"
+
+
+def test_wheel_contents(tmp_path: Path) -> None:
+    """The Python part of a wheel; without CMake, so in two seconds."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", str(ROOT), "-q", "-w", str(tmp_path)]
+        + ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+        + ["-C", "wheel.cmake=false", "-C", f"build-dir={tmp_path / 'build'}"],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not stray_files(names)
+    installed = {name for name in names if name.endswith((".py", ".pyi", ".typed", ".yaml"))}
+    folders = {
+        "deepytorch": "deepytorch",
+        "deepytorch_core": "deepytorch_core",
+        "integrations": "deepytorch/integrations",
+        "recipes": "deepytorch/recipes",
+    }
+    expected = {
+        f"{target}/{file.relative_to(ROOT / folder).as_posix()}"
+        for folder, target in folders.items()
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in {".py", ".pyi", ".typed", ".yaml"}
+    }
+    assert installed == expected
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_stray_files_are_found() -> None:
+    good = ["deepytorch/cli/main.py", "deepytorch_core/_core.so", "deepytorch-1.dist-info/RECORD"]
+    assert not stray_files(good)
+    for bad in ("integrations/fsdp.py", "recipes/_data.py", "tests/conftest.py", "setup.py"):
+        assert stray_files([*good, bad]) == [bad]
