@@ -31,9 +31,9 @@ struct RunContext {
   const Operation& operation;
   const Plan& plan;
   const WaitContext& wait;
-  SpinPolicy spin;
+  WaitStyle style;
 
-  void barrier() const { segment.barrier(wait, spin); }
+  void barrier() const { segment.barrier(wait, style); }
 };
 
 struct Algorithm {

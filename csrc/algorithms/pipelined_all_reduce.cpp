@@ -64,8 +64,7 @@ struct Pipeline {
   }
 
   void copy_out(size_t chunk) const {
-    copy_around_share(
-        output + begin(chunk) * element_bytes, segment.result(parity(chunk)), chunk);
+    copy_around_share(output + begin(chunk) * element_bytes, segment.result(parity(chunk)), chunk);
   }
 };
 

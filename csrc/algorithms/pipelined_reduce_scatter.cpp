@@ -15,8 +15,7 @@ void run(const RunContext& context) {
   const Operation& operation = context.operation;
   const size_t element_bytes = size_of(operation.dtype);
   const int me = segment.rank();
-  const size_t block_bytes =
-      context.plan.chunk_bytes / segment.size() / kCacheLine * kCacheLine;
+  const size_t block_bytes = context.plan.chunk_bytes / segment.size() / kCacheLine * kCacheLine;
   DPT_CHECK(block_bytes > 0 && block_bytes * segment.size() <= Segment::kMaxChunkBytes);
   const Chunks chunks = split_chunks(operation.count, element_bytes, block_bytes);
   std::vector<const void*> sources(segment.size());
@@ -39,9 +38,9 @@ void run(const RunContext& context) {
       const size_t length = std::min(chunks.elements, operation.count - begin);
       const int parity = (segment.next_step + step - 1) & 1;
       for (int rank = 0; rank < segment.size(); ++rank) {
-        sources[rank] = rank == me
-                            ? input(me, begin)
-                            : static_cast<const void*>(segment.slot(rank, parity) + me * block_bytes);
+        sources[rank] =
+            rank == me ? input(me, begin)
+                       : static_cast<const void*>(segment.slot(rank, parity) + me * block_bytes);
       }
       char* output = static_cast<char*>(operation.outputs[0]) + begin * element_bytes;
       reduce_ranks(context, sources.data(), length, output);

@@ -58,8 +58,7 @@ void enter(const RunContext& context) {
     throw Error(DPT_ERR_MISMATCH,
                 context.wait.describe() + ": ranks entered different operations: rank " +
                     std::to_string(segment.global_rank(segment.rank())) + " " + describe(mine) +
-                    ", rank " + std::to_string(segment.global_rank(peer)) + " " +
-                    describe(theirs) +
+                    ", rank " + std::to_string(segment.global_rank(peer)) + " " + describe(theirs) +
                     ". Every rank must call the same collective with the same size and dtype");
   }
 }

@@ -7,8 +7,8 @@ namespace dpt {
 
 void throw_system_error(const std::string& what) {
   const int code = errno;
-  throw Error(DPT_ERR_SYSTEM, what + ": " + std::strerror(code) + " (errno " +
-                                  std::to_string(code) + ")");
+  throw Error(DPT_ERR_SYSTEM,
+              what + ": " + std::strerror(code) + " (errno " + std::to_string(code) + ")");
 }
 
 }  // namespace dpt

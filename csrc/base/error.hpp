@@ -27,19 +27,19 @@ class Error : public std::runtime_error {
 }  // namespace dpt
 
 // A broken invariant of the core itself, never a user's mistake.
-#define DPT_CHECK(condition)                                                              \
-  do {                                                                                    \
-    if (!(condition)) {                                                                   \
-      throw ::dpt::Error(DPT_ERR_INTERNAL, std::string("internal check failed: " #condition \
-                                                       " at " __FILE__ ":") +             \
-                                               std::to_string(__LINE__));                 \
-    }                                                                                     \
+#define DPT_CHECK(condition)                                                                     \
+  do {                                                                                           \
+    if (!(condition)) {                                                                          \
+      throw ::dpt::Error(DPT_ERR_INTERNAL,                                                       \
+                         std::string("internal check failed: " #condition " at " __FILE__ ":") + \
+                             std::to_string(__LINE__));                                          \
+    }                                                                                            \
   } while (0)
 
 // A system call that returns -1 on failure; the message names the call.
-#define DPT_SYS_CHECK(call)                                  \
-  [&] {                                                      \
-    auto dpt_result = (call);                                \
-    if (dpt_result == -1) ::dpt::throw_system_error(#call);  \
-    return dpt_result;                                       \
+#define DPT_SYS_CHECK(call)                                 \
+  [&] {                                                     \
+    auto dpt_result = (call);                               \
+    if (dpt_result == -1) ::dpt::throw_system_error(#call); \
+    return dpt_result;                                      \
   }()

@@ -101,7 +101,9 @@ std::vector<std::string> all_gather(Store& store,
     auto missing = [&] {
       std::string ranks;
       for (int other = peer; other < size; ++other) {
-        if (other != peer && store.get(key + "/" + std::to_string(other), std::chrono::milliseconds(1))) continue;
+        if (other != peer &&
+            store.get(key + "/" + std::to_string(other), std::chrono::milliseconds(1)))
+          continue;
         ranks += (ranks.empty() ? "" : ", ") + std::to_string(global_ranks[other]);
       }
       return ranks;

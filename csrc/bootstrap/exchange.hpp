@@ -12,11 +12,11 @@ namespace dpt {
 
 // Facts about one rank's process that decide which transports can reach it.
 struct PeerInfo {
-  std::string process;      // random id of the process (new after fork)
-  std::string boot_id;      // the same on every process of a running kernel
-  std::string network;      // network namespace: abstract sockets end at its border
+  std::string process;  // random id of the process (new after fork)
+  std::string boot_id;  // the same on every process of a running kernel
+  std::string network;  // network namespace: abstract sockets end at its border
   int64_t pid = 0;
-  int usable_cores = 1;     // affinity and quota
+  int usable_cores = 1;            // affinity and quota
   std::vector<uint64_t> affinity;  // one bit per logical core
 
   std::string serialize() const;

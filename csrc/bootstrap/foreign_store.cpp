@@ -7,7 +7,8 @@ void ForeignStore::set(const std::string& key, const std::string& value) {
   dpt_error error{};
   const dpt_status status =
       store_.set(store_.context, key.c_str(), value.data(), value.size(), &error);
-  if (status != DPT_OK) throw Error(status, "rendezvous store: set failed: " + std::string(error.message));
+  if (status != DPT_OK)
+    throw Error(status, "rendezvous store: set failed: " + std::string(error.message));
 }
 
 std::optional<std::string> ForeignStore::get(const std::string& key,
@@ -16,8 +17,8 @@ std::optional<std::string> ForeignStore::get(const std::string& key,
   size_t bytes = 0;
   dpt_error error{};
   auto fetch = [&] {
-    return store_.get(store_.context, key.c_str(), timeout.count(), value.data(), value.size(),
-                      &bytes, &error);
+    return store_.get(
+        store_.context, key.c_str(), timeout.count(), value.data(), value.size(), &bytes, &error);
   };
   dpt_status status = fetch();
   if (status == DPT_OK && bytes > value.size()) {
@@ -25,7 +26,8 @@ std::optional<std::string> ForeignStore::get(const std::string& key,
     status = fetch();
   }
   if (status == DPT_ERR_TIMEOUT) return std::nullopt;
-  if (status != DPT_OK) throw Error(status, "rendezvous store: get failed: " + std::string(error.message));
+  if (status != DPT_OK)
+    throw Error(status, "rendezvous store: get failed: " + std::string(error.message));
   value.resize(bytes);
   return value;
 }

@@ -14,8 +14,7 @@ namespace {
 thread_local std::exception_ptr pending_signal;
 
 void on_done(void* context, dpt_status status, const char* message) {
-  const auto work =
-      c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
+  const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
   work->complete(status, message);
 }
 
@@ -28,8 +27,7 @@ struct Backend::Started {
   std::exception_ptr failure;
 };
 
-Backend::Backend(Setup setup)
-    : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
+Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
   init();
   std::vector<int64_t> global_ranks;
   for (const uint64_t rank : setup_.options->global_ranks_in_group) {
@@ -155,10 +153,10 @@ WorkPtr Backend::submit(Call call) {
   std::vector<const void*> input_pointers;
   std::vector<void*> output_pointers;
   if (!not_native && call.collective <= DPT_BARRIER) {
-    inputs = std::make_shared<Contiguous>(
-        call.inputs, call.in_place ? Direction::kInPlace : Direction::kInput);
-    outputs = call.in_place ? inputs
-                            : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
+    inputs = std::make_shared<Contiguous>(call.inputs,
+                                          call.in_place ? Direction::kInPlace : Direction::kInput);
+    outputs =
+        call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
     for (void* pointer : inputs->pointers()) input_pointers.push_back(pointer);
     output_pointers = outputs->pointers();
   }
@@ -177,12 +175,14 @@ WorkPtr Backend::submit(Call call) {
       .inputs = input_pointers.data(),
       .outputs = output_pointers.data(),
       .count = sample ? static_cast<size_t>(sample->numel()) : 0,
-      .timeout_ms = (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
+      .timeout_ms =
+          (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
       .asynchronous = call.asynchronous || coalescing_,
       .not_native = not_native ? not_native->c_str() : nullptr,
       .call = &started};
 
-  NativeWork::Options work_options{rank_, call.op_type, call.title, sequence, call.results, nullptr};
+  NativeWork::Options work_options{
+      rank_, call.op_type, call.title, sequence, call.results, nullptr};
   work_options.finalize = [inputs, outputs, after = call.after, tensors = std::move(tensors)] {
     if (outputs && outputs->has_stand_ins()) outputs->copy_back();
     if (after) after();
@@ -195,9 +195,8 @@ WorkPtr Backend::submit(Call call) {
   // The completion callback owns one reference, given back here if it will not be called.
   auto for_callback = work;
   NativeWork* const context = for_callback.release();
-  without_gil([&] {
-    status = setup_.api->submit(comm_, &request, on_done, context, &outcome, &error);
-  });
+  without_gil(
+      [&] { status = setup_.api->submit(comm_, &request, on_done, context, &outcome, &error); });
   if (status != DPT_OK || outcome != DPT_STARTED) {
     for_callback = c10::intrusive_ptr<NativeWork>::reclaim(context);
   }

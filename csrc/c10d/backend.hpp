@@ -5,14 +5,13 @@
 // Thread safety: as c10d asks: any thread, operations in call order.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "convert.hpp"
@@ -132,7 +131,9 @@ class Backend : public c10d::Backend {
   struct Started;  // one call on its way through the core and, perhaps, the delegate
 
   WorkPtr submit(Call call);
-  WorkPtr delegate(dpt_collective collective, const std::vector<at::Tensor>& tensors, Replay replay);
+  WorkPtr delegate(dpt_collective collective,
+                   const std::vector<at::Tensor>& tensors,
+                   Replay replay);
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
   BackendPtr delegate_for(const std::string& device_type);
   static dpt_status start_on_delegate(void* context, const dpt_request* request, dpt_error* error);

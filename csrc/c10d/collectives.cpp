@@ -9,34 +9,34 @@ namespace dpt::c10d_adapter {
 namespace {
 
 void check_single(const char* op, const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1,
-                    "deepytorch: ",
-                    op,
-                    " takes one tensor per rank, got ",
-                    tensors.size());
+  TORCH_CHECK_VALUE(
+      tensors.size() == 1, "deepytorch: ", op, " takes one tensor per rank, got ", tensors.size());
 }
 
 void check_same(const char* op, const std::vector<at::Tensor>& tensors, const at::Tensor& like) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(tensors[i].numel() == like.numel() &&
-                          tensors[i].scalar_type() == like.scalar_type(),
-                      "deepytorch: ",
-                      op,
-                      ": tensor ",
-                      i,
-                      " of the list is ",
-                      tensors[i].numel(),
-                      " x ",
-                      tensors[i].scalar_type(),
-                      ", this rank's own is ",
-                      like.numel(),
-                      " x ",
-                      like.scalar_type());
+    TORCH_CHECK_VALUE(
+        tensors[i].numel() == like.numel() && tensors[i].scalar_type() == like.scalar_type(),
+        "deepytorch: ",
+        op,
+        ": tensor ",
+        i,
+        " of the list is ",
+        tensors[i].numel(),
+        " x ",
+        tensors[i].scalar_type(),
+        ", this rank's own is ",
+        like.numel(),
+        " x ",
+        like.scalar_type());
   }
 }
 
 // `whole` as `size` equal parts without copying; it must be contiguous.
-std::vector<at::Tensor> parts_of(const char* op, const at::Tensor& whole, const at::Tensor& part, int size) {
+std::vector<at::Tensor> parts_of(const char* op,
+                                 const at::Tensor& whole,
+                                 const at::Tensor& part,
+                                 int size) {
   TORCH_CHECK_VALUE(whole.scalar_type() == part.scalar_type(),
                     "deepytorch: ",
                     op,
@@ -154,19 +154,19 @@ WorkPtr Backend::_allgather_base(at::Tensor& output,
   const at::Tensor whole =
       output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
   const bool copied = !whole.is_same(output);
-  return submit({.collective = DPT_ALL_GATHER,
-                 .op_type = c10d::OpType::_ALLGATHER_BASE,
-                 .title = "deepytorch:all_gather",
-                 .timeout = options.timeout,
-                 .asynchronous = options.asyncOp,
-                 .inputs = {input},
-                 .outputs = parts_of("all_gather", whole, input, size_),
-                 .results = {output},
-                 .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); })
-                                 : nullptr,
-                 .replay = [output, input, options](c10d::Backend& stock) mutable {
-                   return stock._allgather_base(output, input, options);
-                 }});
+  return submit(
+      {.collective = DPT_ALL_GATHER,
+       .op_type = c10d::OpType::_ALLGATHER_BASE,
+       .title = "deepytorch:all_gather",
+       .timeout = options.timeout,
+       .asynchronous = options.asyncOp,
+       .inputs = {input},
+       .outputs = parts_of("all_gather", whole, input, size_),
+       .results = {output},
+       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr,
+       .replay = [output, input, options](c10d::Backend& stock) mutable {
+         return stock._allgather_base(output, input, options);
+       }});
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
@@ -311,22 +311,20 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
                                std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits,
                                const c10d::AllToAllOptions& options) {
-  return delegate(DPT_ALL_TO_ALL,
-                  {input},
-                  [output, input, output_splits, input_splits, options](
-                      c10d::Backend& stock) mutable {
-                    return stock.alltoall_base(
-                        output, input, output_splits, input_splits, options);
-                  });
+  return delegate(
+      DPT_ALL_TO_ALL,
+      {input},
+      [output, input, output_splits, input_splits, options](c10d::Backend& stock) mutable {
+        return stock.alltoall_base(output, input, output_splits, input_splits, options);
+      });
 }
 
 WorkPtr Backend::alltoall(std::vector<at::Tensor>& outputs,
                           std::vector<at::Tensor>& inputs,
                           const c10d::AllToAllOptions& options) {
-  return delegate(
-      DPT_ALL_TO_ALL, inputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
-        return stock.alltoall(outputs, inputs, options);
-      });
+  return delegate(DPT_ALL_TO_ALL, inputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
+    return stock.alltoall(outputs, inputs, options);
+  });
 }
 
 WorkPtr Backend::send(std::vector<at::Tensor>& tensors, int peer, int tag) {

@@ -62,8 +62,7 @@ dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op) {
 
 double premul_factor_of(const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
-  const auto* supplement =
-      dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(supplement != nullptr, "deepytorch: PREMUL_SUM without its factor");
   if (supplement->tensor_factor.defined()) return supplement->tensor_factor.item<double>();
   return supplement->double_factor;

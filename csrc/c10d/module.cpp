@@ -1,8 +1,8 @@
 // The Python module deepytorch_c10d: what deepytorch_core.backend makes process groups with.
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "backend.hpp"
 
@@ -15,24 +15,25 @@ namespace {
 
 const dpt_api* core_api() {
   const py::capsule capsule = py::module_::import("deepytorch_core._core").attr("dpt_api")();
-  const auto* api = static_cast<const dpt_api*>(PyCapsule_GetPointer(capsule.ptr(), DPT_API_CAPSULE));
+  const auto* api =
+      static_cast<const dpt_api*>(PyCapsule_GetPointer(capsule.ptr(), DPT_API_CAPSULE));
   if (api == nullptr) throw py::error_already_set();
   if (api->abi_version != DPT_ABI_VERSION || api->bytes < sizeof(dpt_api)) {
     throw py::import_error("deepytorch_c10d was built for core ABI " +
                            std::to_string(DPT_ABI_VERSION) + ", the installed core has " +
-                           std::to_string(api->abi_version) +
-                           ": run `deepytorch build --force`");
+                           std::to_string(api->abi_version) + ": run `deepytorch build --force`");
   }
   return api;
 }
 
 // The Python factory of stock backends; called and released with the GIL.
 std::function<BackendPtr(const std::string&)> wrap_factory(py::object factory) {
-  const std::shared_ptr<py::object> held(new py::object(std::move(factory)), [](py::object* object) {
-    if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
-    const py::gil_scoped_acquire gil;
-    delete object;
-  });
+  const std::shared_ptr<py::object> held(
+      new py::object(std::move(factory)), [](py::object* object) {
+        if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
+        const py::gil_scoped_acquire gil;
+        delete object;
+      });
   return [held](const std::string& device_type) {
     const py::gil_scoped_acquire gil;
     return (*held)(device_type).cast<BackendPtr>();
@@ -49,9 +50,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(
       m, "Options", "Options of a deepytorch group; pass as pg_options.")
-      .def(py::init([](Milliseconds timeout) {
-             return c10::make_intrusive<Backend::Options>(timeout);
-           }),
+      .def(py::init(
+               [](Milliseconds timeout) { return c10::make_intrusive<Backend::Options>(timeout); }),
            py::arg("timeout") = Milliseconds(kBackendDefaultTimeout));
 
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend");

@@ -2,11 +2,10 @@
 // module itself, whose implementation includes Python.h.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <exception>
 #include <functional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace dpt::c10d_adapter {
 

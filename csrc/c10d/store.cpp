@@ -11,8 +11,7 @@ dpt_status failed(const std::exception& caught, dpt_error* error) {
   return DPT_ERR_SYSTEM;
 }
 
-dpt_status set(
-    void* context, const char* key, const void* data, size_t bytes, dpt_error* error) {
+dpt_status set(void* context, const char* key, const void* data, size_t bytes, dpt_error* error) {
   try {
     const auto* begin = static_cast<const uint8_t*>(data);
     static_cast<c10d::Store*>(context)->set(key, std::vector<uint8_t>(begin, begin + bytes));

@@ -93,11 +93,11 @@ bool NativeWork::wait(std::chrono::milliseconds timeout) {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
           end - std::chrono::steady_clock::now());
       if (left.count() <= 0) {
-        std::rethrow_exception(make_exception(
-            DPT_ERR_TIMEOUT,
-            std::string(options_.title) + " #" + std::to_string(options_.sequence) +
-                ": wait() gave up after " + std::to_string(timeout.count()) +
-                " ms; the operation is still under way"));
+        std::rethrow_exception(
+            make_exception(DPT_ERR_TIMEOUT,
+                           std::string(options_.title) + " #" + std::to_string(options_.sequence) +
+                               ": wait() gave up after " + std::to_string(timeout.count()) +
+                               " ms; the operation is still under way"));
       }
       slice = std::min(slice, left);
     }

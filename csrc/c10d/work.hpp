@@ -1,10 +1,9 @@
 // c10d::Work for native operations: what the caller waits on, and the future hooks listen to.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <functional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "deepytorch.h"

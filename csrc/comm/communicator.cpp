@@ -17,6 +17,9 @@ namespace {
 // How long destroying a group waits for operations that nobody waited for.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
+// From here on ranks that share cores sleep instead of yielding.
+constexpr size_t kLongMessage = 8 << 20;
+
 bool reduces(Collective collective) {
   return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
 }
@@ -95,7 +98,7 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
   }
   progress_.enqueue([this, pending, done, done_context] {
     try {
-      run(*pending, /*interruptible=*/false);
+      run(*pending, /*in_caller=*/false);
       done(done_context, DPT_OK, "");
     } catch (const Error& error) {
       done(done_context, error.status(), error.what());
@@ -113,8 +116,7 @@ std::string Communicator::why_not_native(const dpt_request& request) {
     if (!no_transport_.empty()) return no_transport_;
   }
   if (reduces(request.collective) && !can_reduce(request.dtype, request.reduce_op)) {
-    return std::string("no native ") + name_of(request.reduce_op) + " of " +
-           name_of(request.dtype);
+    return std::string("no native ") + name_of(request.reduce_op) + " of " + name_of(request.dtype);
   }
   return "";
 }
@@ -131,17 +133,17 @@ void Communicator::connect(const WaitContext& wait) {
 
 void Communicator::connect_segment(const WaitContext& wait) {
   Fabric& fabric = Fabric::instance();
-  const std::string key = "deepytorch/" + std::to_string(fabric.next_generation(group_name_, rank_));
-  const std::vector<std::string> published = all_gather(
-      *store_, key + "/peer", rank_, global_ranks_, fabric.self().serialize(), wait);
+  const std::string key =
+      "deepytorch/" + std::to_string(fabric.next_generation(group_name_, rank_));
+  const std::vector<std::string> published =
+      all_gather(*store_, key + "/peer", rank_, global_ranks_, fabric.self().serialize(), wait);
   std::vector<PeerInfo> peers;
   for (const std::string& text : published) peers.push_back(PeerInfo::parse(text));
 
   const TransportChoice choice = choose_transport(peers, global_ranks_);
   no_transport_ = choice.why_not;
   if (choice.transport == nullptr) return;
-  ShmConnection connection =
-      connect_shm({*store_, key, rank_, global_ranks_, peers}, wait);
+  ShmConnection connection = connect_shm({*store_, key, rank_, global_ranks_, peers}, wait);
   no_transport_ = connection.why_not;
   if (!connection.segment) {
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
@@ -195,20 +197,24 @@ WaitContext Communicator::wait_context(const Pending& pending, bool interruptibl
           interruptible ? interrupted_ : nullptr};
 }
 
-void Communicator::run(const Pending& pending, bool interruptible) {
+WaitStyle Communicator::wait_style(size_t bytes, bool in_caller) const {
+  if (!in_caller) return WaitStyle::kBackground;
+  if (!oversubscribed_) return WaitStyle::kOwnCore;
+  // Long steps: the peers copy for a while, so sleeping costs less than handing the core around.
+  return bytes > kLongMessage ? WaitStyle::kBackground : WaitStyle::kSharedCore;
+}
+
+void Communicator::run(const Pending& pending, bool in_caller) {
   const auto start = std::chrono::steady_clock::now();
   const Operation& operation = pending.operation;
-  const WaitContext wait = wait_context(pending, interruptible);
+  const WaitContext wait = wait_context(pending, in_caller);
   try {
     if (!segment_) {
       run_local(operation);
     } else {
       segment_->throw_if_aborted();
-      const RunContext context{*segment_,
-                               operation,
-                               pending.plan,
-                               wait,
-                               SpinPolicy::choose(oversubscribed_, operation.bytes())};
+      const RunContext context{
+          *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
       if (std::string_view(pending.plan.algorithm) == "gate") {
         enter(context);
         return;  // counted when it is delegated
@@ -236,7 +242,7 @@ void Communicator::run(const Pending& pending, bool interruptible) {
 }
 
 void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
-  if (progress_.try_run_inline([&] { run(*pending, /*interruptible=*/true); })) return;
+  if (progress_.try_run_inline([&] { run(*pending, /*in_caller=*/true); })) return;
 
   struct Waiter {
     std::mutex mutex;
@@ -248,7 +254,7 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
   progress_.enqueue([this, pending, waiter] {
     std::optional<Error> error;
     try {
-      run(*pending, /*interruptible=*/false);
+      run(*pending, /*in_caller=*/false);
     } catch (const Error& caught) {
       error = caught;
     }
@@ -264,7 +270,8 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
     lock.unlock();
     interrupted = interrupted_();
     // The operation uses the caller's memory: it must end before we return.
-    if (interrupted) fail(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
+    if (interrupted)
+      fail(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
     lock.lock();
   }
   if (interrupted) {
@@ -286,18 +293,20 @@ dpt_outcome Communicator::delegate_request(const dpt_request& request, const Pla
 }
 
 void Communicator::check_usable(const dpt_request& request) {
-  const std::string what =
-      std::string(name_of(request.collective)) + " of group " + group_name_ + " on rank " +
-      std::to_string(global_ranks_[rank_]);
+  const auto what = [&] {
+    return std::string(name_of(request.collective)) + " of group " + group_name_ + " on rank " +
+           std::to_string(global_ranks_[rank_]);
+  };
   if (Fabric::forked()) {
     throw Error(DPT_ERR_ABORTED,
-                what + ": this process was made by fork() and has no part in its parent's groups. "
-                       "Start it with the spawn method and call init_process_group in it");
+                what() +
+                    ": this process was made by fork() and has no part in its parent's groups. "
+                    "Start it with the spawn method and call init_process_group in it");
   }
   std::lock_guard lock(state_mutex_);
   if (failure_) {
     throw Error(DPT_ERR_ABORTED,
-                what + ": the group failed earlier: " + failure_->what() +
+                what() + ": the group failed earlier: " + failure_->what() +
                     ". Call destroy_process_group and initialise again");
   }
 }

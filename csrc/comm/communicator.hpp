@@ -48,7 +48,8 @@ class Communicator {
   std::shared_ptr<Pending> make_pending(const dpt_request& request, Plan plan);
   WaitContext wait_context(const dpt_request& request, bool interruptible);
   WaitContext wait_context(const Pending& pending, bool interruptible);
-  void run(const Pending& pending, bool interruptible);
+  WaitStyle wait_style(size_t bytes, bool in_caller) const;
+  void run(const Pending& pending, bool in_caller);
   void run_and_wait(std::shared_ptr<Pending> pending);
   dpt_outcome delegate_request(const dpt_request& request, const Plan& plan);
   void check_usable(const dpt_request& request);
@@ -66,7 +67,8 @@ class Communicator {
   std::mutex submit_mutex_;
   uint64_t next_sequence_ = 1;
   bool connected_ = false;
-  std::string no_transport_;  // after connect: why the group has no native transport; empty if it has
+  std::string
+      no_transport_;  // after connect: why the group has no native transport; empty if it has
   bool oversubscribed_ = false;
 
   std::mutex state_mutex_;  // guards segment_'s replacement and failure_

@@ -56,7 +56,8 @@ void Fabric::attach(Segment* segment,
                     const std::vector<int>& pidfds) {
   std::lock_guard lock(mutex_);
   if (!watchdog_) {
-    watchdog_ = std::make_unique<Watchdog>([this](const std::string& process) { on_death(process); });
+    watchdog_ =
+        std::make_unique<Watchdog>([this](const std::string& process) { on_death(process); });
   }
   groups_[segment] = peers;
   for (size_t rank = 0; rank < peers.size(); ++rank) {

@@ -52,9 +52,8 @@ std::shared_ptr<GroupStatistics> make_group_statistics(const std::string& group)
   auto statistics = std::make_shared<GroupStatistics>(group);
   std::lock_guard lock(registry().mutex);
   // A destroyed group's rows stay for the report; one that did nothing leaves nothing.
-  std::erase_if(registry().groups, [](const auto& old) {
-    return old.use_count() == 1 && old->rows().empty();
-  });
+  std::erase_if(registry().groups,
+                [](const auto& old) { return old.use_count() == 1 && old->rows().empty(); });
   registry().groups.push_back(statistics);
   return statistics;
 }

@@ -96,9 +96,9 @@ typedef struct dpt_request {
   void* const* outputs;
   size_t count;
   int64_t timeout_ms;
-  int asynchronous;                /* 0: the caller waits, so it may run in its thread */
-  const char* not_native;          /* not NULL: why native code can't serve it (device, layout) */
-  void* call;                      /* the adapter's own: how to replay it on the delegate */
+  int asynchronous;       /* 0: the caller waits, so it may run in its thread */
+  const char* not_native; /* not NULL: why native code can't serve it (device, layout) */
+  void* call;             /* the adapter's own: how to replay it on the delegate */
 } dpt_request;
 
 /* What became of a submitted request. */
@@ -121,10 +121,15 @@ typedef struct dpt_delegate {
  * still absent; `*bytes` is the value's full length, of which at most `capacity` was copied. */
 typedef struct dpt_store {
   void* context;
-  dpt_status (*set)(void* context, const char* key, const void* data, size_t bytes,
+  dpt_status (*set)(
+      void* context, const char* key, const void* data, size_t bytes, dpt_error* error);
+  dpt_status (*get)(void* context,
+                    const char* key,
+                    int64_t timeout_ms,
+                    void* data,
+                    size_t capacity,
+                    size_t* bytes,
                     dpt_error* error);
-  dpt_status (*get)(void* context, const char* key, int64_t timeout_ms, void* data,
-                    size_t capacity, size_t* bytes, dpt_error* error);
 } dpt_store;
 
 typedef struct dpt_comm dpt_comm;
@@ -133,8 +138,8 @@ typedef struct dpt_comm_options {
   const char* group_name;
   int rank;
   int size;
-  const int64_t* global_ranks; /* `size` of them: what messages call the ranks */
-  int native;                  /* 0: delegate everything (collectives=stock) */
+  const int64_t* global_ranks;       /* `size` of them: what messages call the ranks */
+  int native;                        /* 0: delegate everything (collectives=stock) */
   int (*interrupted)(void* context); /* polled while the caller waits; may be NULL */
   void* interrupted_context;
 } dpt_comm_options;
@@ -145,14 +150,21 @@ typedef struct dpt_api {
 
   /* Local and cheap: peers meet at the first native operation. Store and delegate are copied;
    * their contexts must outlive the communicator. */
-  dpt_status (*comm_create)(const dpt_comm_options* options, const dpt_store* store,
-                            const dpt_delegate* delegate, dpt_comm** comm, dpt_error* error);
+  dpt_status (*comm_create)(const dpt_comm_options* options,
+                            const dpt_store* store,
+                            const dpt_delegate* delegate,
+                            dpt_comm** comm,
+                            dpt_error* error);
   /* Waits for operations under way, tells the peers that this rank left, frees. */
   void (*comm_destroy)(dpt_comm* comm);
   /* Every operation under way or to come on this group fails with `reason`, on every rank. */
   void (*comm_abort)(dpt_comm* comm, const char* reason);
-  dpt_status (*submit)(dpt_comm* comm, const dpt_request* request, dpt_done done,
-                       void* done_context, dpt_outcome* outcome, dpt_error* error);
+  dpt_status (*submit)(dpt_comm* comm,
+                       const dpt_request* request,
+                       dpt_done done,
+                       void* done_context,
+                       dpt_outcome* outcome,
+                       dpt_error* error);
 } dpt_api;
 
 #ifdef __cplusplus

@@ -8,9 +8,9 @@ namespace dpt {
 
 struct ChooseRequest {
   Collective collective;
-  size_t bytes;  // of one buffer, see dpt_request
-  int size;      // ranks in the group
-  std::string not_native;  // not empty: why native code can't serve the request or the group
+  size_t bytes;                  // of one buffer, see dpt_request
+  int size;                      // ranks in the group
+  std::string not_native;        // not empty: why native code can't serve the request or the group
   size_t fixed_chunk_bytes = 0;  // a user's choice, 0: ours
 };
 

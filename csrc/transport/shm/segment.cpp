@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstring>
@@ -71,22 +72,30 @@ constexpr size_t staging_offset(size_t header_bytes) { return round_up(header_by
 
 }  // namespace
 
-SpinPolicy SpinPolicy::choose(bool oversubscribed, size_t bytes) {
-  if (!oversubscribed) return {2000, 4};
-  // Long steps: the peer is copying for a while, so sleep soon. Short ones: hand over the core.
-  return bytes > (size_t{8} << 20) ? SpinPolicy{50, 0} : SpinPolicy{0, 3};
+int AdaptiveSpin::limit() {
+  // Once in a while the full length, or a limit that fell too low would never be found wrong.
+  return ++waits_ % 32 == 0 ? kMost : limit_;
 }
+
+void AdaptiveSpin::ended_after(int pauses) {
+  const int enough = std::clamp(2 * pauses + kLeast, kLeast, kMost);
+  limit_ = enough > limit_ ? enough : limit_ - (limit_ - enough) / 16;
+}
+
+void AdaptiveSpin::slept() { limit_ = std::max(kLeast, limit_ / 2); }
 
 int Segment::create_file(int size) {
   if (size > kMaxRanks) {
     throw Error(DPT_ERR_SYSTEM,
-                "a group of " + std::to_string(size) + " ranks on one node; the shared-memory "
-                "transport serves " + std::to_string(kMaxRanks));
+                "a group of " + std::to_string(size) +
+                    " ranks on one node; the shared-memory "
+                    "transport serves " +
+                    std::to_string(kMaxRanks));
   }
-  const int fd = DPT_SYS_CHECK(static_cast<int>(
-      syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
-  const size_t bytes = staging_offset(sizeof(Shared)) +
-                       2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
+  const int fd = DPT_SYS_CHECK(
+      static_cast<int>(syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
+  const size_t bytes =
+      staging_offset(sizeof(Shared)) + 2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     close(fd);
     throw_system_error("ftruncate of the group's shared memory");
@@ -106,7 +115,7 @@ int Segment::create_file(int size) {
 
 Segment::Segment(int fd, int rank, const std::vector<int64_t>& global_ranks)
     : rank_(rank), size_(static_cast<int>(global_ranks.size())), global_ranks_(global_ranks) {
-  struct stat info {};
+  struct stat info{};
   if (fstat(fd, &info) != 0 || static_cast<size_t>(info.st_size) < sizeof(Shared)) {
     close(fd);
     throw Error(DPT_ERR_SYSTEM, "the group's shared memory has an unexpected size");
@@ -147,7 +156,31 @@ char* Segment::result(int parity) const {
   return staging(2 * (kSmallBytes + kMaxChunkBytes) * size_, kMaxChunkBytes, parity);
 }
 
-void Segment::barrier(const WaitContext& wait, SpinPolicy spin) {
+bool Segment::passed_before_sleep(uint32_t now, WaitStyle style) {
+  constexpr int kBackgroundPauses = 200;
+  constexpr int kHandOvers = 3;
+  auto passed = [&] { return shared_->epoch.value.load(std::memory_order_acquire) != now; };
+  if (style == WaitStyle::kSharedCore) {
+    for (int i = 0; i < kHandOvers; ++i) {
+      if (passed()) return true;
+      sched_yield();
+    }
+    return passed();
+  }
+  const bool adaptive = style == WaitStyle::kOwnCore;
+  const int limit = adaptive ? spin_.limit() : kBackgroundPauses;
+  for (int i = 0; i < limit; ++i) {
+    if (passed()) {
+      if (adaptive) spin_.ended_after(i);
+      return true;
+    }
+    cpu_relax();
+  }
+  if (adaptive) spin_.slept();
+  return passed();
+}
+
+void Segment::barrier(const WaitContext& wait, WaitStyle style) {
   std::atomic<uint32_t>& epoch = shared_->epoch.value;
   const uint32_t now = epoch.load(std::memory_order_acquire);
   RankState& me = shared_->ranks[rank_];
@@ -163,14 +196,7 @@ void Segment::barrier(const WaitContext& wait, SpinPolicy spin) {
   }
 
   auto passed = [&] { return epoch.load(std::memory_order_acquire) != now; };
-  for (int i = 0; i < spin.pauses; ++i) {
-    if (passed()) return;
-    cpu_relax();
-  }
-  for (int i = 0; i < spin.yields; ++i) {
-    if (passed()) return;
-    sched_yield();
-  }
+  if (passed_before_sleep(now, style)) return;
   while (!passed()) {
     throw_if_aborted();
     shared_->sleepers.value.fetch_add(1, std::memory_order_seq_cst);
@@ -184,9 +210,8 @@ void Segment::barrier(const WaitContext& wait, SpinPolicy spin) {
     }
     if (wait.deadline.expired()) {
       fail(DPT_ERR_TIMEOUT,
-           wait.describe() + " timed out after " +
-               std::to_string(wait.deadline.timeout().count()) + " ms: rank(s) " +
-               missing_ranks() + " did not come");
+           wait.describe() + " timed out after " + std::to_string(wait.deadline.timeout().count()) +
+               " ms: rank(s) " + missing_ranks() + " did not come");
     }
   }
 }

@@ -36,13 +36,27 @@ struct OpHeader {
   int32_t root;
 };
 
-// How a rank waits before it sleeps in the kernel; see SpinPolicy::choose.
-struct SpinPolicy {
-  int pauses = 0;
-  int yields = 0;
-  // Spinning pays only when every rank has a core: otherwise a spinner holds the core its peer
-  // needs, for a whole scheduler slice.
-  static SpinPolicy choose(bool oversubscribed, size_t bytes);
+// What a rank knows of its chances when it waits.
+enum class WaitStyle {
+  kOwnCore,     // every rank has a core: spin as long as spinning has paid lately, then sleep
+  kSharedCore,  // more ranks than cores: a spinner holds the core its peer needs, so hand it over
+  kBackground,  // the progress thread: the core belongs to the caller's compute, so sleep soon
+};
+
+// How long to spin before sleeping, learnt from the waits so far. Two ranks that landed on one core
+// (another process has the other) would spin in vain for the whole limit each time.
+class AdaptiveSpin {
+ public:
+  // Pauses to spend on the next wait.
+  int limit();
+  void ended_after(int pauses);
+  void slept();
+
+ private:
+  static constexpr int kMost = 4000;  // about 100 us
+  static constexpr int kLeast = 100;
+  int limit_ = kMost;
+  unsigned waits_ = 0;
 };
 
 class Segment {
@@ -66,13 +80,13 @@ class Segment {
   // Waits until every rank called it as often as this one. Throws Error: DPT_ERR_ABORTED (or the
   // abort's own status), DPT_ERR_TIMEOUT naming the missing ranks, DPT_ERR_PEER_LOST,
   // DPT_ERR_INTERRUPTED. After any of these the group is aborted for every rank.
-  void barrier(const WaitContext& wait, SpinPolicy spin);
+  void barrier(const WaitContext& wait, WaitStyle style);
 
   OpHeader& header(int rank, int parity);
-  char* small(int rank, int parity) const;   // kSmallBytes
-  char* slot(int rank, int parity) const;    // kMaxChunkBytes
-  char* result(int parity) const;            // kMaxChunkBytes, written by all ranks in shares
-  uint64_t next_step = 0;                    // see NOTE [Staging parity]
+  char* small(int rank, int parity) const;  // kSmallBytes
+  char* slot(int rank, int parity) const;   // kMaxChunkBytes
+  char* result(int parity) const;           // kMaxChunkBytes, written by all ranks in shares
+  uint64_t next_step = 0;                   // see NOTE [Staging parity]
 
   // Publishes the first reason and wakes every waiter; later calls change nothing.
   void abort(dpt_status status, const std::string& reason);
@@ -84,6 +98,8 @@ class Segment {
 
  private:
   struct Shared;
+  // Spins or yields as `style` says; true when the barrier's epoch moved on from `now`.
+  bool passed_before_sleep(uint32_t now, WaitStyle style);
   [[noreturn]] void fail(dpt_status status, const std::string& reason);
   std::string missing_ranks() const;
   void check_left(const WaitContext& wait);
@@ -94,6 +110,7 @@ class Segment {
   std::vector<int64_t> global_ranks_;
   Shared* shared_ = nullptr;
   size_t bytes_ = 0;
+  AdaptiveSpin spin_;
 };
 
 }  // namespace dpt

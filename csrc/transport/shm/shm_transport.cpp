@@ -17,8 +17,8 @@ constexpr std::chrono::milliseconds kAttachLimit{30000};
 
 std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_t>& global_ranks) {
   for (size_t i = 1; i < peers.size(); ++i) {
-    const std::string pair = "ranks " + std::to_string(global_ranks[0]) + " and " +
-                             std::to_string(global_ranks[i]);
+    const std::string pair =
+        "ranks " + std::to_string(global_ranks[0]) + " and " + std::to_string(global_ranks[i]);
     if (peers[i].boot_id != peers[0].boot_id) return pair + " are on different nodes";
     if (peers[i].network != peers[0].network) return pair + " are in different network namespaces";
   }
@@ -117,8 +117,8 @@ ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
     if (group.rank == 0) {
       connection = lead(group, wait);
     } else {
-      const std::string address =
-          wait_for_key(group.store, group.key + "/socket", wait, "rank 0 of the group did not come");
+      const std::string address = wait_for_key(
+          group.store, group.key + "/socket", wait, "rank 0 of the group did not come");
       if (address == "none") throw Error(DPT_ERR_SYSTEM, "rank 0 could not lead");
       connection = join(group, address, wait);
     }

@@ -1,0 +1,50 @@
+"""How the command talks: tables on standard output, errors and remarks on standard error."""
+
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+# Written to a file or a pipe, a table must not lose columns to an assumed width of 80.
+PIPED_WIDTH = 200
+
+
+def out() -> Console:
+    """Standard output, looked up now: tests and redirections replace it."""
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def error(error: Exception) -> None:
+    """Prints an error for a person: what went wrong, without where in our code."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, (ValueError, RuntimeError, ImportError, OSError)) and str(error):
+        text = str(error)  # speaks for itself, where another type needs its name
+    err().print(f"[bold red]error:[/] {escape(text)}")
+    err().print("[dim]DEEPYTORCH_DEBUG=1 shows the traceback[/]")
+
+
+def shows_tracebacks() -> bool:
+    """Whether the option `debug` is on; a bad option elsewhere must not hide the first error."""
+    from deepytorch_core import config
+
+    try:
+        return bool(config.current().debug)
+    except ValueError:
+        return False
+
+
+def fields(title: str, rows: list[tuple[str, str]]) -> Table:
+    """A two-column table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(escape(name), escape(value))
+    return table

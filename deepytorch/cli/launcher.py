@@ -1,0 +1,71 @@
+"""torchrun in this process, with its own options, and with the exit status of what failed."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import typer
+
+_RUNNER = Path(__file__).with_name("runner.py")
+
+
+def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> Namespace:
+    """torchrun's options, then the script and its arguments, as torchrun's own parser reads them.
+
+    `default_processes` stands in for an absent --nproc-per-node. Exits with status 2 and torchrun's
+    message when the options are wrong.
+    """
+    from torch.distributed import run as torchrun
+
+    parser: ArgumentParser = torchrun.get_args_parser()
+    parser.prog = command
+    if parser.get_default("nproc_per_node") == "1":  # else set by the environment, PET_...
+        parser.set_defaults(nproc_per_node=default_processes)
+    default_port = parser.get_default("master_port")
+    options = parser.parse_args(list(arguments))
+    alone = options.nnodes.split(":")[-1] == "1" and options.rdzv_backend == "static"
+    if alone and not options.rdzv_endpoint and options.master_port == default_port:
+        options.standalone = True  # a free port, so that runs on one machine never meet
+    return options
+
+
+def activated(options: Namespace) -> Namespace:
+    """The same launch with deepytorch activated in each process before the user's code starts."""
+    if options.no_python:
+        raise ValueError("--no-python leaves no Python to activate deepytorch in; give a script")
+    script = ["-m"] if options.module else []
+    options.training_script_args = [
+        *script,
+        options.training_script,
+        *options.training_script_args,
+    ]
+    options.training_script = str(_RUNNER)
+    options.module = False
+    return options
+
+
+def launch(options: Namespace) -> int:
+    """Runs torchrun; returns 0, or the exit status of the process that failed first.
+
+    A process ended by a signal counts as 128 + its number, as in a shell.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    start: Callable[[Namespace], None] = torchrun.run
+    try:
+        start(options)
+    except ChildFailedError as error:
+        typer.echo(str(error), err=True)
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,99 @@
+"""`deepytorch report`: what deepytorch would do on this machine, or what a run said it did."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from deepytorch.cli import console
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(report)
+
+
+def report(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A run's report: json.dump(deepytorch.report().to_dict(), file)."),
+    ] = None,
+) -> None:
+    """Show the environment, the adapter and the options in force, or a run's saved report."""
+    if file is not None:
+        show_saved(file)
+        return
+    from deepytorch_core import config
+
+    out = console.out()
+    out.print(console.fields("environment", environment()))
+    out.print(console.fields("\noptions in force", options()))
+    for line in config.unknown_variables():
+        console.err().print(f"[yellow]warning:[/] {line}")
+
+
+def environment() -> list[tuple[str, str]]:
+    """Machine, versions, and whether the native parts are ready."""
+    from deepytorch_core import adapter
+    from deepytorch_core.bench import record
+
+    machine = record.machine_info()
+    rows = [("machine", f"{machine['name']}, {machine['memory_gib']} GiB, {machine['kernel']}")]
+    rows += [(name, version) for name, version in record.versions().items()]
+    rows.append(("commit", record.commit()))
+    try:
+        from deepytorch_core import _core
+
+        rows.append(("native core", f"{_core.__version__}, reductions: {_core.reduce_isa()}"))
+    except ImportError as error:
+        rows.append(("native core", f"not usable: {error}"))
+    rows.append(("torch adapter", adapter.state()))
+    return rows
+
+
+def options() -> list[tuple[str, str]]:
+    """Every option with its value, marked where it is not the default."""
+    from deepytorch_core import config
+
+    current, default = config.current(), config.Options()
+    rows = []
+    for field in dataclasses.fields(current):
+        value = getattr(current, field.name)
+        changed = value != getattr(default, field.name)
+        rows.append((field.name, f"{value}{'  (set)' if changed else ''}"))
+    return rows
+
+
+def show_saved(path: Path) -> None:
+    """Prints a report saved as JSON; raises ValueError when the file holds none."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} holds no report: {error}") from error
+    if not isinstance(saved, dict) or "native_calls" not in saved:
+        raise ValueError(f"{path} holds no report: it lacks native_calls")
+    out = console.out()
+    plain = {key: value for key, value in saved.items() if not isinstance(value, (list, dict))}
+    out.print(console.fields(str(path), [(key, str(value)) for key, value in plain.items()]))
+    for key, value in saved.items():
+        if isinstance(value, dict):
+            out.print(console.fields(f"\n{key}", [(k, str(v)) for k, v in value.items()]))
+        elif isinstance(value, list) and value:
+            out.print(_rows_table(key, value))
+
+
+def _rows_table(title: str, rows: list[Any]) -> Table:
+    table = Table(title=f"\n{title}", title_justify="left", box=None)
+    if not all(isinstance(row, dict) for row in rows):
+        table.add_column()
+        for row in rows:
+            table.add_row(str(row))
+        return table
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for name in columns:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(str(row.get(name, "")) for name in columns))
+    return table

@@ -1,0 +1,37 @@
+"""What `deepytorch run` starts in each process: activation, then the user's program as `__main__`.
+
+`python runner.py SCRIPT ARGS...` or `python runner.py -m MODULE ARGS...`. The program sees the
+sys.argv, sys.path[0], __name__ and __file__ that `python SCRIPT` or `python -m MODULE` gives it.
+"""
+
+import os
+import sys
+
+
+def program_path(arguments: list[str]) -> str:
+    """What Python puts at sys.path[0]: the script's folder, or the current one for a module."""
+    if arguments[0] == "-m":
+        return os.getcwd()
+    script = os.path.realpath(arguments[0])
+    return script if os.path.isdir(script) else os.path.dirname(script)
+
+
+def main(arguments: list[str]) -> None:
+    # First of all, since this file's own folder holds names that a program may import.
+    if not sys.flags.safe_path:
+        sys.path[0] = program_path(arguments)
+
+    import runpy
+
+    import deepytorch  # noqa: F401 (importing it activates)
+
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

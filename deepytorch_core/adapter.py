@@ -1,0 +1,440 @@
+"""Find or build the c10d adapter: the compiled module that puts the core under torch.distributed.
+
+torch has no stable C++ interface, so there is one binary per torch build. `load` looks into
+
+1. `deepytorch_core/_prebuilt/<tag>/`, which released wheels carry,
+2. the user's cache, `<cache>/adapter-<uid>/<tag>/`,
+
+and else compiles the sources into the cache. The tag names everything the binary depends on:
+torch's build, Python, the C library and the sources themselves.
+
+The sources are compiled as one translation unit: torch's headers cost more than our code, so this
+takes a third of the processor time of a file each, no longer on a small machine, and needs no
+build tool beside the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from deepytorch_core import config
+from deepytorch_core.console import say
+from deepytorch_core.errors import OFF_SWITCH, AdapterError
+
+MODULE_NAME = "deepytorch_c10d"
+
+_HERE = Path(__file__).parent
+_COMPILE_LIMIT_S = 900.0
+# Longer than one compilation, so that a waiting rank outlives the one that compiles.
+_LOCK_LIMIT_S = _COMPILE_LIMIT_S + 60
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the adapter's sources are: `c10d/*.cpp` and `include/` under one folder."""
+
+    root: Path
+
+    @classmethod
+    def find(cls) -> Sources:
+        """The installed sources, or those of the tree this package is in."""
+        for root in (_HERE / "csrc", _HERE.parent / "csrc"):
+            if (root / "c10d").is_dir():
+                return cls(root)
+        raise AdapterError(
+            f"the c10d adapter's sources are missing (looked into {_HERE / 'csrc'} and "
+            f"{_HERE.parent / 'csrc'}): reinstall deepytorch, or {OFF_SWITCH}"
+        )
+
+    def units(self) -> list[Path]:
+        return sorted((self.root / "c10d").glob("*.cpp"))
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for folder in ("c10d", "include"):
+            for file in sorted((self.root / folder).rglob("*")):
+                if file.is_file():
+                    digest.update(file.relative_to(self.root).as_posix().encode() + b"\0")
+                    digest.update(file.read_bytes() + b"\0")
+        return digest.hexdigest()[:12]
+
+
+def load(sources: Sources | None = None) -> ModuleType:
+    """Return the adapter, compiled first if need be (about a minute, once).
+
+    Raises AdapterError saying what to do when it can't be had.
+    """
+    with _loading:
+        module = sys.modules.get(MODULE_NAME)
+        if module is not None:
+            return module
+        # The adapter asks the core for its function table while it is being imported.
+        config.export_for_core()
+        import torch  # noqa: F401  (the adapter needs torch's libraries in the process)
+
+        sources = sources or Sources.find()
+        path = find(sources) or build(sources=sources)
+        try:
+            return _import(path)
+        except ImportError as error:
+            if _is_prebuilt(path):
+                raise AdapterError(_cannot_import(path, error)) from error
+            say(f"the adapter in {path.parent} can't be imported ({error}); compiling it again")
+        path = build(force=True, sources=sources)
+        try:
+            return _import(path)
+        except ImportError as error:
+            raise AdapterError(_cannot_import(path, error)) from error
+
+
+def find(sources: Sources | None = None) -> Path | None:
+    """Path of an adapter that fits this torch and may be trusted; None if there is none."""
+    this = tag(sources or Sources.find())
+    prebuilt = _HERE / "_prebuilt" / this / _file_name()
+    if prebuilt.is_file():
+        return prebuilt
+    for folder in _cache_candidates():
+        cached = folder / this / _file_name()
+        if cached.is_file() and _why_not_trusted(cached) is None:
+            return cached
+    return None
+
+
+def state() -> str:
+    """In words: where the adapter for this torch is, or that it has to be compiled."""
+    try:
+        path = find()
+    except (AdapterError, ImportError) as error:
+        return f"not available: {error}"
+    if path is not None:
+        return f"{'prebuilt' if _is_prebuilt(path) else 'compiled'}: {path}"
+    if config.compiler() is None:
+        return "not compiled yet, and there is no C++ compiler"
+    return "not compiled yet: happens at first use, or now with `deepytorch build`"
+
+
+def build(
+    output: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    *,
+    sources: Sources | None = None,
+) -> Path:
+    """Compile the adapter for the installed torch and return the binary's path.
+
+    Goes into the user's cache, or to `<output>/<tag>/` to be copied to another machine. An
+    existing binary is kept unless `force`. Of several processes that ask at once one compiles and
+    the others wait. Raises AdapterError with the compiler's output in a named file.
+    """
+    sources = sources or Sources.find()
+    folder = Path(output) if output is not None else _writable_cache()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AdapterError(f"{folder} can't be used ({error.strerror}): give another") from None
+    this = tag(sources)
+    target = folder / this / _file_name()
+    asked = time.time()
+    with _locked(folder / f"{this}.lock"):
+        usable = target.is_file() and _why_not_trusted(target) is None
+        # With force, a binary that came while we waited for the lock is as new as ours.
+        if usable and (not force or target.stat().st_mtime > asked):
+            return target
+        _remove_leftovers(folder, this)
+        _compile_into(folder, this, sources)
+    return target
+
+
+def tag(sources: Sources) -> str:
+    """A folder name that is equal only for exchangeable binaries."""
+    import torch
+
+    git = (torch.version.git_version or "")[:8]
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    libc = ""
+    with contextlib.suppress(ValueError, OSError):
+        libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
+    suffix = (sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag).strip(".")
+    parts = [f"torch{torch.__version__}", git, suffix, f"abi{abi}", libc, sources.digest()]
+    return "-".join(part for part in parts if part)
+
+
+def _file_name() -> str:
+    return MODULE_NAME + ".so"
+
+
+def _is_prebuilt(path: Path) -> bool:
+    return _HERE / "_prebuilt" in path.parents
+
+
+def _cannot_import(path: Path, error: ImportError) -> str:
+    return (
+        f"the c10d adapter {path} can't be imported: {error}. Run `deepytorch build --force`, or "
+        f"set DEEPYTORCH_ENABLED=0 to train without it"
+    )
+
+
+def _import(path: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[MODULE_NAME] = module
+    return module
+
+
+# The cache. A shared library runs as whoever loads it, so nothing is loaded from a place that
+# somebody else could have written.
+
+
+def _cache_candidates() -> list[Path]:
+    me = os.geteuid()
+    return [
+        config.cache_dir() / f"adapter-{me}",
+        config.temporary_dir() / f"deepytorch-{me}" / f"adapter-{me}",
+    ]
+
+
+def _writable_cache() -> Path:
+    """The cache folder, or, when that can't be used, a private one among the temporary files."""
+    usual, fallback = _cache_candidates()
+    reason = _why_not_usable(usual)
+    if reason is None:
+        return usual
+    # Its parent is ours too: /tmp is open to all, and only there is the name for the taking.
+    other = _why_not_usable(fallback.parent) or _why_not_usable(fallback)
+    if other is None:
+        say(
+            f"{reason}; keeping the adapter in {fallback} until the next cleaning of temporary "
+            "files (DEEPYTORCH_CACHE_DIR names a better place)"
+        )
+        return fallback
+    raise AdapterError(
+        f"no place to keep the compiled c10d adapter: {reason}; {other}. Set "
+        f"DEEPYTORCH_CACHE_DIR to a folder of your own"
+    )
+
+
+def _why_not_usable(folder: Path) -> str | None:
+    """Create `folder` as ours alone; say what is wrong if it can't be, or isn't."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        reason = _why_not_private(folder)
+        if reason is None and not os.access(folder, os.W_OK | os.X_OK):
+            reason = f"{folder} can't be written"
+        if reason is None:
+            with tempfile.TemporaryFile(dir=folder):
+                pass  # a read-only file system answers only now
+    except OSError as error:
+        return f"{folder} can't be used ({error.strerror})"
+    return reason
+
+
+def _why_not_private(path: Path) -> str | None:
+    status = path.stat()
+    # Root could write our files anyway.
+    if status.st_uid not in {os.geteuid(), 0}:
+        return f"{path} belongs to another user (id {status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} can be written by others"
+    return None
+
+
+def _why_not_trusted(binary: Path) -> str | None:
+    try:
+        for path in (binary.parent.parent, binary.parent, binary):
+            reason = _why_not_private(path)
+            if reason is not None:
+                return reason
+    except OSError as error:
+        return f"{binary} can't be read ({error.strerror})"
+    return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file's lock, which the system releases even when its owner is killed."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _wait_for_lock(descriptor, path)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_LIMIT_S
+    told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        except OSError:
+            # No locks on this file system. Builds may then run twice, never into each other:
+            # each has its own folder and takes its place in one step.
+            return
+        if not told and config.local_rank() == 0:
+            say("waiting for another process that is compiling the c10d adapter ...")
+        told = True
+        if time.monotonic() > deadline:
+            raise AdapterError(
+                f"another process has held {path} for {_LOCK_LIMIT_S:.0f} s: end it, or set "
+                "DEEPYTORCH_CACHE_DIR to another folder"
+            )
+        time.sleep(0.1)
+
+
+# Compiling.
+
+
+def _building_prefix(this: str) -> str:
+    return f".building-{this}-"
+
+
+def _remove_leftovers(folder: Path, this: str) -> None:
+    """Remove what interrupted builds left; under the lock, none of them can be running."""
+    for leftover in folder.glob(_building_prefix(this) + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _compile_into(folder: Path, this: str, sources: Sources) -> None:
+    """Compile beside `folder/this`, then put the result there in one step."""
+    command = _command(sources)
+    log = folder / f"{this}.log"
+    work = Path(tempfile.mkdtemp(prefix=_building_prefix(this), dir=folder))
+    try:
+        unit = work / f"{MODULE_NAME}.cpp"
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources.units()))
+        binary = work / _file_name()
+        command += [str(unit), "-o", str(binary), *_link_flags()]
+        say(f"compiling the c10d adapter for torch {_torch_version()} (about 1 minute, once) ...")
+        started = time.monotonic()
+        _run(command, log)
+        binary.chmod(0o700)
+        with open(binary, "rb") as file:
+            os.fsync(file.fileno())
+        place = folder / this
+        place.mkdir(mode=0o700, exist_ok=True)
+        os.replace(binary, place / _file_name())
+        log.unlink(missing_ok=True)
+        say(f"compiled the c10d adapter in {time.monotonic() - started:.0f} s: {place}")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _command(sources: Sources) -> list[str]:
+    import torch
+
+    compiler = config.compiler()
+    if compiler is None:
+        raise AdapterError(
+            f"no C++ compiler to build the c10d adapter for torch {torch.__version__}, and none "
+            "prebuilt for it. Install g++ (for instance `apt install g++`); or run `deepytorch "
+            "build --output DIR` on a machine with the same torch, Python and C library and copy "
+            f"DIR/{tag(sources)} to {_cache_candidates()[0]}; or set DEEPYTORCH_ENABLED=0 to "
+            "train without deepytorch"
+        )
+    python = Path(sysconfig.get_paths()["include"])
+    if not (python / "Python.h").is_file():
+        raise AdapterError(
+            f"Python's headers are not in {python}, so the c10d adapter can't be compiled: "
+            "install them (for instance `apt install python3-dev`), or set DEEPYTORCH_ENABLED=0 "
+            "to train without deepytorch"
+        )
+    if not sources.units():
+        raise AdapterError(f"no adapter sources in {sources.root / 'c10d'}: reinstall deepytorch")
+    torch_include = Path(torch.__file__).parent / "include"
+    return [
+        *compiler,
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        "-O2",
+        "-fvisibility=hidden",
+        f"-DTORCH_EXTENSION_NAME={MODULE_NAME}",
+        "-DTORCH_API_INCLUDE_EXTENSION_H",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-I{sources.root / 'include'}",
+        f"-I{sources.root / 'c10d'}",
+        "-isystem",
+        str(torch_include),
+        "-isystem",
+        str(torch_include / "torch" / "csrc" / "api" / "include"),
+        "-isystem",
+        str(python),
+    ]
+
+
+def _link_flags() -> list[str]:
+    import torch
+
+    # Not -lcudart or the like: the adapter uses torch's generic device interface only.
+    libraries = Path(torch.__file__).parent / "lib"
+    return [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+
+
+def _run(command: list[str], log: Path) -> None:
+    """Run the compiler with its output in `log`; end it if we are interrupted."""
+    with open(log, "w") as output:
+        output.write(shlex.join(command) + "\n")
+        output.flush()
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout=_COMPILE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AdapterError(
+                f"the C++ compiler did not finish within {_COMPILE_LIMIT_S:.0f} s; its command "
+                f"and output: {log}"
+            ) from None
+        finally:
+            if process.poll() is None:
+                # The compiler proper is a child of the driver, hence the whole group.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if status != 0:
+        raise AdapterError(
+            f"compiling the c10d adapter failed: {_first_error(log)}. The compiler's output: "
+            f"{log}. A compiler with C++20 is needed (g++ 11, clang 14 or newer; CXX chooses "
+            "one); DEEPYTORCH_ENABLED=0 trains without deepytorch"
+        )
+
+
+def _first_error(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[1:]
+    for line in lines:
+        if "error" in line.lower():
+            return line.strip()
+    return lines[-1].strip() if lines else "no output"

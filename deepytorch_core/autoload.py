@@ -1,0 +1,19 @@
+"""Target of the entry points `torch.backends` and `torch.distributed.backends`.
+
+It runs inside `import torch` (`torch.backends`), or when the name is first used (torch 2.14 and
+newer). An exception here would break `import torch` for everyone who installed deepytorch, so
+there is none; and nothing is changed but that the backend's name is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+
+def register(*_args: Any, **_kwargs: Any) -> None:
+    """Make the name "deepytorch" known to torch.distributed; never raises."""
+    with contextlib.suppress(Exception):
+        from deepytorch_core import backend
+
+        backend.register()

@@ -1,0 +1,93 @@
+"""The name "deepytorch" in torch.distributed, and what torch calls to make a group's backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from deepytorch_core import adapter, config
+from deepytorch_core.delegates import GroupSpec, StockFactory
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+
+NAME = "deepytorch"
+DEVICES = ("cpu", "cuda")
+
+_timeout_is_final: ContextVar[bool] = ContextVar("timeout_is_final", default=False)
+
+
+def register() -> None:
+    """Make `init_process_group("deepytorch")` work. Idempotent and cheap; builds nothing."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if NAME.upper() not in c10d.Backend._plugins:
+        c10d.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+
+
+@contextlib.contextmanager
+def final_timeout() -> Iterator[None]:
+    """While open, `create` takes the timeout it is given as it is.
+
+    Without it `create` can't tell torch's default from the same value given explicitly.
+    """
+    token = _timeout_is_final.set(True)
+    try:
+        yield
+    finally:
+        _timeout_is_final.reset(token)
+
+
+def default_timeout() -> timedelta:
+    """What replaces torch's default timeout: option `timeout_s`."""
+    return timedelta(seconds=config.current().timeout_s)
+
+
+def create(dist_options: Any, pg_options: Any = None) -> Backend:
+    """Make the backend of one group; torch calls this.
+
+    Args:
+        dist_options: torch's `_DistributedBackendOptions`: store, group_rank, group_size, timeout,
+            group_id, global_ranks_in_group and, in newer versions, more.
+        pg_options: options for any backend. `ProcessGroupNCCL.Options` go to the NCCL delegate;
+            others are left alone, as frameworks pass theirs to every group.
+
+    Raises AdapterError when the compiled adapter can't be had.
+    """
+    timeout: timedelta = dist_options.timeout
+    if not _timeout_is_final.get() and timeout == _torch_default_timeout():
+        timeout = default_timeout()
+    spec = GroupSpec.of(dist_options, pg_options, timeout=timeout)
+    factory = StockFactory(spec)
+    options = config.current()
+    if not options.enabled and _accelerator() == "cpu":
+        return factory("cpu")  # switched off: gloo itself, without a line of ours in between
+    made = adapter.load().create_backend(
+        spec.store,
+        spec.rank,
+        spec.size,
+        timeout=timeout,
+        group_name=spec.name,
+        global_ranks=spec.global_ranks or list(range(spec.size)),
+        delegates=factory,
+        native=options.enabled and options.collectives != "stock",
+    )
+    factory.live_options = getattr(made, "options", None)
+    backend: Backend = made
+    return backend
+
+
+def _torch_default_timeout() -> timedelta:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.default_pg_timeout
+
+
+def _accelerator() -> str:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type

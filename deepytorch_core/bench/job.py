@@ -1,0 +1,134 @@
+"""What `bench collectives` is asked to measure, checked before any process starts."""
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "barrier",
+)
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "float64",
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+)
+BASELINES = ("gloo", "nccl")
+DEVICES = ("cpu", "cuda")
+DEFAULT_FACTOR = 4
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
+
+
+class BenchError(ValueError):
+    """The benchmark cannot run as asked; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run. `sizes` are bytes as nccl-tests counts them; `iterations` 0 adapts to the time."""
+
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    world_size: int
+    device: str = "cpu"
+    baseline: str = "gloo"
+    registered: bool = False
+    iterations: int = 0
+    budget_s: float = 1.0
+    timeout_s: int = 120
+    ours: str = "deepytorch"  # another name measures that backend instead: how the tests run
+
+    def __post_init__(self) -> None:
+        for op in self.ops:
+            _expect("operation", op, OPERATIONS)
+        for dtype in self.dtypes:
+            _expect("dtype", dtype, DTYPES)
+        _expect("device", self.device, DEVICES)
+        _expect("baseline", self.baseline, BASELINES)
+        if self.baseline == "nccl" and self.device == "cpu":
+            raise BenchError("NCCL moves GPU memory only: use --baseline gloo, or --device cuda")
+        if self.world_size < 1:
+            raise BenchError(f"--world-size must be at least 1, not {self.world_size}")
+        if self.iterations < 0:
+            raise BenchError(f"--iterations must be 0 (adaptive) or more, not {self.iterations}")
+        if not (self.ops and self.sizes and self.dtypes):
+            raise BenchError("nothing to measure: --ops, --sizes and --dtype need a value each")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        fields: dict[str, Any] = json.loads(text)
+        lists = {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
+        return cls(**(fields | lists))
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512", "4K", "1M" or "2G" (binary units; a trailing B or iB is allowed)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise BenchError(f"{text!r} is no size: write bytes or 4K, 1M, 2G")
+    return int(match.group(1)) * _UNITS[match.group(2).upper()]
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Sizes of "1K:64M[:factor]", of "4K,1M" or of both mixed, ascending, each once.
+
+    A range multiplies by `factor` (default 4) from its start; its end is always included.
+    """
+    sizes: set[int] = set()
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        first, *rest = item.split(":")
+        if not rest:
+            sizes.add(parse_size(first))
+            continue
+        if len(rest) > 2:
+            raise BenchError(f"{item!r} is no range: write first:last or first:last:factor")
+        size, last = parse_size(first), parse_size(rest[0])
+        factor = _parse_factor(rest[1]) if len(rest) == 2 else DEFAULT_FACTOR
+        if not 0 < size <= last:
+            raise BenchError(f"{item!r} is empty: a range goes up from a size above 0")
+        while size < last:
+            sizes.add(size)
+            size *= factor
+        sizes.add(last)
+    return tuple(sorted(sizes))
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """The names of a comma-separated list, each once, in order."""
+    return tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact form that `parse_size` reads back."""
+    for unit in ("G", "M", "K"):
+        if num_bytes and num_bytes % _UNITS[unit] == 0:
+            return f"{num_bytes // _UNITS[unit]}{unit}"
+    return str(num_bytes)
+
+
+def _parse_factor(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise BenchError(f"the factor of a range of sizes must be a number from 2 on, not {text!r}")
+    return int(text)
+
+
+def _expect(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise BenchError(f"unknown {what} {name!r}; known: {', '.join(known)}")

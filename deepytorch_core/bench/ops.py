@@ -1,0 +1,94 @@
+"""The measured collectives: the size of their buffers and their public torch.distributed call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+Invoke = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective. `call` gets (input, output, group) and returns when the work is enqueued
+    (GPU) or done (CPU). The sizes of input and output are in shares, None is one per rank."""
+
+    name: str
+    call: Invoke
+    reduces: bool = False
+    in_place: bool = False  # input and output are the same tensor
+    split: bool = True  # nccl-tests' size covers every rank's share
+    input_shares: int | None = 1
+    output_shares: int | None = 1
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Flat tensors of one arm; the same tensor twice for an operation in place."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+
+
+OPERATIONS = {
+    op.name: op
+    for op in (
+        Operation(
+            "all_reduce",
+            lambda source, _, group: dist.all_reduce(source, group=group),
+            reduces=True,
+            in_place=True,
+            split=False,
+        ),
+        Operation(
+            "all_gather",
+            lambda source, target, group: dist.all_gather_into_tensor(target, source, group=group),
+            output_shares=None,
+        ),
+        Operation(
+            "reduce_scatter",
+            lambda source, target, group: dist.reduce_scatter_tensor(target, source, group=group),
+            reduces=True,
+            input_shares=None,
+        ),
+        Operation(
+            "broadcast",
+            lambda source, _, group: dist.broadcast(source, group_src=0, group=group),
+            in_place=True,
+            split=False,
+        ),
+        Operation(
+            "all_to_all",
+            lambda source, target, group: dist.all_to_all_single(target, source, group=group),
+            input_shares=None,
+            output_shares=None,
+        ),
+        Operation("barrier", lambda _source, _target, group: dist.barrier(group=group)),
+    )
+}
+
+
+def share_of(op: Operation, num_bytes: int, dtype: torch.dtype, world_size: int) -> int:
+    """Elements of one share for nccl-tests' size `num_bytes`, rounded down, at least 1."""
+    return max(1, num_bytes // dtype.itemsize // (world_size if op.split else 1))
+
+
+def bytes_of(op: Operation, share: int, dtype: torch.dtype, world_size: int) -> int:
+    """nccl-tests' size of an operation with this share."""
+    return share * dtype.itemsize * (world_size if op.split else 1)
+
+
+def make_buffers(
+    op: Operation,
+    share: int,
+    dtype: torch.dtype,
+    world_size: int,
+    allocate: Allocate,
+) -> Buffers:
+    """Uninitialised buffers for one arm."""
+    source = allocate(share * (op.input_shares or world_size), dtype)
+    if op.in_place:
+        return Buffers(source, source)
+    return Buffers(source, allocate(share * (op.output_shares or world_size), dtype))

@@ -1,0 +1,330 @@
+"""Options, and every environment variable that the Python side reads.
+
+One options record is used everywhere: as environment variables (`DEEPYTORCH_<NAME>`), as keywords
+of `deepytorch.activate`, in DeepSpeed's JSON, in plugins and in YAML. A keyword wins over the
+environment, the environment over the default. No other Python file reads the environment.
+"""
+
+# ruff: noqa: TID251
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+_PREFIX = "DEEPYTORCH_"
+
+VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "DEEPYTORCH_CACHE_DIR": "where compiled adapters are kept; default "
+        "$XDG_CACHE_HOME/deepytorch, else ~/.cache/deepytorch",
+        "DEEPYTORCH_CHUNK_BYTES": "native core: pipeline step of shared-memory algorithms in "
+        "bytes, the same on every rank; default: chosen by size",
+        "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",
+        "CXX": "the C++ compiler for the adapter; default: c++, g++ or clang++, the first found",
+        "RANK": "this process's global rank (set by torchrun); default 0",
+        "WORLD_SIZE": "number of ranks (set by torchrun); default 1",
+        "LOCAL_RANK": "this process's rank on its node (set by torchrun); default 0",
+        "LOCAL_WORLD_SIZE": "number of ranks on this node (set by torchrun); default 1",
+    }
+)
+"""Variables read besides the options', with what each is for."""
+
+_TRUE = ("true", "on", "yes", "1")
+_FALSE = ("false", "off", "no", "0")
+_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+_Parser = Callable[[str, Any], Any]
+"""Takes the option's name (for messages) and a raw value; returns it converted or raises."""
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(f"{name}={value!r}: expected one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
+
+
+def _choice(*choices: str) -> _Parser:
+    def parse(name: str, value: Any) -> str:
+        # YAML and JSON turn on and off into booleans.
+        text = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else str(value)
+        text = (text or "").strip().lower()
+        if text in choices:
+            return text
+        raise ValueError(
+            f"{name}={value!r}: expected one of {', '.join(choices)}" + _closest(text, choices)
+        )
+
+    return parse
+
+
+def _number(*, integral: bool, above: float) -> _Parser:
+    def parse(name: str, value: Any) -> int | float:
+        kind = "a whole number" if integral else "a number"
+        message = f"{name}={value!r}: expected {kind} above {above:g}"
+        if isinstance(value, bool):
+            raise ValueError(message)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(message) from None
+        if not math.isfinite(number) or number <= above or (integral and number != int(number)):
+            raise ValueError(message)
+        return int(number) if integral else number
+
+    return parse
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"  # YAML and JSON turn on and off into booleans
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise ValueError(f"{name}={value!r}: expected a text that is not empty")
+    return str(value).strip()
+
+
+def _optional(parse: _Parser) -> _Parser:
+    def parse_unless_unset(name: str, value: Any) -> Any:
+        return None if value is None or value == "" else parse(name, value)
+
+    return parse_unless_unset
+
+
+def _closest(word: str, choices: object) -> str:
+    close = difflib.get_close_matches(word, list(choices), n=1)  # type: ignore[call-overload]
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _option(default: Any, parse: _Parser, doc: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Every option. Values given in any accepted spelling are converted and checked.
+
+    Raises ValueError for a wrong value; the message lists what is valid.
+    """
+
+    enabled: bool = _option(True, _boolean, "false turns all of deepytorch off")
+    collectives: str = _option(
+        "auto",
+        _choice("auto", "native", "stock"),
+        "auto: native where it wins; native: wherever it can; stock: leave groups alone",
+    )
+    compile: str = _option(
+        "auto", _text, "policy of deepytorch.compile: auto, off, or a policy's name"
+    )
+    padding_free: str = _option(
+        "auto", _choice("auto", "on", "off"), "train without padding tokens where the model can"
+    )
+    kernels: str = _option("auto", _choice("auto", "on", "off"), "swap in fused kernels")
+    tune: str = _option(
+        "auto", _choice("auto", "off", "force"), "measure candidates; force ignores the profile"
+    )
+    profile: str | None = _option(
+        None, _optional(_text), "path of the profile that keeps decisions between runs"
+    )
+    timeout_s: float = _option(
+        600.0,
+        _number(integral=False, above=0),
+        "time limit of a collective in seconds, in place of torch's default one; an explicit "
+        "timeout= wins",
+    )
+    log: str = _option(
+        "info", _choice("debug", "info", "warning", "error"), "least severe message printed"
+    )
+    debug: bool = _option(False, _boolean, "extra checks, and tracebacks in place of summaries")
+    deterministic: bool = _option(
+        False, _boolean, "decisions only from the profile: two runs give the same bits"
+    )
+    error_handling: str = _option(
+        "abort", _choice("abort", "raise"), "what follows a failure on a GPU"
+    )
+    staging_mb: int | None = _option(
+        None,
+        _optional(_number(integral=True, above=0)),
+        "staging memory in MiB; default 256 for each GPU, 32 on the host",
+    )
+    reduce_threads: int | None = _option(
+        None, _optional(_number(integral=True, above=0)), "threads of a host reduction"
+    )
+    ifname: str | None = _option(
+        None, _optional(_text), "network interfaces between nodes, separated by commas"
+    )
+    compile_budget_s: float = _option(
+        120.0, _number(integral=False, above=0), "time that compile trials may take in seconds"
+    )
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            raw = getattr(self, option.name)
+            object.__setattr__(self, option.name, option.metadata["parse"](option.name, raw))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all options, in the documented order."""
+        return tuple(option.name for option in dataclasses.fields(cls))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, base: Options | None = None) -> Options:
+        """Options from JSON, YAML or keywords; what `mapping` lacks comes from `base`.
+
+        Raises ValueError for an unknown name (listing the valid ones) or a wrong value.
+        """
+        for name in mapping:
+            if name not in cls.names():
+                raise ValueError(
+                    f"unknown option {name!r}{_closest(str(name), cls.names())}; "
+                    f"valid options: {', '.join(cls.names())}"
+                )
+        return dataclasses.replace(base or cls(), **mapping)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Options:
+        """Options from `DEEPYTORCH_<NAME>` variables; an empty one counts as unset.
+
+        Raises ValueError naming the variable.
+        """
+        environ = os.environ if environ is None else environ
+        given = {
+            name: environ[_PREFIX + name.upper()]
+            for name in cls.names()
+            if environ.get(_PREFIX + name.upper(), "") != ""
+        }
+        try:
+            return cls.from_mapping(given)
+        except ValueError as error:
+            name = str(error).partition("=")[0]
+            raise ValueError(str(error).replace(name, _PREFIX + name.upper(), 1)) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain names and values, as `from_mapping` takes them."""
+        return dataclasses.asdict(self)
+
+
+def documented() -> list[tuple[str, Any, str]]:
+    """(name, default, meaning) of every option, for tables."""
+    return [
+        (option.name, option.default, option.metadata["doc"])
+        for option in dataclasses.fields(Options)
+    ]
+
+
+_current: Options | None = None
+
+
+def current() -> Options:
+    """The options in force in this process: what was set last, else the environment's."""
+    return Options.from_env() if _current is None else _current
+
+
+def set_current(options: Options | None) -> None:
+    """Put `options` in force; None goes back to the environment's."""
+    global _current
+    _current = options
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """One line for each `DEEPYTORCH_...` variable that nothing reads: most likely misspelt."""
+    environ = os.environ if environ is None else environ
+    known = {_PREFIX + name.upper() for name in Options.names()} | set(VARIABLES)
+    return [
+        f"{name} is no variable of deepytorch{_closest(name, sorted(known))}"
+        for name in sorted(environ)
+        if name.startswith(_PREFIX) and name not in known
+    ]
+
+
+def export_for_core() -> None:
+    """Show the native core the options it reads for itself, before it is loaded.
+
+    Its C++ side reads the environment once (csrc/base/env); an option given as a keyword would
+    not be seen there otherwise.
+    """
+    name = _PREFIX + "LOG"
+    if current().log != os.environ.get(name, Options.log):
+        os.environ[name] = current().log
+
+
+def _distributed(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    try:
+        return int(value)
+    except ValueError:
+        return default
+
+
+def rank() -> int:
+    """This process's global rank according to its launcher; 0 without one."""
+    return _distributed("RANK", 0)
+
+
+def world_size() -> int:
+    """The number of ranks according to the launcher; 1 without one."""
+    return _distributed("WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """This process's rank on its node according to the launcher; 0 without one."""
+    return _distributed("LOCAL_RANK", 0)
+
+
+def local_world_size() -> int:
+    """The number of ranks on this node according to the launcher; 1 without one."""
+    return _distributed("LOCAL_WORLD_SIZE", 1)
+
+
+def cache_dir() -> Path:
+    """Where deepytorch keeps what it made: `DEEPYTORCH_CACHE_DIR`, else the user's cache.
+
+    The folder need not exist. Raises RuntimeError when the user has no home folder.
+    """
+    own = os.environ.get("DEEPYTORCH_CACHE_DIR", "")
+    if own:
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    # The convention ignores relative paths.
+    base = Path(shared) if os.path.isabs(shared) else Path.home() / ".cache"
+    return base / "deepytorch"
+
+
+def temporary_dir() -> Path:
+    """The system's folder for temporary files."""
+    return Path(tempfile.gettempdir())
+
+
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: `CXX`, else the first of c++, g++ and clang++; None if none.
+
+    `CXX` may hold several words, such as `ccache g++`.
+    """
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    return None
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """A copy of the environment for a child process, with `changes`."""
+    return {**os.environ, **changes}
+
+
+def distributed_environment() -> dict[str, str]:
+    """The launcher's variables that are set, for reports."""
+    return {name: os.environ[name] for name in _DISTRIBUTED if name in os.environ}

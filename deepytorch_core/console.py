@@ -1,0 +1,32 @@
+"""The few lines that deepytorch prints by itself, on stderr."""
+
+from __future__ import annotations
+
+import sys
+
+from deepytorch_core import config
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def say(text: str, *, level: str = "info") -> None:
+    """Print one line, whatever the rank, if option `log` lets `level` through."""
+    if _LEVELS.index(level) < _LEVELS.index(config.current().log):
+        return
+    # In one write, so that lines of several ranks don't mix.
+    sys.stderr.write(f"deepytorch: {text}\n")
+    sys.stderr.flush()
+
+
+def say_once(text: str, *, level: str = "info") -> None:
+    """Print one line on rank 0 only."""
+    if global_rank() == 0:
+        say(text, level=level)
+
+
+def global_rank() -> int:
+    """This process's rank: torch.distributed's when it is initialised, else the launcher's."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and c10d.is_initialized():
+        return int(c10d.get_rank())
+    return config.rank()

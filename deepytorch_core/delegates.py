@@ -1,0 +1,139 @@
+"""The stock backends behind a deepytorch group, made the way torch makes them for itself."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend, Store
+
+STOCK_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The stock backend that serves tensors of a device type when native code does not."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What torch passes when it makes a group's backend."""
+
+    store: Store
+    rank: int
+    size: int
+    timeout: timedelta
+    name: str
+    global_ranks: list[int]
+    pg_options: Any = None
+    # Weak: the group owns its backend, which owns the factory that holds this record.
+    process_group: weakref.ref[Any] | None = None
+
+    @classmethod
+    def of(cls, dist_options: Any, pg_options: Any, *, timeout: timedelta) -> GroupSpec:
+        """From a `_DistributedBackendOptions`; fields differ between torch versions."""
+        group = getattr(dist_options, "process_group", None)
+        return cls(
+            store=dist_options.store,
+            rank=dist_options.group_rank,
+            size=dist_options.group_size,
+            timeout=timeout,
+            name=dist_options.group_id,
+            global_ranks=list(dist_options.global_ranks_in_group or []),
+            pg_options=pg_options,
+            process_group=None if group is None else weakref.ref(group),
+        )
+
+
+class StockFactory:
+    """Makes a group's stock backend for "cpu" or "cuda" when it is first needed.
+
+    Every rank of the group makes it at the same operation, so they meet there.
+    """
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self._spec = spec
+        # The deepytorch backend's own options, once it exists: its timeout may change later.
+        self.live_options: Any = None
+
+    def __call__(self, device_type: str) -> Backend:
+        """Raises RuntimeError when torch has no backend for tensors of this device type."""
+        from torch.distributed import distributed_c10d as c10d
+
+        name = STOCK_BACKENDS.get(device_type)
+        if name is None:
+            raise RuntimeError(
+                f"deepytorch: group {self._spec.name}: no backend for tensors on {device_type}; "
+                f"it serves {' and '.join(STOCK_BACKENDS)}"
+            )
+        # Keys of its own: several backends of one group share the group's store.
+        store = c10d.PrefixStore(f"delegate/{device_type}/", self._spec.store)
+        if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
+            return self._from_registry(name, store)
+        return self._gloo(store) if name == "gloo" else self._nccl(store)
+
+    @property
+    def timeout(self) -> timedelta:
+        live = getattr(self.live_options, "_timeout", None)
+        return self._spec.timeout if live is None else live
+
+    def _from_registry(self, name: str, store: Store) -> Backend:
+        from torch._C._distributed_c10d import _DistributedBackendOptions
+        from torch.distributed import distributed_c10d as c10d
+
+        backend_class: Any = c10d.Backend
+        backend_class._ensure_backend_registered(name)
+        plugin = backend_class._plugins[name.upper()]
+        options: Any = _DistributedBackendOptions()
+        options.store = store
+        options.group_rank = self._spec.rank
+        options.group_size = self._spec.size
+        options.timeout = self.timeout
+        options.group_id = self._spec.name
+        options.global_ranks_in_group = self._spec.global_ranks
+        if self._spec.process_group is not None:
+            options.process_group = self._spec.process_group()
+        made: Backend = plugin.creator_fn(options, self._nccl_options() if name == "nccl" else None)
+        return made
+
+    def _gloo(self, store: Store) -> Backend:
+        from torch.distributed import distributed_c10d as c10d
+
+        if not c10d.is_gloo_available():
+            raise RuntimeError(
+                f"deepytorch: group {self._spec.name}: this torch was built without gloo, which "
+                "serves CPU tensors that native code does not"
+            )
+        backend: Any = c10d.ProcessGroupGloo(
+            store, self._spec.rank, self._spec.size, timeout=self.timeout
+        )
+        backend.options.global_ranks_in_group = self._spec.global_ranks
+        backend.options.group_name = self._spec.name
+        backend._set_sequence_number_for_group()
+        made: Backend = backend
+        return made
+
+    def _nccl(self, store: Store) -> Backend:
+        from torch.distributed import distributed_c10d as c10d
+
+        if not c10d.is_nccl_available():
+            raise RuntimeError(
+                f"deepytorch: group {self._spec.name}: this torch was built without NCCL, which "
+                "serves CUDA tensors"
+            )
+        nccl: Any = c10d.ProcessGroupNCCL  # absent from CPU builds
+        options = self._nccl_options() or nccl.Options()
+        options._timeout = self.timeout
+        options.global_ranks_in_group = self._spec.global_ranks
+        options.group_name = self._spec.name
+        backend: Any = nccl(store, self._spec.rank, self._spec.size, options)
+        backend._set_sequence_number_for_group()
+        made: Backend = backend
+        return made
+
+    def _nccl_options(self) -> Any:
+        """The caller's `pg_options` if they are NCCL's; other backends' don't concern it."""
+        from torch.distributed import distributed_c10d as c10d
+
+        nccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
+        given = self._spec.pg_options
+        return given if nccl is not None and isinstance(given, nccl.Options) else None

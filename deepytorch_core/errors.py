@@ -1,0 +1,13 @@
+"""Exceptions of the Python engine.
+
+A wrong argument or option is a ValueError, and a failed collective a
+`torch.distributed.DistBackendError`; neither has a class of its own here.
+"""
+
+from __future__ import annotations
+
+OFF_SWITCH = "DEEPYTORCH_ENABLED=0 turns deepytorch off"
+
+
+class AdapterError(RuntimeError):
+    """The compiled c10d adapter can't be had: no compiler, no place to keep it, a failed build."""

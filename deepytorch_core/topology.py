@@ -1,0 +1,273 @@
+"""What this machine is made of: cores, caches, NUMA nodes, memory, networks, GPUs and their links.
+
+The native core discovers it and owns the JSON format; here it is frozen dataclasses and a picture
+in plain text. Unknown is -1 for a NUMA node, 0 for a number and "" for a string.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core import _core
+
+
+@dataclass(frozen=True)
+class Cores:
+    """CPU cores; `usable` is what affinity and the cgroup's CPU quota leave to this process."""
+
+    physical: int
+    logical: int
+    usable: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Caches of one kind: `bytes` is one instance's, `shared_by` counts hardware threads."""
+
+    level: int
+    type: str
+    bytes: int
+    shared_by: int
+    instances: int
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """A NUMA node with its CPUs (none for a node of memory only)."""
+
+    index: int
+    cpus: tuple[int, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Main memory, in bytes."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network interface other than loopback; `pci` is "" for a virtual one."""
+
+    name: str
+    speed_mbps: int
+    mtu: int
+    addresses: tuple[str, ...]
+    is_up: bool
+    numa_node: int
+    pci: str
+
+
+@dataclass(frozen=True)
+class GpuLink:
+    """One GPU's view of another: active NVLinks, and how far apart they are on PCIe.
+
+    `distance` is "unknown", "same_board", "single_switch", "multiple_switches", "host_bridge",
+    "numa_node" or "system".
+    """
+
+    peer: int
+    nvlinks: int
+    distance: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by NVML's index, in PCI order; CUDA may order devices otherwise, so match by `uuid`."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    pci: str
+    numa_node: int
+    links: tuple[GpuLink, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A machine; `gpu_note` says why `gpus` is empty."""
+
+    version: int
+    host_name: str
+    boot_id: str
+    cores: Cores
+    caches: tuple[Cache, ...]
+    numa_nodes: tuple[NumaNode, ...]
+    memory: Memory
+    nics: tuple[Nic, ...]
+    gpus: tuple[Gpu, ...]
+    gpu_note: str
+
+    @classmethod
+    def from_json(cls, text: str) -> "Topology":
+        """Raises ValueError that names a wrong, missing or unknown field by its path."""
+        fields: dict[str, Any] = json.loads(_core.normalize_topology_json(text))
+        fields["cores"] = Cores(**fields["cores"])
+        fields["caches"] = tuple(Cache(**cache) for cache in fields["caches"])
+        fields["numa_nodes"] = tuple(
+            NumaNode(**{**node, "cpus": tuple(node["cpus"])}) for node in fields["numa_nodes"]
+        )
+        fields["memory"] = Memory(**fields["memory"])
+        fields["nics"] = tuple(
+            Nic(**{**nic, "addresses": tuple(nic["addresses"])}) for nic in fields["nics"]
+        )
+        fields["gpus"] = tuple(
+            Gpu(**{**gpu, "links": tuple(GpuLink(**link) for link in gpu["links"])})
+            for gpu in fields["gpus"]
+        )
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """Raises ValueError when a field does not hold what the format allows."""
+        return _core.normalize_topology_json(json.dumps(dataclasses.asdict(self)))
+
+
+def discover() -> Topology:
+    """Look at this machine now. Never fails for want of a driver: what is not found is unknown."""
+    return Topology.from_json(_core.topology_json())
+
+
+def load(path: str | Path) -> Topology:
+    """Read a file that `dump` wrote. Raises OSError, or ValueError that names the wrong field."""
+    return Topology.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def dump(topology: Topology, path: str | Path) -> None:
+    """Write `topology` as JSON. Raises OSError, or ValueError that names the wrong field."""
+    Path(path).write_text(topology.to_json(), encoding="utf-8")
+
+
+# nvidia-smi's words for the path between two GPUs that no NVLink joins.
+_DISTANCE_WORDS = {
+    "unknown": "?",
+    "same_board": "PSB",
+    "single_switch": "PIX",
+    "multiple_switches": "PXB",
+    "host_bridge": "PHB",
+    "numa_node": "NODE",
+    "system": "SYS",
+}
+_DISTANCE_LEGEND = {
+    "PSB": "PCIe on one board",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "a PCIe host bridge",
+    "NODE": "PCIe host bridges of one NUMA node",
+    "SYS": "the link between NUMA nodes",
+    "?": "unknown",
+}
+
+
+def describe(topology: Topology) -> str:
+    """A picture of the machine in plain text, several lines without a final newline."""
+    sections = [
+        ("machine", [f"{topology.host_name or 'unknown'} (boot {topology.boot_id or 'unknown'})"]),
+        ("cores", [_cores_text(topology.cores)]),
+        ("caches", [_cache_text(cache) for cache in topology.caches]),
+        ("memory", [_memory_text(topology.memory)]),
+        ("NUMA", [_numa_text(node) for node in topology.numa_nodes]),
+        ("networks", _align([_nic_cells(nic) for nic in topology.nics])),
+        ("GPUs", _align([_gpu_cells(gpu) for gpu in topology.gpus]) or [topology.gpu_note]),
+        ("links", _link_matrix(topology.gpus)),
+    ]
+    lines = []
+    for title, body in sections:
+        for i, line in enumerate(body):
+            lines.append(f"{title if i == 0 else '':<10}{line}".rstrip())
+    return "\n".join(lines)
+
+
+def _cores_text(cores: Cores) -> str:
+    return (
+        f"{cores.usable} usable of {cores.logical} hardware threads on {cores.physical} "
+        "physical cores"
+    )
+
+
+def _cache_text(cache: Cache) -> str:
+    letter = "d" if cache.type == "data" else ""
+    sharing = f", each shared by {cache.shared_by} threads" if cache.shared_by > 1 else ""
+    return f"L{cache.level}{letter} {cache.instances} x {_size(cache.bytes)}{sharing}"
+
+
+def _memory_text(memory: Memory) -> str:
+    return f"{_size(memory.total_bytes)}, {_size(memory.available_bytes)} available"
+
+
+def _numa_text(node: NumaNode) -> str:
+    cpus = f"CPUs {_ranges(node.cpus)}" if node.cpus else "no CPUs"
+    return f"node {node.index}: {cpus}, {_size(node.memory_bytes)}"
+
+
+def _nic_cells(nic: Nic) -> list[str]:
+    speed = f"{nic.speed_mbps / 1000:g} Gbit/s" if nic.speed_mbps else "speed unknown"
+    state = "up" if nic.is_up else "down"
+    where = [nic.name, state, speed, f"mtu {nic.mtu}", _numa_cell(nic.numa_node)]
+    return [*where, nic.pci or "virtual", ", ".join(nic.addresses)]
+
+
+def _gpu_cells(gpu: Gpu) -> list[str]:
+    where = [_size(gpu.memory_bytes), _numa_cell(gpu.numa_node), gpu.pci]
+    return [f"GPU {gpu.index}", gpu.name, *where, gpu.uuid]
+
+
+def _numa_cell(node: int) -> str:
+    return f"NUMA {node}" if node >= 0 else "NUMA ?"
+
+
+def _link_matrix(gpus: Sequence[Gpu]) -> list[str]:
+    if len(gpus) < 2:
+        return []
+    table = [["", *(f"GPU {gpu.index}" for gpu in gpus)]]
+    words: set[str] = set()
+    for gpu in gpus:
+        row = {link.peer: _link_word(link) for link in gpu.links}
+        cells = ["-" if peer is gpu else row.get(peer.index, "?") for peer in gpus]
+        words.update(cells)
+        table.append([f"GPU {gpu.index}", *cells])
+    legend = ["NVn: n NVLinks"] if any(word.startswith("NV") for word in words) else []
+    legend += [f"{word}: {text}" for word, text in _DISTANCE_LEGEND.items() if word in words]
+    return [*_align(table), "; ".join(legend)]
+
+
+def _link_word(link: GpuLink) -> str:
+    return f"NV{link.nvlinks}" if link.nvlinks else _DISTANCE_WORDS[link.distance]
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of equally many cells as lines with straight columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as the kernel writes lists of CPUs: "0-3,8"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, item)) for item in ranges)
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the largest binary unit that keeps the number at 1 or more."""
+    if num_bytes <= 0:
+        return "size unknown"
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

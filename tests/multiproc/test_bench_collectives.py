@@ -1,0 +1,132 @@
+"""The benchmark with real ranks, and what is left when it fails or is stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepytorch_core.bench import launch
+from deepytorch_core.bench.job import OPERATIONS, BenchError, Job
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS
+
+TINY = {"sizes": (64, 4096), "dtypes": ("float32",), "world_size": 2, "budget_s": 0.01}
+
+
+def check(record, job):
+    assert tuple(record) == COLLECTIVE_FIELDS
+    assert record["wrong"] == 0
+    assert record["world_size"] == job.world_size
+    assert record["time_us"] > 0
+    assert record["baseline_time_us"] > 0
+    low, high = record["speedup_spread"]
+    assert 0 < low <= high
+    ratio = record["baseline_time_us"] / record["time_us"]
+    assert record["speedup"] == pytest.approx(ratio, rel=0.01)
+    assert record["machine"]["cores"] >= 1
+    assert record["versions"]["torch"]
+    assert record["commit"]
+
+
+def test_every_operation_gloo_against_itself():
+    job = Job(ops=OPERATIONS, **TINY, ours="gloo")
+    records = list(launch.run(job))
+    for record in records:
+        check(record, job)
+        assert record["algorithm"] == "gloo"
+    cases = [(op, size) for op in OPERATIONS if op != "barrier" for size in TINY["sizes"]]
+    assert [(r["op"], r["bytes"]) for r in records] == [*cases, ("barrier", 0)]
+
+
+def test_native_operations_name_their_algorithm():
+    changes = {"dtypes": ("float32", "bfloat16", "int32")}
+    job = Job(ops=("all_reduce", "reduce_scatter", "all_to_all"), **{**TINY, **changes})
+    algorithms = {}
+    for record in launch.run(job):
+        check(record, job)
+        algorithms.setdefault(record["op"], set()).add(record["algorithm"])
+    assert "delegate" not in algorithms["all_reduce"]
+    assert algorithms["all_to_all"] == {"delegate"}
+
+
+def test_more_ranks_than_cores_and_sizes_that_do_not_divide():
+    job = Job(
+        ops=("reduce_scatter",), sizes=(1000,), dtypes=("bfloat16",), world_size=3, budget_s=0.01
+    )
+    (record,) = launch.run(job)
+    check(record, job)
+    assert record["bytes"] == 996  # 166 elements of 2 bytes on each of 3 ranks
+
+
+def test_registered_needs_a_backend_that_allocates():
+    job = Job(ops=("all_reduce",), **TINY, ours="gloo", registered=True)
+    with pytest.raises(BenchError, match="--registered.*run without"):
+        list(launch.run(job))
+
+
+def test_a_failing_rank_shows_its_traceback():
+    job = Job(ops=("all_reduce",), **TINY, ours="nonesuch")
+    with pytest.raises(launch.WorkerError) as failure:
+        list(launch.run(job))
+    assert "rank 0 failed" in str(failure.value)
+    assert "Traceback" in str(failure.value)
+    assert "nonesuch" in str(failure.value)
+
+
+# Runs until it is stopped.
+ENDLESS = """
+from deepytorch_core.bench import launch
+from deepytorch_core.bench.job import Job
+
+sizes = tuple(range(64, 1 << 20, 64))
+job = Job(ops=("all_reduce",), sizes=sizes, dtypes=("float32",), world_size=2, ours="gloo")
+for record in launch.run(job):
+    print(record["bytes"], flush=True)
+"""
+
+
+@pytest.fixture
+def endless():
+    """A benchmark under way: its process and the process ids of its ranks."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "64"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        yield process, [int(pid) for pid in children.split()]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_it_is_stopped(endless, number):
+    process, ranks = endless
+    assert len(ranks) == 2
+    process.send_signal(number)
+    process.wait(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in ranks)
+
+
+def test_a_killed_rank_is_named(endless):
+    process, ranks = endless
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 was killed by signal 9" in errors

@@ -1,0 +1,116 @@
+"""`deepytorch run` starts a program as torchrun would, and as Python would."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from deepytorch.cli import launcher
+
+# What a program can tell of how it was started.
+PROBE = """
+import json, os, sys
+from pathlib import Path
+
+def f():
+    return 1
+
+seen = {
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "name": __name__,
+    "file": os.path.abspath(__file__),
+    "pickles": sys.modules["__main__"].f is f,
+    "deepytorch": "deepytorch" in sys.modules,
+    "rank": os.environ.get("RANK"),
+    "world_size": os.environ.get("WORLD_SIZE"),
+}
+Path(os.environ["PROBE_OUT"], f"{seen['rank']}.json").write_text(json.dumps(seen))
+"""
+
+
+@pytest.fixture
+def probe(tmp_path, monkeypatch):
+    """Runs a command in an empty folder; returns its exit status and what each rank saw."""
+    outputs = tmp_path / "out"
+    elsewhere = tmp_path / "cwd"
+    outputs.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setenv("PROBE_OUT", str(outputs))
+
+    def run(*command):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=elsewhere, timeout=100, capture_output=True, text=True
+        )
+        seen = {path.stem: json.loads(path.read_text()) for path in outputs.iterdir()}
+        for path in outputs.iterdir():
+            path.unlink()
+        return done, seen
+
+    run.cwd = elsewhere
+    return run
+
+
+def command(*arguments):
+    return ("-m", "deepytorch.cli", "run", *arguments)
+
+
+def test_a_script_keeps_its_arguments_on_every_rank(tmp_path, probe):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(PROBE)
+    arguments = ["--nproc-per-node", "5", "-m", "two words", "--", "--help"]
+    done, seen = probe(*command("--nproc-per-node", "2", str(script), *arguments))
+    assert done.returncode == 0, done.stderr
+    assert sorted(seen) == ["0", "1"]
+    for rank, facts in seen.items():
+        assert facts["argv"] == [str(script), *arguments]
+        assert facts["path"] == str(folder)
+        assert facts["name"] == "__main__"
+        assert facts["file"] == str(script)
+        assert facts["pickles"]
+        assert facts["deepytorch"]
+        assert (facts["rank"], facts["world_size"]) == (rank, "2")
+
+
+def test_a_module_starts_as_python_m_would(probe):
+    (probe.cwd / "project").mkdir()
+    (probe.cwd / "project" / "train.py").write_text(PROBE)
+    done, seen = probe(*command("-m", "project.train", "--lr", "1"))
+    assert done.returncode == 0, done.stderr
+    assert seen["0"]["argv"] == [str(probe.cwd / "project" / "train.py"), "--lr", "1"]
+    assert seen["0"]["path"] == str(probe.cwd)
+    assert seen["0"]["name"] == "__main__"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("sys.exit(7)", 7),
+        ("os.kill(os.getpid(), 9)", 128 + 9),
+        ("raise RuntimeError('from the script')", 1),
+    ],
+)
+def test_the_exit_status_is_the_scripts(tmp_path, probe, ending, status):
+    script = tmp_path / "ends.py"
+    script.write_text(f"import os, sys\n{ending}\n")
+    done, _ = probe(*command(str(script)))
+    assert done.returncode == status, done.stderr
+    if status == 1:
+        assert "from the script" in done.stderr
+        assert str(script) in done.stderr
+
+
+def test_the_runner_matches_python_itself(tmp_path, probe):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(PROBE)
+    link = probe.cwd / "linked.py"
+    link.symlink_to(folder / "train.py")
+    _, by_python = probe("linked.py", "a", "-b")
+    _, by_runner = probe(str(launcher._RUNNER), "linked.py", "a", "-b")
+    (facts,) = by_runner.values()
+    (expected,) = by_python.values()
+    assert facts == {**expected, "deepytorch": True}

@@ -1,0 +1,86 @@
+"""What `bench collectives` accepts, and how it says no."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepytorch_core.bench.job import (
+    BenchError,
+    Job,
+    format_size,
+    parse_names,
+    parse_size,
+    parse_sizes,
+)
+
+
+def job(**changes):
+    fields = {"ops": ("all_reduce",), "sizes": (1024,), "dtypes": ("float32",), "world_size": 2}
+    return Job(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("512", 512), ("4K", 4096), ("1m", 1 << 20), ("2GiB", 2 << 30), ("8KB", 8192)],
+)
+def test_size(text, num_bytes):
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "1.5M", "-4K", "4T", "four"])
+def test_what_is_no_size(text):
+    with pytest.raises(BenchError, match="no size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("1K:64K", (1024, 4096, 16384, 65536)),
+        ("1K:8K:2", (1024, 2048, 4096, 8192)),
+        ("1K:5K:4", (1024, 4096, 5120)),
+        ("4K:4K", (4096,)),
+        ("1M,4K,1M", (4096, 1 << 20)),
+        ("1K:4K:2, 1M", (1024, 2048, 4096, 1 << 20)),
+    ],
+)
+def test_sizes(text, sizes):
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["64M:1K", "0:1K", "1K:2K:1", "1K:2K:x", "1K:2K:2:2"])
+def test_what_is_no_range(text):
+    with pytest.raises(BenchError):
+        parse_sizes(text)
+
+
+@given(st.integers(min_value=0, max_value=1 << 40))
+def test_a_formatted_size_reads_back(num_bytes):
+    assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+def test_names_once_each_in_order():
+    assert parse_names("broadcast, all_reduce,broadcast,") == ("broadcast", "all_reduce")
+
+
+def test_a_job_survives_its_way_to_the_ranks():
+    original = job(sizes=(4, 8), dtypes=("float32", "int8"), registered=True, iterations=3)
+    assert Job.from_json(original.to_json()) == original
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ops": ("all_reduse",)}, "all_reduse.*known: all_reduce"),
+        ({"dtypes": ("float31",)}, "float31.*float32"),
+        ({"device": "tpu"}, "tpu.*cpu, cuda"),
+        ({"baseline": "mpi"}, "mpi.*gloo, nccl"),
+        ({"baseline": "nccl"}, "--baseline gloo, or --device cuda"),
+        ({"world_size": 0}, "world-size"),
+        ({"iterations": -1}, "iterations"),
+        ({"sizes": ()}, "--sizes"),
+    ],
+)
+def test_a_bad_job_says_what_to_change(changes, message):
+    with pytest.raises(BenchError, match=message):
+        job(**changes)

@@ -1,0 +1,111 @@
+"""Records: JSON lines there and back, and what they say of the machine."""
+
+import json
+import math
+import shutil
+import subprocess
+
+import pytest
+
+from deepytorch_core.bench import record
+
+
+def test_records_read_back_in_order(tmp_path):
+    path = tmp_path / "new" / "runs.jsonl"
+    rows = [{"op": "all_reduce", "speedup_spread": [1.0, 2.0]}, {"op": "broadcast"}]
+    for row in rows:
+        record.write_record(path, row)
+    assert record.read_records(path) == rows
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_what_json_has_no_form_for_is_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    with pytest.raises(ValueError, match="JSON"):
+        record.write_record(path, {"speedup": math.inf})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1, 2]"])
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"op": "broadcast"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"runs\.jsonl:3"):
+        record.read_records(path)
+
+
+def test_provenance_is_complete_and_names_no_host():
+    import platform
+
+    origin = record.provenance()
+    assert set(origin) == {"machine", "versions", "commit"}
+    assert origin["machine"]["name"].startswith(f"{origin['machine']['cores']}-core ")
+    assert {"deepytorch", "torch", "python"} <= set(origin["versions"])
+    host = platform.node()
+    assert not host or host not in json.dumps(origin["machine"])
+
+
+def test_machine_name_counts_equal_gpus():
+    gpus = ["NVIDIA H200"] * 8 + ["NVIDIA T4"]
+    name = record.machine_name("AMD EPYC 9554", 64, gpus)
+    assert name == "64-core AMD EPYC 9554, 8x NVIDIA H200, NVIDIA T4"
+
+
+@pytest.mark.parametrize(
+    ("model", "short"),
+    [
+        ("AMD EPYC 9554 64-Core Processor", "AMD EPYC 9554"),
+        ("Intel(R) Xeon(R) Platinum 8275CL CPU @ 3.00GHz", "Intel Xeon Platinum 8275CL"),
+    ],
+)
+def test_cpu_model_without_noise(model, short):
+    cpuinfo = f"processor\t: 0\nmodel name\t: {model}\nflags\t: fpu\n"
+    assert record._cpu_model(cpuinfo) == short
+
+
+def test_memory_in_gib():
+    assert record._memory_gib("MemTotal:       16318480 kB\nMemFree: 1 kB\n") == 16
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    if shutil.which("git") is None:
+        pytest.fail("these tests need git")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def git(*arguments):
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1\n")
+    (tmp_path / "README.md").write_text("1\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    monkeypatch.setattr(record, "_SOURCE", tmp_path.resolve())
+    record.commit.cache_clear()
+    yield tmp_path
+    record.commit.cache_clear()
+
+
+def test_commit_of_a_clean_tree_ignores_documents(repository):
+    (repository / "README.md").write_text("2\n")
+    assert len(record.commit()) == 9
+
+
+def test_commit_says_dirty(repository):
+    (repository / "code.py").write_text("2\n")
+    assert record.commit().endswith("-dirty")
+
+
+def test_commit_inside_another_project_is_the_version(repository, monkeypatch):
+    inner = repository / "venv"
+    inner.mkdir()
+    monkeypatch.setattr(record, "_SOURCE", inner.resolve())
+    assert record.commit() == f"v{record.package_version()}"
+
+
+def test_commit_outside_any_repository_is_the_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "_SOURCE", tmp_path)
+    record.commit.cache_clear()
+    assert record.commit() == f"v{record.package_version()}"
+    record.commit.cache_clear()

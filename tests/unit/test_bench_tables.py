@@ -1,0 +1,148 @@
+"""The results table in the README and the gate that finds it stale."""
+
+from pathlib import Path
+
+import pytest
+
+from deepytorch_core.bench import tables
+from deepytorch_core.bench.plot import plot, series
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS, write_record
+
+
+def row(num_bytes, **changes):
+    fields = {
+        "op": "all_reduce",
+        "bytes": num_bytes,
+        "dtype": "float32",
+        "world_size": 2,
+        "device": "cpu",
+        "registered": False,
+        "algorithm": "one_shot",
+        "time_us": 10.0,
+        "baseline": "gloo",
+        "baseline_time_us": 123.0,
+        "speedup": 12.3,
+        "speedup_spread": [11.0, 13.2],
+        "algbw_gbps": 0.1,
+        "busbw_gbps": 0.1,
+        "wrong": 0,
+        "machine": {"name": "2-core AMD EPYC"},
+        "versions": {"torch": "2.13.0", "deepytorch": "0.1.0", "python": "3.11"},
+        "commit": "abc123def",
+    }
+    assert set(fields) == set(COLLECTIVE_FIELDS)
+    return {**fields, **changes}
+
+
+@pytest.fixture
+def project(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    results = tmp_path / "results"
+    write_record(results / "cpu.jsonl", row(1024))
+    write_record(results / "cpu.jsonl", row(1 << 20, speedup=3.14, speedup_spread=[2.9, 3.3]))
+    return readme, results
+
+
+def run(action, readme, results):
+    return tables.main([action, str(readme), "--results", str(results)])
+
+
+def test_write_then_check(project, capsys):
+    readme, results = project
+    assert run("--check", readme, results) == 1
+    assert "--write" in capsys.readouterr().err
+    assert run("--write", readme, results) == 0
+    assert run("--check", readme, results) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| operation | dtype | ranks | 1K | 1M |" in text
+    assert "| all_reduce | float32 | 2 | **12** (11-13) | **3.1** (2.9-3.3) |" in text
+    assert "2-core AMD EPYC" in text
+    assert "abc123def" in text
+
+
+def test_a_new_record_makes_it_stale(project):
+    readme, results = project
+    run("--write", readme, results)
+    write_record(results / "cpu.jsonl", row(1024, world_size=4))
+    assert run("--check", readme, results) == 1
+
+
+def test_an_edited_table_is_stale(project):
+    readme, results = project
+    run("--write", readme, results)
+    readme.write_text(readme.read_text().replace("**12**", "**21**"))
+    assert run("--check", readme, results) == 1
+
+
+def test_a_later_record_of_the_same_case_wins():
+    text = tables.render({"cpu.jsonl": [row(1024), row(1024, speedup=0.5)]})
+    assert "**0.50**" in text
+    assert "**12**" not in text
+
+
+def test_wrong_elements_are_shown():
+    assert "7 wrong elements" in tables.render({"cpu.jsonl": [row(1024, wrong=7)]})
+
+
+def test_sizes_outside_the_usual_columns_still_show():
+    assert "| 2K |" in tables.render({"cpu.jsonl": [row(2048)]})
+
+
+def test_barrier_and_registered_rows():
+    records = [row(1024, registered=True), row(0, op="barrier")]
+    text = tables.render({"cpu.jsonl": records})
+    assert "all_reduce (registered)" in text
+    assert "| barrier | float32 | 2 | **12** (11-13) |  |" in text
+
+
+def test_a_record_that_no_table_shows_is_an_error(project, capsys):
+    readme, results = project
+    write_record(results / "other.jsonl", {"tokens_per_s": 1})
+    assert run("--check", readme, results) == 1
+    assert "other.jsonl, record 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", tables.BEGIN, f"{tables.END} {tables.BEGIN}"])
+def test_markers_are_needed(project, capsys, text):
+    readme, results = project
+    readme.write_text(text)
+    assert run("--write", readme, results) == 1
+    assert "results:begin" in capsys.readouterr().err
+    assert readme.read_text() == text
+
+
+def test_without_results_the_markers_stay_empty(project):
+    readme, results = project
+    assert run("--write", readme, results / "none") == 0
+    assert readme.read_text() == f"before\n{tables.BEGIN}\n{tables.END}\nafter\n"
+
+
+def test_this_projects_readme_is_fresh(capsys):
+    root = Path(__file__).parents[2]
+    status = run("--check", root / "README.md", root / "docs" / "results")
+    assert status == 0, capsys.readouterr().err
+
+
+def test_series_are_ordered_and_leave_out_barriers():
+    records = [row(4096), row(1024), row(0, op="barrier"), row(1024, speedup=9.0)]
+    lines = series(records)
+    assert list(lines) == ["all_reduce float32, 2 ranks"]
+    assert [(r["bytes"], r["speedup"]) for r in lines["all_reduce float32, 2 ranks"]] == [
+        (1024, 9.0),
+        (4096, 12.3),
+    ]
+
+
+def test_plot_writes_a_picture(tmp_path):
+    path = tmp_path / "bench.png"
+    plot([row(1024), row(4096), row(4096, dtype="bfloat16")], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_nothing_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot([row(0, op="barrier")], tmp_path / "bench.png")

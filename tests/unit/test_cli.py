@@ -1,0 +1,326 @@
+"""The command line without starting processes: help, errors, what is passed on."""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+from typer.testing import CliRunner
+
+from deepytorch import cli
+from deepytorch.cli import launcher, train
+from deepytorch_core import config
+from deepytorch_core.bench import launch
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS, read_records
+
+COMMANDS = ["build", "run", "train", "topology", "report", "bench"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def main(monkeypatch, *arguments):
+    """The real entry point; returns its exit status."""
+    monkeypatch.setattr(sys, "argv", ["deepytorch", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return exit_.value.code
+
+
+def test_help_lists_the_commands():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for command in COMMANDS:
+        assert command in result.output
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench collectives"])
+def test_every_command_has_help(command):
+    result = invoke(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_help_imports_nothing_heavy():
+    # In this process torch is loaded long since, so look at what the command's files bring in.
+    import ast
+    from pathlib import Path
+
+    for path in Path(cli.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = {
+            name.split(".")[0]
+            for node in tree.body
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        assert names <= {"deepytorch", "rich", "typer"} | sys.stdlib_module_names, path.name
+
+
+def test_an_error_is_one_message_without_traceback(monkeypatch, capsys):
+    assert main(monkeypatch, "bench", "collectives", "--ops", "all_reduse") == 1
+    shown = capsys.readouterr()
+    assert "unknown operation 'all_reduse'; known: all_reduce" in shown.err
+    assert "Traceback" not in shown.err
+    assert "DEEPYTORCH_DEBUG=1" in shown.err
+
+
+def test_a_missing_file_is_named(monkeypatch, capsys, tmp_path):
+    assert main(monkeypatch, "report", str(tmp_path / "none.json")) == 1
+    assert f"{tmp_path}/none.json: No such file" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["deepytorch", "bench", "collectives", "--sizes", "x"])
+    config.set_current(config.Options.from_mapping({"debug": True}))
+    try:
+        with pytest.raises(ValueError, match="no size"):
+            cli.main()
+    finally:
+        config.set_current(None)
+
+
+def test_an_unknown_command_is_a_usage_error(monkeypatch, capsys):
+    assert main(monkeypatch, "banch") == 2
+    assert "banch" in capsys.readouterr().err
+
+
+# run
+
+
+def parse(*arguments, default_processes="1"):
+    return launcher.parse(arguments, command="test", default_processes=default_processes)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `run` and `train` would start, instead of starting it."""
+    seen = []
+    monkeypatch.setattr(launcher, "launch", lambda options: seen.append(options) or 7)
+    monkeypatch.setattr(launcher, "num_gpus", lambda: 0)
+    return seen
+
+
+def test_run_puts_activation_before_the_script(launched):
+    result = invoke("run", "--nproc-per-node", "3", "train.py", "--nnodes", "x", "-m", "y")
+    assert result.exit_code == 7
+    (options,) = launched
+    assert options.nproc_per_node == "3"
+    assert options.nnodes == "1:1"
+    assert options.training_script.endswith("runner.py")
+    assert options.training_script_args == ["train.py", "--nnodes", "x", "-m", "y"]
+    assert not options.module
+
+
+def test_run_of_a_module(launched):
+    invoke("run", "-m", "package.train", "--lr", "1")
+    assert launched[0].training_script_args == ["-m", "package.train", "--lr", "1"]
+
+
+@pytest.mark.parametrize("own_first", [True, False])
+def test_run_passes_torchrun_options_on(launched, own_first):
+    own, theirs = ["--nproc-per-node", "2"], ["--rdzv-backend", "c10d", "--max-restarts=3"]
+    invoke("run", *(own + theirs if own_first else theirs + own), "train.py")
+    (options,) = launched
+    assert options.rdzv_backend == "c10d"
+    assert options.max_restarts == 3
+    assert options.nproc_per_node == "2"
+    assert options.training_script_args == ["train.py"]
+
+
+def test_run_takes_every_gpu_by_default(launched, monkeypatch):
+    invoke("run", "train.py")
+    monkeypatch.setattr(launcher, "num_gpus", lambda: 4)
+    invoke("run", "train.py")
+    assert [options.nproc_per_node for options in launched] == ["1", "4"]
+
+
+def test_run_without_a_script_says_so(launched):
+    result = invoke("run", "--nproc-per-node", "2")
+    assert result.exit_code == 2
+    assert "which script" in result.output
+    assert not launched
+
+
+def test_run_refuses_what_it_cannot_activate(launched):
+    result = invoke("run", "--no-python", "binary")
+    assert isinstance(result.exception, ValueError)
+    assert "--no-python" in str(result.exception)
+
+
+def test_one_machine_never_takes_a_fixed_port():
+    assert parse("s.py").standalone
+    assert not parse("--nnodes", "2", "s.py").standalone
+    assert not parse("--rdzv-backend", "c10d", "s.py").standalone
+    assert not parse("--master-port", "29511", "s.py").standalone
+
+
+def test_the_environment_may_set_the_processes(monkeypatch):
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "5")
+    assert parse("s.py", default_processes="2").nproc_per_node == "5"
+
+
+# train
+
+
+@pytest.fixture
+def recipes(monkeypatch):
+    monkeypatch.setattr(train, "recipes", lambda: ["bert_mlm", "llama_sft"])
+
+
+def test_train_starts_the_recipe(launched, recipes, tmp_path):
+    config_file = tmp_path / "own.yaml"
+    config_file.write_text("steps: 1\n")
+    result = invoke(
+        "train", "llama_sft", "--compare", "steps=3", "--config", str(config_file), "lr=1e-4"
+    )
+    assert result.exit_code == 7
+    (options,) = launched
+    assert options.module
+    assert options.training_script == "deepytorch.recipes.llama_sft"
+    expected = ["--config", str(config_file), "--compare", "steps=3", "lr=1e-4"]
+    assert options.training_script_args == expected
+    assert options.nproc_per_node == "2"
+
+
+def test_train_with_processes(launched, recipes):
+    invoke("train", "llama_sft", "--nproc-per-node", "4")
+    assert launched[0].nproc_per_node == "4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lama_sft"], "did you mean llama_sft?.*bert_mlm, llama_sft"),
+        (["zzz"], "no recipe 'zzz'; there are: bert_mlm, llama_sft"),
+        (["llama_sft", "steps"], "'steps' is no setting"),
+        (["llama_sft", "=3"], "'=3' is no setting"),
+        (["llama_sft", "--config", "/no/such.yaml"], "/no/such.yaml"),
+    ],
+)
+def test_train_says_what_is_wrong(launched, recipes, arguments, message):
+    result = invoke("train", *arguments)
+    assert result.exit_code == 1
+    with pytest.raises(ValueError, match=message):
+        raise result.exception
+    assert not launched
+
+
+def test_installed_recipes_are_found_without_importing_them(tmp_path, monkeypatch):
+    package = tmp_path / "some_recipes"
+    package.mkdir()
+    for name in ("__init__", "good", "_data"):
+        (package / f"{name}.py").write_text("" if name == "__init__" else "raise RuntimeError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train, "_PACKAGE", "some_recipes")
+    assert train.recipes() == ["good"]
+
+
+# bench
+
+
+@dataclass
+class FakeRun:
+    """Stands in for `launch.run`: notes the job, gives one row."""
+
+    wrong: int = 0
+    job: object = None
+
+    def __call__(self, job):
+        self.job = job
+        row = dict.fromkeys(COLLECTIVE_FIELDS, 1.5)
+        row |= {"op": job.ops[0], "bytes": 4096, "dtype": "float32", "world_size": 2}
+        row |= {"speedup_spread": [1.0, 2.0], "wrong": self.wrong, "algorithm": "one_shot"}
+        row |= {"baseline": "gloo", "registered": False, "machine": {"name": "test"}}
+        yield row
+
+
+def bench(monkeypatch, fake, *arguments):
+    monkeypatch.setattr(launch, "run", fake)
+    return invoke("bench", "collectives", *arguments)
+
+
+def test_bench_options_reach_the_job(monkeypatch):
+    fake = FakeRun()
+    result = bench(
+        monkeypatch,
+        fake,
+        *("--world-size", "4", "--ops", "all_gather,broadcast", "--sizes", "1K:4K:2"),
+        *("--dtype", "bfloat16,float32", "--registered", "--iterations", "5"),
+    )
+    assert result.exit_code == 0, result.output
+    assert fake.job.world_size == 4
+    assert fake.job.ops == ("all_gather", "broadcast")
+    assert fake.job.sizes == (1024, 2048, 4096)
+    assert fake.job.dtypes == ("bfloat16", "float32")
+    assert fake.job.registered
+    assert fake.job.iterations == 5
+    assert fake.job.ours == "deepytorch"
+
+
+def test_bench_table_has_the_columns_of_nccl_tests_and_ours(monkeypatch):
+    output = bench(monkeypatch, FakeRun()).output
+    for column in ("size", "count", "type", "redop", "root", "time us", "algbw", "busbw"):
+        assert column in output
+    for column in ("#wrong", "gloo us", "speed-up"):
+        assert column in output
+    assert "1.50x (1.00-2.00)" in output
+
+
+def test_bench_fails_on_wrong_elements(monkeypatch):
+    result = bench(monkeypatch, FakeRun(wrong=3))
+    assert result.exit_code == 1
+    assert "3 wrong elements" in result.output
+
+
+def test_bench_writes_records_and_a_picture(monkeypatch, tmp_path):
+    records, picture = tmp_path / "r.jsonl", tmp_path / "p.svg"
+    result = bench(monkeypatch, FakeRun(), "--json", str(records), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert set(read_records(records)[0]) == set(COLLECTIVE_FIELDS)
+    assert "<svg" in picture.read_text()
+
+
+# report
+
+
+def test_report_shows_a_saved_report(tmp_path):
+    path = tmp_path / "report.json"
+    rows = [{"op": "all_reduce", "algorithm": "one_shot", "calls": 3}]
+    path.write_text(json.dumps({"active": True, "native_calls": 3, "rows": rows, "options": {}}))
+    result = invoke("report", str(path))
+    assert result.exit_code == 0, result.output
+    assert "one_shot" in result.output
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"other": 1}'])
+def test_report_refuses_another_file(tmp_path, text):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    result = invoke("report", str(path))
+    assert "holds no report" in str(result.exception)
+
+
+def test_report_shows_environment_adapter_and_options():
+    result = invoke("report")
+    assert result.exit_code == 0, result.output
+    for word in ("torch", "native core", "torch adapter", "error_handling", "timeout_s"):
+        assert word in result.output
+
+
+# topology
+
+
+def test_topology_written_and_loaded_shows_the_same(tmp_path):
+    path = tmp_path / "machine.json"
+    first = invoke("topology", "--json", str(path))
+    assert first.exit_code == 0, first.output
+    again = invoke("topology", "--load", str(path))
+    assert again.exit_code == 0, again.output
+    assert again.stdout == first.stdout
