@@ -1,0 +1,219 @@
+#include "rank_threads.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <thread>
+
+#include "comm/c_api.hpp"
+
+namespace dpt::testing {
+namespace {
+
+constexpr int64_t kTimeoutMs = 20000;
+
+void check(dpt_status status, const dpt_error& error) {
+  if (status != DPT_OK) throw Failure(status, error.message);
+}
+
+// As torch does: every group sees the store through a prefix of its own.
+class PrefixStore : public Store {
+ public:
+  PrefixStore(Store& store, std::string prefix) : store_(store), prefix_(std::move(prefix)) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_.set(prefix_ + "/" + key, value);
+  }
+  std::optional<std::string> get(const std::string& key,
+                                 std::chrono::milliseconds timeout) override {
+    return store_.get(prefix_ + "/" + key, timeout);
+  }
+
+ private:
+  Store& store_;
+  std::string prefix_;
+};
+
+dpt_store table_of(Store& store) {
+  return {&store,
+          [](void* context, const char* key, const void* data, size_t bytes, dpt_error*) {
+            static_cast<Store*>(context)->set(key, {static_cast<const char*>(data), bytes});
+            return DPT_OK;
+          },
+          [](void* context,
+             const char* key,
+             int64_t timeout_ms,
+             void* data,
+             size_t capacity,
+             size_t* bytes,
+             dpt_error*) {
+            const auto value =
+                static_cast<Store*>(context)->get(key, std::chrono::milliseconds(timeout_ms));
+            if (!value) return DPT_ERR_TIMEOUT;
+            *bytes = value->size();
+            std::memcpy(data, value->data(), std::min(capacity, value->size()));
+            return DPT_OK;
+          }};
+}
+
+}  // namespace
+
+dpt_delegate RecordingDelegate::table() {
+  return {this, [](void* context, const dpt_request* request, dpt_error* error) {
+            auto* self = static_cast<RecordingDelegate*>(context);
+            self->calls.push_back(request->collective);
+            std::strncpy(error->message, "the delegate's own words", sizeof error->message - 1);
+            return self->status;
+          }};
+}
+
+Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {
+  request.collective = collective;
+  request.dtype = dtype;
+  request.reduce_op = DPT_NO_REDUCE;
+  request.premul_factor = 1;
+  request.count = count;
+  request.timeout_ms = kTimeoutMs;
+}
+
+Request& Request::reduce_op(dpt_reduce_op op, double premul_factor) {
+  request.reduce_op = op;
+  request.premul_factor = premul_factor;
+  return *this;
+}
+
+Request& Request::root(int rank) {
+  request.root = rank;
+  return *this;
+}
+
+Request& Request::timeout_ms(int64_t timeout) {
+  request.timeout_ms = timeout;
+  return *this;
+}
+
+Request& Request::not_native(const char* why) {
+  request.not_native = why;
+  return *this;
+}
+
+Request& Request::input(const void* buffer) {
+  inputs.push_back(buffer);
+  return *this;
+}
+
+Request& Request::output(void* buffer) {
+  outputs.push_back(buffer);
+  return *this;
+}
+
+const dpt_request* Request::get() {
+  request.inputs = inputs.data();
+  request.outputs = outputs.data();
+  return &request;
+}
+
+Rank::Rank(Store& store, int rank, int size, RankOptions options)
+    : rank_(rank), size_(size), options_(std::move(options)) {
+  store_ = std::make_unique<PrefixStore>(store, options_.group);
+  if (options_.global_ranks.empty()) {
+    options_.global_ranks.resize(size);
+    std::iota(options_.global_ranks.begin(), options_.global_ranks.end(), 0);
+  }
+  const dpt_comm_options comm_options{
+      options_.group.c_str(),
+      rank_,
+      size_,
+      options_.global_ranks.data(),
+      options_.native ? 1 : 0,
+      [](void* context) {
+        auto* self = static_cast<Rank*>(context);
+        return self->options_.interrupted && self->options_.interrupted() ? 1 : 0;
+      },
+      this};
+  const dpt_store store_functions = table_of(*store_);
+  const dpt_delegate delegate_functions = delegate_.table();
+  dpt_error error{};
+  check(api()->comm_create(&comm_options, &store_functions, &delegate_functions, &comm_, &error),
+        error);
+}
+
+Rank::~Rank() { destroy(); }
+
+void Rank::destroy() {
+  if (comm_ != nullptr) api()->comm_destroy(comm_);
+  comm_ = nullptr;
+}
+
+dpt_outcome Rank::run(Request& request) {
+  dpt_outcome outcome = DPT_COMPLETED;
+  dpt_error error{};
+  auto never = [](void*, dpt_status, const char*) { std::terminate(); };
+  check(api()->submit(comm_, request.get(), never, nullptr, &outcome, &error), error);
+  return outcome;
+}
+
+Pending Rank::start(Request&& request) {
+  auto* promise = new std::promise<void>;
+  Pending pending = promise->get_future();
+  auto done = [](void* context, dpt_status status, const char* message) {
+    const std::unique_ptr<std::promise<void>> owned(static_cast<std::promise<void>*>(context));
+    if (status == DPT_OK) {
+      owned->set_value();
+    } else {
+      owned->set_exception(std::make_exception_ptr(Failure(status, message)));
+    }
+  };
+  request.request.asynchronous = 1;
+  dpt_outcome outcome = DPT_STARTED;
+  dpt_error error{};
+  const dpt_status status = api()->submit(comm_, request.get(), done, promise, &outcome, &error);
+  if (status != DPT_OK || outcome != DPT_STARTED) {
+    done(promise, status, error.message);  // the core will not
+  }
+  return pending;
+}
+
+void Rank::barrier(int64_t timeout_ms) {
+  run(Request(DPT_BARRIER, DPT_UINT8, 0).timeout_ms(timeout_ms));
+}
+
+void Rank::abort(const std::string& reason) { api()->comm_abort(comm_, reason.c_str()); }
+
+void run_threads(int size, const std::function<void(int rank)>& body) {
+  std::mutex mutex;
+  std::exception_ptr first;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        std::lock_guard lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+void run_ranks(int size, const std::function<void(Rank& rank)>& body, RankOptions options) {
+  static std::atomic<int> num_groups = 0;
+  if (options.group.empty()) options.group = "group" + std::to_string(num_groups++);
+  HashStore store;
+  run_threads(size, [&](int rank) {
+    Rank member(store, rank, size, options);
+    body(member);
+  });
+}
+
+Failure failure_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Failure& failure) {
+    return failure;
+  }
+  throw std::logic_error("expected a failure, and everything went well");
+}
+
+}  // namespace dpt::testing

@@ -1,0 +1,100 @@
+// Ranks as threads of one process, meeting at an in-memory store and talking to the core through
+// its C ABI, as the adapter does.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bootstrap/hash_store.hpp"
+#include "deepytorch.h"
+
+namespace dpt::testing {
+
+// A status other than DPT_OK, with the core's message.
+class Failure : public std::runtime_error {
+ public:
+  Failure(dpt_status status, const std::string& message)
+      : std::runtime_error(message), status(status) {}
+  const dpt_status status;
+};
+
+// What the stock backend was asked to do. `status` is what it answers.
+struct RecordingDelegate {
+  std::vector<dpt_collective> calls;
+  dpt_status status = DPT_OK;
+  dpt_delegate table();
+};
+
+struct RankOptions {
+  std::string group;  // run_ranks makes one up
+  std::vector<int64_t> global_ranks;  // empty: 0, 1, ...
+  bool native = true;
+  std::function<bool()> interrupted;
+};
+
+// The result of an asynchronous operation.
+using Pending = std::future<void>;
+
+// A dpt_request with the pointer arrays it points to.
+struct Request {
+  dpt_request request{};
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+
+  Request(dpt_collective collective, dpt_data_type dtype, size_t count);
+  Request& reduce_op(dpt_reduce_op op, double premul_factor = 1);
+  Request& root(int rank);
+  Request& timeout_ms(int64_t timeout);
+  Request& not_native(const char* why);
+  Request& input(const void* buffer);
+  Request& output(void* buffer);
+  const dpt_request* get();
+};
+
+// One rank's membership of a group. Not copyable: the core keeps pointers into it.
+class Rank {
+ public:
+  Rank(Store& store, int rank, int size, RankOptions options = {});
+  ~Rank();
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  RecordingDelegate& delegate() { return delegate_; }
+
+  // Throws Failure. The outcome is never DPT_STARTED.
+  dpt_outcome run(Request& request);
+  dpt_outcome run(Request&& request) { return run(request); }
+  // The future holds a Failure or nothing. `request` may die at once, the buffers may not.
+  Pending start(Request&& request);
+  void barrier(int64_t timeout_ms = 20000);
+  void abort(const std::string& reason);
+  void destroy();  // before the destructor does
+
+ private:
+  int rank_;
+  int size_;
+  RankOptions options_;
+  std::unique_ptr<Store> store_;
+  RecordingDelegate delegate_;
+  dpt_comm* comm_ = nullptr;
+};
+
+// Calls `body` once per rank, each in its own thread; rethrows the first failure.
+void run_threads(int size, const std::function<void(int rank)>& body);
+
+// The same with a group of `size` ranks over a store of its own.
+void run_ranks(int size, const std::function<void(Rank& rank)>& body, RankOptions options = {});
+
+// The Failure that `body` ends with; std::logic_error when it doesn't fail.
+Failure failure_of(const std::function<void()>& body);
+
+}  // namespace dpt::testing

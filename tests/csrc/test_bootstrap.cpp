@@ -1,0 +1,95 @@
+// How ranks meet: the in-memory store, the exchange over it, and what ranks say of themselves.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "base/error.hpp"
+#include "bootstrap/exchange.hpp"
+#include "rank_threads.hpp"
+
+namespace dpt::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using std::chrono::milliseconds;
+
+WaitContext wait_for(milliseconds timeout, std::function<bool()> interrupted = {}) {
+  return {Deadline(timeout), [] { return std::string("the test"); }, std::move(interrupted)};
+}
+
+TEST(HashStore, GivesWhatWasSetAndNothingElse) {
+  HashStore store;
+  EXPECT_FALSE(store.get("key", milliseconds(1)));
+  store.set("key", std::string("a\0b", 3));
+  EXPECT_EQ(store.get("key", milliseconds(0)), std::string("a\0b", 3));
+  store.set("key", "");
+  EXPECT_EQ(store.get("key", milliseconds(0)), "");
+}
+
+TEST(HashStore, WakesTheOneWhoWaits) {
+  HashStore store;
+  run_threads(2, [&](int index) {
+    if (index == 0) {
+      EXPECT_EQ(store.get("key", milliseconds(20000)), "value");
+    } else {
+      store.set("key", "value");
+    }
+  });
+}
+
+TEST(AllGather, GivesEveryRanksWordsInRankOrder) {
+  HashStore store;
+  run_threads(4, [&](int index) {
+    const std::string mine(1 + 5000 * static_cast<size_t>(index), 'x');
+    const auto all = all_gather(store, "key", index, {0, 1, 2, 3}, mine, wait_for(milliseconds(20000)));
+    ASSERT_EQ(all.size(), 4U);
+    for (size_t rank = 0; rank < all.size(); ++rank) EXPECT_EQ(all[rank].size(), 1 + 5000 * rank);
+  });
+}
+
+TEST(AllGather, NamesEveryRankThatDidNotCome) {
+  HashStore store;
+  store.set("key/2", "here");
+  try {
+    all_gather(store, "key", 0, {10, 11, 12, 13}, "me", wait_for(milliseconds(150)));
+    FAIL() << "nobody came";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), DPT_ERR_TIMEOUT);
+    EXPECT_THAT(error.what(), HasSubstr("the test"));
+    EXPECT_THAT(error.what(), HasSubstr("rank(s) 11, 13 "));
+  }
+}
+
+TEST(AllGather, CanBeInterrupted) {
+  HashStore store;
+  try {
+    all_gather(store, "key", 0, {0, 1}, "me", wait_for(milliseconds(20000), [] { return true; }));
+    FAIL() << "nobody came";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), DPT_ERR_INTERRUPTED);
+  }
+}
+
+TEST(PeerInfo, SurvivesTheJourney) {
+  PeerInfo info = PeerInfo::of_this_process();
+  info.process = random_id();
+  EXPECT_GT(info.pid, 0);
+  EXPECT_FALSE(info.affinity.empty());
+  const PeerInfo parsed = PeerInfo::parse(info.serialize());
+  EXPECT_EQ(parsed.serialize(), info.serialize());
+  EXPECT_EQ(parsed.boot_id, info.boot_id);
+  EXPECT_EQ(parsed.affinity, info.affinity);
+}
+
+TEST(PeerInfo, MalformedWordsAreRefused) {
+  for (const char* text : {"", "a b", "a b c 1 2 99999999 1", "a b c 1 2 3 1 1"}) {
+    EXPECT_THROW(PeerInfo::parse(text), Error) << '"' << text << '"';
+  }
+}
+
+TEST(ForeignStore, LongValuesComeWhole) {
+  // The C ABI hands values over in a buffer that may be too small at first.
+  run_ranks(2, [](Rank& rank) { rank.barrier(); }, {.group = std::string(3000, 'k')});
+}
+
+}  // namespace
+}  // namespace dpt::testing
