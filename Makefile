@@ -36,7 +36,9 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 	@$(PIP) -r $(VENV)/requirements.txt
 	@touch $@
 
-$(VENV)/.project: $(VENV)/.dependencies $(NATIVE)
+# An editable install knows the files that were there, so a folder that changed installs again.
+FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__)
+$(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
 	@$(PIP) --no-build-isolation --no-deps -e .
 	@touch $@

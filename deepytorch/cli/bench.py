@@ -1,13 +1,10 @@
 """`deepytorch bench collectives`: our collectives and a baseline, checked and timed in one run."""
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.live import Live
-from rich.table import Table
 
 from deepytorch.cli import console
 
@@ -16,7 +13,23 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure against a baseline, interleaved in the same run.")
 
-_RIGHT = ("size", "count", "time us", "algbw GB/s", "busbw GB/s", "#wrong")
+
+# Title and width; a negative width aligns to the left.
+_COLUMNS = {
+    "op": ("op", -14),
+    "size": ("size", 5),
+    "count": ("count", 9),
+    "type": ("type", -8),
+    "redop": ("redop", -5),
+    "root": ("root", 4),
+    "algorithm": ("algorithm", -10),
+    "time": ("time us", 9),
+    "algbw": ("algbw GB/s", 10),
+    "busbw": ("busbw GB/s", 10),
+    "wrong": ("#wrong", 6),
+    "baseline": ("", 9),
+    "speedup": ("speed-up (quartiles)", 22),
+}
 
 
 @app.callback()
@@ -100,39 +113,49 @@ def collectives(
 
 
 def _shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
-    """The same rows, each added to a table on the screen as it comes."""
+    """The same rows, each printed as it comes, in lines that a pipe or a log keeps whole."""
+    out = console.out()
+    titles = {**_COLUMNS, "baseline": (f"{baseline} us", 9)}
+    first = True
+    for row in rows:
+        if first:
+            out.print(
+                _line(titles, [title for title, _ in titles.values()]), style="bold", soft_wrap=True
+            )
+            first = False
+        cells = _cells(row)
+        out.print(_line(titles, [cells[name] for name in titles]), soft_wrap=True)
+        yield row
+
+
+def _cells(row: "Record") -> dict[str, str]:
     from deepytorch_core.bench.job import format_size
 
-    table = Table(box=None)
-    for name in ("op", "size", "count", "type", "redop", "root", "algorithm"):
-        table.add_column(name, justify="right" if name in _RIGHT else "left")
-    for name in _RIGHT[2:]:
-        table.add_column(name, justify="right")
-    table.add_column(f"{baseline} us", justify="right")
-    table.add_column("speed-up", justify="right")
-    out = console.out()
-    live = Live(table, console=out, refresh_per_second=4)
-    with live if out.is_terminal else contextlib.nullcontext():
-        for row in rows:
-            low, high = row["speedup_spread"]
-            table.add_row(
-                row["op"],
-                format_size(row["bytes"]),
-                str(count(row)),
-                row["dtype"],
-                "sum" if row["op"] in ("all_reduce", "reduce_scatter") else "none",
-                "0" if row["op"] == "broadcast" else "-1",
-                row["algorithm"],
-                f"{row['time_us']:.1f}",
-                f"{row['algbw_gbps']:.2f}",
-                f"{row['busbw_gbps']:.2f}",
-                str(row["wrong"]) if not row["wrong"] else f"[bold red]{row['wrong']}[/]",
-                f"{row['baseline_time_us']:.1f}",
-                f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
-            )
-            yield row
-    if not out.is_terminal:
-        out.print(table)
+    low, high = row["speedup_spread"]
+    return {
+        "op": row["op"],
+        "size": format_size(row["bytes"]),
+        "count": str(count(row)),
+        "type": row["dtype"],
+        "redop": "sum" if row["op"] in ("all_reduce", "reduce_scatter") else "none",
+        "root": "0" if row["op"] == "broadcast" else "-1",
+        "algorithm": row["algorithm"],
+        "time": f"{row['time_us']:.1f}",
+        "algbw": f"{row['algbw_gbps']:.2f}",
+        "busbw": f"{row['busbw_gbps']:.2f}",
+        "wrong": str(row["wrong"]),
+        "baseline": f"{row['baseline_time_us']:.1f}",
+        "speedup": f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+    }
+
+
+def _line(columns: dict[str, tuple[str, int]], cells: list[str]) -> str:
+    widths = [width for _, width in columns.values()]
+    parts = [
+        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+        for cell, width in zip(cells, widths, strict=True)
+    ]
+    return "  ".join(parts).rstrip()
 
 
 def count(row: "Record") -> int:

@@ -58,7 +58,11 @@ class Ranks:
 
 
 class Bench:
-    """The groups of both arms on this rank and the measurement of one row."""
+    """The groups of both arms on this rank and the measurement of one row.
+
+    Refers to itself nowhere, so that the groups end with it: a gloo thread that still runs while
+    the interpreter ends may abort the process.
+    """
 
     def __init__(self, job: Job, rank: int, store: Store) -> None:
         self.job = job
@@ -78,7 +82,8 @@ class Bench:
         self.ours: dist.ProcessGroup = dist.new_group(backend=job.ours, timeout=timeout)
         self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
         self.clock: timing.Clock = _cuda_clock if job.device == "cuda" else timing.wall_clock
-        self.allocate_ours = self._registered_allocate() if job.registered else self._allocate
+        self.allocate = _allocate_on(self.device)
+        self.allocate_ours = self._registered_allocate() if job.registered else self.allocate
 
     def row(self, op: Operation, num_bytes: int, dtype_name: str) -> Record:
         """Checks and times one operation of one size; the same on every rank."""
@@ -90,7 +95,7 @@ class Bench:
         buffers = make_buffers(*shape, self.allocate_ours)
         before = self._calls(op)
         wrong = self._check_barrier(op) if op.name == "barrier" else self._check(op, buffers, share)
-        comparison = self._time(op, buffers, make_buffers(*shape, self._allocate))
+        comparison = self._time(op, buffers, make_buffers(*shape, self.allocate))
         return {
             "op": op.name,
             "bytes": num_bytes,
@@ -160,17 +165,15 @@ class Bench:
         )
         return timing.compare(blocks)
 
-    def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, device=self.device)
-
     def _registered_allocate(self) -> Allocate:
-        backend = self.ours._get_backend(self.device)
-        if not backend.supports_tensor_alloc(self.device):
+        device = self.device
+        backend = self.ours._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
             raise BenchError(
                 f"--registered: backend {self.job.ours!r} has no registered memory for "
-                f"{self.device.type} tensors in this version; run without --registered"
+                f"{device.type} tensors in this version; run without --registered"
             )
-        return lambda count, dtype: backend.allocate_tensor(count, dtype=dtype, device=self.device)
+        return lambda count, dtype: backend.allocate_tensor(count, dtype=dtype, device=device)
 
     def _calls(self, op: Operation) -> dict[str, int]:
         """Calls of `op` so far by algorithm."""
@@ -234,6 +237,10 @@ def main(arguments: Sequence[str]) -> int:
         emit({"error": str(error)})
         return REFUSED
     return 0
+
+
+def _allocate_on(device: torch.device) -> Allocate:
+    return lambda count, dtype: torch.empty(count, dtype=dtype, device=device)
 
 
 def _world(name: str) -> dist.ProcessGroup:

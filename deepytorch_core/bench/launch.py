@@ -28,8 +28,9 @@ class WorkerError(RuntimeError):
 def run(job: Job) -> Iterator[Record]:
     """Measures `job` on processes of this machine; yields each row's record as it is ready.
 
-    Raises BenchError when the job cannot run here and WorkerError when a rank fails. No process is
-    left when the iteration ends, however it ends.
+    What rank 0 printed goes to standard error at the end. Raises BenchError when the job cannot
+    run here and WorkerError when a rank fails. No process is left when the iteration ends, however
+    it ends.
     """
     origin = provenance()
     if job.ours == "deepytorch":
@@ -43,6 +44,7 @@ def run(job: Job) -> Iterator[Record]:
             if "error" in message:
                 raise BenchError(message["error"])
             yield {**message["record"], **origin}
+        sys.stderr.write(ranks.output(0))  # warnings, said once
 
 
 class _Ranks:
@@ -94,6 +96,10 @@ class _Ranks:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         self._raise_failures()
 
+    def output(self, rank: int) -> str:
+        """What the rank wrote to its standard output and error."""
+        return self._log(rank).read_text(errors="replace")
+
     def _start(self, rank: int, writer: int) -> subprocess.Popen[bytes]:
         arguments = [str(rank), str(self._store.port), str(writer), self._job.to_json()]
         with self._log(rank).open("wb") as log:
@@ -118,7 +124,7 @@ class _Ranks:
         if not failed and not stuck:
             return
         parts = [
-            f"rank {rank} {_describe(status)}:\n{self._log(rank).read_text(errors='replace')}"
+            f"rank {rank} {_describe(status)}:\n{self.output(rank)}"
             for rank, status in failed.items()
         ]
         if stuck:

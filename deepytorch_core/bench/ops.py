@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed them, and warns at each call of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 Invoke = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 
@@ -44,12 +48,12 @@ OPERATIONS = {
         ),
         Operation(
             "all_gather",
-            lambda source, target, group: dist.all_gather_into_tensor(target, source, group=group),
+            lambda source, target, group: _all_gather(target, source, group=group),
             output_shares=None,
         ),
         Operation(
             "reduce_scatter",
-            lambda source, target, group: dist.reduce_scatter_tensor(target, source, group=group),
+            lambda source, target, group: _reduce_scatter(target, source, group=group),
             reduces=True,
             input_shares=None,
         ),

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ready training recipes: linear scripts to run as they are, or to copy and change.
+
+Each recipe is a module with ``main(argv) -> int``, started with torchrun or alone::
+
+    torchrun --nproc-per-node 2 -m deepytorch.recipes.llama_sft --compare steps=40
+
+``deepytorch train NAME`` starts the same module. Nothing heavy is imported here, so that the
+command can list the recipes at once.
+"""
+
+RECIPES: dict[str, str] = {
+    "llama_sft": "deepytorch.recipes.llama_sft",
+}
+
+DESCRIPTIONS: dict[str, str] = {
+    "llama_sft": "full fine-tune of a Llama-class model on instruction pairs, with DDP",
+}
+
+__all__ = ["DESCRIPTIONS", "RECIPES"]

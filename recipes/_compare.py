@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--compare``: two arms in the same processes, the samples they give, and their report.
+
+The arms take turns on the same batch, in the order stock-ours, ours-stock, stock-ours, ... so a
+machine that gets slower or faster with time treats both alike. A step is timed between two
+barriers of a third group: its time is that of the slowest rank, and includes one barrier in
+either arm. Ratios are formed per step, from the two times on the same batch.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+import deepytorch
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._run import Process, console
+
+ARMS = ("stock", "ours")
+
+# The first steps allocate, rebuild DDP's buckets and connect: their losses count, their times not.
+NUM_WARMUP_STEPS = 3
+
+
+def order_of(step: int) -> tuple[str, str]:
+    """The arms in the order in which they take step ``step`` (counted from 1)."""
+    return ("stock", "ours") if step % 2 else ("ours", "stock")
+
+
+@dataclass
+class Timer:
+    """Filled when its ``timed`` block ends."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def timed(device: torch.device) -> Iterator[Timer]:
+    """Time a block from the moment all ranks enter it until the last one has left it."""
+    timer = Timer()
+    _all_ranks_idle(device)
+    start = time.perf_counter()
+    yield timer
+    _all_ranks_idle(device)
+    timer.seconds = time.perf_counter() - start
+
+
+def _all_ranks_idle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of some samples."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """The spread of at least one sample."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass
+class Comparison:
+    """Every sample of both arms; all losses are means over all ranks' tokens."""
+
+    backends: dict[str, str]
+    losses: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    step_time_s: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    num_tokens: dict[str, list[int]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+
+    def add(self, arm: str, loss: float, seconds: float, num_tokens: int) -> None:
+        """Append one step of ``arm``; ``num_tokens`` counts all ranks."""
+        self.losses[arm].append(loss)
+        self.step_time_s[arm].append(seconds)
+        self.num_tokens[arm].append(num_tokens)
+
+    def last(self, arm: str) -> dict[str, float]:
+        """The latest step of ``arm`` as scalars to log."""
+        seconds = self.step_time_s[arm][-1]
+        return {
+            "loss": self.losses[arm][-1],
+            "step_time_s": seconds,
+            "tokens_per_s": self.num_tokens[arm][-1] / seconds,
+        }
+
+    def progress_text(self) -> str:
+        """Where both arms stand, for the progress bar."""
+        return (
+            f"loss {self.losses['stock'][-1]:.4f} stock, {self.losses['ours'][-1]:.4f} ours  "
+            f"step {self.step_time_s['stock'][-1] * 1e3:.0f} ms, "
+            f"{self.step_time_s['ours'][-1] * 1e3:.0f} ms"
+        )
+
+    @property
+    def loss_difference(self) -> float:
+        """The largest absolute difference of the two loss curves; nan if either has a nan."""
+        differences = [
+            abs(a - b) for a, b in zip(self.losses["stock"], self.losses["ours"], strict=True)
+        ]
+        # max() alone would step over a nan.
+        return next((value for value in differences if value != value), max(differences))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps left out of the times; at least one step is kept."""
+        return min(NUM_WARMUP_STEPS, len(self.step_time_s["stock"]) - 1)
+
+    def timed_steps(self, arm: str) -> list[float]:
+        """The step times of ``arm`` in seconds, after the warm-up."""
+        return self.step_time_s[arm][self.num_warmup_steps :]
+
+    def tokens_per_s(self, arm: str) -> float:
+        """Tokens of all ranks per second, without padding, after the warm-up."""
+        return sum(self.num_tokens[arm][self.num_warmup_steps :]) / sum(self.timed_steps(arm))
+
+    @property
+    def ratio(self) -> Spread:
+        """Step time of stock / ours, paired by step: above 1 deepytorch is faster."""
+        pairs = zip(self.timed_steps("stock"), self.timed_steps("ours"), strict=True)
+        return Spread.of([stock / ours for stock, ours in pairs])
+
+    def verdict(self, tolerance: float) -> str | None:
+        """None when the losses agree, else the sentence that says by how much they do not."""
+        if self.loss_difference <= tolerance:
+            return None
+        return (
+            f"the loss curves of stock and deepytorch differ by {self.loss_difference:.3g}, more "
+            f"than loss_tolerance={tolerance:g}: the two runs are not equivalent"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Summary and all samples, ready for JSON."""
+        ratio = self.ratio
+        return {
+            "loss_difference": self.loss_difference,
+            "step_ratio": ratio.median,
+            "step_ratio_quartiles": [ratio.low, ratio.high],
+            "num_warmup_steps": self.num_warmup_steps,
+            "order": [list(order_of(step + 1)) for step in range(len(self.losses["stock"]))],
+            "arms": {
+                arm: {
+                    "backend": self.backends[arm],
+                    "final_loss": self.losses[arm][-1],
+                    "median_step_time_s": Spread.of(self.timed_steps(arm)).median,
+                    "tokens_per_s": self.tokens_per_s(arm),
+                    "losses": self.losses[arm],
+                    "step_time_s": self.step_time_s[arm],
+                    "num_tokens": self.num_tokens[arm],
+                }
+                for arm in ARMS
+            },
+        }
+
+
+def write_results(
+    comparison: Comparison, run_dir: Path, config: dict[str, Any], process: Process
+) -> None:
+    """Write compare.json (every sample, machine, versions, commit) and compare.png."""
+    from deepytorch_core.bench import record
+
+    report = deepytorch.report()
+    result = {
+        "recipe": "llama_sft",
+        "world_size": process.world_size,
+        "device": process.device.type,
+        "config": config,
+        **comparison.to_dict(),
+        "native_calls": report.native_calls,
+        "delegated_calls": report.delegated_calls,
+        "machine": record.machine_info(),
+        "versions": record.versions(),
+        "commit": record.commit(),
+    }
+    try:
+        text = json.dumps(result, indent=1)
+        (run_dir / "compare.json").write_text(text + "\n", encoding="utf-8")
+        plot(comparison, run_dir / "compare.png")
+    except OSError as error:
+        raise RecipeError(f"cannot write the comparison to {run_dir}: {error}") from error
+
+
+def plot(comparison: Comparison, path: Path) -> None:
+    """Both loss curves, their difference, and how both arms' step times are distributed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    curves, times = figure.subplots(1, 2)
+    steps = range(1, len(comparison.losses["stock"]) + 1)
+    stock_name, our_name = comparison.backends["stock"], comparison.backends["ours"]
+    curves.plot(steps, comparison.losses["stock"], color="0.6", linewidth=4, label=stock_name)
+    curves.plot(steps, comparison.losses["ours"], color="C0", linewidth=1.2, label=our_name)
+    curves.set(
+        xlabel="optimizer step",
+        ylabel="loss",
+        title=f"largest difference {comparison.loss_difference:.2g}",
+    )
+    curves.legend()
+    milliseconds = [[value * 1e3 for value in comparison.timed_steps(arm)] for arm in ARMS]
+    times.hist(milliseconds, bins=20, color=["0.6", "C0"], label=[stock_name, our_name])
+    ratio = comparison.ratio
+    times.set(
+        xlabel="step time, ms",
+        ylabel="steps",
+        title=f"stock / ours: {ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})",
+    )
+    times.legend()
+    figure.savefig(path, dpi=130)
+
+
+def print_table(comparison: Comparison, run_dir: Path, tolerance: float) -> None:
+    """Print what was found and where the files are."""
+    table = Table(title="stock and deepytorch on the same data, seed and initial weights")
+    table.add_column()
+    for arm in ARMS:
+        table.add_column(f"{arm} ({comparison.backends[arm]})", justify="right")
+    steps = {arm: Spread.of(comparison.timed_steps(arm)) for arm in ARMS}
+
+    def row(label: str, values: dict[str, str]) -> None:
+        table.add_row(label, *(values[arm] for arm in ARMS))
+
+    row("first loss", {arm: f"{comparison.losses[arm][0]:.6f}" for arm in ARMS})
+    row("final loss", {arm: f"{comparison.losses[arm][-1]:.6f}" for arm in ARMS})
+    row("step time, median", {arm: f"{steps[arm].median * 1e3:.1f} ms" for arm in ARMS})
+    row(
+        "step time, quartiles",
+        {arm: f"{steps[arm].low * 1e3:.1f} to {steps[arm].high * 1e3:.1f} ms" for arm in ARMS},
+    )
+    row("tokens/s", {arm: f"{comparison.tokens_per_s(arm):,.0f}" for arm in ARMS})
+    console.print(table)
+
+    ratio, report = comparison.ratio, deepytorch.report()
+    for label, text in (
+        ("loss difference", f"at most {comparison.loss_difference:.3g} (limit {tolerance:g})"),
+        (
+            "step ratio",
+            f"{ratio.median:.3f}x stock/ours, median of pairs; middle half {ratio.low:.3f} to "
+            f"{ratio.high:.3f}; above 1 deepytorch is faster",
+        ),
+        ("collectives", f"{report.native_calls} native, {report.delegated_calls} delegated"),
+        ("plot", str(run_dir / "compare.png")),
+        ("samples", str(run_dir / "compare.json")),
+        ("scalars", str(run_dir / "tensorboard")),
+        ("checkpoint", str(run_dir / "checkpoint")),
+    ):
+        console.print(f"{label:<16}{text}", markup=False, highlight=False)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's options: a dataclass, filled from a YAML file and then from ``key=value`` words."""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+ConfigT = TypeVar("ConfigT")
+
+
+class RecipeError(ValueError):
+    """The user's options, data or machine do not allow this run; the text says what to change."""
+
+
+class RankError(RecipeError):
+    """A RecipeError that only this rank has met, so it must speak itself."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What was asked for on the command line."""
+
+    config: Path
+    compare: bool
+    overrides: list[str]
+
+
+def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -> Arguments:
+    """Parse ``[--config F] [--compare] [key=value ...]``, the command line of every recipe.
+
+    ``argv`` None means the process's own arguments. Exits with status 2 on an unknown flag.
+    """
+    parser = argparse.ArgumentParser(
+        prog=recipe, description=f"Train {recipe}. Every key of the YAML can be set as key=value."
+    )
+    parser.add_argument(
+        "--config", type=Path, default=default, help="YAML file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="train the stock stack and deepytorch side by side"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    found = parser.parse_intermixed_args(argv)
+    return Arguments(config=found.config, compare=found.compare, overrides=found.overrides)
+
+
+def load_config(cls: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
+    """Build ``cls`` from the YAML mapping in ``path``, then from ``overrides`` such as "steps=40".
+
+    Raises RecipeError for an unreadable file, an unknown key (naming the closest valid one) or a
+    value of the wrong type (naming the key and what it accepts).
+    """
+    values = {key: (value, str(path)) for key, value in _read_yaml(path).items()}
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise RecipeError(f"'{word}' is not an option: write key=value, for example steps=40")
+        values[key.strip()] = (_parse_scalar(key, text), "the command line")
+
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(typing.cast(Any, cls))]
+    for key, (_, origin) in values.items():
+        if key not in names:
+            raise RecipeError(_unknown_key(str(key), names, origin))
+    return cls(**{key: _coerce(key, value, hints[key]) for key, (value, _) in values.items()})
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the configuration {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise RecipeError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")
+    return loaded
+
+
+def _parse_scalar(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{key}={text} is not a valid value: {error}") from error
+
+
+def _unknown_key(key: str, names: list[str], origin: str) -> str:
+    close = difflib.get_close_matches(key, names, n=1)
+    suggestion = f" Did you mean '{close[0]}'?" if close else ""
+    return f"unknown key '{key}' in {origin}.{suggestion} Valid keys: {', '.join(names)}"
+
+
+def _coerce(key: str, value: Any, hint: Any) -> Any:
+    """Check ``value`` against the field's type, widening only where nothing is lost."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = [option for option in typing.get_args(hint) if option is not type(None)]
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        raise RecipeError(f"{key} must be one of {', '.join(map(str, choices))}, not {value!r}")
+    if hint is float and not isinstance(value, bool):
+        # YAML 1.1 reads 2e-5 as a string: accept it, it is how people write learning rates.
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
+        return value
+    raise RecipeError(f"{key} must be a {hint.__name__}, not {value!r}")

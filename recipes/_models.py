@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal language models from a hub id or a path, in Hugging Face's own formats."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.panel import Panel
+from rich.text import Text
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._data import InstructionPair
+from deepytorch.recipes._run import console
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a hub id or a checkpoint path; padding falls back to the end token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise RecipeError(_cannot_load("tokenizer", model, error)) from error
+    if tokenizer.eos_token_id is None:
+        raise RecipeError(f"the tokenizer of model={model} has no end token to train the model on")
+    if tokenizer.pad_token_id is None:
+        # Safe although the end token is trained: labels are masked by position, not by id.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(model: str, tokenizer: Any) -> Any:
+    """The causal language model of a hub id or a path, in float32 for training.
+
+    Raises RecipeError when it cannot be read or has fewer embeddings than the tokenizer tokens.
+    """
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model).to(torch.float32)
+    except (OSError, ValueError) as error:
+        raise RecipeError(_cannot_load("model", model, error)) from error
+    num_rows = loaded.get_input_embeddings().weight.shape[0]
+    if num_rows < len(tokenizer):
+        raise RecipeError(
+            f"model={model} has {num_rows} embeddings but its tokenizer {len(tokenizer)} tokens: "
+            "they do not belong together"
+        )
+    return loaded
+
+
+def _cannot_load(what: str, model: str, error: Exception) -> str:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"cannot load the {what} of model={model}: {reason} "
+        "(a hub id needs a network or a cached copy; a path needs a Hugging Face checkpoint folder)"
+    )
+
+
+def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
+    """Write safetensors, configuration and tokenizer: from_pretrained(path) loads them."""
+    logging.disable_progress_bar()  # one file is written at once; the bar is noise
+    try:
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    except OSError as error:
+        raise RecipeError(f"cannot write the checkpoint {path}: {error}") from error
+
+
+def print_sample(model: Any, tokenizer: Any, pair: InstructionPair, num_tokens: int) -> None:
+    """Print what the model now answers to a question it was not trained on."""
+    inputs = tokenizer(pair.prompt(), return_tensors="pt").to(model.device)
+    was_training = model.training
+    model.eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=num_tokens,
+            do_sample=True,  # a young model repeats itself when it always takes the likeliest
+            temperature=0.7,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    model.train(was_training)
+    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    text = Text(pair.prompt(), style="dim").append(answer, style="bold not dim")
+    console.print(Panel(text, title="sample: the answer to a question left out of training"))

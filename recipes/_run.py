@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every recipe needs around its loop: processes, devices, run directory, progress."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import deepytorch
+from deepytorch.recipes._config import RankError, RecipeError
+
+console = Console(soft_wrap=True)
+
+_LINES_PER_RUN = 10  # progress lines of a run whose output is not a terminal
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process's place in the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints and writes."""
+        return self.rank == 0
+
+
+def choose_device(device: str) -> torch.device:
+    """``auto``: this local rank's GPU, else the CPU. Raises RecipeError when there is none."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    local_rank = dist.get_node_local_rank(fallback_rank=0)
+    if local_rank >= torch.cuda.device_count():
+        raise RankError(
+            f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}. "
+            "Start fewer processes or set device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def say_error(recipe: str, error: RecipeError) -> int:
+    """Print the error, once a node where all ranks have it, and give the exit status, 2."""
+    if isinstance(error, RankError) or dist.get_node_local_rank(fallback_rank=0) == 0:
+        sys.stderr.write(f"{recipe}: {error}\n")
+    return 2
+
+
+def stock_backend(device: torch.device) -> str:
+    """The backend PyTorch itself recommends for the device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def distributed(backend: str, device: torch.device) -> Iterator[Process]:
+    """The default process group, for torchrun's ranks or for one process started alone.
+
+    ``backend`` is "deepytorch" or the name of a stock backend, which is then left untouched.
+    """
+    if backend != "deepytorch":
+        deepytorch.deactivate()  # importing the recipes activated it
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Process(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def make_run_dir(output_dir: str, name: str) -> Path:
+    """Create ``output_dir/name-<time>``; a second run in the same second gets its own."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(100):
+        path = Path(output_dir) / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RecipeError(f"cannot create the run directory {path}: {error}") from error
+        return path
+    raise RecipeError(f"{output_dir} has too many runs named {name}-{stamp}")
+
+
+class StepProgress:
+    """A progress bar on a terminal, a line now and then in a log, nothing on other ranks."""
+
+    def __init__(self, steps: int, *, enabled: bool) -> None:
+        self._steps = steps
+        self._enabled = enabled
+        self._bar: Progress | None = None
+        if enabled and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+                console=console,
+            )
+        self._task = self._bar.add_task("", total=steps) if self._bar else None
+
+    def __enter__(self) -> "StepProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, text: str) -> None:
+        """Show that ``step`` (counted from 1) is done."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif self._enabled:
+            every = max(1, self._steps // _LINES_PER_RUN)
+            if step % every == 0 or step in (1, self._steps):
+                console.print(f"step {step}/{self._steps}  {text}", markup=False, highlight=False)
+
+
+class ScalarLog:
+    """TensorBoard scalars under ``path``; nothing where it is None (other ranks)."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._writer: Any = None
+        if path is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(path))
+
+    def write(self, step: int, **scalars: float) -> None:
+        """Record each scalar under its keyword."""
+        if self._writer is not None:
+            for name, value in scalars.items():
+                self._writer.add_scalar(f"train/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            self._writer.close()

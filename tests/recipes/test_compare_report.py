@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What --compare makes of its samples, without training anything."""
+
+import math
+
+import pytest
+
+from deepytorch.recipes._compare import Comparison, Spread, order_of, plot
+
+
+def comparison(stock_losses, our_losses, *, stock_s=2.0, our_s=1.0):
+    result = Comparison(backends={"stock": "gloo", "ours": "deepytorch"})
+    for stock, ours in zip(stock_losses, our_losses, strict=True):
+        result.add("stock", stock, stock_s, 100)
+        result.add("ours", ours, our_s, 100)
+    return result
+
+
+def test_arms_alternate_in_mirrored_pairs():
+    turns = [arm for step in (1, 2, 3, 4) for arm in order_of(step)]
+    assert turns == ["stock", "ours", "ours", "stock", "stock", "ours", "ours", "stock"]
+
+
+def test_ratio_is_above_one_when_ours_is_faster():
+    result = comparison([3.0] * 6, [3.0] * 6)
+    assert result.ratio == Spread(2.0, 2.0, 2.0)
+    assert result.tokens_per_s("ours") == 2 * result.tokens_per_s("stock") == 100
+
+
+def test_warm_up_steps_keep_their_losses_but_not_their_times():
+    result = comparison([3.0], [3.0], stock_s=50.0)
+    for _ in range(5):
+        result.add("stock", 3.0, 1.0, 100)
+        result.add("ours", 3.0, 1.0, 100)
+    assert result.ratio.high == 1.0
+    assert len(result.to_dict()["arms"]["stock"]["losses"]) == 6
+
+
+def test_a_single_step_still_has_a_ratio():
+    assert comparison([3.0], [3.0]).ratio.median == 2.0
+
+
+def test_losses_beyond_the_tolerance_are_told():
+    assert comparison([3.0, 2.0], [3.0, 2.00005]).verdict(1e-4) is None
+    verdict = comparison([3.0, 2.0, 1.0], [3.0, 2.5, 1.0]).verdict(1e-4)
+    assert "differ by 0.5, more than loss_tolerance=0.0001" in verdict
+
+
+@pytest.mark.parametrize("losses", [[math.nan, 3.0], [3.0, math.nan]])
+def test_a_nan_never_passes(losses):
+    assert comparison([3.0, 3.0], losses).verdict(1e-4) is not None
+    assert comparison(losses, losses).verdict(1e-4) is not None
+
+
+def test_plot_is_written(tmp_path):
+    plot(comparison([3.0, 2.0], [3.0, 2.0]), tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's options: the packaged YAML, overrides, and what wrong ones answer."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from deepytorch.recipes import DESCRIPTIONS, RECIPES
+from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
+from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
+
+
+def test_packaged_yaml_holds_every_option_with_its_default():
+    assert yaml.safe_load(DEFAULT_CONFIG.read_text()) == dataclasses.asdict(Config())
+
+
+def test_every_recipe_is_described():
+    assert RECIPES.keys() == DESCRIPTIONS.keys()
+
+
+def test_command_line_wins_over_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("steps: 7\nseed: 3\nlearning_rate: 3e-4\n")
+    config = load_config(Config, path, ["steps=9", "model=some/where", "learning_rate=2e-5"])
+    assert (config.steps, config.seed, config.model) == (9, 3, "some/where")
+    assert config.learning_rate == 2e-5
+    assert load_config(Config, path, ["learning_rate=null"]).learning_rate is None
+    assert load_config(Config, path, ["name=42"]).name == "42"
+
+
+def test_words_and_flags_mix():
+    found = parse_arguments(
+        ["steps=1", "--compare", "seed=2"], recipe="llama_sft", default=DEFAULT_CONFIG
+    )
+    assert found.compare
+    assert found.overrides == ["steps=1", "seed=2"]
+    assert found.config == DEFAULT_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "step=4",
+            "unknown key 'step' in the command line. Did you mean 'steps'? Valid keys: name",
+        ),
+        ("steps", "'steps' is not an option: write key=value"),
+        ("steps=many", "steps must be a int, not 'many'"),
+        ("steps=1.5", "steps must be a int, not 1.5"),
+        ("steps=true", "steps must be a int, not True"),
+        ("steps=0", "steps must be greater than 0"),
+        ("learning_rate=fast", "learning_rate must be a float, not 'fast'"),
+        ("precision=fp8", "precision must be one of fp32, bf16, not 'fp8'"),
+        ("num_heads=3", "hidden_size=256 must be a multiple of 2 * num_heads (6)"),
+        ("model=[1", "model=[1 is not a valid value"),
+    ],
+)
+def test_wrong_words_say_what_to_write(word, message):
+    with pytest.raises(RecipeError) as failure:
+        load_config(Config, DEFAULT_CONFIG, [word])
+    assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 4\n", "unknown key 'stepz' in"),
+        ("- a\n- b\n", "not a list"),
+        ("steps: [\n", "is not valid YAML"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as failure:
+        load_config(Config, path)
+    assert message in str(failure.value)
+    assert str(path) in str(failure.value)
+
+
+def test_main_prints_the_error_and_returns_two(capsys, tmp_path):
+    assert main(["--config", str(tmp_path / "absent.yaml")]) == 2
+    assert "llama_sft: cannot read the configuration" in capsys.readouterr().err

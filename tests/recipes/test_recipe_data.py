@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded data, the alpaca reader, the tokenizer and the batches."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._data import (
+    IGNORED_LABEL,
+    InstructionPair,
+    byte_tokenizer,
+    collate,
+    encode,
+    encode_all,
+    endless_batches,
+    read_alpaca,
+    standard_library_pairs,
+)
+
+DIGEST = """
+import hashlib
+from deepytorch.recipes._data import standard_library_pairs
+print(hashlib.sha256(repr(standard_library_pairs()).encode()).hexdigest())
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return standard_library_pairs()
+
+
+def test_embedded_pairs_are_the_same_in_every_process(pairs):
+    # Hash randomisation differs between this interpreter and the new one, as between ranks.
+    done = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True)
+    here = hashlib.sha256(repr(pairs).encode()).hexdigest()
+    assert done.stdout.strip() == here, done.stderr
+
+
+def test_embedded_pairs_have_a_long_tail_of_lengths(pairs):
+    lengths = sorted(len(pair.prompt() + pair.response) for pair in pairs)
+    median, high = lengths[len(lengths) // 2], lengths[int(0.99 * len(lengths))]
+    assert len(pairs) > 1000
+    assert high > 4 * median
+    assert any("`textwrap.dedent(text)`" in pair.instruction for pair in pairs)
+    assert len({pair.response for pair in pairs}) == len(pairs)
+
+
+def test_tokenizer_gives_any_text_back(tokenizer):
+    text = "naïve\tλ →\n\x00 </s 你好 "
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert len(ids) == 1 + len(text.encode())
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_labels_cover_the_answer_and_its_end_only(tokenizer):
+    pair = InstructionPair("Say hello.", "in French", "Bonjour")
+    example, truncated = encode(pair, tokenizer, 1000)
+    answer = [label for label in example.labels if label != IGNORED_LABEL]
+    assert not truncated
+    assert tokenizer.decode(answer) == "Bonjour</s>"
+    assert example.labels[: -len(answer)] == [IGNORED_LABEL] * (len(example.labels) - len(answer))
+    prompt = tokenizer.decode(example.input_ids[: -len(answer)], skip_special_tokens=True)
+    assert prompt == pair.prompt()
+    assert "### Input:\nin French" in prompt
+
+
+def test_truncation_is_counted_and_prompts_without_answer_are_left_out(tokenizer):
+    pairs = [
+        InstructionPair("a", "", "short"),
+        InstructionPair("b", "", "x" * 500),
+        InstructionPair("c" * 500, "", "never reached"),
+    ]
+    examples, summary = encode_all(pairs, tokenizer, 100)
+    assert [len(example.input_ids) for example in examples][1] == 100
+    assert len(examples) == 2
+    assert "1 truncated" in summary
+    assert "1 left out" in summary
+    with pytest.raises(RecipeError, match="max_length=3"):
+        encode_all(pairs, tokenizer, 3)
+
+
+def test_padding_is_masked_and_not_trained(tokenizer):
+    pairs = [InstructionPair("a", "", "b"), InstructionPair("a", "", "longer answer")]
+    batch = collate([encode(pair, tokenizer, 100)[0] for pair in pairs], tokenizer.pad_token_id)
+    assert batch.input_ids.shape == batch.labels.shape == batch.attention_mask.shape
+    padding = batch.attention_mask == 0
+    assert padding[0].sum() == len("longer answer") - 1
+    assert (batch.input_ids[padding] == tokenizer.pad_token_id).all()
+    assert (batch.labels[padding] == IGNORED_LABEL).all()
+
+
+def test_ranks_share_an_epoch_and_a_seed_repeats_it(tokenizer, pairs):
+    examples, _ = encode_all(pairs[:12], tokenizer, 10_000)
+
+    def first_epoch(rank, seed):
+        batches = endless_batches(
+            examples, tokenizer.pad_token_id, batch_size=3, rank=rank, world_size=2, seed=seed
+        )
+        rows = [row for _ in range(2) for row in next(batches).input_ids]
+        return {tuple(row[row != tokenizer.pad_token_id].tolist()) for row in rows}
+
+    assert first_epoch(0, 1).isdisjoint(first_epoch(1, 1))
+    assert len(first_epoch(0, 1) | first_epoch(1, 1)) == 12
+    assert first_epoch(0, 1) == first_epoch(0, 1)
+    assert first_epoch(0, 1) != first_epoch(0, 2)
+
+
+def test_epochs_are_reshuffled(tokenizer, pairs):
+    examples, _ = encode_all(pairs[:8], tokenizer, 10_000)
+    batches = endless_batches(
+        examples, tokenizer.pad_token_id, batch_size=8, rank=0, world_size=1, seed=0
+    )
+    first, second = next(batches).input_ids, next(batches).input_ids
+    assert first.shape == second.shape
+    assert not torch.equal(first, second)
+    assert torch.equal(first.sort(dim=0).values, second.sort(dim=0).values)
+
+
+def test_too_few_examples_are_an_error(tokenizer, pairs):
+    examples, _ = encode_all(pairs[:3], tokenizer, 10_000)
+    with pytest.raises(RecipeError, match="3 examples are too few for batch_size=2 on 2 processes"):
+        endless_batches(examples, 0, batch_size=2, rank=0, world_size=2, seed=0)
+
+
+def test_alpaca_list_and_lines_are_read(tmp_path):
+    records = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Greet.", "output": "Hi", "source": "ignored"},
+    ]
+    expected = [InstructionPair("Add.", "1 2", "3"), InstructionPair("Greet.", "", "Hi")]
+    whole, lines = tmp_path / "data.json", tmp_path / "data.jsonl"
+    whole.write_text(json.dumps(records))
+    lines.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
+    assert read_alpaca(whole) == expected
+    assert read_alpaca(lines) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("d.json", '{"a": 1}', "JSON list of records, not a dict"),
+        ("d.json", "[]", "holds no records"),
+        ("d.json", '[{"instruction": "a",\n "output": }]', "not valid JSON at line 2, column 12"),
+        ("d.json", '[{"instruction": "a", "output": "b"}, 7]', "record 1: expected an object"),
+        ("d.json", '[{"instruction": "a"}]', 'record 0: field "output" is missing'),
+        ("d.json", '[{"instruction": 5, "output": "b"}]', 'field "instruction" is a int'),
+        ("d.json", '[{"instruction": "a", "output": "  "}]', 'field "output" is empty'),
+        (
+            "d.json",
+            '[{"instruction": "a", "input": [], "output": "b"}]',
+            'field "input" is a list',
+        ),
+        ("d.jsonl", '{"instruction": "a", "output": "b"}\n\n{"in', "not valid JSON at line 3"),
+        ("d.jsonl", '{"instruction": "a", "output": "b"}\n[]', "line 2: expected an object"),
+    ],
+)
+def test_bad_alpaca_data_is_named(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(RecipeError) as failure:
+        read_alpaca(path)
+    assert message in str(failure.value)
+    assert str(path) in str(failure.value)
+
+
+def test_missing_data_file_is_named(tmp_path):
+    with pytest.raises(RecipeError, match=r"cannot read data=.*absent\.json"):
+        read_alpaca(tmp_path / "absent.json")
