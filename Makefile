@@ -37,7 +37,7 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 	@touch $@
 
 # An editable install knows the files that were there, so a folder that changed installs again.
-FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__)
+FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__ 2>/dev/null)
 $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
 	@$(PIP) --no-build-isolation --no-deps -e .

@@ -112,6 +112,25 @@ const dpt_request* Request::get() {
   return &request;
 }
 
+void Pending::complete(dpt_status status, const std::string& message) {
+  std::lock_guard lock(state_->mutex);
+  state_->status = status;
+  state_->message = message;
+  state_->done = true;
+  state_->changed.notify_all();
+}
+
+bool Pending::is_ready() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->done;
+}
+
+void Pending::get() const {
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return state_->done; });
+  if (state_->status != DPT_OK) throw Failure(state_->status, state_->message);
+}
+
 Rank::Rank(Store& store, int rank, int size, RankOptions options)
     : rank_(rank), size_(size), options_(std::move(options)) {
   store_ = std::make_unique<PrefixStore>(store, options_.group);
@@ -153,22 +172,18 @@ dpt_outcome Rank::run(Request& request) {
 }
 
 Pending Rank::start(Request&& request) {
-  auto* promise = new std::promise<void>;
-  Pending pending = promise->get_future();
-  auto done = [](void* context, dpt_status status, const char* message) {
-    const std::unique_ptr<std::promise<void>> owned(static_cast<std::promise<void>*>(context));
-    if (status == DPT_OK) {
-      owned->set_value();
-    } else {
-      owned->set_exception(std::make_exception_ptr(Failure(status, message)));
-    }
+  Pending pending;
+  auto* const context = new Pending(pending);
+  auto done = [](void* given, dpt_status status, const char* message) {
+    const std::unique_ptr<Pending> owned(static_cast<Pending*>(given));
+    owned->complete(status, message);
   };
   request.request.asynchronous = 1;
   dpt_outcome outcome = DPT_STARTED;
   dpt_error error{};
-  const dpt_status status = api()->submit(comm_, request.get(), done, promise, &outcome, &error);
+  const dpt_status status = api()->submit(comm_, request.get(), done, context, &outcome, &error);
   if (status != DPT_OK || outcome != DPT_STARTED) {
-    done(promise, status, error.message);  // the core will not
+    done(context, status, error.message);  // the core will not
   }
   return pending;
 }

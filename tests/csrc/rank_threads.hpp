@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <future>
 #include <memory>
@@ -39,8 +40,24 @@ struct RankOptions {
   std::function<bool()> interrupted;
 };
 
-// The result of an asynchronous operation.
-using Pending = std::future<void>;
+// The result of an asynchronous operation. Not a std::future: the thread sanitizer does not see
+// how libstdc++ hands exceptions from one thread to another.
+class Pending {
+ public:
+  void complete(dpt_status status, const std::string& message);
+  bool is_ready() const;
+  void get() const;  // waits; throws Failure
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    dpt_status status = DPT_OK;
+    std::string message;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
 
 // A dpt_request with the pointer arrays it points to.
 struct Request {
@@ -73,7 +90,7 @@ class Rank {
   // Throws Failure. The outcome is never DPT_STARTED.
   dpt_outcome run(Request& request);
   dpt_outcome run(Request&& request) { return run(request); }
-  // The future holds a Failure or nothing. `request` may die at once, the buffers may not.
+  // `request` may die at once, the buffers may not.
   Pending start(Request&& request);
   void barrier(int64_t timeout_ms = 20000);
   void abort(const std::string& reason);
