@@ -4,6 +4,7 @@
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,9 @@ def standard_library_pairs() -> list[InstructionPair]:
     seen: set[str] = set()
     for module_name in _MODULES.split():
         for name, thing in _public_objects(importlib.import_module(module_name)):
+            origin = getattr(thing, "__module__", None) or module_name
+            if origin.partition(".")[0] not in sys.stdlib_module_names:
+                continue  # added to the module by another library
             response = inspect.getdoc(thing)
             if not response or len(response) < 20 or response in seen:
                 continue
