@@ -6,6 +6,7 @@
 
 #include <fstream>
 #include <sstream>
+#include <thread>
 
 #include "base/error.hpp"
 
@@ -87,38 +88,108 @@ std::string wait_for_key(Store& store,
   }
 }
 
+namespace {
+
+constexpr std::chrono::milliseconds kLook{1};
+
+bool present(Store& store, const std::string& key) { return store.get(key, kLook).has_value(); }
+
+[[noreturn]] void throw_missing(Store& store,
+                                const std::string& key,
+                                const std::vector<int64_t>& global_ranks,
+                                const WaitContext& wait) {
+  std::string ranks;
+  for (size_t peer = 0; peer < global_ranks.size(); ++peer) {
+    if (present(store, key + "/" + std::to_string(peer))) continue;
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(global_ranks[peer]);
+  }
+  throw Error(DPT_ERR_TIMEOUT,
+              wait.describe() + ": rank(s) " + ranks + " did not join within " +
+                  std::to_string(wait.deadline.timeout().count()) +
+                  " ms. Did they crash, or run without deepytorch?");
+}
+
+// Values under key/0 .. key/size-1, waiting for each.
+std::vector<std::string> collect(Store& store,
+                                 const std::string& key,
+                                 const std::vector<int64_t>& global_ranks,
+                                 const WaitContext& wait) {
+  std::vector<std::string> all(global_ranks.size());
+  for (size_t peer = 0; peer < all.size(); ++peer) {
+    try {
+      all[peer] = wait_for_key(store, key + "/" + std::to_string(peer), wait, "");
+    } catch (const Error& error) {
+      if (error.status() != DPT_ERR_TIMEOUT) throw;
+      throw_missing(store, key, global_ranks, wait);
+    }
+  }
+  return all;
+}
+
+std::vector<std::string> split_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+}  // namespace
+
 std::vector<std::string> all_gather(Store& store,
                                     const std::string& key,
                                     int rank,
                                     const std::vector<int64_t>& global_ranks,
                                     const std::string& mine,
                                     const WaitContext& wait) {
-  const int size = static_cast<int>(global_ranks.size());
   store.set(key + "/" + std::to_string(rank), mine);
-  std::vector<std::string> all(size);
-  for (int peer = 0; peer < size; ++peer) {
-    const std::string peer_key = key + "/" + std::to_string(peer);
-    auto missing = [&] {
-      std::string ranks;
-      for (int other = peer; other < size; ++other) {
-        if (other != peer &&
-            store.get(key + "/" + std::to_string(other), std::chrono::milliseconds(1)))
-          continue;
-        ranks += (ranks.empty() ? "" : ", ") + std::to_string(global_ranks[other]);
-      }
-      return ranks;
-    };
-    try {
-      all[peer] = wait_for_key(store, peer_key, wait, "");
-    } catch (const Error& error) {
-      if (error.status() != DPT_ERR_TIMEOUT) throw;
-      throw Error(DPT_ERR_TIMEOUT,
-                  wait.describe() + ": rank(s) " + missing() + " did not join within " +
-                      std::to_string(wait.deadline.timeout().count()) +
-                      " ms. Did they crash, or run without deepytorch?");
-    }
+  return collect(store, key, global_ranks, wait);
+}
+
+Meeting meet(Store& store,
+             int rank,
+             const std::vector<int64_t>& global_ranks,
+             const std::string& mine,
+             const WaitContext& wait) {
+  constexpr const char* kAnnouncement = "deepytorch/meeting";
+  const std::string answer = random_id() + " " + mine;
+  Meeting meeting;
+  auto key = [&](const char* name) { return "deepytorch/" + meeting.id + "/" + name; };
+
+  std::vector<std::string> answers;
+  if (rank == 0) {
+    meeting.id = random_id();
+    store.set(key("answer") + "/0", answer);
+    store.set(kAnnouncement, meeting.id);
+    answers = collect(store, key("answer"), global_ranks, wait);
+    std::string list;
+    for (const std::string& line : answers) list += line + "\n";
+    store.set(key("list"), list);
   }
-  return all;
+  while (answers.empty()) {
+    const std::string announced = wait_for_key(store,
+                                               kAnnouncement,
+                                               wait,
+                                               "rank " + std::to_string(global_ranks[0]) +
+                                                   " did not join within the timeout. Did it "
+                                                   "crash, or run without deepytorch?");
+    if (announced != meeting.id) {
+      meeting.id = announced;
+      store.set(key("answer") + "/" + std::to_string(rank), answer);
+    }
+    if (const auto list = store.get(key("list"), wait.deadline.next_slice())) {
+      answers = split_lines(*list);
+      if (answers.size() == global_ranks.size() && answers[rank] == answer) break;
+      // The list of an earlier meeting: rank 0 has not announced this one yet.
+      answers.clear();
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    throw_if_interrupted(wait);
+    if (wait.deadline.expired()) throw_missing(store, key("answer"), global_ranks, wait);
+  }
+  for (const std::string& line : answers) {
+    meeting.words.push_back(line.substr(line.find(' ') + 1));
+  }
+  return meeting;
 }
 
 std::string random_id() {

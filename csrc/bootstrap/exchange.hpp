@@ -33,6 +33,22 @@ std::vector<std::string> all_gather(Store& store,
                                     const std::string& mine,
                                     const WaitContext& wait);
 
+// A group's ranks meeting anew.
+struct Meeting {
+  std::string id;                  // fresh: prefix for keys that no earlier meeting can have used
+  std::vector<std::string> words;  // each rank's `mine`, in rank order
+};
+
+// Brings the ranks of a group together, also on a store that earlier groups of the same name used
+// and with members of different pasts: rank 0 announces a fresh id, the others answer under it, and
+// rank 0's list counts only for who finds its own fresh answer in it. `mine` is one line. Waits and
+// fails as all_gather does.
+Meeting meet(Store& store,
+             int rank,
+             const std::vector<int64_t>& global_ranks,
+             const std::string& mine,
+             const WaitContext& wait);
+
 // One key, waited for in slices so that Ctrl-C works. Error(DPT_ERR_TIMEOUT) with `what`.
 std::string wait_for_key(Store& store,
                          const std::string& key,

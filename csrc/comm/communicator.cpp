@@ -133,17 +133,15 @@ void Communicator::connect(const WaitContext& wait) {
 
 void Communicator::connect_segment(const WaitContext& wait) {
   Fabric& fabric = Fabric::instance();
-  const std::string key =
-      "deepytorch/" + std::to_string(fabric.next_generation(group_name_, rank_));
-  const std::vector<std::string> published =
-      all_gather(*store_, key + "/peer", rank_, global_ranks_, fabric.self().serialize(), wait);
+  const Meeting meeting = meet(*store_, rank_, global_ranks_, fabric.self().serialize(), wait);
   std::vector<PeerInfo> peers;
-  for (const std::string& text : published) peers.push_back(PeerInfo::parse(text));
+  for (const std::string& words : meeting.words) peers.push_back(PeerInfo::parse(words));
 
   const TransportChoice choice = choose_transport(peers, global_ranks_);
   no_transport_ = choice.why_not;
   if (choice.transport == nullptr) return;
-  ShmConnection connection = connect_shm({*store_, key, rank_, global_ranks_, peers}, wait);
+  ShmConnection connection =
+      connect_shm({*store_, "deepytorch/" + meeting.id, rank_, global_ranks_, peers}, wait);
   no_transport_ = connection.why_not;
   if (!connection.segment) {
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);

@@ -46,11 +46,6 @@ Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
   self_.usable_cores = usable_cores();
 }
 
-int Fabric::next_generation(const std::string& group_name, int rank) {
-  std::lock_guard lock(mutex_);
-  return generations_[{group_name, rank}]++;
-}
-
 void Fabric::attach(Segment* segment,
                     const std::vector<PeerInfo>& peers,
                     const std::vector<int>& pidfds) {

@@ -26,10 +26,6 @@ class Fabric {
   // This process's facts, gathered once.
   const PeerInfo& self() const { return self_; }
 
-  // How often this rank has connected a group of this name: part of the store keys, so that a
-  // group made again on a store that outlived the first one does not read its keys.
-  int next_generation(const std::string& group_name, int rank);
-
   // From now on the death of any of `peers` (one per rank of `segment`) aborts the segment.
   // Takes ownership of the pidfds. Call detach before the segment goes away.
   void attach(Segment* segment, const std::vector<PeerInfo>& peers, const std::vector<int>& pidfds);
@@ -45,7 +41,6 @@ class Fabric {
 
   PeerInfo self_;
   std::mutex mutex_;
-  std::map<std::pair<std::string, int>, int> generations_;
   std::map<Segment*, std::vector<PeerInfo>> groups_;
   std::unique_ptr<Watchdog> watchdog_;
 };

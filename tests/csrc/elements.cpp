@@ -176,9 +176,8 @@ Elements reference_reduce(ReduceOp op,
     if (op == DPT_AVG) {
       // The one inexact step: a quotient in the accumulator's precision, then one rounding.
       const auto size = static_cast<double>(inputs.size());
-      value = result.dtype() == DPT_FLOAT64
-                  ? value / size
-                  : static_cast<float>(value) / static_cast<float>(size);
+      value = result.dtype() == DPT_FLOAT64 ? value / size
+                                            : static_cast<float>(value) / static_cast<float>(size);
     }
     result.set(i, value);
   }

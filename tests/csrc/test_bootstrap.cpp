@@ -9,8 +9,8 @@
 namespace dpt::testing {
 namespace {
 
-using ::testing::HasSubstr;
 using std::chrono::milliseconds;
+using ::testing::HasSubstr;
 
 WaitContext wait_for(milliseconds timeout, std::function<bool()> interrupted = {}) {
   return {Deadline(timeout), [] { return std::string("the test"); }, std::move(interrupted)};
@@ -40,7 +40,8 @@ TEST(AllGather, GivesEveryRanksWordsInRankOrder) {
   HashStore store;
   run_threads(4, [&](int index) {
     const std::string mine(1 + 5000 * static_cast<size_t>(index), 'x');
-    const auto all = all_gather(store, "key", index, {0, 1, 2, 3}, mine, wait_for(milliseconds(20000)));
+    const auto all =
+        all_gather(store, "key", index, {0, 1, 2, 3}, mine, wait_for(milliseconds(20000)));
     ASSERT_EQ(all.size(), 4U);
     for (size_t rank = 0; rank < all.size(); ++rank) EXPECT_EQ(all[rank].size(), 1 + 5000 * rank);
   });
@@ -66,6 +67,49 @@ TEST(AllGather, CanBeInterrupted) {
     FAIL() << "nobody came";
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), DPT_ERR_INTERRUPTED);
+  }
+}
+
+TEST(Meet, BringsEveryRanksWordsInRankOrder) {
+  HashStore store;
+  std::vector<std::string> ids(3);
+  // Again on the same store: nobody may take the first meeting's list for the second's.
+  for (int round = 0; round < 3; ++round) {
+    run_threads(3, [&](int index) {
+      const std::string mine = "rank " + std::to_string(index) + " of " + std::to_string(round);
+      const Meeting met = meet(store, index, {0, 1, 2}, mine, wait_for(milliseconds(20000)));
+      ASSERT_EQ(met.words.size(), 3U);
+      for (int rank = 0; rank < 3; ++rank) {
+        EXPECT_EQ(met.words[rank], "rank " + std::to_string(rank) + " of " + std::to_string(round));
+      }
+      if (index == 0) ids[round] = met.id;
+    });
+  }
+  EXPECT_NE(ids[0], ids[1]);
+  EXPECT_NE(ids[1], ids[2]);
+}
+
+TEST(Meet, NamesEveryRankThatDidNotCome) {
+  HashStore store;
+  run_threads(2, [&](int index) {
+    try {
+      meet(store, 2 * index, {10, 11, 12, 13}, "me", wait_for(milliseconds(300)));
+      FAIL() << "two did not come";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), DPT_ERR_TIMEOUT);
+      EXPECT_THAT(error.what(), HasSubstr("rank(s) 11, 13 "));
+    }
+  });
+}
+
+TEST(Meet, NamesTheFirstRankWhenItDidNotCome) {
+  HashStore store;
+  try {
+    meet(store, 1, {10, 11}, "me", wait_for(milliseconds(100)));
+    FAIL() << "rank 10 did not come";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), DPT_ERR_TIMEOUT);
+    EXPECT_THAT(error.what(), HasSubstr("rank 10 "));
   }
 }
 

@@ -36,10 +36,8 @@ TEST(Choose, GivesTheSameAnswerTwice) {
 }
 
 TEST(Choose, DelegatesWithTheReasonGiven) {
-  const Plan plan = choose({.collective = DPT_ALL_REDUCE,
-                            .bytes = 8,
-                            .size = 2,
-                            .not_native = "tensors on cuda"});
+  const Plan plan = choose(
+      {.collective = DPT_ALL_REDUCE, .bytes = 8, .size = 2, .not_native = "tensors on cuda"});
   EXPECT_STREQ(plan.algorithm, "delegate");
   EXPECT_EQ(plan.reason, "tensors on cuda");
   for (const Collective collective : {DPT_REDUCE, DPT_GATHER, DPT_SEND, DPT_ALL_TO_ALL}) {

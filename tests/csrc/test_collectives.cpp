@@ -22,15 +22,8 @@ const std::vector<DataType> kAllTypes = {DPT_BOOL,
                                          DPT_FLOAT64,
                                          DPT_COMPLEX64,
                                          DPT_COMPLEX128};
-const std::vector<ReduceOp> kAllOps = {DPT_SUM,
-                                       DPT_AVG,
-                                       DPT_PRODUCT,
-                                       DPT_MIN,
-                                       DPT_MAX,
-                                       DPT_PREMUL_SUM,
-                                       DPT_BAND,
-                                       DPT_BOR,
-                                       DPT_BXOR};
+const std::vector<ReduceOp> kAllOps = {
+    DPT_SUM, DPT_AVG, DPT_PRODUCT, DPT_MIN, DPT_MAX, DPT_PREMUL_SUM, DPT_BAND, DPT_BOR, DPT_BXOR};
 // Nothing, one, around a cache line, and past every threshold and chunk.
 const std::vector<size_t> kCounts = {0, 1, 17, 1023, 40001};
 
@@ -137,10 +130,8 @@ TEST_P(Collectives, ReduceScatter) {
           for (int peer = 0; peer < rank.size(); ++peer) {
             inputs.push_back(all_inputs(dtype, count, rank.size(), peer)[rank.rank()]);
           }
-          const Elements expected =
-              reference_reduce(op,
-                               all_inputs(dtype, count, rank.size(), rank.rank()),
-                               all_factors(rank.size()));
+          const Elements expected = reference_reduce(
+              op, all_inputs(dtype, count, rank.size(), rank.rank()), all_factors(rank.size()));
           Elements output(dtype, count);
           Request request(DPT_REDUCE_SCATTER, dtype, count);
           request.reduce_op(op, factor_of(rank.rank())).output(output.data());
@@ -236,17 +227,16 @@ TEST(CollectivesRounding, SameBitsOnEveryRankAndOneRounding) {
 
 TEST(CollectivesStatistics, NativeCallsAreCounted) {
   reset_statistics();
-  run_ranks(
-      2,
-      [](Rank& rank) {
-        float value = 1;
-        rank.run(Request(DPT_ALL_REDUCE, DPT_FLOAT32, 1)
-                     .reduce_op(DPT_SUM)
-                     .input(&value)
-                     .output(&value));
-        EXPECT_EQ(value, 2);
-      },
-      {.group = "counted"});
+  run_ranks(2,
+            [](Rank& rank) {
+              float value = 1;
+              rank.run(Request(DPT_ALL_REDUCE, DPT_FLOAT32, 1)
+                           .reduce_op(DPT_SUM)
+                           .input(&value)
+                           .output(&value));
+              EXPECT_EQ(value, 2);
+            },
+            {.group = "counted"});
   uint64_t calls = 0;
   uint64_t bytes = 0;
   for (const StatisticsRow& row : all_statistics()) {

@@ -24,16 +24,15 @@ Request sum(std::vector<float>& values) {
 }
 
 TEST(Delegate, ServesEverythingWhenNativeIsOff) {
-  run_ranks(
-      2,
-      [](Rank& rank) {
-        std::vector<float> values(10, 1.0F);
-        EXPECT_EQ(rank.run(sum(values)), DPT_DELEGATED);
-        EXPECT_EQ(rank.run(Request(DPT_BARRIER, DPT_UINT8, 0)), DPT_DELEGATED);
-        EXPECT_EQ(rank.delegate().calls,
-                  (std::vector<dpt_collective>{DPT_ALL_REDUCE, DPT_BARRIER}));
-      },
-      {.group = "stock", .native = false});
+  run_ranks(2,
+            [](Rank& rank) {
+              std::vector<float> values(10, 1.0F);
+              EXPECT_EQ(rank.run(sum(values)), DPT_DELEGATED);
+              EXPECT_EQ(rank.run(Request(DPT_BARRIER, DPT_UINT8, 0)), DPT_DELEGATED);
+              EXPECT_EQ(rank.delegate().calls,
+                        (std::vector<dpt_collective>{DPT_ALL_REDUCE, DPT_BARRIER}));
+            },
+            {.group = "stock", .native = false});
   EXPECT_THAT(reason_counted("stock"), HasSubstr("collectives=stock"));
 }
 
@@ -41,39 +40,36 @@ TEST(Delegate, ServesCollectivesWithoutNativeAlgorithm) {
   for (const dpt_collective collective :
        {DPT_REDUCE, DPT_GATHER, DPT_SCATTER, DPT_ALL_TO_ALL, DPT_SEND, DPT_RECV}) {
     const std::string group = "collective" + std::to_string(collective);
-    run_ranks(
-        2,
-        [&](Rank& rank) {
-          EXPECT_EQ(rank.run(Request(collective, DPT_FLOAT32, 4)), DPT_DELEGATED);
-          EXPECT_EQ(rank.delegate().calls, std::vector<dpt_collective>{collective});
-        },
-        {.group = group});
+    run_ranks(2,
+              [&](Rank& rank) {
+                EXPECT_EQ(rank.run(Request(collective, DPT_FLOAT32, 4)), DPT_DELEGATED);
+                EXPECT_EQ(rank.delegate().calls, std::vector<dpt_collective>{collective});
+              },
+              {.group = group});
     EXPECT_THAT(reason_counted(group), HasSubstr("no native algorithm"));
   }
 }
 
 TEST(Delegate, ServesWhatTheAdapterKeepsFromNativeCode) {
-  run_ranks(
-      2,
-      [](Rank& rank) {
-        std::vector<float> values(10, 1.0F);
-        EXPECT_EQ(rank.run(sum(values).not_native("tensors on cuda")), DPT_DELEGATED);
-        EXPECT_EQ(rank.run(sum(values)), DPT_COMPLETED);
-      },
-      {.group = "cuda"});
+  run_ranks(2,
+            [](Rank& rank) {
+              std::vector<float> values(10, 1.0F);
+              EXPECT_EQ(rank.run(sum(values).not_native("tensors on cuda")), DPT_DELEGATED);
+              EXPECT_EQ(rank.run(sum(values)), DPT_COMPLETED);
+            },
+            {.group = "cuda"});
   EXPECT_THAT(reason_counted("cuda"), HasSubstr("tensors on cuda"));
 }
 
 TEST(Delegate, ServesReductionsThatNativeCodeDoesNotHave) {
-  run_ranks(
-      2,
-      [](Rank& rank) {
-        Request request(DPT_ALL_REDUCE, DPT_COMPLEX64, 4);
-        float values[8] = {};
-        request.reduce_op(DPT_PRODUCT).input(values).output(values);
-        EXPECT_EQ(rank.run(request), DPT_DELEGATED);
-      },
-      {.group = "complex"});
+  run_ranks(2,
+            [](Rank& rank) {
+              Request request(DPT_ALL_REDUCE, DPT_COMPLEX64, 4);
+              float values[8] = {};
+              request.reduce_op(DPT_PRODUCT).input(values).output(values);
+              EXPECT_EQ(rank.run(request), DPT_DELEGATED);
+            },
+            {.group = "complex"});
   EXPECT_THAT(reason_counted("complex"), HasSubstr("no native product of complex64"));
 }
 

@@ -70,68 +70,67 @@ TEST_P(Mismatch, IsAnErrorOnEveryRankThatNamesBothSidesAndLeavesTheGroupUsable) 
 INSTANTIATE_TEST_SUITE_P(
     Of,
     Mismatch,
-    ::testing::Values(
-        Disagreement{"Size",
-                     [](auto& values) { return all_reduce_of(values, 10); },
-                     [](auto& values) { return all_reduce_of(values, 11); },
-                     "10 x float32",
-                     "11 x float32"},
-        Disagreement{"SizeAcrossAlgorithms",
-                     [](auto& values) { return all_reduce_of(values, 10); },
-                     [](auto& values) { return all_reduce_of(values, 300000); },
-                     "10 x float32",
-                     "300000 x float32"},
-        Disagreement{"Dtype",
-                     [](auto& values) { return of_type(values, DPT_FLOAT32); },
-                     [](auto& values) { return of_type(values, DPT_FLOAT64); },
-                     "2 x float32",
-                     "2 x float64"},
-        Disagreement{"ReduceOp",
-                     [](auto& values) { return all_reduce(values, DPT_SUM); },
-                     [](auto& values) { return all_reduce(values, DPT_MAX); },
-                     "sum",
-                     "max"},
-        Disagreement{"Collective",
-                     [](auto& values) { return all_reduce(values); },
-                     [](auto& values) { return broadcast(values, 0); },
-                     "all_reduce",
-                     "broadcast"},
-        Disagreement{"CollectiveAndBarrier",
-                     [](auto&) { return Request(DPT_BARRIER, DPT_UINT8, 0); },
-                     [](auto& values) { return all_reduce_of(values, 100000); },
-                     "barrier",
-                     "all_reduce"},
-        Disagreement{"Root",
-                     [](auto& values) { return broadcast(values, 0); },
-                     [](auto& values) { return broadcast(values, 1); },
-                     "root 0",
-                     "root 1"}),
+    ::testing::Values(Disagreement{"Size",
+                                   [](auto& values) { return all_reduce_of(values, 10); },
+                                   [](auto& values) { return all_reduce_of(values, 11); },
+                                   "10 x float32",
+                                   "11 x float32"},
+                      Disagreement{"SizeAcrossAlgorithms",
+                                   [](auto& values) { return all_reduce_of(values, 10); },
+                                   [](auto& values) { return all_reduce_of(values, 300000); },
+                                   "10 x float32",
+                                   "300000 x float32"},
+                      Disagreement{"Dtype",
+                                   [](auto& values) { return of_type(values, DPT_FLOAT32); },
+                                   [](auto& values) { return of_type(values, DPT_FLOAT64); },
+                                   "2 x float32",
+                                   "2 x float64"},
+                      Disagreement{"ReduceOp",
+                                   [](auto& values) { return all_reduce(values, DPT_SUM); },
+                                   [](auto& values) { return all_reduce(values, DPT_MAX); },
+                                   "sum",
+                                   "max"},
+                      Disagreement{"Collective",
+                                   [](auto& values) { return all_reduce(values); },
+                                   [](auto& values) { return broadcast(values, 0); },
+                                   "all_reduce",
+                                   "broadcast"},
+                      Disagreement{"CollectiveAndBarrier",
+                                   [](auto&) { return Request(DPT_BARRIER, DPT_UINT8, 0); },
+                                   [](auto& values) { return all_reduce_of(values, 100000); },
+                                   "barrier",
+                                   "all_reduce"},
+                      Disagreement{"Root",
+                                   [](auto& values) { return broadcast(values, 0); },
+                                   [](auto& values) { return broadcast(values, 1); },
+                                   "root 0",
+                                   "root 1"}),
     [](const auto& info) { return info.param.name; });
 
 TEST(Timeout, NamesTheMissingRankAndSticks) {
   std::promise<void> timed_out;
   std::shared_future<void> after_timeout = timed_out.get_future().share();
-  run_ranks(
-      3,
-      [&](Rank& rank) {
-        rank.barrier();
-        std::vector<float> values(100, 1.0F);
-        if (rank.rank() != 1) {
-          const Failure failure = failure_of([&] { rank.run(all_reduce(values).timeout_ms(300)); });
-          EXPECT_THAT(failure.what(), AllOf(HasSubstr("all_reduce"), HasSubstr("7")));
-          if (failure.status == DPT_ERR_TIMEOUT && rank.rank() == 0) {
-            EXPECT_THAT(failure.what(), HasSubstr("rank 5"));
-          }
-        }
-        rank.rank() == 0 ? timed_out.set_value() : after_timeout.wait();
-        // On the rank that came too late as on the others: the group is out of step.
-        const Failure later = failure_of([&] { rank.run(all_reduce(values)); });
-        EXPECT_NE(later.status, DPT_ERR_TIMEOUT);
-        const Failure again = failure_of([&] { rank.barrier(); });
-        EXPECT_EQ(again.status, DPT_ERR_ABORTED);
-        EXPECT_THAT(again.what(), AllOf(HasSubstr("barrier"), HasSubstr("failed earlier")));
-      },
-      {.global_ranks = {5, 7, 9}});
+  run_ranks(3,
+            [&](Rank& rank) {
+              rank.barrier();
+              std::vector<float> values(100, 1.0F);
+              if (rank.rank() != 1) {
+                const Failure failure =
+                    failure_of([&] { rank.run(all_reduce(values).timeout_ms(300)); });
+                EXPECT_THAT(failure.what(), AllOf(HasSubstr("all_reduce"), HasSubstr("7")));
+                if (failure.status == DPT_ERR_TIMEOUT && rank.rank() == 0) {
+                  EXPECT_THAT(failure.what(), HasSubstr("rank 5"));
+                }
+              }
+              rank.rank() == 0 ? timed_out.set_value() : after_timeout.wait();
+              // On the rank that came too late as on the others: the group is out of step.
+              const Failure later = failure_of([&] { rank.run(all_reduce(values)); });
+              EXPECT_NE(later.status, DPT_ERR_TIMEOUT);
+              const Failure again = failure_of([&] { rank.barrier(); });
+              EXPECT_EQ(again.status, DPT_ERR_ABORTED);
+              EXPECT_THAT(again.what(), AllOf(HasSubstr("barrier"), HasSubstr("failed earlier")));
+            },
+            {.global_ranks = {5, 7, 9}});
 }
 
 TEST(Timeout, OfTheFirstOperationNamesWhoDidNotJoin) {
@@ -186,18 +185,17 @@ TEST(Abort, EndsWaitsOnEveryRankAndSticks) {
 }
 
 TEST(Leave, IsToldToThoseWhoStillWait) {
-  run_ranks(
-      3,
-      [](Rank& rank) {
-        rank.barrier();
-        if (rank.rank() == 2) return;  // destroyed
-        std::vector<float> values(100000, 1.0F);
-        const Failure failure = failure_of([&] { rank.run(all_reduce(values)); });
-        EXPECT_TRUE(failure.status == DPT_ERR_PEER_LOST || failure.status == DPT_ERR_ABORTED)
-            << failure.what();
-        EXPECT_THAT(failure.what(), HasSubstr("rank 22"));
-      },
-      {.global_ranks = {20, 21, 22}});
+  run_ranks(3,
+            [](Rank& rank) {
+              rank.barrier();
+              if (rank.rank() == 2) return;  // destroyed
+              std::vector<float> values(100000, 1.0F);
+              const Failure failure = failure_of([&] { rank.run(all_reduce(values)); });
+              EXPECT_TRUE(failure.status == DPT_ERR_PEER_LOST || failure.status == DPT_ERR_ABORTED)
+                  << failure.what();
+              EXPECT_THAT(failure.what(), HasSubstr("rank 22"));
+            },
+            {.global_ranks = {20, 21, 22}});
 }
 
 TEST(Leave, AfterTheLastOperationHarmsNobody) {
@@ -247,14 +245,13 @@ TEST(Create, RefusesARankOutsideOfTheGroup) {
 }
 
 TEST(Messages, FitTheirBufferHoweverLongTheGroupsName) {
-  run_ranks(
-      2,
-      [](Rank& rank) {
-        std::vector<float> values(10 + rank.rank(), 1.0F);
-        const Failure failure = failure_of([&] { rank.run(all_reduce(values)); });
-        EXPECT_LT(std::string(failure.what()).size(), sizeof(dpt_error::message));
-      },
-      {.group = std::string(4000, 'g')});
+  run_ranks(2,
+            [](Rank& rank) {
+              std::vector<float> values(10 + rank.rank(), 1.0F);
+              const Failure failure = failure_of([&] { rank.run(all_reduce(values)); });
+              EXPECT_LT(std::string(failure.what()).size(), sizeof(dpt_error::message));
+            },
+            {.group = std::string(4000, 'g')});
 }
 
 }  // namespace

@@ -119,14 +119,13 @@ TEST(Again, WithAMemberThatIsNew) {
   // A process that was in a group of this name before meets one that was not: a training job that
   // replaces a lost worker, on a new store.
   for (const int size : {2, 3}) {
-    run_ranks(
-        size,
-        [](Rank& rank) {
-          std::vector<float> values(100, 1.0F);
-          rank.run(sum(values).timeout_ms(3000));
-          EXPECT_EQ(values, std::vector<float>(100, static_cast<float>(rank.size())));
-        },
-        {.group = "elastic"});
+    run_ranks(size,
+              [](Rank& rank) {
+                std::vector<float> values(100, 1.0F);
+                rank.run(sum(values).timeout_ms(3000));
+                EXPECT_EQ(values, std::vector<float>(100, static_cast<float>(rank.size())));
+              },
+              {.group = "elastic"});
   }
 }
 

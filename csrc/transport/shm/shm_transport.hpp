@@ -21,7 +21,7 @@ struct ShmConnection {
 
 struct ShmGroup {
   Store& store;
-  std::string key;  // prefix of this group's keys, fresh for every connection
+  std::string key;  // prefix of this group's keys, fresh for every meeting
   int rank;
   const std::vector<int64_t>& global_ranks;
   const std::vector<PeerInfo>& peers;
