@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from deepytorch.recipes._config import RecipeError
 
@@ -71,6 +71,12 @@ class Batch:
             self.attention_mask.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
         )
+
+    def counts(self) -> torch.Tensor:
+        """float32 [2]: labels that are trained, tokens without padding."""
+        # The first label has no token before it to be predicted from.
+        trained = (self.labels[:, 1:] != IGNORED_LABEL).sum()
+        return torch.stack([trained, self.attention_mask.sum()]).float()
 
 
 def load_pairs(data: str | None) -> list[InstructionPair]:
@@ -183,6 +189,7 @@ def byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
+    fast_tokenizer: Any = PreTrainedTokenizerFast
     specials = ["<pad>", "<s>", "</s>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(specials + alphabet)}
@@ -192,7 +199,7 @@ def byte_tokenizer() -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
     )
-    return PreTrainedTokenizerFast(
+    return fast_tokenizer(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<s>",
@@ -270,11 +277,12 @@ def endless_batches(
             f"{len(examples)} examples are too few for batch_size={batch_size} on {world_size} "
             "processes: lower batch_size or add data"
         )
-    sampler: DistributedSampler[int] = DistributedSampler(
-        range(len(examples)), num_replicas=world_size, rank=rank, seed=seed, drop_last=True
+    dataset = cast(Dataset[Example], examples)  # a list has all that a Dataset needs
+    sampler: DistributedSampler[Example] = DistributedSampler(
+        dataset, num_replicas=world_size, rank=rank, seed=seed, drop_last=True
     )
     loader = DataLoader(
-        examples,  # type: ignore[arg-type]
+        dataset,
         batch_size=batch_size,
         sampler=sampler,
         drop_last=True,

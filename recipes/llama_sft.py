@@ -222,9 +222,7 @@ class Trainer:
         # The loss is a mean over the tokens of all ranks and micro-batches, so their number is
         # agreed first: averaging per rank would give tokens in short batches more weight.
         micro_batches = [batch.to(self.process.device) for batch in micro_batches]
-        trained = sum((batch.labels[:, 1:] != IGNORED_LABEL).sum() for batch in micro_batches)
-        tokens = sum(batch.attention_mask.sum() for batch in micro_batches)
-        counts = torch.stack([trained, tokens]).float()
+        counts = torch.stack([batch.counts() for batch in micro_batches]).sum(dim=0)
         dist.all_reduce(counts, group=self.group)
 
         learning_rate = self.schedule.get_last_lr()[0]
@@ -234,7 +232,7 @@ class Trainer:
             with nullcontext() if last else self.ddp.no_sync():
                 share = self.loss_sum(batch) / counts[0]
                 # DDP averages gradients over the ranks, and the shares are to be summed.
-                (share * self.process.world_size).backward()
+                torch.autograd.backward(share * self.process.world_size)
             loss_share += share.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
