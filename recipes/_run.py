@@ -84,6 +84,14 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
     dist.destroy_process_group()
 
 
+def wait_for_all(process: Process) -> None:
+    """Return when every rank has come here."""
+    # Not a barrier: over NCCL it warns that it has to guess the device.
+    done = torch.zeros((), device=process.device)
+    dist.all_reduce(done)
+    done.item()
+
+
 def make_run_dir(output_dir: str, name: str) -> Path:
     """Create ``output_dir/name-<time>``; a second run in the same second gets its own."""
     stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -53,6 +53,7 @@ from deepytorch.recipes._run import (
     make_run_dir,
     say_error,
     stock_backend,
+    wait_for_all,
 )
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "llama_sft.yaml"
@@ -140,7 +141,7 @@ def train(config: Config, process: Process) -> int:
         print_sample(trainer.model, tokenizer, held_out, config.sample_tokens)
         console.print(f"checkpoint  {run_dir / 'checkpoint'}", highlight=False)
         console.print(f"scalars     {run_dir / 'tensorboard'}", highlight=False)
-    dist.barrier()  # the others wait for the sample before the group goes away
+    wait_for_all(process)  # the others wait for the sample before the group goes away
     return 0
 
 
