@@ -210,7 +210,7 @@ TORCH = (
         'an explicit "deepytorch" for its sub-groups',
     ),
     _torch(
-        "distributed/algorithms/ddp_comm_hooks/ddp_zero_hook.py:hook_with_zero_step, hook_with_zero_step_interleaved",
+        "distributed/algorithms/ddp_comm_hooks/ddp_zero_hook.py:hook_with_zero_step(_interleaved)",
         'the name "gloo", to refuse overlapping (it may hang on gloo)',
         "is allowed, on CPU tensors too",
         remedy="none: with CPU tensors use ZeroRedundancyOptimizer without overlap",
@@ -380,8 +380,8 @@ def markdown(sites: Iterable[Site] = SITES) -> str:
         "`python -c 'from deepytorch_core import sites; sites.write(\"docs/backend-sites.md\")'`.",
         "",
         "`import deepytorch` changes the backend argument, not names: `get_backend()` says",
-        '"deepytorch", and an `isinstance` with ProcessGroupNCCL or ProcessGroupGloo is false. This',
-        "is what that means everywhere it is known to matter.",
+        '"deepytorch", and an `isinstance` with ProcessGroupNCCL or ProcessGroupGloo is false.',
+        "This is what that means everywhere it is known to matter.",
     ]
     for framework, version in FRAMEWORKS.items():
         lines += [
