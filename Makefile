@@ -60,7 +60,7 @@ lint: venv ## ruff, mypy --strict, clang-format: check only
 	@ln -s $(CURDIR)/deepytorch/* $(wildcard $(CURDIR)/integrations $(CURDIR)/recipes) build/typed/deepytorch/
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 	  --cache-dir $(CURDIR)/.mypy_cache
-	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	@$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 
 test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 	@.ci/system gtest

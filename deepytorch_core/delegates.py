@@ -44,6 +44,14 @@ class GroupSpec:
         )
 
 
+_factories: weakref.WeakSet[StockFactory] = weakref.WeakSet()
+
+
+def live(device_type: str) -> list[Any]:
+    """The stock backends made so far for `device_type`, of groups that still exist."""
+    return [factory.made[device_type] for factory in _factories if device_type in factory.made]
+
+
 class StockFactory:
     """Makes a group's stock backend for "cpu" or "cuda" when it is first needed.
 
@@ -52,6 +60,8 @@ class StockFactory:
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
+        self.made: dict[str, Any] = {}
+        _factories.add(self)
         # The deepytorch backend's own options, once it exists: its timeout may change later.
         self.live_options: Any = None
 
@@ -68,8 +78,11 @@ class StockFactory:
         # Keys of its own: several backends of one group share the group's store.
         store = c10d.PrefixStore(f"delegate/{device_type}/", self._spec.store)
         if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
-            return self._from_registry(name, store)
-        return self._gloo(store) if name == "gloo" else self._nccl(store)
+            backend = self._from_registry(name, store)
+        else:
+            backend = self._gloo(store) if name == "gloo" else self._nccl(store)
+        self.made[device_type] = backend
+        return backend
 
     @property
     def timeout(self) -> timedelta:

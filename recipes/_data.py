@@ -4,14 +4,15 @@
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from deepytorch.recipes._config import RecipeError
 
@@ -71,6 +72,12 @@ class Batch:
             self.labels.to(device, non_blocking=True),
         )
 
+    def counts(self) -> torch.Tensor:
+        """float32 [2]: labels that are trained, tokens without padding."""
+        # The first label has no token before it to be predicted from.
+        trained = (self.labels[:, 1:] != IGNORED_LABEL).sum()
+        return torch.stack([trained, self.attention_mask.sum()]).float()
+
 
 def load_pairs(data: str | None) -> list[InstructionPair]:
     """The pairs in the file ``data``, or the embedded ones when it is None."""
@@ -87,6 +94,9 @@ def standard_library_pairs() -> list[InstructionPair]:
     seen: set[str] = set()
     for module_name in _MODULES.split():
         for name, thing in _public_objects(importlib.import_module(module_name)):
+            origin = getattr(thing, "__module__", None) or module_name
+            if origin.partition(".")[0] not in sys.stdlib_module_names:
+                continue  # added to the module by another library
             response = inspect.getdoc(thing)
             if not response or len(response) < 20 or response in seen:
                 continue
@@ -179,6 +189,7 @@ def byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
+    fast_tokenizer: Any = PreTrainedTokenizerFast
     specials = ["<pad>", "<s>", "</s>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(specials + alphabet)}
@@ -188,7 +199,7 @@ def byte_tokenizer() -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
     )
-    return PreTrainedTokenizerFast(
+    return fast_tokenizer(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<s>",
@@ -266,11 +277,12 @@ def endless_batches(
             f"{len(examples)} examples are too few for batch_size={batch_size} on {world_size} "
             "processes: lower batch_size or add data"
         )
-    sampler: DistributedSampler[int] = DistributedSampler(
-        range(len(examples)), num_replicas=world_size, rank=rank, seed=seed, drop_last=True
+    dataset = cast(Dataset[Example], examples)  # a list has all that a Dataset needs
+    sampler: DistributedSampler[Example] = DistributedSampler(
+        dataset, num_replicas=world_size, rank=rank, seed=seed, drop_last=True
     )
     loader = DataLoader(
-        examples,  # type: ignore[arg-type]
+        dataset,
         batch_size=batch_size,
         sampler=sampler,
         drop_last=True,

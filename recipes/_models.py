@@ -35,9 +35,10 @@ def load_model(model: str, tokenizer: Any) -> Any:
     Raises RecipeError when it cannot be read or has fewer embeddings than the tokenizer tokens.
     """
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model).to(torch.float32)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise RecipeError(_cannot_load("model", model, error)) from error
+    loaded = loaded.to(torch.float32)
     num_rows = loaded.get_input_embeddings().weight.shape[0]
     if num_rows < len(tokenizer):
         raise RecipeError(
@@ -57,7 +58,8 @@ def _cannot_load(what: str, model: str, error: Exception) -> str:
 
 def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
     """Write safetensors, configuration and tokenizer: from_pretrained(path) loads them."""
-    logging.disable_progress_bar()  # one file is written at once; the bar is noise
+    bars: Any = logging
+    bars.disable_progress_bar()  # at the end of training it would read as another training bar
     try:
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)

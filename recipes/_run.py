@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every recipe needs around its loop: processes, devices, run directory, progress."""
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -68,17 +69,27 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
     """The default process group, for torchrun's ranks or for one process started alone.
 
     ``backend`` is "deepytorch" or the name of a stock backend, which is then left untouched.
+    Whatever uses the group (DDP, say) must be out of scope when the block ends.
     """
     if backend != "deepytorch":
         deepytorch.deactivate()  # importing the recipes activated it
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield Process(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        dist.destroy_process_group()
+        dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
+    yield Process(dist.get_rank(), dist.get_world_size(), device)
+    # Not after an exception: its frames keep DDP alive, and a DDP that outlives its group tears
+    # gloo down while it holds the GIL, which gloo's own thread may be waiting for.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def wait_for_all(process: Process) -> None:
+    """Return when every rank has come here."""
+    # Not a barrier: over NCCL it warns that it has to guess the device.
+    done = torch.zeros((), device=process.device)
+    dist.all_reduce(done)
+    done.item()
 
 
 def make_run_dir(output_dir: str, name: str) -> Path:

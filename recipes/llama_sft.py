@@ -53,6 +53,7 @@ from deepytorch.recipes._run import (
     make_run_dir,
     say_error,
     stock_backend,
+    wait_for_all,
 )
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "llama_sft.yaml"
@@ -103,82 +104,83 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(Config, arguments.config, arguments.overrides)
         device = choose_device(config.device)
-        return compare(config, device) if arguments.compare else train(config, device)
+        # Neither arm of a comparison uses the default group: it only carries barriers and losses.
+        stock = "gloo" if arguments.compare else stock_backend(device)
+        backend = stock if arguments.compare or config.backend == "stock" else "deepytorch"
+        with distributed(backend, device) as process:
+            return compare(config, process) if arguments.compare else train(config, process)
     except RecipeError as error:
         return say_error("llama_sft", error)
 
 
-def train(config: Config, device: torch.device) -> int:
+def train(config: Config, process: Process) -> int:
     """Train once on ``config.backend``, save the checkpoint and print a sample."""
-    backend = stock_backend(device) if config.backend == "stock" else "deepytorch"
-    with distributed(backend, device) as process:
-        tokenizer, batches, held_out = prepare_data(config, process)
-        trainer = Trainer(config, tokenizer, process, group=None)
-        run_dir = make_run_dir(config.output_dir, config.name) if process.is_main else None
-        log = ScalarLog(run_dir and run_dir / "tensorboard")
-        with StepProgress(config.steps, enabled=process.is_main) as progress:
-            for step in range(1, config.steps + 1):
-                start = time.perf_counter()
-                result = trainer.step([next(batches) for _ in range(config.accumulation)])
-                dist.all_reduce(result.loss_share)
-                loss = result.loss_share.item()  # waits for the device: the time below is whole
-                seconds = time.perf_counter() - start
-                speed = result.num_tokens.item() / seconds
-                progress.update(step, f"loss {loss:.4f}  {speed:,.0f} tokens/s")
-                log.write(
-                    step,
-                    loss=loss,
-                    learning_rate=result.learning_rate,
-                    tokens_per_s=speed,
-                    step_time_s=seconds,
-                )
-        log.close()
-        if run_dir:
-            save_checkpoint(trainer.model, tokenizer, run_dir / "checkpoint")
-            print_sample(trainer.model, tokenizer, held_out, config.sample_tokens)
-            console.print(f"checkpoint  {run_dir / 'checkpoint'}", highlight=False)
-            console.print(f"scalars     {run_dir / 'tensorboard'}", highlight=False)
-        dist.barrier()  # the others wait for the sample before the group goes away
+    tokenizer, batches, held_out = prepare_data(config, process)
+    trainer = Trainer(config, tokenizer, process, group=None)
+    run_dir = make_run_dir(config.output_dir, config.name) if process.is_main else None
+    log = ScalarLog(run_dir and run_dir / "tensorboard")
+    with StepProgress(config.steps, enabled=process.is_main) as progress:
+        for step in range(1, config.steps + 1):
+            start = time.perf_counter()
+            result = trainer.step([next(batches) for _ in range(config.accumulation)])
+            dist.all_reduce(result.loss_share)
+            loss = result.loss_share.item()  # waits for the device: the time below is whole
+            seconds = time.perf_counter() - start
+            speed = result.num_tokens.item() / seconds
+            progress.update(step, f"loss {loss:.4f}  {speed:,.0f} tokens/s")
+            log.write(
+                step,
+                loss=loss,
+                learning_rate=result.learning_rate,
+                tokens_per_s=speed,
+                step_time_s=seconds,
+            )
+    log.close()
+    if run_dir:
+        save_checkpoint(trainer.model, tokenizer, run_dir / "checkpoint")
+        print_sample(trainer.model, tokenizer, held_out, config.sample_tokens)
+        console.print(f"checkpoint  {run_dir / 'checkpoint'}", highlight=False)
+        console.print(f"scalars     {run_dir / 'tensorboard'}", highlight=False)
+    wait_for_all(process)  # the others wait for the sample before the group goes away
     return 0
 
 
-def compare(config: Config, device: torch.device) -> int:
+def compare(config: Config, process: Process) -> int:
     """Train the stock stack and deepytorch, step by step in turn, and print the differences."""
-    # Neither arm uses the default group: it only carries the barriers around the timed steps.
-    with distributed("gloo", device) as process:
-        stock_group = dist.new_group(backend=stock_backend(device), group_desc="stock arm")
-        our_group = dist.new_group(backend="deepytorch", group_desc="deepytorch arm")
-        tokenizer, batches, held_out = prepare_data(config, process)
-        stock = Trainer(config, tokenizer, process, group=stock_group)
-        ours = Trainer(config, tokenizer, process, group=our_group)
-        run_dir = make_run_dir(config.output_dir, config.name) if process.is_main else None
-        logs = {arm: ScalarLog(run_dir and run_dir / "tensorboard" / arm) for arm in _compare.ARMS}
-        comparison = _compare.Comparison(
-            backends={"stock": stock_backend(device), "ours": "deepytorch"}
-        )
-        with StepProgress(config.steps, enabled=process.is_main) as progress:
-            for step in range(1, config.steps + 1):
-                micro_batches = [next(batches) for _ in range(config.accumulation)]
-                for arm in _compare.order_of(step):
-                    trainer = stock if arm == "stock" else ours
-                    torch.manual_seed(config.seed + step)  # both arms see the same dropout
-                    with _compare.timed(device) as timer:
-                        result = trainer.step(micro_batches)
-                    dist.all_reduce(loss := result.loss_share.cpu())
-                    comparison.add(arm, loss.item(), timer.seconds, int(result.num_tokens.item()))
-                    logs[arm].write(step, **comparison.last(arm))
-                progress.update(step, comparison.progress_text())
-        if run_dir:
-            for log in logs.values():
-                log.close()
-            save_checkpoint(ours.model, tokenizer, run_dir / "checkpoint")
-            print_sample(ours.model, tokenizer, held_out, config.sample_tokens)
-            _compare.write_results(comparison, run_dir, asdict(config), process)
-            _compare.print_table(comparison, run_dir, config.loss_tolerance)
-        verdict = comparison.verdict(config.loss_tolerance)
-        if process.is_main and verdict is not None:
-            sys.stderr.write(f"llama_sft: {verdict}\n")
-        dist.barrier()
+    stock_group = dist.new_group(backend=stock_backend(process.device), group_desc="stock arm")
+    our_group = dist.new_group(backend="deepytorch", group_desc="deepytorch arm")
+    tokenizer, batches, held_out = prepare_data(config, process)
+    stock = Trainer(config, tokenizer, process, group=stock_group)
+    ours = Trainer(config, tokenizer, process, group=our_group)
+    run_dir = make_run_dir(config.output_dir, config.name) if process.is_main else None
+    logs = {arm: ScalarLog(run_dir and run_dir / "tensorboard" / arm) for arm in _compare.ARMS}
+    comparison = _compare.Comparison(
+        backends={"stock": dist.get_backend(stock_group), "ours": dist.get_backend(our_group)}
+    )
+    with StepProgress(config.steps, enabled=process.is_main) as progress:
+        for step in range(1, config.steps + 1):
+            micro_batches = [next(batches) for _ in range(config.accumulation)]
+            for arm in _compare.order_of(step):
+                trainer = stock if arm == "stock" else ours
+                torch.manual_seed(config.seed + step)  # both arms see the same dropout
+                with _compare.timed(process.device) as timer:
+                    result = trainer.step(micro_batches)
+                loss = result.loss_share.cpu()
+                dist.all_reduce(loss)
+                comparison.add(arm, loss.item(), timer.seconds, int(result.num_tokens.item()))
+                logs[arm].write(step, **comparison.last(arm))
+            progress.update(step, comparison.progress_text())
+    if run_dir:
+        for log in logs.values():
+            log.close()
+        save_checkpoint(ours.model, tokenizer, run_dir / "checkpoint")
+        print_sample(ours.model, tokenizer, held_out, config.sample_tokens)
+        _compare.write_results(comparison, run_dir, asdict(config), process)
+        _compare.print_table(comparison, run_dir, config.loss_tolerance)
+    verdict = comparison.verdict(config.loss_tolerance)
+    if process.is_main and verdict is not None:
+        sys.stderr.write(f"llama_sft: {verdict}\n")
+    dist.barrier()
     return 0 if verdict is None else 1
 
 
@@ -221,9 +223,7 @@ class Trainer:
         # The loss is a mean over the tokens of all ranks and micro-batches, so their number is
         # agreed first: averaging per rank would give tokens in short batches more weight.
         micro_batches = [batch.to(self.process.device) for batch in micro_batches]
-        trained = sum((batch.labels[:, 1:] != IGNORED_LABEL).sum() for batch in micro_batches)
-        tokens = sum(batch.attention_mask.sum() for batch in micro_batches)
-        counts = torch.stack([trained, tokens]).float()
+        counts = torch.stack([batch.counts() for batch in micro_batches]).sum(dim=0)
         dist.all_reduce(counts, group=self.group)
 
         learning_rate = self.schedule.get_last_lr()[0]
@@ -233,7 +233,7 @@ class Trainer:
             with nullcontext() if last else self.ddp.no_sync():
                 share = self.loss_sum(batch) / counts[0]
                 # DDP averages gradients over the ranks, and the shares are to be summed.
-                (share * self.process.world_size).backward()
+                torch.autograd.backward(share * self.process.world_size)
             loss_share += share.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()

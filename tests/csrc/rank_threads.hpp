@@ -34,7 +34,7 @@ struct RecordingDelegate {
 };
 
 struct RankOptions {
-  std::string group;  // run_ranks makes one up
+  std::string group;                  // run_ranks makes one up
   std::vector<int64_t> global_ranks;  // empty: 0, 1, ...
   bool native = true;
   std::function<bool()> interrupted;

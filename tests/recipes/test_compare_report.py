@@ -23,21 +23,37 @@ def test_arms_alternate_in_mirrored_pairs():
 
 def test_ratio_is_above_one_when_ours_is_faster():
     result = comparison([3.0] * 6, [3.0] * 6)
-    assert result.ratio == Spread(2.0, 2.0, 2.0)
+    assert result.ratios == [2.0]
     assert result.tokens_per_s("ours") == 2 * result.tokens_per_s("stock") == 100
 
 
 def test_warm_up_steps_keep_their_losses_but_not_their_times():
     result = comparison([3.0], [3.0], stock_s=50.0)
-    for _ in range(5):
+    for _ in range(3):
+        result.add("stock", 3.0, 50.0, 100)
+        result.add("ours", 3.0, 1.0, 100)
+    for _ in range(4):
         result.add("stock", 3.0, 1.0, 100)
         result.add("ours", 3.0, 1.0, 100)
-    assert result.ratio.high == 1.0
-    assert len(result.to_dict()["arms"]["stock"]["losses"]) == 6
+    assert result.ratios == [1.0, 1.0]
+    assert len(result.to_dict()["arms"]["stock"]["losses"]) == 8
 
 
 def test_a_single_step_still_has_a_ratio():
-    assert comparison([3.0], [3.0]).ratio.median == 2.0
+    assert comparison([3.0], [3.0]).ratios == [2.0]
+
+
+def test_what_favours_the_first_arm_of_a_step_cancels():
+    result = Comparison(backends={"stock": "gloo", "ours": "deepytorch"})
+    for step in range(1, 10):
+        for arm, seconds in zip(order_of(step), (3.0, 1.0), strict=True):
+            result.add(arm, 3.0, seconds, 100)
+    assert result.ratios == [1.0, 1.0]
+
+
+def test_spread_is_median_and_quartiles():
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
 
 
 def test_losses_beyond_the_tolerance_are_told():

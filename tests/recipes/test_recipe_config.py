@@ -2,10 +2,12 @@
 """A recipe's options: the packaged YAML, overrides, and what wrong ones answer."""
 
 import dataclasses
+import pkgutil
 
 import pytest
 import yaml
 
+import deepytorch.recipes
 from deepytorch.recipes import DESCRIPTIONS, RECIPES
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
@@ -15,7 +17,9 @@ def test_packaged_yaml_holds_every_option_with_its_default():
     assert yaml.safe_load(DEFAULT_CONFIG.read_text()) == dataclasses.asdict(Config())
 
 
-def test_every_recipe_is_described():
+def test_every_recipe_is_registered_and_described():
+    modules = {module.name for module in pkgutil.iter_modules(deepytorch.recipes.__path__)}
+    assert {name for name in modules if not name.startswith("_")} == RECIPES.keys()
     assert RECIPES.keys() == DESCRIPTIONS.keys()
 
 

@@ -1,0 +1,123 @@
+"""`import deepytorch`: what it switches on, and how to switch it off again.
+
+Before torch has been imported nothing of torch is touched: a hook waits for
+torch.distributed.distributed_c10d and acts right after that module has been executed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from deepytorch_core import config
+from deepytorch_core.console import say, say_once
+from deepytorch_core.errors import OFF_SWITCH
+from deepytorch_core.import_hook import ImportHook
+from deepytorch_core.patching import Patches
+
+_C10D = "torch.distributed.distributed_c10d"
+_DIST_NN = "torch.distributed.nn.functional"
+
+
+@dataclass
+class _Active:
+    """What activation has put in place."""
+
+    patches: Patches = field(default_factory=Patches)
+    hooks: list[ImportHook] = field(default_factory=list)
+
+
+_active: _Active | None = None
+_lock = threading.RLock()
+
+
+def activate(**options: Any) -> None:
+    """Send the collectives of torch.distributed through deepytorch, from now on.
+
+    Works before torch is imported, after, and after `init_process_group` (existing groups are
+    upgraded in place; all ranks must then call it). May be called again to change options.
+
+    Args:
+        **options: see `deepytorch_core.config.Options`; each wins over its environment variable.
+
+    Raises ValueError for an unknown option or a wrong value.
+    """
+    global _active
+    with _lock:
+        base = config.Options.from_env() if _active is None else config.current()
+        chosen = config.Options.from_mapping(options, base=base)
+        config.set_current(chosen)
+        if not chosen.enabled:
+            deactivate()
+            config.set_current(chosen)
+            return
+        if _active is None:
+            for line in config.unknown_variables():
+                say_once(line, level="warning")
+            _active = _Active()
+            for name, action in ((_C10D, _arm), (_DIST_NN, _arm_dist_nn)):
+                hook = ImportHook(name, action)
+                _active.hooks.append(hook)
+                hook.install()
+        c10d = sys.modules.get(_C10D)
+        if c10d is not None and c10d.is_initialized():
+            from deepytorch_core import upgrade
+
+            upgrade.upgrade_existing(c10d)
+
+
+def deactivate() -> None:
+    """Undo `activate`: torch has its functions back, upgraded groups their old backends.
+
+    A group that was created with our backend keeps it until it is destroyed. Does nothing when
+    not active.
+    """
+    global _active
+    with _lock:
+        if _active is None:
+            return
+        for hook in _active.hooks:
+            hook.undo()
+        _active.patches.undo()
+        _active = None
+        config.set_current(None)
+        c10d = sys.modules.get(_C10D)
+        if c10d is not None and c10d.is_initialized():
+            from deepytorch_core import upgrade
+
+            upgrade.downgrade_all(c10d)
+            left = upgrade.num_groups_made_as_ours(c10d)
+            if left:
+                say_once(f"{left} group(s) made with deepytorch keep it until they are destroyed")
+
+
+def is_active() -> bool:
+    """Whether `activate` (or `import deepytorch`) is in force in this process."""
+    return _active is not None
+
+
+def _arm(c10d: ModuleType) -> None:
+    assert _active is not None
+    try:
+        from deepytorch_core import c10d_patches, torch_sites
+
+        c10d_patches.install(c10d, _active.patches)
+        torch_sites.install(c10d, _active.patches)
+    except Exception as error:
+        # This may be running inside `import torch`, which must not fail because of us.
+        _active.patches.undo()
+        say(
+            f"not active, this torch is not as expected: {type(error).__name__}: {error} "
+            f"({OFF_SWITCH})",
+            level="warning",
+        )
+
+
+def _arm_dist_nn(functional: ModuleType) -> None:
+    assert _active is not None
+    from deepytorch_core import torch_sites
+
+    torch_sites.install_dist_nn(functional, _active.patches)

@@ -1,0 +1,89 @@
+"""All ranks decide together, over the rendezvous store, before any of them changes a backend.
+
+If one rank used deepytorch and another the stock backend, both would wait for each other in their
+first collective. That happens when only some ranks import deepytorch, or when the adapter can't be
+compiled on one node. So each rank says what it could do, and one verdict is written, once, by
+whichever rank comes to an end first; a rank that comes later reads that verdict.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+# Ranks come here from the same line of the same script; the rendezvous has just brought them
+# together.
+_HERE_LIMIT_S = 60.0
+# As long as another rank may compile.
+_READY_LIMIT_S = 960.0
+
+_YES = "yes"
+
+
+def agree(
+    store: Any,
+    *,
+    rank: int,
+    size: int,
+    prepare: Callable[[], str | None],
+    here_limit_s: float = _HERE_LIMIT_S,
+) -> str | None:
+    """Run `prepare` on every rank; return None if all succeeded, else why not, the same everywhere.
+
+    Args:
+        store: a torch Store with a key space of its own for this decision.
+        prepare: returns None, or the reason why this rank can't.
+        here_limit_s: seconds to wait for every rank to come here at all.
+    """
+    if size == 1:
+        return prepare()
+    store.set(f"here/{rank}", "1")
+    reason = prepare()
+    store.set(f"ready/{rank}", reason or _YES)
+    verdict = _judge(store, size, here_limit_s) if rank == 0 else _await(store, here_limit_s)
+    # The first verdict stands: a rank that had given up must not be left behind by one that hadn't.
+    final = store.compare_set("verdict", "", verdict).decode()
+    return None if final == _YES else final
+
+
+def _judge(store: Any, size: int, here_limit_s: float) -> str:
+    absent = _absent(store, [f"here/{rank}" for rank in range(size)], here_limit_s)
+    if absent:
+        return f"{_ranks(absent)} did not activate it within {here_limit_s:g} s"
+    absent = _absent(store, [f"ready/{rank}" for rank in range(size)], _READY_LIMIT_S)
+    if absent:
+        return f"{_ranks(absent)} did not have it ready within {_READY_LIMIT_S:g} s"
+    for rank in range(size):
+        answer = store.get(f"ready/{rank}").decode()
+        if answer != _YES:
+            return f"rank {rank}: {answer}"
+    return _YES
+
+
+def _await(store: Any, here_limit_s: float) -> str:
+    if _absent(store, ["here/0"], here_limit_s):
+        return f"rank 0 did not activate it within {here_limit_s:g} s"
+    if _absent(store, ["verdict"], here_limit_s + _READY_LIMIT_S):
+        return "rank 0 came to no decision"
+    verdict: str = store.get("verdict").decode()
+    return verdict
+
+
+def _absent(store: Any, keys: list[str], limit_s: float) -> list[int]:
+    """Wait for all `keys`; return the indices of those that did not come in time."""
+    deadline = time.monotonic() + limit_s
+    absent = []
+    for index, key in enumerate(keys):
+        left = max(0.01, deadline - time.monotonic())
+        try:
+            store.wait([key], timedelta(seconds=left))
+        except RuntimeError:  # torch's DistStoreError: the time is over
+            absent.append(index)
+    return absent
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"

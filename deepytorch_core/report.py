@@ -1,0 +1,99 @@
+"""What deepytorch did in this process: `deepytorch.report()`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepytorch_core import activation, config
+
+_DELEGATE = "delegate"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation of one group, by the algorithm that carried it out and the reason for it."""
+
+    group: str
+    op: str
+    algorithm: str
+    reason: str
+    calls: int
+    bytes: int
+    time_us: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A snapshot; `str()` of it is a table for people."""
+
+    active: bool
+    options: dict[str, Any]
+    rows: tuple[Row, ...]
+    decisions: tuple[dict[str, Any], ...]
+    native_calls: int
+    delegated_calls: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        calls = self.native_calls + self.delegated_calls
+        share = f" ({100 * self.native_calls / calls:.0f}% native)" if calls else ""
+        lines = [
+            f"deepytorch {'active' if self.active else 'not active'}: {self.native_calls} native "
+            f"and {self.delegated_calls} delegated collectives{share}"
+        ]
+        if self.rows:
+            lines += _table(
+                [("group", "op", "algorithm", "calls", "MB", "ms/call", "why")]
+                + [_cells(row) for row in self.rows]
+            )
+        lines += [f"decision: {decision}" for decision in self.decisions]
+        return "\n".join(lines)
+
+
+def report() -> Report:
+    """What has been done so far, on this rank. Cheap; makes nothing happen."""
+    core = sys.modules.get("deepytorch_core._core")  # not loaded: then nothing has run
+    statistics = core.statistics() if core is not None else []
+    rows = tuple(
+        sorted(
+            (Row(**row) for row in statistics),
+            key=lambda row: (row.group, row.op, row.algorithm, row.reason),
+        )
+    )
+    delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
+    return Report(
+        active=activation.is_active(),
+        options=config.current().to_dict(),
+        rows=rows,
+        decisions=(),
+        native_calls=sum(row.calls for row in rows) - delegated,
+        delegated_calls=delegated,
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    per_call_ms = row.time_us / max(1, row.calls) / 1e3
+    return (
+        row.group,
+        row.op,
+        row.algorithm,
+        str(row.calls),
+        f"{row.bytes / 1e6:.3f}",
+        f"{per_call_ms:.3f}",
+        row.reason,
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

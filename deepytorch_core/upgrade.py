@@ -1,0 +1,145 @@
+"""Put deepytorch under groups that exist already, and take it away again.
+
+A torch ProcessGroup holds one backend for each device type and hands every operation to it. In
+place of the stock backend of a device we register ours, which has that stock backend as its
+delegate: tensors, names and references to the group stay valid.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from deepytorch_core import adapter, c10d_patches, config, rewrite
+from deepytorch_core.backend import NAME, default_timeout
+from deepytorch_core.console import say_once
+
+
+@dataclass
+class _Upgraded:
+    """What a group was before; `ours` is kept because torch has one slot for it, once."""
+
+    name: Any
+    config: str
+    new_config: str
+    ours: Any
+    active: bool = True
+
+
+_upgraded: weakref.WeakKeyDictionary[Any, _Upgraded] = weakref.WeakKeyDictionary()
+
+
+def upgrade_existing(c10d: Any) -> None:
+    """Upgrade the default group and its sub-groups, on all ranks or none; say why not."""
+    default = c10d.GroupMember.WORLD
+    if default is None or c10d_patches.is_ours(c10d, default):
+        return
+    name = str(c10d._world.pg_map[default][0])
+    if config.current().collectives == "stock":
+        return
+    machine = c10d_patches.machine(c10d)
+    new_config = _new_config(c10d, default, machine)
+    if new_config is None:
+        why = "it is no plain torch process group"
+        if type(default) is c10d.ProcessGroup:
+            pairs = rewrite.parse(c10d._world.pg_backend_config[default])
+            why = rewrite.why_not_beside({**pairs, "deepytorch's": NAME}) or (
+                "only gloo for cpu and nccl for cuda can be replaced"
+            )
+        say_once(f"the group made before the import keeps {name}: {why}", level="warning")
+        return
+    store = c10d._world.pg_map[default][1]
+    reason = c10d_patches.decide(store, rank=default.rank(), size=default.size())
+    if reason is not None:
+        say_once(f"the group made before the import keeps {name}: {reason}", level="warning")
+        return
+    for group in list(c10d._world.pg_map):
+        group_name = str(c10d._world.pg_map[group][0])
+        # Sub-groups asked for otherwise than the default group: as for new ones (rewrite).
+        if group is not default and group_name == "gloo" and name != "gloo":
+            continue
+        planned = _new_config(c10d, group, machine)
+        if planned is not None:
+            _upgrade(c10d, group, planned)
+    c10d_patches.announce(new_config, default.size())
+
+
+def downgrade_all(c10d: Any) -> None:
+    """Give upgraded groups that still exist their stock backends back."""
+    for group, record in list(_upgraded.items()):
+        if not record.active or group not in c10d._world.pg_map:
+            continue
+        import torch
+
+        for device, name in rewrite.parse(record.config).items():
+            kind = c10d.Backend.backend_type_map[name]
+            # torch still holds the old backend under its type and takes that.
+            group._register_backend(torch.device(device), kind, record.ours)
+        group._set_default_backend(_default_kind(c10d, record.config))
+        _set_names(c10d, group, record.name, record.config)
+        record.active = False
+
+
+def num_groups_made_as_ours(c10d: Any) -> int:
+    """Groups that were created with our backend, so have no other to go back to."""
+    return sum(c10d_patches.is_ours(c10d, group) for group in c10d._world.pg_map)
+
+
+def _new_config(c10d: Any, group: Any, machine: rewrite.Machine) -> str | None:
+    if type(group) is not c10d.ProcessGroup:
+        return None
+    return rewrite.upgraded(c10d._world.pg_backend_config[group], machine)
+
+
+def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
+    import torch
+
+    name, _ = c10d._world.pg_map[group]
+    old_config = c10d._world.pg_backend_config[group]
+    devices = [device for device, kind in rewrite.parse(new_config).items() if kind == NAME]
+    record = _upgraded.get(group)
+    if record is None:
+        stock = {device: group._get_backend(torch.device(device)) for device in devices}
+        record = _Upgraded(name, old_config, new_config, _adapter_over(c10d, group, stock))
+        _upgraded[group] = record
+    for device in devices:
+        group._register_backend(
+            torch.device(device), c10d.ProcessGroup.BackendType.CUSTOM, record.ours
+        )
+    group._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
+    _set_names(c10d, group, c10d.Backend(NAME), new_config)
+    c10d_patches.remember(group, str(name))
+    record.active = True
+
+
+def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
+    timeouts = [
+        timeout
+        for backend in stock.values()
+        if (timeout := getattr(getattr(backend, "options", None), "_timeout", None)) is not None
+    ]
+    return adapter.load().create_backend(
+        c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store()),
+        group.rank(),
+        group.size(),
+        # The group's own, even if it is torch's default: whether it was given is not recorded.
+        timeout=min(timeouts, default=default_timeout()),
+        group_name=group.group_name,
+        global_ranks=c10d.get_process_group_ranks(group),
+        delegates=stock.__getitem__,
+        native=True,
+    )
+
+
+def _default_kind(c10d: Any, old_config: str) -> Any:
+    names = rewrite.parse(old_config).values()
+    # torch's own choice for a group of several backends.
+    first = "nccl" if "nccl" in names else next(iter(names))
+    return c10d.Backend.backend_type_map[first]
+
+
+def _set_names(c10d: Any, group: Any, name: Any, group_config: str) -> None:
+    _, store = c10d._world.pg_map[group]
+    c10d._world.pg_map[group] = (name, store)
+    c10d._world.pg_backend_config[group] = group_config

@@ -1,0 +1,4 @@
+"""Adapters: one module per framework, installed as deepytorch.integrations.
+
+README.md beside this file is their contract.
+"""

@@ -1,0 +1,125 @@
+"""GPU tensors go to NCCL through the backend: same results, same losses, and counted as such."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from deepytorch_core.testing import needs_gpus, spawn_ranks
+
+pytestmark = [pytest.mark.gpu, needs_gpus(2)]
+
+
+def _device(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
+    device = _device(rank)
+    torch.manual_seed(rank)
+    value = torch.randn(1001, device=device)
+    results: dict[str, torch.Tensor] = {}
+    results["all_reduce"] = value.clone()
+    dist.all_reduce(results["all_reduce"], op=dist.ReduceOp.AVG)
+    gathered = [torch.empty_like(value) for _ in range(world_size)]
+    dist.all_gather(gathered, value)
+    results["all_gather"] = torch.cat(gathered)
+    results["broadcast"] = value.clone()
+    dist.broadcast(results["broadcast"], world_size - 1)
+    work = dist.all_reduce(value, async_op=True)
+    assert work is not None
+    work.wait()
+    results["asynchronous"] = value
+    sent = torch.full((3,), float(rank), device=device)
+    received = torch.empty_like(sent)
+    peer = world_size - 1 - rank
+    if peer != rank:
+        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+        assert received.eq(peer).all()
+    dist.barrier()
+    torch.cuda.synchronize()
+    return {name: result.tolist() for name, result in results.items()}
+
+
+def _delegated_reasons(rank: int, world_size: int) -> set[str]:
+    from deepytorch_core import _core
+
+    _core.reset_statistics()
+    value = torch.ones(8, device=_device(rank))
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
+    assert value.eq(world_size).all()
+    on_host = torch.ones(8)
+    dist.all_reduce(on_host)
+    assert on_host.eq(world_size).all()
+    return {f"{row['algorithm']}: {row['reason']}" for row in _core.statistics()}
+
+
+def _losses(rank: int, world_size: int, wrapper: str) -> list[float]:
+    device = _device(rank)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model, device_ids=[device])
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + rank)
+    losses = []
+    for _ in range(5):
+        loss = model(torch.randn(16, 64, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _activated(rank: int, world_size: int, address: str) -> tuple[str, float]:
+    import deepytorch
+
+    device = _device(rank)
+    deepytorch.activate()
+    dist.init_process_group(
+        "nccl", init_method=f"file://{address}", rank=rank, world_size=world_size, device_id=device
+    )
+    value = torch.ones(4, device=device)
+    dist.all_reduce(value)
+    name = dist.get_backend()
+    result = value[0].item()
+    dist.destroy_process_group()
+    deepytorch.deactivate()
+    return name, result
+
+
+def test_results_are_nccls() -> None:
+    ours = spawn_ranks(_collectives, 2, backend="deepytorch")
+    stock = spawn_ranks(_collectives, 2, backend="nccl")
+    assert ours == stock
+
+
+def test_what_is_delegated_says_why() -> None:
+    for seen in spawn_ranks(_delegated_reasons, 2, backend="deepytorch"):
+        assert "delegate: tensors on cuda" in seen
+        assert any(entry.startswith("one_shot") for entry in seen), seen
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_losses_are_nccls(wrapper: str) -> None:
+    ours = spawn_ranks(_losses, 2, wrapper, backend="deepytorch")
+    assert ours == spawn_ranks(_losses, 2, wrapper, backend="nccl")
+
+
+def test_import_takes_over_nccl(tmp_path: os.PathLike[str]) -> None:
+    outcome = spawn_ranks(_activated, 2, os.path.join(tmp_path, "store"), fresh=True)
+    assert outcome == [("deepytorch", 2.0)] * 2
