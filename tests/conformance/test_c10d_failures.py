@@ -173,7 +173,7 @@ def timeout_set_later(rank: int, world_size: int) -> None:
     works(world_size)
     group = dist.group.WORLD
     assert group is not None
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
+    group.set_timeout(timedelta(seconds=1))
     if rank == 0:
         text = error_of(lambda: dist.all_reduce(torch.ones(100)))
         assert "1000 ms" in text
