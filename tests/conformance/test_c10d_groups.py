@@ -311,3 +311,31 @@ def spawned_from_a_rank(rank: int, world_size: int) -> int:
 
 def test_descriptors_close_on_exec() -> None:
     assert spawn_ranks(spawned_from_a_rank, 2, backend=BACKEND) == [0, 0]
+
+
+def resources() -> dict[str, int]:
+    with open("/proc/self/maps") as maps:
+        shared = sum("memfd" in line and "deepytorch" in line for line in maps)
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "shared mappings": shared,
+    }
+
+
+def made_and_destroyed(rank: int, world_size: int) -> list[dict[str, int]]:
+    measured = []
+    for _ in range(12):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(100), group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        dist.destroy_process_group(group)
+        del group, work
+        measured.append(resources())
+    return measured
+
+
+def test_groups_give_everything_back() -> None:
+    for measured in spawn_ranks(made_and_destroyed, 2, backend=BACKEND):
+        assert measured[-1] == measured[2], "a group leaves something behind"
