@@ -81,7 +81,8 @@ class Failures:
             worker.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _DUMP_S
         for worker in workers:
-            while not worker.stacks() and time.monotonic() < deadline:
+            # Written bit by bit, the main thread last: this is its outermost frame.
+            while "in <module>" not in worker.stacks() and time.monotonic() < deadline:
                 time.sleep(0.02)
             self._stacks[worker.rank] = worker.stacks() or "(none: it does not answer signals)"
 

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deepytorch_core import config
 from deepytorch_core.testing import worker
 
 _MAX_MESSAGE_BYTES = 65536
@@ -43,12 +44,11 @@ class Nursery:
         # What the worker's side of every test module imports, if the test process has it.
         preload = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
         arguments = json.dumps([theirs.fileno(), sys.path, ["torch.distributed", *preload]])
-        # Through `env`, so that nothing here touches this process's own variables.
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}
         with theirs:
             self._process = subprocess.Popen(
-                ["env", *(f"{name}={value}" for name, value in variables.items())]
-                + [sys.executable, "-c", _START, arguments],
+                [sys.executable, "-c", _START, arguments],
+                env=config.child_environment(**variables),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the test process alone

@@ -1,0 +1,169 @@
+"""The names users rely on. Changing one of these tables is a decision, and a CHANGELOG entry."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import typer.main
+
+import deepytorch
+import deepytorch_core.testing
+from deepytorch import cli
+from deepytorch_core import _core
+from deepytorch_core.config import VARIABLES, Options
+
+FACADE = {
+    "activate": "(**options)",
+    "deactivate": "()",
+    "is_active": "()",
+    "report": "()",
+}
+OPTIONS: dict[str, Any] = {
+    "enabled": True,
+    "collectives": "auto",
+    "compile": "auto",
+    "padding_free": "auto",
+    "kernels": "auto",
+    "tune": "auto",
+    "profile": None,
+    "timeout_s": 600.0,
+    "log": "info",
+    "debug": False,
+    "deterministic": False,
+    "error_handling": "abort",
+    "staging_mb": None,
+    "reduce_threads": None,
+    "ifname": None,
+    "compile_budget_s": 120.0,
+}
+OUR_VARIABLES = {"DEEPYTORCH_CACHE_DIR", "DEEPYTORCH_CHUNK_BYTES"}
+COMMANDS: dict[str, dict[str, Any]] = {
+    "build": {"--output": None, "--force": False},
+    "run": {"--nproc-per-node": None, "--nnodes": None, "--module": False},
+    "train": {
+        "recipe": None,
+        "settings": None,
+        "--config": None,
+        "--nproc-per-node": None,
+        "--compare": False,
+    },
+    "topology": {"--json": None, "--load": None},
+    "report": {"file": None},
+    "bench collectives": {
+        "--device": "cpu",
+        "--world-size": 2,
+        "--ops": "all_reduce",
+        "--sizes": "1K:64M",
+        "--dtype": "float32",
+        "--baseline": "gloo",
+        "--registered": False,
+        "--iterations": 0,
+        "--json": None,
+        "--plot": None,
+    },
+}
+TESTING = {
+    "RankError",
+    "RankTimeoutError",
+    "assert_same_on_all_ranks",
+    "close_idle_workers",
+    "needs_gpus",
+    "rank_store",
+    "spawn_ranks",
+}
+STATISTICS = {"group", "op", "algorithm", "reason", "calls", "bytes", "time_us"}
+
+
+def changes(frozen: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """What differs, in words; a default differs also by its type."""
+    lines = [f"{name} is gone" for name in frozen if name not in found]
+    lines += [f"{name} is new" for name in found if name not in frozen]
+    for name in frozen.keys() & found.keys():
+        if repr(frozen[name]) != repr(found[name]):
+            lines.append(f"{name}: {frozen[name]!r} became {found[name]!r}")
+    return lines
+
+
+def parameters(command: Any) -> dict[str, Any]:
+    """Name (the long spelling with dashes) -> default of a command's parameters."""
+    found = {}
+    for parameter in command.params:
+        names = [name for name in parameter.opts if "_" not in name] or parameter.opts
+        if "--help" not in names:
+            found[max(names, key=len)] = parameter.default
+    return found
+
+
+def commands(group: Any, prefix: str = "") -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found.update(commands(command, f"{prefix}{name} "))
+        else:
+            found[prefix + name] = parameters(command)
+    return found
+
+
+def test_facade() -> None:
+    found = {}
+    for name in deepytorch.__all__:
+        signature = inspect.signature(getattr(deepytorch, name))
+        shown = [
+            ("**" if parameter.kind is parameter.VAR_KEYWORD else "") + parameter.name
+            for parameter in signature.parameters.values()
+        ]
+        found[name] = f"({', '.join(shown)})"
+    assert not changes(FACADE, found)
+
+
+def test_options_and_their_defaults() -> None:
+    found = {option.name: option.default for option in dataclasses.fields(Options)}
+    assert not changes(OPTIONS, found)
+    assert list(found) == list(OPTIONS), "reports and help show them in this order"
+
+
+def test_environment_variables() -> None:
+    assert {name for name in VARIABLES if name.startswith("DEEPYTORCH_")} == OUR_VARIABLES
+
+
+def test_commands_and_their_options() -> None:
+    found = commands(typer.main.get_command(cli.app))
+    assert not changes(dict.fromkeys(COMMANDS), dict.fromkeys(found))
+    for name, frozen in COMMANDS.items():
+        assert not changes(frozen, found[name]), f"deepytorch {name}"
+
+
+def test_testing_helpers() -> None:
+    assert set(deepytorch_core.testing.__all__) == TESTING
+
+
+def test_statistics_rows() -> None:
+    assert set(inspect.get_annotations(_statistics_row())) == STATISTICS
+    assert isinstance(_core.statistics(), list)
+
+
+def _statistics_row() -> type:
+    namespace: dict[str, Any] = {}
+    stub = (inspect.getsourcefile(deepytorch_core) or "").replace("__init__.py", "_core.pyi")
+    with open(stub) as file:
+        exec(compile(file.read(), stub, "exec"), namespace)
+    row: type = namespace["StatisticsRow"]
+    return row
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"timeout_s": 600, "log": "info"},
+        {"timeout_s": 600.0},
+        {"timeout_s": 600.0, "log": "info", "more": 1},
+        {"timeout_s": 600.0, "log": None},
+    ],
+)
+def test_changes_are_found(found: dict[str, Any]) -> None:
+    frozen = {"timeout_s": 600.0, "log": "info"}
+    assert changes(frozen, found)
+    assert not changes(frozen, dict(frozen))
