@@ -225,7 +225,11 @@ WorkPtr Backend::submit(Call call) {
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
   if (outcome == DPT_DELEGATED) result = started.delegated;
-  if (coalescing_ && result) coalesced_.push_back(result);
+  if (coalescing_) {
+    if (result) coalesced_.push_back(result);
+    const std::vector<at::Tensor>& results = started.call.results;
+    coalesced_results_.insert(coalesced_results_.end(), results.begin(), results.end());
+  }
   return result;
 }
 
@@ -249,6 +253,7 @@ WorkPtr Backend::join(c10d::OpType op_type,
 void Backend::startCoalescing() {
   coalescing_ = true;
   coalesced_.clear();
+  coalesced_results_.clear();
   coalescing_delegates_.clear();
 }
 
@@ -257,11 +262,9 @@ WorkPtr Backend::endCoalescing() {
   for (const BackendPtr& delegate : std::exchange(coalescing_delegates_, {})) {
     coalesced_.push_back(delegate->endCoalescing());
   }
-  std::vector<at::Tensor> results;
-  for (const WorkPtr& part : coalesced_) {
-    for (const at::Tensor& tensor : part->result()) results.push_back(tensor);
-  }
-  return join(c10d::OpType::COALESCED, std::exchange(coalesced_, {}), std::move(results));
+  return join(c10d::OpType::COALESCED,
+              std::exchange(coalesced_, {}),
+              std::exchange(coalesced_results_, {}));
 }
 
 void Backend::check_root(const char* op, int64_t root) const {

@@ -149,6 +149,7 @@ class Backend : public c10d::Backend {
   std::map<std::string, BackendPtr> delegates_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+  std::vector<at::Tensor> coalesced_results_;
   std::vector<BackendPtr> coalescing_delegates_;
 };
 
