@@ -104,6 +104,8 @@ def _why_not_ready() -> str | None:
 
 def _helper(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 5:
+            return original(*args, **kwargs)  # not how torch's own two callers pass them
         group_size, group_rank, ranks, asked, store = args[:5]
         chosen = None
         if not ranks and kwargs.get("group_desc") == "default_pg":

@@ -237,8 +237,12 @@ def test_groups_with_processes_outside_of_the_job_are_left_alone() -> None:
         "    1, 0, [], 'gloo', dist.HashStore(), group_name='weights',\n"
         "    timeout=timedelta(seconds=9))\n"
         "print(_world.pg_backend_config[group])\n"
+        "group, _ = _new_process_group_helper(\n"
+        "    group_size=1, group_rank=0, global_ranks_in_group=[], backend='gloo',\n"
+        "    store=dist.HashStore(), group_name='by name', timeout=timedelta(seconds=9))\n"
+        "print(_world.pg_backend_config[group])\n"
     )
-    assert lines == ["cpu:gloo,cuda:gloo"]
+    assert lines == ["cpu:gloo,cuda:gloo"] * 2
 
 
 def test_an_existing_group_that_cannot_be_upgraded_says_why() -> None:
