@@ -66,9 +66,10 @@ def test_before_torch_it_neither_imports_torch_nor_prints() -> None:
     ids=["before torch", "after torch", "after a name was taken from torch"],
 )
 def test_it_acts_whenever_it_is_imported(imports: str) -> None:
-    result = run(imports + INIT + "print(*init('gloo'))\n")
+    again = "dist.destroy_process_group()\nprint(*init('gloo'))\n"
+    result = run(imports + INIT + "print(*init('gloo'))\n" + again)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "deepytorch cpu:deepytorch\n"
+    assert result.stdout == "deepytorch cpu:deepytorch\n" * 2
     # One line at the start, with the off switch.
     (line,) = [line for line in result.stderr.splitlines() if "compil" not in line]
     assert "collectives of 1 ranks go through deepytorch for cpu tensors" in line
