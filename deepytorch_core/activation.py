@@ -27,7 +27,14 @@ class _Active:
     """What activation has put in place."""
 
     patches: Patches = field(default_factory=Patches)
-    hooks: list[ImportHook] = field(default_factory=list)
+    hooks: list[ImportHook] = field(
+        default_factory=lambda: [ImportHook(_C10D, _arm), ImportHook(_DIST_NN, _arm_dist_nn)]
+    )
+
+    def undo(self) -> None:
+        for hook in self.hooks:
+            hook.undo()
+        self.patches.undo()
 
 
 _active: _Active | None = None
@@ -58,12 +65,10 @@ def activate(**options: Any) -> None:
             for line in config.unknown_variables():
                 say_once(line, level="warning")
             _active = _Active()
-            for name, action in ((_C10D, _arm), (_DIST_NN, _arm_dist_nn)):
-                hook = ImportHook(name, action)
-                _active.hooks.append(hook)
+            for hook in _active.hooks:
                 hook.install()
         c10d = sys.modules.get(_C10D)
-        if c10d is not None and c10d.is_initialized():
+        if is_active() and c10d is not None and c10d.is_initialized():
             from deepytorch_core import upgrade
 
             upgrade.upgrade_existing(c10d)
@@ -79,9 +84,7 @@ def deactivate() -> None:
     with _lock:
         if _active is None:
             return
-        for hook in _active.hooks:
-            hook.undo()
-        _active.patches.undo()
+        _active.undo()
         _active = None
         config.set_current(None)
         c10d = sys.modules.get(_C10D)
@@ -100,6 +103,7 @@ def is_active() -> bool:
 
 
 def _arm(c10d: ModuleType) -> None:
+    global _active
     assert _active is not None
     try:
         from deepytorch_core import c10d_patches, torch_sites
@@ -108,7 +112,8 @@ def _arm(c10d: ModuleType) -> None:
         torch_sites.install(c10d, _active.patches)
     except Exception as error:
         # This may be running inside `import torch`, which must not fail because of us.
-        _active.patches.undo()
+        _active.undo()
+        _active = None
         say(
             f"not active, this torch is not as expected: {type(error).__name__}: {error} "
             f"({OFF_SWITCH})",
@@ -117,7 +122,7 @@ def _arm(c10d: ModuleType) -> None:
 
 
 def _arm_dist_nn(functional: ModuleType) -> None:
-    assert _active is not None
-    from deepytorch_core import torch_sites
+    if _active is not None:  # the first hook may have given up
+        from deepytorch_core import torch_sites
 
-    torch_sites.install_dist_nn(functional, _active.patches)
+        torch_sites.install_dist_nn(functional, _active.patches)

@@ -8,14 +8,13 @@ whichever rank comes to an end first; a rank that comes later reads that verdict
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 # Ranks come here from the same line of the same script; the rendezvous has just brought them
 # together.
-_HERE_LIMIT_S = 60.0
+HERE_LIMIT_S = 60.0
 # As long as another rank may compile.
 _READY_LIMIT_S = 960.0
 
@@ -28,7 +27,7 @@ def agree(
     rank: int,
     size: int,
     prepare: Callable[[], str | None],
-    here_limit_s: float = _HERE_LIMIT_S,
+    here_limit_s: float,
 ) -> str | None:
     """Run `prepare` on every rank; return None if all succeeded, else why not, the same everywhere.
 
@@ -55,10 +54,10 @@ def _judge(store: Any, size: int, here_limit_s: float) -> str:
     absent = _absent(store, [f"ready/{rank}" for rank in range(size)], _READY_LIMIT_S)
     if absent:
         return f"{_ranks(absent)} did not have it ready within {_READY_LIMIT_S:g} s"
-    for rank in range(size):
-        answer = store.get(f"ready/{rank}").decode()
-        if answer != _YES:
-            return f"rank {rank}: {answer}"
+    answers = store.multi_get([f"ready/{rank}" for rank in range(size)])
+    for rank, answer in enumerate(answers):
+        if answer.decode() != _YES:
+            return f"rank {rank}: {answer.decode()}"
     return _YES
 
 
@@ -73,15 +72,11 @@ def _await(store: Any, here_limit_s: float) -> str:
 
 def _absent(store: Any, keys: list[str], limit_s: float) -> list[int]:
     """Wait for all `keys`; return the indices of those that did not come in time."""
-    deadline = time.monotonic() + limit_s
-    absent = []
-    for index, key in enumerate(keys):
-        left = max(0.01, deadline - time.monotonic())
-        try:
-            store.wait([key], timedelta(seconds=left))
-        except RuntimeError:  # torch's DistStoreError: the time is over
-            absent.append(index)
-    return absent
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+    except RuntimeError:  # torch's DistStoreError: the time is over
+        return [index for index, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def _ranks(ranks: list[int]) -> str:

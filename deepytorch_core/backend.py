@@ -8,14 +8,13 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import adapter, config
+from deepytorch_core import config
 from deepytorch_core.delegates import GroupSpec, StockFactory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
 NAME = "deepytorch"
-DEVICES = ("cpu", "cuda")
 
 _timeout_is_final: ContextVar[bool] = ContextVar("timeout_is_final", default=False)
 
@@ -25,7 +24,19 @@ def register() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     if NAME.upper() not in c10d.Backend._plugins:
-        c10d.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+        c10d.Backend.register_backend(NAME, create, extended_api=True, devices=_devices())
+
+
+def _devices() -> list[str]:
+    """Device types of a plain "deepytorch" group.
+
+    Without "cuda" in a torch built without it: torch takes a device other than "cpu" in this list
+    for one that it may ask about its state (ShardedTensor does), which then fails.
+    """
+    import torch
+
+    has_cuda = torch.version.cuda is not None or torch.version.hip is not None
+    return ["cpu", "cuda"] if has_cuda else ["cpu"]
 
 
 @contextlib.contextmanager
@@ -65,6 +76,8 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     options = config.current()
     if not options.enabled and _accelerator() == "cpu":
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
+    from deepytorch_core import adapter  # here: importing torch registers the name, no more
+
     made = adapter.load().create_backend(
         spec.store,
         spec.rank,

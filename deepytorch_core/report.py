@@ -61,12 +61,7 @@ def report() -> Report:
     """What has been done so far, on this rank. Cheap; makes nothing happen."""
     core = sys.modules.get("deepytorch_core._core")  # not loaded: then nothing has run
     statistics = core.statistics() if core is not None else []
-    rows = tuple(
-        sorted(
-            (Row(**row) for row in statistics),
-            key=lambda row: (row.group, row.op, row.algorithm, row.reason),
-        )
-    )
+    rows = _merged(statistics)
     delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
     return Report(
         active=activation.is_active(),
@@ -76,6 +71,24 @@ def report() -> Report:
         native_calls=sum(row.calls for row in rows) - delegated,
         delegated_calls=delegated,
     )
+
+
+def _merged(statistics: list[dict[str, Any]]) -> tuple[Row, ...]:
+    """One row for a group's name, though several groups may have had it, one after the other."""
+    merged: dict[tuple[str, str, str, str], Row] = {}
+    for entry in statistics:
+        row = Row(**entry)
+        key = (row.group, row.op, row.algorithm, row.reason)
+        other = merged.get(key)
+        if other is not None:
+            row = dataclasses.replace(
+                row,
+                calls=row.calls + other.calls,
+                bytes=row.bytes + other.bytes,
+                time_us=row.time_us + other.time_us,
+            )
+        merged[key] = row
+    return tuple(merged[key] for key in sorted(merged))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -4,6 +4,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "python_bridge.hpp"
 #include "store.hpp"
 
@@ -124,7 +126,7 @@ dpt_status Backend::start_on_delegate(void*, const dpt_request* request, dpt_err
     for (const auto& tensors : {call.inputs, call.outputs}) {
       if (!tensors.empty()) device_type = c10::DeviceTypeName(tensors[0].device().type(), true);
     }
-    started->delegated = call.replay(*started->backend.delegate_for(device_type));
+    started->delegated = started->backend.replay(call, started->backend.delegate_for(device_type));
     return DPT_OK;
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.
@@ -132,6 +134,20 @@ dpt_status Backend::start_on_delegate(void*, const dpt_request* request, dpt_err
     error->message[0] = '\0';
     return DPT_ERR_DELEGATE;
   }
+}
+
+WorkPtr Backend::replay(const Call& call, const BackendPtr& delegate) {
+  // NCCL needs to know which sends and receives belong together, or each would wait for its peer's.
+  if (coalescing_ && delegate->supportsCoalescing()) {
+    if (std::find(coalescing_delegates_.begin(), coalescing_delegates_.end(), delegate) ==
+        coalescing_delegates_.end()) {
+      delegate->startCoalescing();
+      coalescing_delegates_.push_back(delegate);
+    }
+    call.replay(*delegate);
+    return nullptr;  // one work for all of them comes from the delegate's endCoalescing
+  }
+  return call.replay(*delegate);
 }
 
 WorkPtr Backend::submit(Call call) {
@@ -209,7 +225,11 @@ WorkPtr Backend::submit(Call call) {
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
   if (outcome == DPT_DELEGATED) result = started.delegated;
-  if (coalescing_) coalesced_.push_back(result);
+  if (coalescing_) {
+    if (result) coalesced_.push_back(result);
+    const std::vector<at::Tensor>& results = started.call.results;
+    coalesced_results_.insert(coalesced_results_.end(), results.begin(), results.end());
+  }
   return result;
 }
 
@@ -233,15 +253,18 @@ WorkPtr Backend::join(c10d::OpType op_type,
 void Backend::startCoalescing() {
   coalescing_ = true;
   coalesced_.clear();
+  coalesced_results_.clear();
+  coalescing_delegates_.clear();
 }
 
 WorkPtr Backend::endCoalescing() {
   coalescing_ = false;
-  std::vector<at::Tensor> results;
-  for (const WorkPtr& part : coalesced_) {
-    for (const at::Tensor& tensor : part->result()) results.push_back(tensor);
+  for (const BackendPtr& delegate : std::exchange(coalescing_delegates_, {})) {
+    coalesced_.push_back(delegate->endCoalescing());
   }
-  return join(c10d::OpType::COALESCED, std::exchange(coalesced_, {}), std::move(results));
+  return join(c10d::OpType::COALESCED,
+              std::exchange(coalesced_, {}),
+              std::exchange(coalesced_results_, {}));
 }
 
 void Backend::check_root(const char* op, int64_t root) const {

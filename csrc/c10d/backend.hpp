@@ -134,6 +134,7 @@ class Backend : public c10d::Backend {
   WorkPtr delegate(dpt_collective collective,
                    const std::vector<at::Tensor>& tensors,
                    Replay replay);
+  WorkPtr replay(const Call& call, const BackendPtr& delegate);
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
   BackendPtr delegate_for(const std::string& device_type);
   static dpt_status start_on_delegate(void* context, const dpt_request* request, dpt_error* error);
@@ -148,6 +149,8 @@ class Backend : public c10d::Backend {
   std::map<std::string, BackendPtr> delegates_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+  std::vector<at::Tensor> coalesced_results_;
+  std::vector<BackendPtr> coalescing_delegates_;
 };
 
 }  // namespace dpt::c10d_adapter

@@ -1,0 +1,88 @@
+"""The entry points that torch calls: the name is known, nothing else happens, nothing raises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepytorch_core import autoload
+
+ROOT = Path(__file__).parents[2]
+
+ENTRY_POINTS = """\
+[torch.backends]
+deepytorch = deepytorch_core.autoload:register
+[torch.distributed.backends]
+deepytorch = deepytorch_core.autoload:register
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder that makes deepytorch look installed: its metadata, and nothing more."""
+    metadata = tmp_path / "deepytorch-0.0.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepytorch\nVersion: 0.0.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    return tmp_path
+
+
+def run(program: str, *paths: Path, **variables: str) -> str:
+    python_path = os.pathsep.join(str(path) for path in paths)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": python_path, **variables},  # noqa: TID251
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def test_the_entry_points_are_declared_as_tested_here() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for line in ENTRY_POINTS.splitlines()[1::2]:
+        _, target = line.split(" = ")
+        assert project.count(f'deepytorch = "{target}"') == 2
+
+
+def test_torch_knows_the_name_after_import_and_nothing_else_has_changed(installed: Path) -> None:
+    output = run(
+        "import sys, torch\n"
+        "from torch.distributed import distributed_c10d as c10d\n"
+        "assert 'deepytorch' in c10d.Backend.backend_list\n"
+        "assert c10d.Backend.default_device_backend_map['cpu'] == 'gloo'\n"
+        "assert not hasattr(c10d._new_process_group_helper, '__deepytorch_original__')\n"
+        # Nothing that costs time was loaded: no facade, no core, no build machinery.
+        "heavy = {'deepytorch', 'deepytorch_core.activation', 'deepytorch_core.adapter',\n"
+        "         'deepytorch_core._core', 'deepytorch_c10d', 'torch.utils.cpp_extension'}\n"
+        "print('loaded:', sorted(heavy & set(sys.modules)))\n",
+        installed,
+        ROOT,
+    )
+    assert output.strip() == "loaded: []"
+
+
+def test_an_error_in_it_does_not_break_import_torch(installed: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    (broken / "deepytorch_core").mkdir(parents=True)
+    source = (ROOT / "deepytorch_core" / "autoload.py").read_text()
+    (broken / "deepytorch_core" / "__init__.py").write_text("")
+    (broken / "deepytorch_core" / "autoload.py").write_text(source)
+    (broken / "deepytorch_core" / "backend.py").write_text("raise RuntimeError('broken install')\n")
+    assert run("import torch; print(torch.ones(2).sum().item())", installed, broken) == "2.0\n"
+
+
+def test_a_wrong_option_does_not_break_import_torch(installed: Path) -> None:
+    output = run("import torch; print('fine')", installed, ROOT, DEEPYTORCH_COLLECTIVES="nonsense")
+    assert output == "fine\n"
+
+
+def test_it_takes_whatever_torch_may_pass() -> None:
+    autoload.register()
+    autoload.register(object(), name="deepytorch")

@@ -1,0 +1,199 @@
+"""Options: defaults, where they come from, and what a wrong one says."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepytorch_core import config
+from deepytorch_core.config import Options
+
+# The published names and defaults; changing one breaks users.
+DEFAULTS = {
+    "enabled": True,
+    "collectives": "auto",
+    "compile": "auto",
+    "padding_free": "auto",
+    "kernels": "auto",
+    "tune": "auto",
+    "profile": None,
+    "timeout_s": 600.0,
+    "log": "info",
+    "debug": False,
+    "deterministic": False,
+    "error_handling": "abort",
+    "staging_mb": None,
+    "reduce_threads": None,
+    "ifname": None,
+    "compile_budget_s": 120.0,
+}
+
+
+def test_names_and_defaults_are_the_published_ones() -> None:
+    assert Options().to_dict() == DEFAULTS
+    assert Options.names() == tuple(DEFAULTS)
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    assert all(meaning for _, _, meaning in config.documented())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("enabled", "0", False),
+        ("enabled", "False", False),
+        ("enabled", "on", True),
+        ("collectives", "STOCK", "stock"),
+        ("compile", "regional", "regional"),
+        ("timeout_s", "12.5", 12.5),
+        ("staging_mb", "64", 64),
+        ("debug", "on", True),
+        ("deterministic", "yes", True),
+        ("ifname", "eth0,eth1", "eth0,eth1"),
+    ],
+)
+def test_environment_variables_are_converted(name: str, text: str, value: Any) -> None:
+    options = Options.from_env({"DEEPYTORCH_" + name.upper(): text})
+    assert getattr(options, name) == value
+    assert dataclasses.replace(options, **{name: DEFAULTS[name]}) == Options()
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert Options.from_env({"DEEPYTORCH_ENABLED": "", "DEEPYTORCH_PROFILE": ""}) == Options()
+
+
+def test_a_keyword_wins_over_the_environment_and_that_over_the_default() -> None:
+    base = Options.from_env({"DEEPYTORCH_LOG": "error", "DEEPYTORCH_TUNE": "off"})
+    options = Options.from_mapping({"log": "debug"}, base=base)
+    assert (options.log, options.tune, options.kernels) == ("debug", "off", "auto")
+
+
+def test_json_and_yaml_booleans_mean_on_and_off() -> None:
+    # YAML reads `kernels: off` as False.
+    options = Options.from_mapping({"kernels": False, "padding_free": True, "compile": False})
+    assert (options.kernels, options.padding_free, options.compile) == ("off", "on", "off")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "parts"),
+    [
+        ({"colectives": "auto"}, ["'colectives'", "did you mean collectives?", "timeout_s"]),
+        ({"collectives": "nativ"}, ["collectives='nativ'", "auto, native, stock", "mean native?"]),
+        ({"enabled": "maybe"}, ["enabled='maybe'", "true", "false"]),
+        ({"timeout_s": 0}, ["timeout_s=0", "above 0"]),
+        ({"timeout_s": "nan"}, ["timeout_s='nan'"]),
+        ({"staging_mb": 1.5}, ["staging_mb=1.5", "whole number"]),
+        ({"staging_mb": True}, ["staging_mb=True"]),
+        ({"compile": " "}, ["compile=' '"]),
+    ],
+)
+def test_a_wrong_option_says_what_is_valid(mapping: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError, match="=|unknown option") as caught:
+        Options.from_mapping(mapping)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_wrong_variable_is_named_as_a_variable() -> None:
+    with pytest.raises(ValueError, match=r"DEEPYTORCH_TIMEOUT_S='soon': expected a number"):
+        Options.from_env({"DEEPYTORCH_TIMEOUT_S": "soon"})
+
+
+def test_options_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().log = "debug"  # type: ignore[misc]
+
+
+@given(st.dictionaries(st.sampled_from(list(DEFAULTS)), st.text(max_size=8) | st.integers()))
+def test_any_mapping_gives_options_or_a_value_error(mapping: dict[str, Any]) -> None:
+    message = None
+    try:
+        options = Options.from_mapping(mapping)
+    except ValueError as error:
+        message = str(error)
+    if message is None:
+        assert Options.from_mapping(options.to_dict()) == options
+    else:
+        assert any(name in message for name in mapping)
+
+
+def test_current_options_follow_the_environment_until_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPYTORCH_TUNE", "force")
+    assert config.current().tune == "force"
+    config.set_current(Options(tune="off"))
+    try:
+        assert config.current().tune == "off"
+    finally:
+        config.set_current(None)
+    assert config.current().tune == "force"
+
+
+def test_misspelt_variables_are_found() -> None:
+    found = config.unknown_variables(
+        {
+            "DEEPYTORCH_TIMEOUT": "3",
+            "DEEPYTORCH_LOG": "info",
+            "DEEPYTORCH_CACHE_DIR": "/x",
+            "A": "b",
+        }
+    )
+    assert found == [
+        "DEEPYTORCH_TIMEOUT is no variable of deepytorch (did you mean DEEPYTORCH_TIMEOUT_S?)"
+    ]
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEEPYTORCH_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert config.cache_dir() == Path("/home/somebody/.cache/deepytorch")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/user")
+    assert config.cache_dir() == Path("/var/cache/user/deepytorch")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/does/not/count")
+    assert config.cache_dir() == Path("/home/somebody/.cache/deepytorch")
+    monkeypatch.setenv("DEEPYTORCH_CACHE_DIR", "/scratch/dpt")
+    assert config.cache_dir() == Path("/scratch/dpt")
+
+
+def test_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert (config.rank(), config.world_size(), config.local_rank()) == (0, 1, 0)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "not a number")
+    assert (config.rank(), config.local_rank()) == (3, 0)
+
+
+def test_compiler_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "my-c++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{compiler} -v")
+    assert config.compiler() == [str(compiler), "-v"]
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    assert config.compiler() is None
+
+
+def test_the_core_sees_a_log_level_given_as_keyword() -> None:
+    program = (
+        "import os\n"
+        "from deepytorch_core import config\n"
+        "config.set_current(config.Options(log='error'))\n"
+        "config.export_for_core()\n"
+        "assert os.environ['DEEPYTORCH_LOG'] == 'error'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": root}  # noqa: TID251
