@@ -30,6 +30,8 @@ from deepytorch_core import config
 from deepytorch_core.testing import worker
 
 _MAX_MESSAGE_BYTES = 65536
+# The second binds today's default group to its functions when it is imported: there is none here.
+_PRELOAD = ("torch.distributed", "torch.distributed.nn.functional")
 _START = (
     "import json, sys; fd, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
     "from deepytorch_core.testing import nursery; nursery.serve(fd, preload)"
@@ -43,7 +45,7 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # What the worker's side of every test module imports, if the test process has it.
         preload = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
-        arguments = json.dumps([theirs.fileno(), sys.path, ["torch.distributed", *preload]])
+        arguments = json.dumps([theirs.fileno(), sys.path, [*_PRELOAD, *preload]])
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}
         with theirs:
             self._process = subprocess.Popen(

@@ -145,6 +145,16 @@ def reduce_scatter_tensor(group: Group, rank: int, size: int) -> Any:
     return results
 
 
+def reduce_scatter_in_place(group: Group, rank: int, size: int) -> Any:
+    results = []
+    for count in (5, 20011):
+        storage = values(size * count)
+        output = storage[rank * count : (rank + 1) * count]
+        dist.reduce_scatter_tensor(output, storage, group=group)
+        results.append(output)
+    return results
+
+
 def broadcast(group: Group, rank: int, size: int) -> Any:
     results = []
     for root in range(size):
@@ -290,6 +300,7 @@ CASES: list[Case] = [
     all_gather_in_place,
     reduce_scatter,
     reduce_scatter_of_strided_inputs,
+    reduce_scatter_in_place,
     reduce_scatter_tensor,
     broadcast,
     reduce,

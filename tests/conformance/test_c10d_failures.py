@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -351,13 +355,44 @@ def test_a_rank_that_left_is_named() -> None:
     assert "rank 1" in texts[2]
 
 
-def exits_without_goodbye(rank: int, world_size: int) -> str:
-    works(world_size)
-    if rank == 1:
-        return ""
-    return "fine"
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from deepytorch_core import backend
+backend.register()
+rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("deepytorch", init_method=f"file://{path}", rank=rank, world_size=2)
+group = dist.new_group()
+tensor = torch.ones(50_000)
+works = [dist.all_reduce(tensor, group=each, async_op=True) for each in (None, group)]
+dist.all_to_all_single(torch.zeros(4), torch.ones(4))
+if ending == "waited":
+    for work in works:
+        work.wait()
+if ending == "raised":
+    raise ValueError("of the program itself")
+print("last line", flush=True)
+"""
 
 
-def test_ending_together_raises_nothing() -> None:
-    for _ in range(5):
-        spawn_ranks(exits_without_goodbye, 2, backend=BACKEND, fresh=True)
+@pytest.mark.parametrize("ending", ["waited", "not waited", "raised"])
+def test_interpreter_ends_with_groups_open(tmp_path: Path, ending: str) -> None:
+    """No hang, no crash, no noise when a program doesn't say goodbye."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    for process, (stdout, stderr) in zip(processes, outputs, strict=True):
+        # Torch marks a traceback's lines with the rank.
+        lines = [re.sub(r"^\[rank\d\]: ?", "", line) for line in stderr.splitlines()]
+        if ending == "raised":
+            assert process.returncode == 1
+            assert lines[0].startswith("Traceback")
+            assert lines[-1] == "ValueError: of the program itself"
+        else:
+            assert (process.returncode, stdout, lines) == (0, "last line\n", [])
