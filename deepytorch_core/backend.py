@@ -93,6 +93,20 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     return backend
 
 
+def tell_devices(group: Any, group_config: dict[str, str]) -> None:
+    """Tell a group's backend of ours which devices it serves; c10d doesn't.
+
+    Args:
+        group: the torch ProcessGroup.
+        group_config: backend name by device type.
+    """
+    import torch
+
+    ours = [device for device, name in group_config.items() if name == NAME]
+    if ours and "cpu" not in ours:
+        group._get_backend(torch.device(ours[0])).serve_accelerator_only(ours[0])
+
+
 def _torch_default_timeout() -> timedelta:
     from torch.distributed import distributed_c10d as c10d
 

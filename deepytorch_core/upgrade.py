@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepytorch_core import adapter, c10d_patches, config, rewrite
-from deepytorch_core.backend import NAME, default_timeout
+from deepytorch_core.backend import NAME, default_timeout, tell_devices
 from deepytorch_core.console import say_once
 
 
@@ -109,6 +109,7 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
         group._register_backend(
             torch.device(device), c10d.ProcessGroup.BackendType.CUSTOM, record.ours
         )
+    tell_devices(group, rewrite.parse(new_config))
     group._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
     group._set_group_name(group_name)
     group._set_group_desc(description)

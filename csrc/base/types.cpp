@@ -7,6 +7,7 @@ size_t size_of(DataType dtype) {
     case DPT_BOOL:
     case DPT_INT8:
     case DPT_UINT8:
+    case DPT_OTHER:
       return 1;
     case DPT_INT16:
     case DPT_FLOAT16:
@@ -51,6 +52,8 @@ const char* name_of(DataType dtype) {
       return "complex64";
     case DPT_COMPLEX128:
       return "complex128";
+    case DPT_OTHER:
+      return "bytes of another dtype";
   }
   return "unknown dtype";
 }

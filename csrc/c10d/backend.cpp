@@ -201,15 +201,16 @@ WorkPtr Backend::submit(Call what) {
   const at::Tensor* sample = call.inputs.empty() ? nullptr : &call.inputs[0];
   if (call.collective == DPT_REDUCE_SCATTER && !call.outputs.empty()) sample = &call.outputs[0];
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
+  const Elements elements = sample ? elements_of(*sample, reduces) : Elements{DPT_UINT8, 0};
   const dpt_request request{
       .collective = call.collective,
-      .dtype = sample && !not_native ? *to_data_type(sample->scalar_type()) : DPT_UINT8,
+      .dtype = elements.dtype,
       .reduce_op = call.core_reduce_op,
       .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
       .root = call.root,
       .inputs = input_pointers.data(),
       .outputs = output_pointers.data(),
-      .count = sample ? static_cast<size_t>(sample->numel()) : 0,
+      .count = elements.count,
       .timeout_ms =
           (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
       .asynchronous = call.asynchronous || coalescing_,

@@ -45,6 +45,10 @@ class Backend : public c10d::Backend {
   explicit Backend(Setup setup);
   ~Backend() override;
 
+  // c10d does not tell a backend the device of a barrier; in a group that serves no CPU tensors it
+  // is the accelerator's, whose stream only the stock backend waits for.
+  void serve_accelerator_only(const std::string& device) { barrier_device_ = at::Device(device); }
+
   const std::string getBackendName() const override { return "deepytorch"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
   void setTimeout(Milliseconds timeout) override;
@@ -143,6 +147,7 @@ class Backend : public c10d::Backend {
   void check_root(const char* op, int64_t root) const;
 
   Setup setup_;
+  at::Device barrier_device_ = at::kCPU;
   dpt_comm* comm_ = nullptr;
   std::atomic<uint64_t> sequence_{0};
   std::mutex making_mutex_;

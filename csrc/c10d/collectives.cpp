@@ -269,9 +269,9 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
             .timeout = options.timeout,
             .asynchronous = options.asyncOp,
             .replay = [options](c10d::Backend& stock) { return stock.barrier(options); }};
-  // A barrier on an accelerator waits for its stream, which only the stock backend does.
-  if (options.device && !options.device->is_cpu()) {
-    call.inputs = {at::empty({0}, at::TensorOptions(*options.device).dtype(at::kByte))};
+  const at::Device device = options.device.value_or(barrier_device_);
+  if (!device.is_cpu()) {
+    call.inputs = {at::empty({0}, at::TensorOptions(device).dtype(at::kByte))};
     call.in_place = true;
   }
   return submit(std::move(call));

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 namespace dpt::c10d_adapter {
+namespace {
 
 std::optional<dpt_data_type> to_data_type(at::ScalarType type) {
   switch (type) {
@@ -33,6 +34,14 @@ std::optional<dpt_data_type> to_data_type(at::ScalarType type) {
     default:
       return std::nullopt;
   }
+}
+
+}  // namespace
+
+Elements elements_of(const at::Tensor& tensor, bool reduces) {
+  const auto count = static_cast<size_t>(tensor.numel());
+  if (const auto dtype = to_data_type(tensor.scalar_type())) return {*dtype, count};
+  return {reduces ? DPT_OTHER : DPT_UINT8, count * tensor.element_size()};
 }
 
 dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op) {
@@ -102,7 +111,7 @@ std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors) 
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.device().is_cpu()) return c10::str("tensors on ", tensor.device().type());
     if (tensor.layout() != at::kStrided) return c10::str(tensor.layout(), " tensors");
-    if (!to_data_type(tensor.scalar_type())) return c10::str(tensor.scalar_type(), " tensors");
+    if (tensor.is_quantized()) return "quantized tensors";
   }
   return std::nullopt;
 }

@@ -12,7 +12,14 @@
 
 namespace dpt::c10d_adapter {
 
-std::optional<dpt_data_type> to_data_type(at::ScalarType type);
+// What one buffer holds. Types the core doesn't know (float8, uint16, ...) are moved as bytes, and
+// reduced by the delegate.
+struct Elements {
+  dpt_data_type dtype;
+  size_t count;
+};
+Elements elements_of(const at::Tensor& tensor, bool reduces);
+
 dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op);
 // The factor of PREMUL_SUM; 1 for other reduce ops.
 double premul_factor_of(const c10d::ReduceOp& op);

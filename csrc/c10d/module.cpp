@@ -54,7 +54,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                [](Milliseconds timeout) { return c10::make_intrusive<Backend::Options>(timeout); }),
            py::arg("timeout") = Milliseconds(kBackendDefaultTimeout));
 
-  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend");
+  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
+      .def_property_readonly("options", &Backend::getBackendOptions)
+      .def("serve_accelerator_only",
+           &Backend::serve_accelerator_only,
+           py::arg("device"),
+           "Says that no CPU tensors come here: a barrier then waits for `device` too.");
 
   m.def(
       "create_backend",

@@ -45,7 +45,8 @@ typedef enum dpt_data_type {
   DPT_FLOAT32,
   DPT_FLOAT64,
   DPT_COMPLEX64,
-  DPT_COMPLEX128
+  DPT_COMPLEX128,
+  DPT_OTHER /* one the core can't reduce; `count` is bytes */
 } dpt_data_type;
 
 typedef enum dpt_reduce_op {

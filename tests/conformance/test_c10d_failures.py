@@ -55,7 +55,7 @@ def differ_in_dtype(rank: int) -> None:
 
 
 def differ_in_native_dtype(rank: int) -> None:
-    dist.all_reduce(torch.ones(10, dtype=(torch.float32, torch.complex64)[rank % 2]))
+    dist.all_reduce(torch.ones(10, dtype=(torch.float32, torch.uint16)[rank % 2]))
 
 
 def differ_in_op(rank: int) -> None:
@@ -83,7 +83,7 @@ DIFFERENCES = {
     "size": (differ_in_size, "10 x float32", "11 x float32"),
     "algorithm": (differ_in_algorithm, "10 x float32", "100010 x float32"),
     "dtype": (differ_in_dtype, "float32", "bfloat16"),
-    "native_dtype": (differ_in_native_dtype, "float32", "complex64"),
+    "native_dtype": (differ_in_native_dtype, "float32", "another dtype"),
     "op": (differ_in_op, "sum", "max"),
     "collective": (differ_in_collective, "all_reduce", "broadcast"),
     "root": (differ_in_root, "root 0", "root 1"),
@@ -364,7 +364,6 @@ dist.init_process_group("deepytorch", init_method=f"file://{path}", rank=rank, w
 group = dist.new_group()
 tensor = torch.ones(50_000)
 works = [dist.all_reduce(tensor, group=each, async_op=True) for each in (None, group)]
-dist.all_to_all_single(torch.zeros(4), torch.ones(4))
 if ending == "waited":
     for work in works:
         work.wait()
@@ -376,7 +375,11 @@ print("last line", flush=True)
 
 @pytest.mark.parametrize("ending", ["waited", "not waited", "raised"])
 def test_interpreter_ends_with_groups_open(tmp_path: Path, ending: str) -> None:
-    """No hang, no crash, no noise when a program doesn't say goodbye."""
+    """No hang, no crash, no noise when a program doesn't say goodbye.
+
+    Native operations only: a gloo group that is still open at the end can abort the process, in
+    stock PyTorch too, when one of its threads asks for Python's lock too late.
+    """
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), ending],

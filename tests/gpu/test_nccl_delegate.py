@@ -123,3 +123,28 @@ def test_losses_are_nccls(wrapper: str) -> None:
 def test_import_takes_over_nccl(tmp_path: os.PathLike[str]) -> None:
     outcome = spawn_ranks(_activated, 2, os.path.join(tmp_path, "store"), fresh=True)
     assert outcome == [("deepytorch", 2.0)] * 2
+
+
+def _barrier_rows(rank: int, world_size: int, address: str) -> list[str]:
+    import deepytorch
+    from deepytorch_core import _core
+
+    device = _device(rank)
+    deepytorch.activate()
+    dist.init_process_group(
+        "nccl", init_method=f"file://{address}", rank=rank, world_size=world_size
+    )
+    _core.reset_statistics()
+    value = torch.zeros(1 << 20, device=device)
+    for _ in range(100):
+        value += 1
+    dist.barrier()
+    rows = [str(row["algorithm"]) for row in _core.statistics() if row["op"] == "barrier"]
+    dist.destroy_process_group()
+    deepytorch.deactivate()
+    return rows
+
+
+def test_barrier_of_a_gpu_only_group_is_nccls(tmp_path: os.PathLike[str]) -> None:
+    rows = spawn_ranks(_barrier_rows, 2, os.path.join(tmp_path, "store"), fresh=True)
+    assert rows == [["delegate"]] * 2
