@@ -28,6 +28,7 @@ from deepytorch_core.patching import Patches
 _asked_for: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # Default groups set up so far in this process: a key space of its own for each decision.
 _num_decisions = 0
+_announced: set[str] = set()
 
 
 def install(c10d: ModuleType, patches: Patches) -> None:
@@ -85,13 +86,13 @@ def decide(store: Any, *, rank: int, size: int) -> str | None:
 
 
 def announce(group_config: str, size: int) -> None:
-    """The one line at the start."""
+    """The one line at the start; not again when the same group is set up once more."""
     pairs = rewrite.parse(group_config)
     devices = [device for device, name in pairs.items() if name == backend.NAME]
-    say_once(
-        f"collectives of {size} ranks go through deepytorch for {' and '.join(devices)} tensors; "
-        f"{OFF_SWITCH}"
-    )
+    line = f"collectives of {size} ranks go through deepytorch for {' and '.join(devices)} tensors"
+    if line not in _announced:
+        _announced.add(line)
+        say_once(f"{line}; {OFF_SWITCH}")
 
 
 def _why_not_ready() -> str | None:
@@ -104,6 +105,8 @@ def _why_not_ready() -> str | None:
 
 def _helper(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 5:
+            return original(*args, **kwargs)  # not how torch's own two callers pass them
         group_size, group_rank, ranks, asked, store = args[:5]
         chosen = None
         if not ranks and kwargs.get("group_desc") == "default_pg":

@@ -103,11 +103,15 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
         stock = {device: group._get_backend(torch.device(device)) for device in devices}
         record = _Upgraded(name, old_config, new_config, _adapter_over(c10d, group, stock))
         _upgraded[group] = record
+    # torch keeps these in the backends, and asks whichever comes first.
+    group_name, description = group.group_name, group.group_desc
     for device in devices:
         group._register_backend(
             torch.device(device), c10d.ProcessGroup.BackendType.CUSTOM, record.ours
         )
     group._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
+    group._set_group_name(group_name)
+    group._set_group_desc(description)
     _set_names(c10d, group, c10d.Backend(NAME), new_config)
     c10d_patches.remember(group, str(name))
     record.active = True

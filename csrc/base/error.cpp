@@ -11,4 +11,9 @@ void throw_system_error(const std::string& what) {
               what + ": " + std::strerror(code) + " (errno " + std::to_string(code) + ")");
 }
 
+void set_message(dpt_error* error, const char* text) {
+  std::strncpy(error->message, text, sizeof error->message - 1);
+  error->message[sizeof error->message - 1] = '\0';
+}
+
 }  // namespace dpt

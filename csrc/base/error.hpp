@@ -24,6 +24,9 @@ class Error : public std::runtime_error {
 // Error(DPT_ERR_SYSTEM) for a failed system call: "<what>: <strerror> (errno N)".
 [[noreturn]] void throw_system_error(const std::string& what);
 
+// Fits `text` into a C ABI message.
+void set_message(dpt_error* error, const char* text);
+
 }  // namespace dpt
 
 // A broken invariant of the core itself, never a user's mistake.

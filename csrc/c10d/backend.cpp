@@ -22,10 +22,10 @@ void on_done(void* context, dpt_status status, const char* message) {
 
 }  // namespace
 
-struct Backend::Started {
+struct Backend::Submitted {
   Backend& backend;
-  const Call& call;
-  WorkPtr delegated;
+  Call call;
+  WorkPtr delegated;  // the delegate's work, when it was the one to carry out the call
   std::exception_ptr failure;
 };
 
@@ -51,14 +51,18 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  poll_signals,
                                  nullptr};
   const dpt_store store = store_table(setup_.store.get());
-  const dpt_delegate delegate{this, start_on_delegate};
+  const dpt_delegate delegate{nullptr, start_on_delegate, run_on_delegate};
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
 }
 
 Backend::~Backend() {
-  if (comm_ != nullptr) without_gil([&] { setup_.api->comm_destroy(comm_); });
+  // Delegates end their threads too, and one of those may be waiting for Python's lock.
+  without_gil([&] {
+    if (comm_ != nullptr) setup_.api->comm_destroy(comm_);
+    delegates_.clear();
+  });
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
@@ -118,20 +122,33 @@ BackendPtr Backend::delegate_for(const std::string& device_type) {
   return delegates_.emplace(device_type, std::move(made)).first->second;
 }
 
-dpt_status Backend::start_on_delegate(void*, const dpt_request* request, dpt_error* error) {
-  auto* started = static_cast<Started*>(request->call);
+dpt_status Backend::start_on_delegate(void*, void* call, dpt_error*) {
+  auto* submitted = static_cast<Submitted*>(call);
   try {
-    const Call& call = started->call;
+    const Call& what = submitted->call;
     std::string device_type = "cpu";
-    for (const auto& tensors : {call.inputs, call.outputs}) {
+    for (const auto& tensors : {what.inputs, what.outputs}) {
       if (!tensors.empty()) device_type = c10::DeviceTypeName(tensors[0].device().type(), true);
     }
-    started->delegated = started->backend.replay(call, started->backend.delegate_for(device_type));
+    Backend& backend = submitted->backend;
+    submitted->delegated = backend.replay(what, backend.delegate_for(device_type));
     return DPT_OK;
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.
-    started->failure = std::current_exception();
-    error->message[0] = '\0';
+    submitted->failure = std::current_exception();
+    return DPT_ERR_DELEGATE;
+  }
+}
+
+dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error) {
+  const dpt_status status = start_on_delegate(context, call, error);
+  auto* submitted = static_cast<Submitted*>(call);
+  if (status != DPT_OK || !submitted->delegated) return status;
+  try {
+    submitted->delegated->wait();
+    return DPT_OK;
+  } catch (...) {
+    submitted->failure = std::current_exception();
     return DPT_ERR_DELEGATE;
   }
 }
@@ -150,13 +167,16 @@ WorkPtr Backend::replay(const Call& call, const BackendPtr& delegate) {
   return call.replay(*delegate);
 }
 
-WorkPtr Backend::submit(Call call) {
+WorkPtr Backend::submit(Call what) {
   if (comm_ == nullptr) {
     std::rethrow_exception(make_exception(
         DPT_ERR_ABORTED,
-        c10::str(call.title, ": process group ", setup_.options->group_name, " was destroyed")));
+        c10::str(what.title, ": process group ", setup_.options->group_name, " was destroyed")));
   }
   const uint64_t sequence = ++sequence_;
+  // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
+  const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what), {}, {}});
+  Call& call = submitted->call;
   if (call.results.empty()) call.results = call.outputs;
 
   std::vector<at::Tensor> tensors = call.inputs;
@@ -181,7 +201,6 @@ WorkPtr Backend::submit(Call call) {
   const at::Tensor* sample = call.inputs.empty() ? nullptr : &call.inputs[0];
   if (call.collective == DPT_REDUCE_SCATTER && !call.outputs.empty()) sample = &call.outputs[0];
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
-  Started started{*this, call, nullptr, nullptr};
   const dpt_request request{
       .collective = call.collective,
       .dtype = sample && !not_native ? *to_data_type(sample->scalar_type()) : DPT_UINT8,
@@ -195,14 +214,16 @@ WorkPtr Backend::submit(Call call) {
           (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
       .asynchronous = call.asynchronous || coalescing_,
       .not_native = not_native ? not_native->c_str() : nullptr,
-      .call = &started};
+      .call = submitted.get()};
 
   NativeWork::Options work_options{
-      rank_, call.op_type, call.title, sequence, call.results, nullptr};
-  work_options.finalize = [inputs, outputs, after = call.after, tensors = std::move(tensors)] {
+      rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr};
+  work_options.finalize = [inputs, outputs, submitted] {
+    if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
     if (outputs && outputs->has_stand_ins()) outputs->copy_back();
-    if (after) after();
+    if (submitted->call.after) submitted->call.after();
   };
+  work_options.delegate_failure = [submitted] { return submitted->failure; };
   auto work = c10::make_intrusive<NativeWork>(std::move(work_options));
 
   dpt_outcome outcome = DPT_COMPLETED;
@@ -216,7 +237,7 @@ WorkPtr Backend::submit(Call call) {
   if (status != DPT_OK || outcome != DPT_STARTED) {
     for_callback = c10::intrusive_ptr<NativeWork>::reclaim(context);
   }
-  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(started.failure);
+  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(submitted->failure);
   if (status == DPT_ERR_INTERRUPTED && pending_signal) {
     std::rethrow_exception(std::exchange(pending_signal, nullptr));
   }
@@ -224,11 +245,10 @@ WorkPtr Backend::submit(Call call) {
 
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
-  if (outcome == DPT_DELEGATED) result = started.delegated;
+  if (outcome == DPT_DELEGATED) result = submitted->delegated;
   if (coalescing_) {
     if (result) coalesced_.push_back(result);
-    const std::vector<at::Tensor>& results = started.call.results;
-    coalesced_results_.insert(coalesced_results_.end(), results.begin(), results.end());
+    coalesced_results_.insert(coalesced_results_.end(), call.results.begin(), call.results.end());
   }
   return result;
 }

@@ -128,7 +128,7 @@ class Backend : public c10d::Backend {
     std::function<void()> after;
     Replay replay;
   };
-  struct Started;  // one call on its way through the core and, perhaps, the delegate
+  struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
   WorkPtr submit(Call call);
   WorkPtr delegate(dpt_collective collective,
@@ -137,7 +137,8 @@ class Backend : public c10d::Backend {
   WorkPtr replay(const Call& call, const BackendPtr& delegate);
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
   BackendPtr delegate_for(const std::string& device_type);
-  static dpt_status start_on_delegate(void* context, const dpt_request* request, dpt_error* error);
+  static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
+  static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
   static int poll_signals(void* context);
   void check_root(const char* op, int64_t root) const;
 

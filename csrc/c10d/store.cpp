@@ -1,10 +1,16 @@
 #include "store.hpp"
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
+#include <thread>
 
 namespace dpt::c10d_adapter {
 namespace {
+
+constexpr std::chrono::microseconds kFirstPause{200};
+constexpr std::chrono::microseconds kLongestPause{10000};
 
 dpt_status failed(const std::exception& caught, dpt_error* error) {
   std::strncpy(error->message, caught.what(), sizeof error->message - 1);
@@ -30,13 +36,14 @@ dpt_status get(void* context,
                dpt_error* error) {
   auto* store = static_cast<c10d::Store*>(context);
   try {
-    if (!store->check({key})) {
-      try {
-        store->wait({key}, std::chrono::milliseconds(timeout_ms));
-      } catch (const std::exception&) {
-        // Stores say "timed out" each in their own way; what counts is whether the key is there.
-        if (!store->check({key})) return DPT_ERR_TIMEOUT;
-      }
+    // Asked again and again rather than waited for: a TCPStore logs a warning for each wait that
+    // times out, and cannot be interrupted in one.
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    auto pause = kFirstPause;
+    while (!store->check({key})) {
+      if (std::chrono::steady_clock::now() >= end) return DPT_ERR_TIMEOUT;
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestPause);
     }
     const std::vector<uint8_t> value = store->get(key);
     *bytes = value.size();

@@ -39,10 +39,13 @@ void NativeWork::complete(dpt_status status, const std::string& message) {
     } catch (...) {
       error = std::current_exception();
     }
+  } else if (status == DPT_ERR_DELEGATE) {
+    error = options_.delegate_failure();
   } else {
     error = make_exception(status, message);
   }
   options_.finalize = nullptr;
+  options_.delegate_failure = nullptr;
   finish(error);
   settle_future();
 }

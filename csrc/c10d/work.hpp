@@ -25,6 +25,8 @@ class NativeWork : public c10d::Work {
     // Runs once at the end of a successful operation, in the thread that completes it: copies
     // results back into tensors that were not contiguous, and keeps buffers alive until then.
     std::function<void()> finalize;
+    // After DPT_ERR_DELEGATE: the exception that the delegate left behind.
+    std::function<std::exception_ptr()> delegate_failure;
   };
 
   explicit NativeWork(Options options);

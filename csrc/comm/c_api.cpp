@@ -1,8 +1,6 @@
 // The C ABI: exceptions end here and become a status and a message.
 #include "comm/c_api.hpp"
 
-#include <cstring>
-
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
 
@@ -19,10 +17,10 @@ dpt_status guarded(dpt_error* error, Function&& function) {
     function();
     return DPT_OK;
   } catch (const Error& caught) {
-    std::strncpy(error->message, caught.what(), sizeof error->message - 1);
+    set_message(error, caught.what());
     return caught.status();
   } catch (const std::exception& caught) {
-    std::strncpy(error->message, caught.what(), sizeof error->message - 1);
+    set_message(error, caught.what());
     return DPT_ERR_INTERNAL;
   }
 }

@@ -34,6 +34,8 @@ int num_outputs(const dpt_request& request, int size) {
   return request.collective == DPT_ALL_GATHER ? size : 1;
 }
 
+bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
+
 }  // namespace
 
 Communicator::Communicator(const dpt_comm_options& options,
@@ -74,57 +76,63 @@ Communicator::~Communicator() {
 dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void* done_context) {
   std::unique_lock order(submit_mutex_);
   check_usable(request);
-  const Plan plan = choose({.collective = request.collective,
-                            .bytes = request.count * size_of(request.dtype),
-                            .size = static_cast<int>(global_ranks_.size()),
-                            .not_native = why_not_native(request),
-                            .fixed_chunk_bytes = env().chunk_bytes});
-  if (std::string_view(plan.algorithm) == "delegate") {
-    // NOTE [Gate] A rank that delegates enters the group's signals first where it can wait, so that
-    // a peer which runs the same call natively (another dtype, say) is told of the mismatch.
-    if (segment_ && is_native_collective(request.collective) && !request.asynchronous &&
-        request.not_native == nullptr) {
-      Plan gate = plan;
-      gate.algorithm = "gate";
-      run_and_wait(make_pending(request, gate));
-    }
+  if (std::string reason = why_never_native(request); !reason.empty()) {
     order.unlock();
-    return delegate_request(request, plan);
+    return start_on_delegate(request, {.reason = std::move(reason)});
   }
-  std::shared_ptr<Pending> pending = make_pending(request, plan);
-  if (!request.asynchronous) {
-    run_and_wait(std::move(pending));
-    return DPT_COMPLETED;
-  }
-  progress_.enqueue([this, pending, done, done_context] {
-    try {
-      run(*pending, /*in_caller=*/false);
-      done(done_context, DPT_OK, "");
-    } catch (const Error& error) {
-      done(done_context, error.status(), error.what());
+  std::shared_ptr<Pending> pending = make_pending(request);
+  if (request.asynchronous) {
+    // The first operation also meets the other ranks, and that too must not hold up the caller:
+    // ranks may start the operations of several groups in different orders.
+    if (connected_.load(std::memory_order_acquire)) {
+      pending->plan = plan_for(pending->operation);
+      if (is_delegate(pending->plan)) {
+        order.unlock();
+        return start_on_delegate(request, pending->plan);
+      }
     }
-  });
-  return DPT_STARTED;
+    enqueue(std::move(pending), done, done_context);
+    return DPT_STARTED;
+  }
+  run_and_wait(pending);
+  if (!is_delegate(pending->plan)) return DPT_COMPLETED;
+  order.unlock();
+  return start_on_delegate(request, pending->plan);
 }
 
-std::string Communicator::why_not_native(const dpt_request& request) {
+// Reasons that need no meeting with the other ranks.
+std::string Communicator::why_never_native(const dpt_request& request) const {
   if (!native_) return "collectives=stock";
   if (!is_native_collective(request.collective)) return "no native algorithm yet";
   if (request.not_native != nullptr) return request.not_native;
-  if (global_ranks_.size() > 1) {
-    if (!connected_) connect(wait_context(request, /*interruptible=*/true));
-    if (!no_transport_.empty()) return no_transport_;
-  }
-  if (reduces(request.collective) && !can_reduce(request.dtype, request.reduce_op)) {
-    return std::string("no native ") + name_of(request.reduce_op) + " of " + name_of(request.dtype);
-  }
   return "";
+}
+
+Plan Communicator::plan_for(const Operation& operation) const {
+  std::string not_native = no_transport_;
+  if (not_native.empty() && reduces(operation.collective) &&
+      !can_reduce(operation.dtype, operation.reduce_op)) {
+    not_native = std::string("no native ") + name_of(operation.reduce_op) + " of " +
+                 name_of(operation.dtype);
+  }
+  return choose({.collective = operation.collective,
+                 .bytes = operation.bytes(),
+                 .size = static_cast<int>(global_ranks_.size()),
+                 .not_native = std::move(not_native),
+                 .fixed_chunk_bytes = env().chunk_bytes});
+}
+
+void Communicator::prepare(Pending& pending, bool in_caller) {
+  if (!connected_.load(std::memory_order_acquire)) {
+    if (global_ranks_.size() > 1) connect(wait_context(pending, in_caller));
+    connected_.store(true, std::memory_order_release);
+  }
+  pending.plan = plan_for(pending.operation);
 }
 
 void Communicator::connect(const WaitContext& wait) {
   try {
     connect_segment(wait);
-    connected_ = true;
   } catch (const Error& error) {
     fail(error.status(), error.what());
     throw;
@@ -153,8 +161,7 @@ void Communicator::connect_segment(const WaitContext& wait) {
   segment_ = std::move(connection.segment);
 }
 
-std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request,
-                                                                  Plan plan) {
+std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request) {
   auto pending = std::make_shared<Pending>();
   const int size = static_cast<int>(global_ranks_.size());
   if (request.inputs != nullptr) {
@@ -172,18 +179,9 @@ std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_requ
                         .inputs = pending->inputs.data(),
                         .outputs = pending->outputs.data(),
                         .sequence = next_sequence_++};
-  pending->plan = std::move(plan);
+  pending->call = request.call;
   pending->timeout = std::chrono::milliseconds(request.timeout_ms);
   return pending;
-}
-
-WaitContext Communicator::wait_context(const dpt_request& request, bool interruptible) {
-  return {Deadline(std::chrono::milliseconds(request.timeout_ms)),
-          [this, collective = request.collective] {
-            return "first " + std::string(name_of(collective)) + " of group " + group_name_ +
-                   " on rank " + std::to_string(global_ranks_[rank_]);
-          },
-          interruptible ? interrupted_ : nullptr};
 }
 
 WaitContext Communicator::wait_context(const Pending& pending, bool interruptible) {
@@ -208,15 +206,15 @@ void Communicator::run(const Pending& pending, bool in_caller) {
   const WaitContext wait = wait_context(pending, in_caller);
   try {
     if (!segment_) {
+      if (is_delegate(pending.plan)) return;
       run_local(operation);
     } else {
       segment_->throw_if_aborted();
       const RunContext context{
           *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
-      if (std::string_view(pending.plan.algorithm) == "gate") {
-        enter(context);
-        return;  // counted when it is delegated
-      }
+      // NOTE [Gate] A rank that delegates enters the group's signals first where it can wait, so
+      // that a peer which runs the same call natively (another dtype, say) is told of the mismatch.
+      if (is_delegate(pending.plan)) return enter(context);
       const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);
       DPT_CHECK(algorithm != nullptr);
       algorithm->run(context);
@@ -239,8 +237,35 @@ void Communicator::run(const Pending& pending, bool in_caller) {
                    elapsed.count());
 }
 
+void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context) {
+  const bool undecided = !connected_.load(std::memory_order_acquire);
+  if (undecided) ++undecided_;
+  progress_.enqueue([this, pending, done, done_context, undecided] {
+    dpt_error error{};
+    dpt_status status = DPT_OK;
+    try {
+      prepare(*pending, /*in_caller=*/false);
+      if (is_delegate(pending->plan)) {
+        count_delegated(pending->operation.collective, pending->plan, pending->operation.bytes());
+        status = delegate_.run(delegate_.context, pending->call, &error);
+      } else {
+        run(*pending, /*in_caller=*/false);
+      }
+    } catch (const Error& caught) {
+      status = caught.status();
+      set_message(&error, caught.what());
+    }
+    if (undecided) --undecided_;
+    done(done_context, status, error.message);
+  });
+}
+
 void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
-  if (progress_.try_run_inline([&] { run(*pending, /*in_caller=*/true); })) return;
+  const bool inline_now = progress_.try_run_inline([&] {
+    prepare(*pending, /*in_caller=*/true);
+    run(*pending, /*in_caller=*/true);
+  });
+  if (inline_now) return;
 
   struct Waiter {
     std::mutex mutex;
@@ -252,6 +277,7 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
   progress_.enqueue([this, pending, waiter] {
     std::optional<Error> error;
     try {
+      prepare(*pending, /*in_caller=*/false);
       run(*pending, /*in_caller=*/false);
     } catch (const Error& caught) {
       error = caught;
@@ -278,16 +304,27 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
   if (waiter->error) throw *waiter->error;
 }
 
-dpt_outcome Communicator::delegate_request(const dpt_request& request, const Plan& plan) {
-  statistics_->add(request.collective,
-                   plan.algorithm,
-                   plan.reason.c_str(),
-                   request.count * size_of(request.dtype),
-                   0);
+// NOTE [Order] The stock backend pairs collectives by the order in which each rank starts them.
+// What went to the progress thread before the group was connected may start there only later, so
+// whatever comes after it waits here. Sends and receives are paired by their tags.
+dpt_outcome Communicator::start_on_delegate(const dpt_request& request, const Plan& plan) {
+  const bool point_to_point = request.collective == DPT_SEND || request.collective == DPT_RECV;
+  while (!point_to_point && undecided_ > 0 && !progress_.drain(kWaitSlice)) {
+    if (interrupted_ && interrupted_()) {
+      throw Error(DPT_ERR_INTERRUPTED,
+                  std::string(name_of(request.collective)) + " of group " + group_name_ +
+                      " was interrupted before it started");
+    }
+  }
+  count_delegated(request.collective, plan, request.count * size_of(request.dtype));
   dpt_error error{};
-  const dpt_status status = delegate_.start(delegate_.context, &request, &error);
+  const dpt_status status = delegate_.start(delegate_.context, request.call, &error);
   if (status != DPT_OK) throw Error(status, error.message);
   return DPT_DELEGATED;
+}
+
+void Communicator::count_delegated(Collective collective, const Plan& plan, size_t bytes) {
+  statistics_->add(collective, plan.algorithm, plan.reason.c_str(), bytes, 0);
 }
 
 void Communicator::check_usable(const dpt_request& request) {

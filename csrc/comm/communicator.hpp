@@ -7,6 +7,7 @@
 // Thread safety: all public functions from any thread; `submit` calls are serialised.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,22 +37,27 @@ class Communicator {
   // A request with its own copy of the pointer arrays, so that it outlives the call.
   struct Pending {
     Operation operation;
-    Plan plan;
+    Plan plan;  // known once the group is connected
     std::chrono::milliseconds timeout;
+    void* call;
     std::vector<const void*> inputs;
     std::vector<void*> outputs;
   };
 
-  std::string why_not_native(const dpt_request& request);
+  std::string why_never_native(const dpt_request& request) const;
+  Plan plan_for(const Operation& operation) const;
   void connect(const WaitContext& wait);
   void connect_segment(const WaitContext& wait);
-  std::shared_ptr<Pending> make_pending(const dpt_request& request, Plan plan);
-  WaitContext wait_context(const dpt_request& request, bool interruptible);
+  std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
   WaitStyle wait_style(size_t bytes, bool in_caller) const;
+  // Meets the ranks if that is still to be done, then settles pending.plan.
+  void prepare(Pending& pending, bool in_caller);
   void run(const Pending& pending, bool in_caller);
+  void enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context);
   void run_and_wait(std::shared_ptr<Pending> pending);
-  dpt_outcome delegate_request(const dpt_request& request, const Plan& plan);
+  dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan);
+  void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
   void fail(dpt_status status, const std::string& reason);
 
@@ -66,7 +72,8 @@ class Communicator {
 
   std::mutex submit_mutex_;
   uint64_t next_sequence_ = 1;
-  bool connected_ = false;
+  // Set by whichever thread runs the group's first operation; then constant, as the two after it.
+  std::atomic<bool> connected_{false};
   std::string
       no_transport_;  // after connect: why the group has no native transport; empty if it has
   bool oversubscribed_ = false;
@@ -75,6 +82,8 @@ class Communicator {
   std::unique_ptr<Segment> segment_;
   std::optional<Error> failure_;
 
+  // Operations on the progress thread that may turn out to be the delegate's, see NOTE [Order].
+  std::atomic<int> undecided_{0};
   Progress progress_;  // last: its thread uses everything above
 };
 

@@ -98,7 +98,8 @@ typedef struct dpt_request {
   int64_t timeout_ms;
   int asynchronous;       /* 0: the caller waits, so it may run in its thread */
   const char* not_native; /* not NULL: why native code can't serve it (device, layout) */
-  void* call;             /* the adapter's own: how to replay it on the delegate */
+  void* call;             /* the adapter's own: how to replay it on the delegate; it must
+                               live until the operation has ended */
 } dpt_request;
 
 /* What became of a submitted request. */
@@ -110,11 +111,14 @@ typedef enum dpt_outcome {
 
 typedef void (*dpt_done)(void* context, dpt_status status, const char* message);
 
-/* The stock backend (gloo, NCCL): one more candidate, and the one that can do everything. `start`
- * begins `request->call` in the calling thread without waiting for its end. */
+/* The stock backend (gloo, NCCL): one more candidate, and the one that can do everything. `call` is
+ * the request's. */
 typedef struct dpt_delegate {
   void* context;
-  dpt_status (*start)(void* context, const dpt_request* request, dpt_error* error);
+  /* Begins the operation in the calling thread, without waiting for its end. */
+  dpt_status (*start)(void* context, void* call, dpt_error* error);
+  /* Carries it out to its end. */
+  dpt_status (*run)(void* context, void* call, dpt_error* error);
 } dpt_delegate;
 
 /* The rendezvous store. `get` waits up to timeout_ms and returns DPT_ERR_TIMEOUT when the key is

@@ -58,12 +58,13 @@ dpt_store table_of(Store& store) {
 }  // namespace
 
 dpt_delegate RecordingDelegate::table() {
-  return {this, [](void* context, const dpt_request* request, dpt_error* error) {
-            auto* self = static_cast<RecordingDelegate*>(context);
-            self->calls.push_back(request->collective);
-            std::strncpy(error->message, "the delegate's own words", sizeof error->message - 1);
-            return self->status;
-          }};
+  const auto record = [](void* context, void* call, dpt_error* error) {
+    auto* self = static_cast<RecordingDelegate*>(context);
+    self->calls.push_back(static_cast<const dpt_request*>(call)->collective);
+    std::strncpy(error->message, "the delegate's own words", sizeof error->message - 1);
+    return self->status;
+  };
+  return {this, record, record};
 }
 
 Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {
@@ -109,6 +110,7 @@ Request& Request::output(void* buffer) {
 const dpt_request* Request::get() {
   request.inputs = inputs.data();
   request.outputs = outputs.data();
+  request.call = &request;
   return &request;
 }
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 import deepytorch_core.activation as activation
 from deepytorch_core import adapter, agreement, c10d_patches, report
@@ -108,8 +109,9 @@ def test_sub_groups_of_four_ranks_and_a_second_initialisation() -> None:
 
 def upgrade(rank: int, world_size: int) -> dict[str, Any]:
     init(rank, world_size, "gloo")
-    group = dist.new_group(list(range(world_size)))
+    group = dist.new_group(list(range(world_size)), group_desc="mine")
     default = c10d._get_default_group()
+    labels = [(g.group_name, g.group_desc) for g in (default, group)]
     stock = default._get_backend(torch.device("cpu"))
     total(world_size)
     started = dist.all_reduce(torch.ones(1), async_op=True)  # under way during the upgrade
@@ -122,6 +124,9 @@ def upgrade(rank: int, world_size: int) -> dict[str, Any]:
     complex_total = torch.ones(2, dtype=torch.complex64)
     dist.all_reduce(complex_total, dist.ReduceOp.SUM)
     newer = dist.new_group(list(range(world_size)))
+    assert [(g.group_name, g.group_desc) for g in (default, group)] == labels
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("one", "all"))
+    assert total(world_size, mesh.get_group("all")) == world_size
     during += [names(newer), total(world_size, newer), complex_total[0].real.item()]
 
     activation.deactivate()

@@ -55,7 +55,8 @@ def run_body(rank: int, world_size: int, body: Any, *, stock: bool, **kwargs: An
 
 def all_gather_gradient(rank: int, world_size: int) -> list[Any]:
     value = torch.full((2, 3), float(rank + 1), requires_grad=True)
-    parts = dist_nn.all_gather(value)
+    # torch binds the default of `group` when the module is imported, which may be long ago here.
+    parts = dist_nn.all_gather(value, dist.group.WORLD)
     sum((index + 1) * part.square().sum() for index, part in enumerate(parts)).backward()
     assert value.grad is not None
     return [torch.stack(parts).tolist(), value.grad.tolist()]
@@ -72,7 +73,7 @@ def all_to_all_gradient(rank: int, world_size: int) -> list[Any]:
     for tensor in inputs:
         tensor.requires_grad_()
     outputs = [torch.empty(3, 2) for _ in range(world_size)]
-    received = dist_nn.all_to_all(outputs, inputs)
+    received = dist_nn.all_to_all(outputs, inputs, dist.group.WORLD)
     sum((rank + 2) * tensor.sum() for tensor in received).backward()
     gradients = [tensor.grad.tolist() for tensor in inputs if tensor.grad is not None]
     return [[tensor.tolist() for tensor in received], gradients]
@@ -86,7 +87,7 @@ def all_gather_base_gradient(rank: int, world_size: int) -> list[Any]:
     init(rank, world_size)
     value = torch.full((2, 3), float(rank + 1), requires_grad=True)
     whole = torch.empty(2 * world_size, 3)
-    gathered = dist_nn._all_gather_base(whole, value)
+    gathered = dist_nn._all_gather_base(whole, value, dist.group.WORLD)
     (gathered * torch.arange(1.0, 2 * world_size + 1)[:, None]).sum().backward()
     assert value.grad is not None
     return value.grad.tolist()
@@ -100,7 +101,11 @@ def test_dist_nn_all_gather_base_has_a_gradient() -> None:
 
 def other_dist_nn(rank: int, world_size: int) -> list[Any]:
     results = []
-    for function in (dist_nn.all_reduce, lambda x: dist_nn.broadcast(x, 1)):
+    world = dist.group.WORLD
+    for function in (
+        lambda x: dist_nn.all_reduce(x, group=world),
+        lambda x: dist_nn.broadcast(x, 1, world),
+    ):
         value = torch.full((3,), float(rank + 1), requires_grad=True)
         result = function(value.clone())
         (result * (rank + 1)).sum().backward()

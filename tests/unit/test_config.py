@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +198,10 @@ def test_the_core_sees_a_log_level_given_as_keyword() -> None:
 def _environment() -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": root}  # noqa: TID251
+
+
+def test_the_native_cores_variables_are_known_here() -> None:
+    header = (Path(__file__).parents[2] / "csrc" / "base" / "env.hpp").read_text()
+    names = set(re.findall(r"DEEPYTORCH_[A-Z_]+", header))
+    assert names
+    assert config.unknown_variables(dict.fromkeys(names, "1")) == []
