@@ -367,6 +367,10 @@ works = [dist.all_reduce(tensor, group=each, async_op=True) for each in (None, g
 if ending == "waited":
     for work in works:
         work.wait()
+if ending == "not waited":
+    # Nobody but the operations themselves hold these.
+    for _ in range(40):
+        dist.all_reduce(torch.ones(500_000), async_op=True)
 if ending == "raised":
     raise ValueError("of the program itself")
 print("last line", flush=True)
