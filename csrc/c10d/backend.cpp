@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <set>
 
 #include "python_bridge.hpp"
 #include "store.hpp"
@@ -14,6 +15,13 @@ namespace {
 
 // What Ctrl-C raised inside a wait of the core; picked up when that wait has returned.
 thread_local std::exception_ptr pending_signal;
+
+// Every backend that is alive, for finish_all.
+std::mutex live_mutex;
+std::set<Backend*>& live() {
+  static auto* const backends = new std::set<Backend*>;
+  return *backends;
+}
 
 void on_done(void* context, dpt_status status, const char* message) {
   const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
@@ -38,11 +46,10 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   if (global_ranks.empty()) {
     for (int rank = 0; rank < size_; ++rank) global_ranks.push_back(rank);
   }
-  TORCH_CHECK_VALUE(global_ranks.size() == static_cast<size_t>(size_),
-                    "deepytorch: ",
-                    global_ranks.size(),
-                    " global ranks for a group of ",
-                    size_);
+  DPT_CHECK_VALUE(global_ranks.size() == static_cast<size_t>(size_),
+                  {std::to_string(global_ranks.size()),
+                   " global ranks for a group of ",
+                   std::to_string(size_)});
   const dpt_comm_options options{setup_.options->group_name.c_str(),
                                  rank_,
                                  size_,
@@ -55,9 +62,15 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
+  const std::lock_guard lock(live_mutex);
+  live().insert(this);
 }
 
 Backend::~Backend() {
+  {
+    const std::lock_guard lock(live_mutex);
+    live().erase(this);
+  }
   // Delegates end their threads too, and one of those may be waiting for Python's lock.
   without_gil([&] {
     if (comm_ != nullptr) setup_.api->comm_destroy(comm_);
@@ -102,6 +115,18 @@ void Backend::shutdown() {
     delegates.swap(delegates_);
   }
   for (auto& [device, delegate] : delegates) delegate->shutdown();
+}
+
+void Backend::finish_all() {
+  std::set<Backend*> backends;
+  {
+    const std::lock_guard lock(live_mutex);
+    backends = live();
+  }
+  for (Backend* backend : backends) {
+    dpt_comm* const comm = std::exchange(backend->comm_, nullptr);
+    if (comm != nullptr) without_gil([&] { backend->setup_.api->comm_destroy(comm); });
+  }
 }
 
 int Backend::poll_signals(void*) {
@@ -171,7 +196,7 @@ WorkPtr Backend::submit(Call what) {
   if (comm_ == nullptr) {
     std::rethrow_exception(make_exception(
         DPT_ERR_ABORTED,
-        c10::str(what.title, ": process group ", setup_.options->group_name, " was destroyed")));
+        join_text({what.title, ": process group ", setup_.options->group_name, " was destroyed"})));
   }
   const uint64_t sequence = ++sequence_;
   // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
@@ -289,15 +314,14 @@ WorkPtr Backend::endCoalescing() {
 }
 
 void Backend::check_root(const char* op, int64_t root) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < size_,
-                    "deepytorch: ",
-                    op,
-                    " on rank ",
-                    rank_,
-                    ": root ",
-                    root,
-                    " is not a rank of this group of ",
-                    size_);
+  DPT_CHECK_VALUE(root >= 0 && root < size_,
+                  {op,
+                   " on rank ",
+                   std::to_string(rank_),
+                   ": root ",
+                   std::to_string(root),
+                   " is not a rank of this group of ",
+                   std::to_string(size_)});
 }
 
 }  // namespace dpt::c10d_adapter

@@ -45,6 +45,11 @@ class Backend : public c10d::Backend {
   explicit Backend(Setup setup);
   ~Backend() override;
 
+  // Ends the native part of every group of this process, after what is under way. At the
+  // interpreter's end: a progress thread that lets go of a tensor later would ask for a lock that
+  // no longer exists, and take the process down.
+  static void finish_all();
+
   // c10d does not tell a backend the device of a barrier; in a group that serves no CPU tensors it
   // is the accelerator's, whose stream only the stock backend waits for.
   void serve_accelerator_only(const std::string& device) { barrier_device_ = at::Device(device); }

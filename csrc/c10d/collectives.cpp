@@ -9,26 +9,25 @@ namespace dpt::c10d_adapter {
 namespace {
 
 void check_single(const char* op, const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK_VALUE(
-      tensors.size() == 1, "deepytorch: ", op, " takes one tensor per rank, got ", tensors.size());
+  DPT_CHECK_VALUE(tensors.size() == 1,
+                  {op, " takes one tensor per rank, got ", std::to_string(tensors.size())});
 }
 
 void check_same(const char* op, const std::vector<at::Tensor>& tensors, const at::Tensor& like) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(
+    DPT_CHECK_VALUE(
         tensors[i].numel() == like.numel() && tensors[i].scalar_type() == like.scalar_type(),
-        "deepytorch: ",
-        op,
-        ": tensor ",
-        i,
-        " of the list is ",
-        tensors[i].numel(),
-        " x ",
-        tensors[i].scalar_type(),
-        ", this rank's own is ",
-        like.numel(),
-        " x ",
-        like.scalar_type());
+        {op,
+         ": tensor ",
+         std::to_string(i),
+         " of the list is ",
+         std::to_string(tensors[i].numel()),
+         " x ",
+         c10::toString(tensors[i].scalar_type()),
+         ", this rank's own is ",
+         std::to_string(like.numel()),
+         " x ",
+         c10::toString(like.scalar_type())});
   }
 }
 
@@ -37,24 +36,22 @@ std::vector<at::Tensor> parts_of(const char* op,
                                  const at::Tensor& whole,
                                  const at::Tensor& part,
                                  int size) {
-  TORCH_CHECK_VALUE(whole.scalar_type() == part.scalar_type(),
-                    "deepytorch: ",
-                    op,
-                    ": the tensors differ in dtype: ",
-                    whole.scalar_type(),
-                    " and ",
-                    part.scalar_type());
-  TORCH_CHECK_VALUE(whole.numel() == part.numel() * size,
-                    "deepytorch: ",
-                    op,
-                    ": the large tensor has ",
-                    whole.numel(),
-                    " elements; ",
-                    size,
-                    " ranks of ",
-                    part.numel(),
-                    " need ",
-                    part.numel() * size);
+  DPT_CHECK_VALUE(whole.scalar_type() == part.scalar_type(),
+                  {op,
+                   ": the tensors differ in dtype: ",
+                   c10::toString(whole.scalar_type()),
+                   " and ",
+                   c10::toString(part.scalar_type())});
+  DPT_CHECK_VALUE(whole.numel() == part.numel() * size,
+                  {op,
+                   ": the large tensor has ",
+                   std::to_string(whole.numel()),
+                   " elements; ",
+                   std::to_string(size),
+                   " ranks of ",
+                   std::to_string(part.numel()),
+                   " need ",
+                   std::to_string(part.numel() * size)});
   const at::Tensor flat = whole.view({-1});
   std::vector<at::Tensor> parts;
   parts.reserve(size);
@@ -129,11 +126,11 @@ WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
                            std::vector<at::Tensor>& inputs,
                            const c10d::AllgatherOptions& options) {
   check_single("all_gather", inputs);
-  TORCH_CHECK_VALUE(outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_),
-                    "deepytorch: all_gather needs one output per rank (",
-                    size_,
-                    "), got ",
-                    outputs.empty() ? 0 : outputs[0].size());
+  DPT_CHECK_VALUE(outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_),
+                  {"all_gather needs one output per rank (",
+                   std::to_string(size_),
+                   "), got ",
+                   std::to_string(outputs.empty() ? 0 : outputs[0].size())});
   check_same("all_gather", outputs[0], inputs[0]);
   return submit({.collective = DPT_ALL_GATHER,
                  .op_type = c10d::OpType::ALLGATHER,
@@ -177,10 +174,10 @@ WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outpu
   for (size_t i = 0; i < inputs.size(); ++i) {
     std::vector<std::vector<at::Tensor>> one_output(1);
     for (auto& of_rank : outputs) {
-      TORCH_CHECK_VALUE(of_rank.size() == inputs.size(),
-                        "deepytorch: all_gather_coalesced: every rank's list needs ",
-                        inputs.size(),
-                        " tensors");
+      DPT_CHECK_VALUE(of_rank.size() == inputs.size(),
+                      {"all_gather_coalesced: every rank's list needs ",
+                       std::to_string(inputs.size()),
+                       " tensors"});
       one_output[0].push_back(of_rank[i]);
     }
     std::vector<at::Tensor> one_input = {inputs[i]};
@@ -192,12 +189,12 @@ WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outpu
 WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                                  std::vector<at::Tensor>& inputs,
                                                  const c10d::AllgatherOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                    "deepytorch: all_gather_into_tensor_coalesced: ",
-                    outputs.size(),
-                    " outputs for ",
-                    inputs.size(),
-                    " inputs");
+  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
+                  {"all_gather_into_tensor_coalesced: ",
+                   std::to_string(outputs.size()),
+                   " outputs for ",
+                   std::to_string(inputs.size()),
+                   " inputs"});
   std::vector<WorkPtr> parts;
   for (size_t i = 0; i < inputs.size(); ++i) {
     parts.push_back(_allgather_base(outputs[i], inputs[i], options));
@@ -209,11 +206,11 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
                                 std::vector<std::vector<at::Tensor>>& inputs,
                                 const c10d::ReduceScatterOptions& options) {
   check_single("reduce_scatter", outputs);
-  TORCH_CHECK_VALUE(inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_),
-                    "deepytorch: reduce_scatter needs one input per rank (",
-                    size_,
-                    "), got ",
-                    inputs.empty() ? 0 : inputs[0].size());
+  DPT_CHECK_VALUE(inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_),
+                  {"reduce_scatter needs one input per rank (",
+                   std::to_string(size_),
+                   "), got ",
+                   std::to_string(inputs.empty() ? 0 : inputs[0].size())});
   check_same("reduce_scatter", inputs[0], outputs[0]);
   return submit({.collective = DPT_REDUCE_SCATTER,
                  .op_type = c10d::OpType::REDUCE_SCATTER,
@@ -249,12 +246,12 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
 WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                                  std::vector<at::Tensor>& inputs,
                                                  const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                    "deepytorch: reduce_scatter_tensor_coalesced: ",
-                    outputs.size(),
-                    " outputs for ",
-                    inputs.size(),
-                    " inputs");
+  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
+                  {"reduce_scatter_tensor_coalesced: ",
+                   std::to_string(outputs.size()),
+                   " outputs for ",
+                   std::to_string(inputs.size()),
+                   " inputs"});
   std::vector<WorkPtr> parts;
   for (size_t i = 0; i < inputs.size(); ++i) {
     parts.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));

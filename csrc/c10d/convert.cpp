@@ -38,6 +38,16 @@ std::optional<dpt_data_type> to_data_type(at::ScalarType type) {
 
 }  // namespace
 
+std::string join_text(std::initializer_list<std::string> pieces) {
+  std::string text;
+  for (const std::string& piece : pieces) text += piece;
+  return text;
+}
+
+void throw_value_error(std::initializer_list<std::string> pieces) {
+  C10_THROW_ERROR(ValueError, "deepytorch: " + join_text(pieces));
+}
+
 Elements elements_of(const at::Tensor& tensor, bool reduces) {
   const auto count = static_cast<size_t>(tensor.numel());
   if (const auto dtype = to_data_type(tensor.scalar_type())) return {*dtype, count};
@@ -72,7 +82,7 @@ dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op) {
 double premul_factor_of(const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  TORCH_CHECK_VALUE(supplement != nullptr, "deepytorch: PREMUL_SUM without its factor");
+  DPT_CHECK_VALUE(supplement != nullptr, {"PREMUL_SUM without its factor"});
   if (supplement->tensor_factor.defined()) return supplement->tensor_factor.item<double>();
   return supplement->double_factor;
 }
@@ -109,8 +119,10 @@ void Contiguous::copy_back() const {
 
 std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
-    if (!tensor.device().is_cpu()) return c10::str("tensors on ", tensor.device().type());
-    if (tensor.layout() != at::kStrided) return c10::str(tensor.layout(), " tensors");
+    if (!tensor.device().is_cpu()) {
+      return "tensors on " + c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
+    }
+    if (tensor.layout() != at::kStrided) return "sparse tensors";
     if (tensor.is_quantized()) return "quantized tensors";
   }
   return std::nullopt;

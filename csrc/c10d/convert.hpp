@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -11,6 +12,15 @@
 #include "deepytorch.h"
 
 namespace dpt::c10d_adapter {
+
+// Text from pieces, without streams: torch and this library may each carry a C++ library of their
+// own, and a stream that takes its locale from the other's copy crashes.
+std::string join_text(std::initializer_list<std::string> pieces);
+[[noreturn]] void throw_value_error(std::initializer_list<std::string> pieces);
+
+// A ValueError with the text that follows unless `condition`; the text is built only then.
+#define DPT_CHECK_VALUE(condition, ...) \
+  if (!(condition)) ::dpt::c10d_adapter::throw_value_error(__VA_ARGS__)
 
 // What one buffer holds. Types the core doesn't know (float8, uint16, ...) are moved as bytes, and
 // reduced by the delegate.

@@ -48,6 +48,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // Registers the base classes that the bindings below derive from.
   py::module_::import("torch._C._distributed_c10d");
 
+  py::module_::import("atexit").attr("register")(py::cpp_function(&Backend::finish_all));
+
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(
       m, "Options", "Options of a deepytorch group; pass as pg_options.")
       .def(py::init(
