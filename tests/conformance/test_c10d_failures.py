@@ -242,6 +242,22 @@ def test_killed_rank_is_named_by_every_survivor(
     record_property("noticed_s", [round(noticed, 3) for _, noticed in survivors])
 
 
+def killed_before_the_first(rank: int, world_size: int) -> tuple[str, float]:
+    if rank == 2:
+        die(rank, "at once")
+    text = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    return text, time.time() - float(rank_store("time").get("of death"))
+
+
+def test_rank_killed_before_the_first_operation() -> None:
+    results = spawn_ranks(
+        killed_before_the_first, 3, backend=BACKEND, expect_dead={2}, timeout_s=40
+    )
+    for text, noticed in results[:2]:
+        assert "rank 2" in text or "rank(s) 2" in text
+        assert noticed < NOTICED_WITHIN_S
+
+
 def killed_while_delegated(rank: int, world_size: int) -> bool:
     works(world_size)
     exchanged = torch.zeros(world_size, 1000)
