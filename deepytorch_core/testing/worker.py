@@ -17,12 +17,15 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from deepytorch_core import config
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -137,7 +140,8 @@ def _run(call: Call) -> Outcome:
         args, kwargs = pickle.loads(call.payload)
         if call.backend is not None:
             _init_process_group(call)
-        result = function(_place.rank, _place.world_size, *args, **kwargs)
+        with warnings.catch_warnings():
+            result = function(_place.rank, _place.world_size, *args, **kwargs)
         payload = pickle.dumps(result)
         _clean_up()
         return Outcome(ok=True, payload=payload)
@@ -203,6 +207,7 @@ def _clean_up() -> None:
     activation = sys.modules.get("deepytorch_core.activation")
     if activation is not None and activation.is_active():
         activation.deactivate()
+    config.set_current(None)
 
 
 def serve(descriptor: int, place: Place, stacks_path: str) -> None:
