@@ -7,6 +7,8 @@
 #include <functional>
 #include <string>
 
+#include "base/error.hpp"
+
 namespace dpt {
 
 // Longest time a wait sleeps before it looks at the abort word, the deadline and Ctrl-C again.
@@ -37,6 +39,16 @@ struct WaitContext {
   std::function<std::string()> describe;
   // True when the caller should give up (Ctrl-C); may be empty.
   std::function<bool()> interrupted;
+  // Throws when a rank that is waited for can't come any more; may be empty.
+  std::function<void()> check_peers = {};
+
+  // What every wait without shared memory asks after each slice.
+  void check() const {
+    if (interrupted && interrupted()) {
+      throw Error(DPT_ERR_INTERRUPTED, describe() + " was interrupted");
+    }
+    if (check_peers) check_peers();
+  }
 };
 
 }  // namespace dpt

@@ -26,12 +26,6 @@ std::string read_link(const char* path) {
   return length > 0 ? std::string(target, length) : "unknown";
 }
 
-void throw_if_interrupted(const WaitContext& wait) {
-  if (wait.interrupted && wait.interrupted()) {
-    throw Error(DPT_ERR_INTERRUPTED, wait.describe() + " was interrupted");
-  }
-}
-
 }  // namespace
 
 std::string PeerInfo::serialize() const {
@@ -83,7 +77,7 @@ std::string wait_for_key(Store& store,
   // Absent keys are asked for in short slices: torch's stores cannot be interrupted inside a get.
   for (;;) {
     if (auto value = store.get(key, wait.deadline.next_slice())) return *value;
-    throw_if_interrupted(wait);
+    wait.check();
     if (wait.deadline.expired()) throw Error(DPT_ERR_TIMEOUT, wait.describe() + ": " + what);
   }
 }
@@ -183,13 +177,47 @@ Meeting meet(Store& store,
       answers.clear();
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
-    throw_if_interrupted(wait);
+    wait.check();
     if (wait.deadline.expired()) throw_missing(store, key("answer"), global_ranks, wait);
   }
   for (const std::string& line : answers) {
     meeting.words.push_back(line.substr(line.find(' ') + 1));
   }
   return meeting;
+}
+
+namespace {
+
+// Start time in clock ticks since boot, or nothing when there is no such process any more. Field 22
+// of /proc/<pid>/stat; the name in field 2 may hold spaces and brackets.
+std::optional<std::string> start_time_of(const std::string& pid) {
+  const std::string line = read_line(("/proc/" + pid + "/stat").c_str());
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos) return std::nullopt;
+  std::istringstream in(line.substr(name_end + 1));
+  std::string field;
+  in >> field;
+  if (field == "Z" || field == "X") return std::nullopt;  // dead, not yet waited for
+  for (int number = 4; number <= 22; ++number) in >> field;
+  return field;
+}
+
+}  // namespace
+
+std::string own_process_mark() {
+  const std::string pid = std::to_string(getpid());
+  return read_line("/proc/sys/kernel/random/boot_id") + " " + read_link("/proc/self/ns/pid") + " " +
+         pid + " " + start_time_of(pid).value_or("unknown");
+}
+
+std::optional<std::string> dead_process(const std::string& mark) {
+  std::istringstream in(mark);
+  std::string boot_id, pid_namespace, pid, start;
+  in >> boot_id >> pid_namespace >> pid >> start;
+  const bool visible = boot_id == read_line("/proc/sys/kernel/random/boot_id") &&
+                       pid_namespace == read_link("/proc/self/ns/pid");
+  if (!in || !visible || start_time_of(pid) == start) return std::nullopt;
+  return pid;
 }
 
 std::string random_id() {

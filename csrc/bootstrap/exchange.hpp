@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,12 @@ std::string wait_for_key(Store& store,
                          const std::string& key,
                          const WaitContext& wait,
                          const std::string& what);
+
+// Identifies this process to others on the same node; one line.
+std::string own_process_mark();
+// The pid behind a mark when that process has certainly ended; nothing while it lives, or when it
+// can't be seen from here (another node or pid namespace).
+std::optional<std::string> dead_process(const std::string& mark);
 
 // 128 random bits in hex.
 std::string random_id();

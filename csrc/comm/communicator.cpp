@@ -14,6 +14,8 @@
 namespace dpt {
 namespace {
 
+// Under this, each rank's process mark.
+const std::string kMarkKey = "deepytorch/process/";
 // How long destroying a group waits for operations that nobody waited for.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
@@ -59,6 +61,8 @@ Communicator::Communicator(const dpt_comm_options& options,
     };
   }
   Fabric::instance();  // from here on a fork() is noticed
+  if (native_ && options.size > 1)
+    store_->set(kMarkKey + std::to_string(rank_), own_process_mark());
 }
 
 Communicator::~Communicator() {
@@ -130,7 +134,18 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
   pending.plan = plan_for(pending.operation);
 }
 
-void Communicator::connect(const WaitContext& wait) {
+void Communicator::connect(WaitContext wait) {
+  // There is no shared memory to notice a death by yet, but each rank left its mark in the store.
+  wait.check_peers = [this, &wait] {
+    for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
+      const auto mark = store_->get(kMarkKey + std::to_string(rank), std::chrono::milliseconds(1));
+      const auto pid = mark ? dead_process(*mark) : std::nullopt;
+      if (!pid) continue;
+      throw Error(DPT_ERR_PEER_LOST,
+                  wait.describe() + ": rank " + std::to_string(global_ranks_[rank]) + " (pid " +
+                      *pid + ") died before it joined");
+    }
+  };
   try {
     connect_segment(wait);
   } catch (const Error& error) {

@@ -1,6 +1,7 @@
 // One group of ranks: takes requests in order, picks a plan for each, runs it.
 //
-// Lifecycle: construction is local; the ranks meet at the first operation that can be native
+// Lifecycle: construction waits for nobody; the ranks meet at the first operation that can be
+// native
 // (`connect`), and agree there whether this group has a native transport at all. Once an operation
 // failed in a way that leaves the ranks out of step (a dead rank, a timeout, Ctrl-C) the group is
 // failed for good: every later call says so and why.
@@ -46,7 +47,7 @@ class Communicator {
 
   std::string why_never_native(const dpt_request& request) const;
   Plan plan_for(const Operation& operation) const;
-  void connect(const WaitContext& wait);
+  void connect(WaitContext wait);
   void connect_segment(const WaitContext& wait);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);

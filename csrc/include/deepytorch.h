@@ -153,7 +153,7 @@ typedef struct dpt_api {
   uint32_t abi_version;
   uint32_t bytes; /* sizeof(dpt_api) in the core */
 
-  /* Local and cheap: peers meet at the first native operation. Store and delegate are copied;
+  /* Waits for nobody: peers meet at the first native operation. Store and delegate are copied;
    * their contexts must outlive the communicator. */
   dpt_status (*comm_create)(const dpt_comm_options* options,
                             const dpt_store* store,

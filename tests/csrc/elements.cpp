@@ -108,6 +108,7 @@ void Elements::set(size_t index, double value) {
     case DPT_COMPLEX64:
       store(at, static_cast<float>(value));
       return store(at + 4, static_cast<float>(-value));
+    case DPT_OTHER:
     case DPT_COMPLEX128:
       store(at, value);
       return store(at + 8, -value);
@@ -136,6 +137,7 @@ double Elements::get(size_t index) const {
     case DPT_COMPLEX64:
       return load<float>(at);
     case DPT_FLOAT64:
+    case DPT_OTHER:
     case DPT_COMPLEX128:
       return load<double>(at);
   }

@@ -1,6 +1,8 @@
 // How ranks meet: the in-memory store, the exchange over it, and what ranks say of themselves.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "base/error.hpp"
 #include "bootstrap/exchange.hpp"
@@ -128,6 +130,25 @@ TEST(PeerInfo, MalformedWordsAreRefused) {
   for (const char* text : {"", "a b", "a b c 1 2 99999999 1", "a b c 1 2 3 1 1"}) {
     EXPECT_THROW(PeerInfo::parse(text), Error) << '"' << text << '"';
   }
+}
+
+TEST(ProcessMark, TellsTheLivingFromTheDead) {
+  EXPECT_FALSE(dead_process(own_process_mark()));
+  int pipe_ends[2];
+  ASSERT_EQ(pipe(pipe_ends), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const std::string mark = own_process_mark();
+    const ssize_t written = write(pipe_ends[1], mark.data(), mark.size());
+    _exit(written == static_cast<ssize_t>(mark.size()) ? 0 : 1);
+  }
+  char text[512];
+  const ssize_t length = read(pipe_ends[0], text, sizeof text);
+  ASSERT_GT(length, 0);
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  EXPECT_EQ(dead_process(std::string(text, length)), std::to_string(child));
+  EXPECT_FALSE(dead_process("another-node pid:[1] 1 2"));
+  EXPECT_FALSE(dead_process("nonsense"));
 }
 
 TEST(ForeignStore, LongValuesComeWhole) {

@@ -109,9 +109,7 @@ void send_fds(const UniqueFd& socket, const std::string& text, const std::vector
 
 Received receive_fds(const UniqueFd& socket, const WaitContext& wait) {
   while (!readable_within(socket.get(), wait.deadline.next_slice())) {
-    if (wait.interrupted && wait.interrupted()) {
-      throw Error(DPT_ERR_INTERRUPTED, wait.describe() + " was interrupted");
-    }
+    wait.check();
     if (wait.deadline.expired()) {
       throw Error(DPT_ERR_TIMEOUT, wait.describe() + ": a local rank did not answer in time");
     }

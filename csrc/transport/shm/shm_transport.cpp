@@ -57,9 +57,7 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
       ++attached;
       continue;
     }
-    if (wait.interrupted && wait.interrupted()) {
-      throw Error(DPT_ERR_INTERRUPTED, wait.describe() + " was interrupted");
-    }
+    wait.check();
     for (int rank = 1; rank < size; ++rank) {
       if (members[rank].get() >= 0) continue;
       const auto refused = group.store.get(group.key + "/refused/" + std::to_string(rank),
