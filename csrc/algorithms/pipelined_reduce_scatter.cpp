@@ -1,6 +1,7 @@
 // Pipelined reduce_scatter: slots hold one block per receiving rank. In step t every rank copies
 // chunk t of the inputs meant for its peers into its slot and reduces chunk t-1 of what all ranks
 // hold for it (its own part straight from the input), with one barrier a step.
+#include <algorithm>
 #include <vector>
 
 #include "algorithms/algorithm.hpp"
@@ -15,8 +16,9 @@ void run(const RunContext& context) {
   const Operation& operation = context.operation;
   const size_t element_bytes = size_of(operation.dtype);
   const int me = segment.rank();
-  const size_t block_bytes = context.plan.chunk_bytes / segment.size() / kCacheLine * kCacheLine;
-  DPT_CHECK(block_bytes > 0 && block_bytes * segment.size() <= Segment::kMaxChunkBytes);
+  const size_t block_bytes =
+      std::max(kCacheLine, context.plan.chunk_bytes / segment.size() / kCacheLine * kCacheLine);
+  DPT_CHECK(block_bytes * segment.size() <= Segment::kMaxChunkBytes);
   const Chunks chunks = split_chunks(operation.count, element_bytes, block_bytes);
   std::vector<const void*> sources(segment.size());
 

@@ -97,10 +97,15 @@ bool present(Store& store, const std::string& key) { return store.get(key, kLook
     if (present(store, key + "/" + std::to_string(peer))) continue;
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(global_ranks[peer]);
   }
+  const std::string limit = std::to_string(wait.deadline.timeout().count()) + " ms";
+  if (ranks.empty()) {
+    throw Error(DPT_ERR_TIMEOUT,
+                wait.describe() + ": not all ranks joined within " + limit +
+                    "; by now all have. A longer timeout would have been enough");
+  }
   throw Error(DPT_ERR_TIMEOUT,
-              wait.describe() + ": rank(s) " + ranks + " did not join within " +
-                  std::to_string(wait.deadline.timeout().count()) +
-                  " ms. Did they crash, or run without deepytorch?");
+              wait.describe() + ": rank(s) " + ranks + " did not join within " + limit +
+                  ". Did they crash, or run without deepytorch?");
 }
 
 // Values under key/0 .. key/size-1, waiting for each.

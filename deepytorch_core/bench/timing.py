@@ -41,9 +41,10 @@ class Agreement(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Medians in microseconds over all samples and their ratio (baseline / ours, > 1 is faster).
+    """Medians in microseconds over all samples, and how they compare.
 
-    `spread` holds the quartiles of the ratios of neighbouring blocks.
+    `speedup` is the median of the ratios of neighbouring blocks (baseline / ours, > 1 is faster),
+    `spread` their quartiles.
     """
 
     time_us: float
@@ -116,7 +117,7 @@ def sample(
 
 
 def compare(blocks: Sequence[Sequence[Sequence[float]]]) -> Comparison:
-    """Medians, their ratio and its spread from what `sample` returned."""
+    """Medians, the ratio and its spread from what `sample` returned."""
     medians = [
         statistics.median([value for block in arm_blocks for value in block])
         for arm_blocks in blocks
@@ -128,7 +129,7 @@ def compare(blocks: Sequence[Sequence[Sequence[float]]]) -> Comparison:
     return Comparison(
         time_us=medians[OURS],
         baseline_time_us=medians[BASELINE],
-        speedup=medians[BASELINE] / medians[OURS],
+        speedup=statistics.median(ratios),
         spread=quartiles(ratios),
     )
 

@@ -84,7 +84,7 @@ def test_comparison():
     result = timing.compare([ours, baseline])
     assert result.time_us == 10.0
     assert result.baseline_time_us == 30.0
-    assert result.speedup == 3.0
+    assert result.speedup == 2.5  # the median of 2.0 and 3.0
     assert result.spread == (2.25, 2.75)  # of the block ratios 2 and 3
 
 

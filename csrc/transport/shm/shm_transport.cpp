@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 
 #include "base/error.hpp"
 #include "transport/shm/fd_exchange.hpp"
@@ -48,7 +49,7 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
     UniqueFd member = accept_within(listener, wait.deadline.next_slice());
     if (member.get() >= 0) {
       Received hello = receive_fds(member, wait);
-      const int rank = std::stoi(hello.text);
+      const int rank = std::atoi(hello.text.c_str());  // 0, refused below, for anything else
       if (rank < 1 || rank >= size || hello.fds.size() != 1) {
         throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
       }
