@@ -23,9 +23,8 @@ def check(record, job):
     assert record["time_us"] > 0
     assert record["baseline_time_us"] > 0
     low, high = record["speedup_spread"]
-    assert 0 < low <= high
-    ratio = record["baseline_time_us"] / record["time_us"]
-    assert record["speedup"] == pytest.approx(ratio, rel=0.01)
+    # The median of the ratios whose quartiles these are.
+    assert 0 < low <= record["speedup"] <= high
     assert record["machine"]["cores"] >= 1
     assert record["versions"]["torch"]
     assert record["commit"]
