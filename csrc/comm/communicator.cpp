@@ -137,6 +137,11 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
 void Communicator::connect(WaitContext wait) {
   // There is no shared memory to notice a death by yet, but each rank left its mark in the store.
   wait.check_peers = [this, &wait] {
+    {
+      // Aborted or destroyed meanwhile: without a segment nothing else would end this wait.
+      std::lock_guard lock(state_mutex_);
+      if (failure_) throw *failure_;
+    }
     for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
       const auto mark = store_->get(kMarkKey + std::to_string(rank), std::chrono::milliseconds(1));
       const auto pid = mark ? dead_process(*mark) : std::nullopt;

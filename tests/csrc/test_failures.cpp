@@ -161,6 +161,18 @@ TEST(Timeout, OfAnAsynchronousOperation) {
   });
 }
 
+TEST(Abort, EndsTheFirstOperationsWaitForTheOtherRanks) {
+  // Rank 1 never comes and nobody knows why: only the abort can end this before the timeout.
+  HashStore store;
+  Rank rank(store, 0, 2, {.group = "lonely"});
+  std::vector<float> values(10, 1.0F);
+  Pending pending = rank.start(std::move(all_reduce(values).timeout_ms(600000)));
+  rank.abort("the user has had enough");
+  const Failure failure = failure_of([&] { pending.get(); });
+  EXPECT_EQ(failure.status, DPT_ERR_ABORTED);
+  EXPECT_THAT(failure.what(), HasSubstr("the user has had enough"));
+}
+
 TEST(Abort, EndsWaitsOnEveryRankAndSticks) {
   std::promise<void> entered;
   run_ranks(2, [&](Rank& rank) {
