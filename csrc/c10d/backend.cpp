@@ -56,9 +56,12 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  global_ranks.data(),
                                  setup_.native ? 1 : 0,
                                  poll_signals,
-                                 nullptr};
+                                 nullptr,
+                                 setup_.tune,
+                                 setup_.profile.c_str(),
+                                 setup_.staging_bytes};
   const dpt_store store = store_table(setup_.store.get());
-  const dpt_delegate delegate{nullptr, start_on_delegate, run_on_delegate};
+  const dpt_delegate delegate{nullptr, start_on_delegate, run_on_delegate, nullptr};
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));

@@ -40,6 +40,9 @@ class Backend : public c10d::Backend {
     std::function<BackendPtr(const std::string&)> make_delegate;
     bool native;
     const dpt_api* api;
+    dpt_tune tune = DPT_TUNE_OFF;
+    std::string profile;       // path; empty: none
+    size_t staging_bytes = 0;  // 0: the core's default
   };
 
   explicit Backend(Setup setup);

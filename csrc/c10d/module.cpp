@@ -26,6 +26,13 @@ const dpt_api* core_api() {
   return api;
 }
 
+dpt_tune parse_tune(const std::string& name) {
+  if (name == "off") return DPT_TUNE_OFF;
+  if (name == "auto") return DPT_TUNE_AUTO;
+  if (name == "force") return DPT_TUNE_FORCE;
+  throw py::value_error("tune=\"" + name + "\": expected off, auto or force");
+}
+
 // The Python factory of stock backends; called and released with the GIL.
 std::function<BackendPtr(const std::string&)> wrap_factory(py::object factory) {
   const std::shared_ptr<py::object> held(
@@ -72,7 +79,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& group_name,
          const std::vector<uint64_t>& global_ranks,
          py::object delegates,
-         bool native) {
+         bool native,
+         const std::string& tune,
+         const std::string& profile,
+         size_t staging_bytes) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
@@ -82,7 +92,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                            std::move(options),
                                                            wrap_factory(std::move(delegates)),
                                                            native,
-                                                           core_api()});
+                                                           core_api(),
+                                                           parse_tune(tune),
+                                                           profile,
+                                                           staging_bytes});
       },
       py::arg("store"),
       py::arg("rank"),
@@ -93,5 +106,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("global_ranks"),
       py::arg("delegates"),
       py::arg("native") = true,
+      py::arg("tune") = "off",
+      py::arg("profile") = "",
+      py::arg("staging_bytes") = 0,
       "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
 }

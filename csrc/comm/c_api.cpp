@@ -52,11 +52,23 @@ dpt_status submit(dpt_comm* comm,
                  [&] { *outcome = comm->communicator.submit(*request, done, done_context); });
 }
 
+dpt_status memory_allocate(size_t bytes, void** address, dpt_error* error) {
+  return guarded(error, [&] { *address = Fabric::instance().memory().allocate(bytes); });
+}
+
+void memory_free(void* address) { Fabric::instance().memory().free(address); }
+
 }  // namespace
 
 const dpt_api* api() {
-  static const dpt_api table{
-      DPT_ABI_VERSION, sizeof(dpt_api), comm_create, comm_destroy, comm_abort, submit};
+  static const dpt_api table{DPT_ABI_VERSION,
+                             sizeof(dpt_api),
+                             comm_create,
+                             comm_destroy,
+                             comm_abort,
+                             submit,
+                             memory_allocate,
+                             memory_free};
   return &table;
 }
 

@@ -13,6 +13,7 @@
 
 #include "bootstrap/exchange.hpp"
 #include "comm/watchdog.hpp"
+#include "transport/shm/memory_pool.hpp"
 #include "transport/shm/segment.hpp"
 
 namespace dpt {
@@ -25,6 +26,9 @@ class Fabric {
 
   // This process's facts, gathered once.
   const PeerInfo& self() const { return self_; }
+
+  // Memory that local peers can reach without a copy.
+  MemoryPool& memory() { return memory_; }
 
   // From now on the death of any of `peers` (one per rank of `segment`) aborts the segment.
   // Takes ownership of the pidfds. Call detach before the segment goes away.
@@ -40,6 +44,7 @@ class Fabric {
   static void after_fork_in_child();
 
   PeerInfo self_;
+  MemoryPool memory_;
   std::mutex mutex_;
   std::map<Segment*, std::vector<PeerInfo>> groups_;
   std::unique_ptr<Watchdog> watchdog_;

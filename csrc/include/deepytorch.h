@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 1
+#define DPT_ABI_VERSION 2
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -82,26 +82,41 @@ typedef struct dpt_error {
 
 /* One operation. Buffers are contiguous; `count` is the elements of one buffer:
  *   all_reduce      inputs[0] -> outputs[0]
+ *   reduce          inputs[0] -> outputs[0] of the root; other ranks' outputs[0] keeps its content
  *   all_gather      inputs[0] -> outputs[rank] of every rank
  *   reduce_scatter  inputs[0..size-1], one per receiving rank -> outputs[0]
  *   broadcast       inputs[0] of the root -> outputs[0]
- * An input may be the same memory as its output. Other collectives are always delegated and may
- * leave the buffers NULL. */
+ *   gather          inputs[0] -> outputs[rank] of the root; other ranks have no outputs
+ *   scatter         inputs[0..size-1] of the root -> outputs[0]; other ranks have no inputs
+ *   all_to_all      inputs[rank] -> outputs[own rank] of that rank
+ *   send, recv      inputs[0] of one rank -> outputs[0] of another
+ * An input may be the same memory as its output, except in all_to_all. */
 typedef struct dpt_request {
   dpt_collective collective;
   dpt_data_type dtype;
   dpt_reduce_op reduce_op;
   double premul_factor; /* with DPT_PREMUL_SUM */
-  int root;             /* rank in the group */
+  int root;             /* rank in the group: the root, or the peer of a send or recv; a recv
+                             from DPT_ANY_RANK takes the first message with its tag */
+  int tag;              /* send and recv: messages are matched by it */
   const void* const* inputs;
   void* const* outputs;
   size_t count;
+  /* Elements of each buffer where ranks' parts differ (all_gather: outputs; all_to_all: both);
+   * NULL: all have `count`. With all_gather, `count` is this rank's input. */
+  const size_t* input_counts;
+  const size_t* output_counts;
   int64_t timeout_ms;
   int asynchronous;       /* 0: the caller waits, so it may run in its thread */
-  const char* not_native; /* not NULL: why native code can't serve it (device, layout) */
+  const char* not_native; /* not NULL: why native code can't serve it (device, layout); the
+                               buffers may then be NULL */
   void* call;             /* the adapter's own: how to replay it on the delegate; it must
                                live until the operation has ended */
+  int* source;            /* recv: receives the sender's rank in the group; lives as `call` does;
+                               may be NULL */
 } dpt_request;
+
+#define DPT_ANY_RANK (-1)
 
 /* What became of a submitted request. */
 typedef enum dpt_outcome {
@@ -120,6 +135,9 @@ typedef struct dpt_delegate {
   dpt_status (*start)(void* context, void* call, dpt_error* error);
   /* Carries it out to its end. */
   dpt_status (*run)(void* context, void* call, dpt_error* error);
+  /* Carries out a request of the core's own (its `call` is NULL) on host memory: how the tuner
+   * times the delegate. */
+  dpt_status (*execute)(void* context, const dpt_request* request, dpt_error* error);
 } dpt_delegate;
 
 /* The rendezvous store. `get` waits up to timeout_ms and returns DPT_ERR_TIMEOUT when the key is
@@ -139,6 +157,12 @@ typedef struct dpt_store {
 
 typedef struct dpt_comm dpt_comm;
 
+typedef enum dpt_tune {
+  DPT_TUNE_OFF = 0,  /* rules of thumb, nothing measured */
+  DPT_TUNE_AUTO = 1, /* the profile, else measured at a size's first use */
+  DPT_TUNE_FORCE = 2 /* measured at a size's first use, whatever the profile says */
+} dpt_tune;
+
 typedef struct dpt_comm_options {
   const char* group_name;
   int rank;
@@ -147,6 +171,9 @@ typedef struct dpt_comm_options {
   int native;                        /* 0: delegate everything (collectives=stock) */
   int (*interrupted)(void* context); /* polled while the caller waits; may be NULL */
   void* interrupted_context;
+  dpt_tune tune;
+  const char* profile;  /* path of the profile to read and write; NULL or empty: none */
+  size_t staging_bytes; /* most staging memory of this process, over all groups; 0: the default */
 } dpt_comm_options;
 
 typedef struct dpt_api {
@@ -170,6 +197,10 @@ typedef struct dpt_api {
                        void* done_context,
                        dpt_outcome* outcome,
                        dpt_error* error);
+  /* Registered memory: `bytes` of host memory that local peers can reach without a copy. Aligned to
+   * 256 bytes, content undefined; no system call once the pool has grown to the program's need. */
+  dpt_status (*memory_allocate)(size_t bytes, void** address, dpt_error* error);
+  void (*memory_free)(void* address);
 } dpt_api;
 
 #ifdef __cplusplus

@@ -64,7 +64,7 @@ dpt_delegate RecordingDelegate::table() {
     std::strncpy(error->message, "the delegate's own words", sizeof error->message - 1);
     return self->status;
   };
-  return {this, record, record};
+  return {this, record, record, nullptr};
 }
 
 Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {

@@ -156,6 +156,15 @@ char* Segment::result(int parity) const {
   return staging(2 * (kSmallBytes + kMaxChunkBytes) * size_, kMaxChunkBytes, parity);
 }
 
+void Segment::set_pools(const MemoryPool* own, std::vector<char*> mapped) {
+  own_pool_ = own;
+  pools_ = std::move(mapped);
+}
+
+std::optional<uint64_t> Segment::offset_of(const void* address, size_t bytes) const {
+  return own_pool_ == nullptr ? std::nullopt : own_pool_->offset_of(address, bytes);
+}
+
 bool Segment::passed_before_sleep(uint32_t now, WaitStyle style) {
   constexpr int kBackgroundPauses = 200;
   constexpr int kHandOvers = 3;

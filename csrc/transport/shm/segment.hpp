@@ -17,11 +17,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/types.hpp"
 #include "base/wait.hpp"
+#include "transport/shm/memory_pool.hpp"
 
 namespace dpt {
 
@@ -88,6 +90,13 @@ class Segment {
   char* result(int parity) const;           // kMaxChunkBytes, written by all ranks in shares
   uint64_t next_step = 0;                   // see NOTE [Staging parity]
 
+  // Registered memory: where each rank's pool is mapped here (nullptr: it is not), and this rank's
+  // own pool (nullptr: none).
+  void set_pools(const MemoryPool* own, std::vector<char*> mapped);
+  char* pool(int rank) const { return pools_.empty() ? nullptr : pools_[rank]; }
+  // The place in this rank's pool that every peer can reach, or nothing.
+  std::optional<uint64_t> offset_of(const void* address, size_t bytes) const;
+
   // Publishes the first reason and wakes every waiter; later calls change nothing.
   void abort(dpt_status status, const std::string& reason);
   bool aborted() const;
@@ -111,6 +120,8 @@ class Segment {
   Shared* shared_ = nullptr;
   size_t bytes_ = 0;
   AdaptiveSpin spin_;
+  const MemoryPool* own_pool_ = nullptr;
+  std::vector<char*> pools_;
 };
 
 }  // namespace dpt
