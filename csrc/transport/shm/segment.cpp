@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "transport/shm/mailbox.hpp"
 
 namespace dpt {
 namespace {
@@ -30,6 +31,8 @@ struct alignas(kCacheLine) RankState {
   std::atomic<uint64_t> barriers;
   std::atomic<uint32_t> left;
   alignas(kCacheLine) OpHeader header[2];
+  Line doorbell;
+  Line asleep;  // threads of this rank that sleep on its doorbell
 };
 
 void cpu_relax() {
@@ -70,6 +73,34 @@ namespace {
 
 constexpr size_t staging_offset(size_t header_bytes) { return round_up(header_bytes, kPage); }
 
+// Spins or yields as `style` says; true when `word` moved on from `now`.
+bool passed_before_sleep(const std::atomic<uint32_t>& word,
+                         uint32_t now,
+                         WaitStyle style,
+                         AdaptiveSpin& spin) {
+  constexpr int kBackgroundPauses = 200;
+  constexpr int kHandOvers = 3;
+  auto passed = [&] { return word.load(std::memory_order_acquire) != now; };
+  if (style == WaitStyle::kSharedCore) {
+    for (int i = 0; i < kHandOvers; ++i) {
+      if (passed()) return true;
+      sched_yield();
+    }
+    return passed();
+  }
+  const bool adaptive = style == WaitStyle::kOwnCore;
+  const int limit = adaptive ? spin.limit() : kBackgroundPauses;
+  for (int i = 0; i < limit; ++i) {
+    if (passed()) {
+      if (adaptive) spin.ended_after(i);
+      return true;
+    }
+    cpu_relax();
+  }
+  if (adaptive) spin.slept();
+  return passed();
+}
+
 }  // namespace
 
 int AdaptiveSpin::limit() {
@@ -94,8 +125,9 @@ int Segment::create_file(int size) {
   }
   const int fd = DPT_SYS_CHECK(
       static_cast<int>(syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
-  const size_t bytes =
-      staging_offset(sizeof(Shared)) + 2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
+  const size_t bytes = staging_offset(sizeof(Shared)) +
+                       2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes) +
+                       Mailbox::area_bytes(size);
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     close(fd);
     throw_system_error("ftruncate of the group's shared memory");
@@ -156,6 +188,32 @@ char* Segment::result(int parity) const {
   return staging(2 * (kSmallBytes + kMaxChunkBytes) * size_, kMaxChunkBytes, parity);
 }
 
+char* Segment::mailboxes() const {
+  return reinterpret_cast<char*>(shared_) + bytes_ - Mailbox::area_bytes(size_);
+}
+
+void Segment::ring(int rank) {
+  RankState& peer = shared_->ranks[rank];
+  peer.doorbell.value.fetch_add(1, std::memory_order_seq_cst);
+  // Pairs with the sleeper's increment before its futex_wait re-reads the doorbell.
+  if (peer.asleep.value.load(std::memory_order_seq_cst) != 0) futex_wake_all(&peer.doorbell.value);
+}
+
+uint32_t Segment::rings() const {
+  return shared_->ranks[rank_].doorbell.value.load(std::memory_order_acquire);
+}
+
+void Segment::await_ring(uint32_t seen,
+                         std::chrono::milliseconds slice,
+                         WaitStyle style,
+                         AdaptiveSpin& spin) {
+  RankState& me = shared_->ranks[rank_];
+  if (passed_before_sleep(me.doorbell.value, seen, style, spin)) return;
+  me.asleep.value.fetch_add(1, std::memory_order_seq_cst);
+  futex_wait(&me.doorbell.value, seen, slice);
+  me.asleep.value.fetch_sub(1, std::memory_order_seq_cst);
+}
+
 void Segment::set_pools(const MemoryPool* own, std::vector<char*> mapped) {
   own_pool_ = own;
   pools_ = std::move(mapped);
@@ -163,30 +221,6 @@ void Segment::set_pools(const MemoryPool* own, std::vector<char*> mapped) {
 
 std::optional<uint64_t> Segment::offset_of(const void* address, size_t bytes) const {
   return own_pool_ == nullptr ? std::nullopt : own_pool_->offset_of(address, bytes);
-}
-
-bool Segment::passed_before_sleep(uint32_t now, WaitStyle style) {
-  constexpr int kBackgroundPauses = 200;
-  constexpr int kHandOvers = 3;
-  auto passed = [&] { return shared_->epoch.value.load(std::memory_order_acquire) != now; };
-  if (style == WaitStyle::kSharedCore) {
-    for (int i = 0; i < kHandOvers; ++i) {
-      if (passed()) return true;
-      sched_yield();
-    }
-    return passed();
-  }
-  const bool adaptive = style == WaitStyle::kOwnCore;
-  const int limit = adaptive ? spin_.limit() : kBackgroundPauses;
-  for (int i = 0; i < limit; ++i) {
-    if (passed()) {
-      if (adaptive) spin_.ended_after(i);
-      return true;
-    }
-    cpu_relax();
-  }
-  if (adaptive) spin_.slept();
-  return passed();
 }
 
 void Segment::barrier(const WaitContext& wait, WaitStyle style) {
@@ -205,7 +239,7 @@ void Segment::barrier(const WaitContext& wait, WaitStyle style) {
   }
 
   auto passed = [&] { return epoch.load(std::memory_order_acquire) != now; };
-  if (passed_before_sleep(now, style)) return;
+  if (passed_before_sleep(epoch, now, style, spin_)) return;
   while (!passed()) {
     throw_if_aborted();
     shared_->sleepers.value.fetch_add(1, std::memory_order_seq_cst);
@@ -260,6 +294,7 @@ void Segment::abort(dpt_status status, const std::string& reason) {
     shared_->abort_state.store(kAborted, std::memory_order_release);
   }
   futex_wake_all(&shared_->epoch.value);
+  for (int rank = 0; rank < size_; ++rank) ring(rank);
 }
 
 bool Segment::aborted() const {
@@ -289,6 +324,7 @@ bool Segment::has_left(int rank) const {
 void Segment::leave() {
   shared_->ranks[rank_].left.store(1, std::memory_order_release);
   futex_wake_all(&shared_->epoch.value);
+  for (int rank = 0; rank < size_; ++rank) ring(rank);
 }
 
 }  // namespace dpt
