@@ -1,5 +1,5 @@
 // The road every operation takes: Call -> dpt_request -> core -> NativeWork or the delegate's Work.
-// The c10d entry points that build the calls are in collectives.cpp.
+// The c10d entry points that build the calls are in collectives.cpp and point_to_point.cpp.
 #include "backend.hpp"
 
 #include <c10/util/Exception.h>
@@ -216,7 +216,7 @@ WorkPtr Backend::submit(Call what) {
   std::shared_ptr<Contiguous> outputs;
   std::vector<const void*> input_pointers;
   std::vector<void*> output_pointers;
-  if (!not_native && call.collective <= DPT_BARRIER) {
+  if (!not_native && (call.collective <= DPT_BARRIER || call.collective >= DPT_SEND)) {
     inputs = std::make_shared<Contiguous>(call.inputs,
                                           call.in_place ? Direction::kInPlace : Direction::kInput);
     outputs =
@@ -227,6 +227,7 @@ WorkPtr Backend::submit(Call what) {
 
   // `count` and `dtype` describe one buffer; every buffer of a call has the same.
   const at::Tensor* sample = call.inputs.empty() ? nullptr : &call.inputs[0];
+  if (call.collective == DPT_RECV) sample = &call.outputs[0];
   if (call.collective == DPT_REDUCE_SCATTER && !call.outputs.empty()) sample = &call.outputs[0];
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
   const Elements elements = sample ? elements_of(*sample, reduces) : Elements{DPT_UINT8, 0};
@@ -236,6 +237,7 @@ WorkPtr Backend::submit(Call what) {
       .reduce_op = call.core_reduce_op,
       .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
       .root = call.root,
+      .tag = call.tag,
       .inputs = input_pointers.data(),
       .outputs = output_pointers.data(),
       .count = elements.count,
@@ -243,15 +245,17 @@ WorkPtr Backend::submit(Call what) {
           (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
       .asynchronous = call.asynchronous || coalescing_,
       .not_native = not_native ? not_native->c_str() : nullptr,
-      .call = submitted.get()};
+      .call = submitted.get(),
+      .source = call.source.get()};
 
   NativeWork::Options work_options{
-      rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr};
+      rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr, nullptr};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
     if (outputs && outputs->has_stand_ins()) outputs->copy_back();
     if (submitted->call.after) submitted->call.after();
   };
+  work_options.source = call.source;
   work_options.delegate_failure = [submitted] { return submitted->failure; };
   auto work = c10::make_intrusive<NativeWork>(std::move(work_options));
 

@@ -95,6 +95,7 @@ bool MessageExchange::progress_sends(Peer& peer) {
 
 bool MessageExchange::post_letter(Peer& peer, const PostPtr& post) {
   if (segment_.has_left(peer.rank)) {
+    if (segment_.aborted()) return false;  // the next step says why
     finish(post,
            Error(DPT_ERR_PEER_LOST,
                  describe(*post) + ": " + rank_name(peer.rank) +
@@ -331,6 +332,8 @@ void MessageExchange::end_those_waiting_for_who_left() {
     if (peer.rank != segment_.rank()) others_left &= left[peer.rank];
   }
   if (std::find(left.begin(), left.end(), true) == left.end()) return;
+  // Who gave up first and left then is not the reason.
+  if (segment_.aborted()) return;
   // What they sent before they left still counts; they did not leave before it was in the mailbox.
   progress();
   std::vector<PostPtr> lost;

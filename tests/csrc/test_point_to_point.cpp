@@ -49,7 +49,7 @@ Values numbers(size_t count, int32_t first) {
   return values;
 }
 
-TEST(Messages, OfEverySizeArrive) {
+TEST(PointToPoint, OfEverySizeArrive) {
   run_ranks(2, [](Rank& rank) {
     for (const size_t count :
          {size_t{0}, size_t{1}, kSmall, size_t{16384}, size_t{16385}, kLarge}) {
@@ -65,7 +65,7 @@ TEST(Messages, OfEverySizeArrive) {
   });
 }
 
-TEST(Messages, NeedOnlyTheTwoRanksTheyConcern) {
+TEST(PointToPoint, NeedOnlyTheTwoRanksTheyConcern) {
   // The group's first operation, of which ranks 1 and 3 know nothing.
   run_ranks(4, [](Rank& rank) {
     Values values = numbers(kSmall, rank.rank());
@@ -84,7 +84,7 @@ TEST(Messages, NeedOnlyTheTwoRanksTheyConcern) {
   });
 }
 
-TEST(Messages, JoinAGroupWhoseCollectiveWaitsElsewhere) {
+TEST(PointToPoint, JoinAGroupWhoseCollectiveWaitsElsewhere) {
   // Rank 1 is in the group's first collective when rank 0 wants its message received by rank 2.
   run_ranks(3, [](Rank& rank) {
     Values values = numbers(kLarge, 1);
@@ -94,7 +94,7 @@ TEST(Messages, JoinAGroupWhoseCollectiveWaitsElsewhere) {
   });
 }
 
-TEST(Messages, WithOneTagKeepTheirOrderAndOtherTagsOvertake) {
+TEST(PointToPoint, WithOneTagKeepTheirOrderAndOtherTagsOvertake) {
   run_ranks(2, [](Rank& rank) {
     std::vector<Values> sent;
     for (int i = 0; i < 12; ++i) sent.push_back(numbers(i % 3 == 0 ? kLarge / 4 : kSmall + i, i));
@@ -114,7 +114,7 @@ TEST(Messages, WithOneTagKeepTheirOrderAndOtherTagsOvertake) {
   });
 }
 
-TEST(Messages, SmallOnesAreSentBeforeAnybodyReceives) {
+TEST(PointToPoint, SmallOnesAreSentBeforeAnybodyReceives) {
   run_ranks(2, [](Rank& rank) {
     const int peer = 1 - rank.rank();
     rank.run(send(numbers(kSmall, rank.rank()), peer));
@@ -124,7 +124,7 @@ TEST(Messages, SmallOnesAreSentBeforeAnybodyReceives) {
   });
 }
 
-TEST(Messages, LargeOnesCrossEachOther) {
+TEST(PointToPoint, LargeOnesCrossEachOther) {
   run_ranks(3, [](Rank& rank) {
     std::vector<Values> received(3, Values(kLarge));
     const Values mine = numbers(kLarge, rank.rank());
@@ -140,7 +140,7 @@ TEST(Messages, LargeOnesCrossEachOther) {
   });
 }
 
-TEST(Messages, AndCollectivesDoNotWaitForEachOther) {
+TEST(PointToPoint, AndCollectivesDoNotWaitForEachOther) {
   run_ranks(2, [](Rank& rank) {
     Values received(kLarge);
     const Values mine = numbers(kLarge, rank.rank());
@@ -156,7 +156,7 @@ TEST(Messages, AndCollectivesDoNotWaitForEachOther) {
   });
 }
 
-TEST(Messages, FromAnyRankTellTheirSender) {
+TEST(PointToPoint, FromAnyRankTellTheirSender) {
   constexpr int kSize = 4;
   run_ranks(kSize, [](Rank& rank) {
     if (rank.rank() != 0) return (void)rank.run(send(numbers(20000, rank.rank()), 0, 3));
@@ -172,16 +172,17 @@ TEST(Messages, FromAnyRankTellTheirSender) {
   });
 }
 
-TEST(Messages, AreCountedAsTheMailboxs) {
+TEST(PointToPoint, AreCountedAsTheMailboxs) {
+  reset_statistics();
   run_ranks(2,
             [](Rank& rank) {
               Values values(kSmall);
               rank.run(rank.rank() == 0 ? send(values, 1) : recv(values, 0));
             },
-            {.group = "counted"});
+            {.group = "counted messages"});
   std::vector<dpt_collective> counted;
   for (const StatisticsRow& row : all_statistics()) {
-    if (row.group != "counted") continue;
+    if (row.group != "counted messages") continue;
     EXPECT_EQ(row.algorithm, "mailbox");
     EXPECT_EQ(row.bytes, 4 * kSmall);
     counted.push_back(row.collective);
@@ -215,9 +216,9 @@ std::vector<Planned> plan(unsigned seed, int size, int num_messages) {
   return messages;
 }
 
-class Random : public ::testing::TestWithParam<unsigned> {};
+class PointToPointRandom : public ::testing::TestWithParam<unsigned> {};
 
-TEST_P(Random, MessagesMatchTheModel) {
+TEST_P(PointToPointRandom, MessagesMatchTheModel) {
   constexpr int kSize = 3;
   const std::vector<Planned> messages = plan(GetParam(), kSize, 150);
   run_ranks(kSize, [&](Rank& rank) {
@@ -271,11 +272,11 @@ TEST_P(Random, MessagesMatchTheModel) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, Random, ::testing::Range(1U, 7U));
+INSTANTIATE_TEST_SUITE_P(Seeds, PointToPointRandom, ::testing::Range(1U, 7U));
 
-class MessageMismatch : public ::testing::TestWithParam<size_t> {};
+class PointToPointMismatch : public ::testing::TestWithParam<size_t> {};
 
-TEST_P(MessageMismatch, NamesBothSidesAndLeavesTheGroupUsable) {
+TEST_P(PointToPointMismatch, NamesBothSidesAndLeavesTheGroupUsable) {
   const size_t count = GetParam();
   run_ranks(2, [&](Rank& rank) {
     rank.barrier();
@@ -300,9 +301,9 @@ TEST_P(MessageMismatch, NamesBothSidesAndLeavesTheGroupUsable) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, MessageMismatch, ::testing::Values(kSmall, kLarge));
+INSTANTIATE_TEST_SUITE_P(Of, PointToPointMismatch, ::testing::Values(kSmall, kLarge));
 
-TEST(MessageMismatches, OfDtypesAreFound) {
+TEST(PointToPointMismatches, OfDtypesAreFound) {
   run_ranks(2, [](Rank& rank) {
     Values values = numbers(kSmall, 0);
     if (rank.rank() == 0) return (void)rank.run(send(values, 1));
@@ -313,7 +314,7 @@ TEST(MessageMismatches, OfDtypesAreFound) {
   });
 }
 
-TEST(Messages, ToARankOutsideOfTheGroupAreRefused) {
+TEST(PointToPoint, ToARankOutsideOfTheGroupAreRefused) {
   run_ranks(2, [](Rank& rank) {
     Values values(kSmall);
     const Failure failure = failure_of([&] { rank.run(send(values, 2)); });
@@ -323,7 +324,7 @@ TEST(Messages, ToARankOutsideOfTheGroupAreRefused) {
   });
 }
 
-TEST(MessageTimeout, NamesPeerAndTag) {
+TEST(PointToPointTimeout, NamesPeerAndTag) {
   std::promise<void> over;
   std::shared_future<void> is_over = over.get_future().share();
   run_ranks(2,
@@ -348,7 +349,7 @@ TEST(MessageTimeout, NamesPeerAndTag) {
             {.global_ranks = {30, 31}});
 }
 
-TEST(MessageTimeout, OfAnAsynchronousReceiveFromAnyRank) {
+TEST(PointToPointTimeout, OfAnAsynchronousReceiveFromAnyRank) {
   std::promise<void> over;
   run_ranks(2, [&](Rank& rank) {
     rank.barrier();
@@ -363,7 +364,7 @@ TEST(MessageTimeout, OfAnAsynchronousReceiveFromAnyRank) {
   });
 }
 
-TEST(MessageTimeout, OfTheFirstOperationNamesWhoDidNotJoin) {
+TEST(PointToPointTimeout, OfTheFirstOperationNamesWhoDidNotJoin) {
   HashStore store;
   Rank rank(store, 0, 2, {.group = "nobody", .global_ranks = {40, 41}});
   Values values(kSmall);
@@ -372,7 +373,7 @@ TEST(MessageTimeout, OfTheFirstOperationNamesWhoDidNotJoin) {
   EXPECT_THAT(failure.what(), AllOf(HasSubstr("send"), HasSubstr("rank 41")));
 }
 
-TEST(MessageLeave, IsToldToWhoStillWaitsAndWhatWasSentStillArrives) {
+TEST(PointToPointLeave, IsToldToWhoStillWaitsAndWhatWasSentStillArrives) {
   run_ranks(3,
             [](Rank& rank) {
               rank.barrier();
@@ -396,7 +397,7 @@ TEST(MessageLeave, IsToldToWhoStillWaitsAndWhatWasSentStillArrives) {
             {.global_ranks = {20, 21, 22}});
 }
 
-TEST(MessageAbort, EndsWaitsOnEveryRank) {
+TEST(PointToPointAbort, EndsWaitsOnEveryRank) {
   run_ranks(2, [](Rank& rank) {
     rank.barrier();
     Values values(kLarge);
@@ -408,7 +409,7 @@ TEST(MessageAbort, EndsWaitsOnEveryRank) {
   });
 }
 
-TEST(MessageInterrupt, EndsTheWaitAndTheGroup) {
+TEST(PointToPointInterrupt, EndsTheWaitAndTheGroup) {
   HashStore store;
   run_threads(2, [&](int index) {
     std::atomic<bool> pressed = false;
@@ -424,7 +425,7 @@ TEST(MessageInterrupt, EndsTheWaitAndTheGroup) {
   });
 }
 
-TEST(MessageThreads, OfOneRankShareAGroup) {
+TEST(PointToPointThreads, OfOneRankShareAGroup) {
   constexpr int kThreads = 3;
   run_ranks(2, [](Rank& rank) {
     run_threads(kThreads, [&](int tag) {
@@ -443,7 +444,7 @@ TEST(MessageThreads, OfOneRankShareAGroup) {
   });
 }
 
-TEST(MessageDestroy, WaitsForWhatIsUnderWay) {
+TEST(PointToPointDestroy, WaitsForWhatIsUnderWay) {
   std::vector<Pending> pending[2];
   Values sent = numbers(kLarge, 1);
   Values received(kLarge);
