@@ -61,7 +61,11 @@ Communicator::Communicator(const dpt_comm_options& options,
   }
   Fabric::instance();  // from here on a fork() is noticed
   if (native_ && options.size > 1) {
-    invitation_ = Invitations::instance().open([this] { join_in_background(kInvitedLimit); });
+    invitation_ = Invitations::instance().open(
+        [this](const std::string& inviter) {
+          join_in_background(kInvitedLimit, std::make_shared<LentStore>(inviter, *store_));
+        },
+        *store_);
     store_->set(std::string(kMarkKey) + std::to_string(rank_), own_word());
   }
 }
@@ -136,13 +140,13 @@ Plan Communicator::plan_for(const Operation& operation) const {
 }
 
 void Communicator::prepare(Pending& pending, bool in_caller) {
-  ensure_connected(wait_context(pending, in_caller));
+  ensure_connected(wait_context(pending, in_caller), *store_);
   pending.plan = plan_for(pending.operation);
 }
 
-void Communicator::ensure_connected(const WaitContext& wait) {
+void Communicator::ensure_connected(const WaitContext& wait, Store& store) {
   if (connected_.load(std::memory_order_acquire)) return;
-  if (global_ranks_.size() > 1) connect(wait);
+  if (global_ranks_.size() > 1) connect(wait, store);
   {
     std::lock_guard lock(state_mutex_);
     connected_.store(true, std::memory_order_release);
@@ -150,9 +154,9 @@ void Communicator::ensure_connected(const WaitContext& wait) {
   joined_.notify_all();
 }
 
-void Communicator::connect(WaitContext wait) {
+void Communicator::connect(WaitContext wait, Store& store) {
   // There is no shared memory to notice a death by yet, but each rank left its mark in the store.
-  wait.check_peers = [this, &wait] {
+  wait.check_peers = [this, &wait, &store] {
     {
       // Aborted or destroyed meanwhile: without a segment nothing else would end this wait.
       std::lock_guard lock(state_mutex_);
@@ -160,7 +164,7 @@ void Communicator::connect(WaitContext wait) {
     }
     for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
       const auto mark =
-          store_->get(std::string(kMarkKey) + std::to_string(rank), std::chrono::milliseconds(1));
+          store.get(std::string(kMarkKey) + std::to_string(rank), std::chrono::milliseconds(1));
       const auto pid = mark ? dead_process(*mark) : std::nullopt;
       if (!pid) continue;
       throw Error(DPT_ERR_PEER_LOST,
@@ -169,16 +173,16 @@ void Communicator::connect(WaitContext wait) {
     }
   };
   try {
-    connect_segment(wait);
+    connect_segment(wait, store);
   } catch (const Error& error) {
     fail(error.status(), error.what());
     throw;
   }
 }
 
-void Communicator::connect_segment(const WaitContext& wait) {
+void Communicator::connect_segment(const WaitContext& wait, Store& store) {
   Fabric& fabric = Fabric::instance();
-  const Meeting meeting = meet(*store_, rank_, global_ranks_, fabric.self().serialize(), wait);
+  const Meeting meeting = meet(store, rank_, global_ranks_, fabric.self().serialize(), wait);
   std::vector<PeerInfo> peers;
   for (const std::string& words : meeting.words) peers.push_back(PeerInfo::parse(words));
 
@@ -186,7 +190,7 @@ void Communicator::connect_segment(const WaitContext& wait) {
   no_transport_ = choice.why_not;
   if (choice.transport == nullptr) return;
   ShmConnection connection =
-      connect_shm({*store_, "deepytorch/" + meeting.id, rank_, global_ranks_, peers}, wait);
+      connect_shm({store, "deepytorch/" + meeting.id, rank_, global_ranks_, peers}, wait);
   no_transport_ = connection.why_not;
   if (!connection.segment) {
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);

@@ -57,9 +57,10 @@ class Communicator {
 
   std::string why_never_native(const dpt_request& request) const;
   Plan plan_for(const Operation& operation) const;
-  void connect(WaitContext wait);
-  void ensure_connected(const WaitContext& wait);
-  void connect_segment(const WaitContext& wait);
+  // `store` is the own one, or lent: NOTE [Lent store].
+  void connect(WaitContext wait, Store& store);
+  void ensure_connected(const WaitContext& wait, Store& store);
+  void connect_segment(const WaitContext& wait, Store& store);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
   WaitStyle wait_style(size_t bytes, bool in_caller) const;
@@ -71,7 +72,8 @@ class Communicator {
   // Sends and receives, in communicator_messages.cpp; see NOTE [Invitations].
   dpt_outcome submit_message(const dpt_request& request, dpt_done done, void* done_context);
   std::string own_word() const;
-  void join_in_background(std::chrono::milliseconds limit);
+  // With `lent` instead of this rank's own store, unless it is nullptr.
+  void join_in_background(std::chrono::milliseconds limit, std::shared_ptr<Store> lent);
   std::string join_for_messages(const dpt_request& request);
   PointToPoint& messages();
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan);

@@ -32,9 +32,10 @@ std::string Communicator::own_word() const {
   return own_process_mark() + " " + invitation_ + " " + Fabric::instance().self().serialize();
 }
 
-void Communicator::join_in_background(std::chrono::milliseconds limit) {
+void Communicator::join_in_background(std::chrono::milliseconds limit,
+                                      std::shared_ptr<Store> lent) {
   if (connected_.load(std::memory_order_acquire) || joining_.exchange(true)) return;
-  progress_.enqueue([this, limit] {
+  progress_.enqueue([this, limit, lent] {
     const WaitContext wait{Deadline(limit),
                            [this] {
                              return "joining group " + group_name_ + " on rank " +
@@ -42,7 +43,7 @@ void Communicator::join_in_background(std::chrono::milliseconds limit) {
                            },
                            nullptr};
     try {
-      ensure_connected(wait);
+      ensure_connected(wait, lent ? *lent : *store_);
     } catch (const std::exception& caught) {
       fail(DPT_ERR_SYSTEM, caught.what());  // unless it says why already
     }
@@ -82,9 +83,10 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
       const TransportChoice choice = choose_transport(peers, global_ranks_);
       if (choice.transport == nullptr) return choice.why_not;
 
-      join_in_background(timeout);
+      join_in_background(timeout, nullptr);
       for (size_t rank = 0; rank < invitations.size(); ++rank) {
-        if (static_cast<int>(rank) != rank_) Invitations::instance().send(invitations[rank]);
+        if (static_cast<int>(rank) != rank_)
+          Invitations::instance().send(invitations[rank], invitation_);
       }
       {
         std::unique_lock lock(state_mutex_);
