@@ -38,6 +38,9 @@ class Communicator {
 
   dpt_outcome submit(const dpt_request& request, dpt_done done, void* done_context);
   void abort(const std::string& reason);
+  // Instead of the destructor, where peers may yet need this rank to join; see NOTE [Retired
+  // groups]. False: nobody does. The store and the delegate are not used after this.
+  bool retire();
 
  private:
   // Under this, each rank's word in the store: the mark of its process first.
@@ -104,6 +107,8 @@ class Communicator {
   std::condition_variable joined_;  // connected_ or failure_ was set
   std::string invitation_;          // empty: this group needs none
   std::atomic<bool> joining_{false};
+  std::unique_ptr<Store> no_store_;  // of a retired group
+  std::atomic<bool> retired_{false};
   std::unique_ptr<PointToPoint> messages_;  // made by the first send or receive
 
   // Operations on the progress thread that may turn out to be the delegate's, see NOTE [Order].

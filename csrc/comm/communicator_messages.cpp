@@ -2,6 +2,7 @@
 // engine.
 #include <sstream>
 
+#include "bootstrap/hash_store.hpp"
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
 #include "comm/invitations.hpp"
@@ -44,10 +45,24 @@ void Communicator::join_in_background(std::chrono::milliseconds limit,
                            nullptr};
     try {
       ensure_connected(wait, lent ? *lent : *store_);
+      if (retired_ && segment_) segment_->leave();
     } catch (const std::exception& caught) {
       fail(DPT_ERR_SYSTEM, caught.what());  // unless it says why already
     }
   });
+}
+
+bool Communicator::retire() {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (invitation_.empty() || connected_ || failure_ || undecided_ > 0) return false;
+  }
+  no_store_ = std::make_unique<HashStore>();
+  retired_ = true;
+  Invitations::instance().reopen(invitation_, [this](const std::string& inviter) {
+    join_in_background(kInvitedLimit, std::make_shared<LentStore>(inviter, *no_store_));
+  });
+  return !joining_;  // an invitation that came before is carried out with the own store
 }
 
 // Returns why the delegate serves this group's messages, the same on every rank, or nothing.

@@ -95,6 +95,11 @@ std::string Invitations::open(Invited invited, Store& store) {
   return address_ + " " + number;
 }
 
+void Invitations::reopen(const std::string& words, Invited invited) {
+  std::lock_guard lock(mutex_);
+  open_[number_in(words)] = {std::move(invited), nullptr};
+}
+
 void Invitations::close(const std::string& words) {
   std::lock_guard lock(mutex_);
   open_.erase(number_in(words));
@@ -117,6 +122,7 @@ std::string Invitations::answer(const std::string& datagram) {
     found->second.invited(first + " " + second);
     return "";
   }
+  if (found->second.store == nullptr) return "";
   try {
     Store& store = *found->second.store;
     if (verb == "set") {

@@ -34,6 +34,8 @@ class Invitations {
   // of who invites; it must be quick. `store` is lent to those whom this rank invites. Returns the
   // two words that peers of this node need for `send`.
   std::string open(Invited invited, Store& store);
+  // The same for a group that its program has left: it lends nothing any more.
+  void reopen(const std::string& words, Invited invited);
   // When it returns, `invited` is not running and will not be called.
   void close(const std::string& words);
   // Without waiting; lost when the addressee is not there.

@@ -315,9 +315,9 @@ def timed_out(rank: int, world_size: int) -> None:
     if rank == 0:
         with pytest.raises(dist.DistBackendError, match=r"rank 1 with tag 8.*turns deepytorch off"):
             dist.recv(torch.ones(10), 1, tag=8)
-        rank_store().set("over", "")
+        rank_store("over").set("over", "")
     else:
-        rank_store().wait(["over"])
+        rank_store("over").wait(["over"])
 
 
 def test_a_message_that_never_comes() -> None:

@@ -84,6 +84,22 @@ TEST(PointToPoint, NeedOnlyTheTwoRanksTheyConcern) {
   });
 }
 
+TEST(PointToPoint, AlsoAfterAThirdRankHasLeftWithoutUsingTheGroup) {
+  std::promise<void> left;
+  std::shared_future<void> has_left = left.get_future().share();
+  run_ranks(3, [&](Rank& rank) {
+    if (rank.rank() == 0) {
+      rank.destroy();
+      return left.set_value();
+    }
+    has_left.wait();
+    Values values = numbers(kLarge, 1);
+    rank.run(rank.rank() == 1 ? send(values, 2) : recv(values, 1));
+    const Failure failure = failure_of([&] { rank.run(recv(values, 0)); });
+    EXPECT_EQ(failure.status, DPT_ERR_PEER_LOST);
+  });
+}
+
 TEST(PointToPoint, JoinAGroupWhoseCollectiveWaitsElsewhere) {
   // Rank 1 is in the group's first collective when rank 0 wants its message received by rank 2.
   run_ranks(3, [](Rank& rank) {
