@@ -19,6 +19,7 @@ struct PeerInfo {
   int64_t pid = 0;
   int usable_cores = 1;            // affinity and quota
   std::vector<uint64_t> affinity;  // one bit per logical core
+  std::string mark;                // own_process_mark of that process
 
   std::string serialize() const;
   static PeerInfo parse(const std::string& text);  // Error(DPT_ERR_INVALID) when malformed
