@@ -60,12 +60,18 @@ def run(count: int, world_size: int, num_bytes: int = 1 << 20, rounds: int = 3) 
     }
 
 
-def proportional_set_bytes() -> int:
-    """This process's memory, with its share of what it shares with others (Pss)."""
+def memory_bytes() -> int:
+    """What this process has written to: its own memory and its share of what several share.
+
+    Without the pages of files (programs, libraries), which come and go with other processes.
+    """
+    found = 0
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/smaps_rollup has no Pss: this needs a Linux kernel from 4.14 on")
+        if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+            found += int(line.split()[1]) * 1024
+    if not found:
+        raise BenchError("memory is measured as Linux kernels from 5.4 on tell it")
+    return found
 
 
 def _measure(
@@ -75,36 +81,38 @@ def _measure(
 
     backend.register()
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    # One tensor for all: large buffers made in between would show in the allocator's gaps.
+    tensor = torch.zeros(max(1, num_bytes // 4))
     for arm in ARMS:
-        dist.destroy_process_group(_used_group(arm, num_bytes))  # threads and libraries are loaded
+        dist.destroy_process_group(_used_group(arm, tensor))  # threads and libraries are loaded
     for _ in range(rounds):
         for arm in ARMS:
-            found[arm].append(_round(arm, count, num_bytes))
+            found[arm].append(_round(arm, count, tensor))
     return found
 
 
-def _round(arm: str, count: int, num_bytes: int) -> dict[str, float]:
+def _round(arm: str, count: int, tensor: torch.Tensor) -> dict[str, float]:
     gc.collect()
     dist.barrier()
     start = time.perf_counter()
-    groups = [_used_group(arm, num_bytes)]
+    groups = [_used_group(arm, tensor)]
     first_s = time.perf_counter() - start
-    before = proportional_set_bytes()
+    before = memory_bytes()
     dist.barrier()
     start = time.perf_counter()
-    groups += [_used_group(arm, num_bytes) for _ in range(count)]
+    groups += [_used_group(arm, tensor) for _ in range(count)]
     others_s = time.perf_counter() - start
     dist.barrier()
-    others_mib = (proportional_set_bytes() - before) / 2**20
+    others_mib = (memory_bytes() - before) / 2**20
     dist.barrier()
     for group in groups:
         dist.destroy_process_group(group)
     return {"first_s": first_s, "others_s": others_s, "others_mib": others_mib}
 
 
-def _used_group(arm: str, num_bytes: int) -> dist.ProcessGroup:
+def _used_group(arm: str, tensor: torch.Tensor) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend=arm, timeout=timedelta(seconds=60))
-    dist.all_reduce(torch.ones(max(1, num_bytes // 4)), group=group)
+    dist.all_reduce(tensor, group=group)
     return group
 
 

@@ -36,4 +36,4 @@ def test_numbers_that_make_no_sense_are_refused(count: int, world_size: int) -> 
 
 
 def test_own_memory_is_measured() -> None:
-    assert 1 << 20 < groups.proportional_set_bytes() < 1 << 40
+    assert 1 << 20 < groups.memory_bytes() < 1 << 40
