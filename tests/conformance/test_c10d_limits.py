@@ -1,4 +1,4 @@
-"""What groups cost a process: memory of many, what a thousand leave behind, CPU time of idle ones."""
+"""What groups cost: memory of many, what a thousand leave behind, CPU time of idle ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_FOR_GROUPS = 64 * MIB
 
 NUM_CYCLES = 1000
 WARM_UP_CYCLES = 100
-# What one cycle may leave, in bytes: less than any buffer or stack. PyTorch itself keeps about 1 KB.
+# Bytes that one cycle may leave: less than any buffer or stack. PyTorch itself keeps about 1 KB.
 MOST_PER_CYCLE = 4096
 
 IDLE_S = 2.0
