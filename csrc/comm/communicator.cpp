@@ -22,6 +22,16 @@ constexpr std::chrono::milliseconds kDestroyGrace{5000};
 // From here on ranks that share cores sleep instead of yielding.
 constexpr size_t kLongMessage = 8 << 20;
 
+// The same on every rank, also when parts are uneven: all ranks of an all_gather know all parts,
+// and an all_to_all works with whatever each rank takes for its size.
+size_t bytes_to_choose_by(const Operation& operation, int size) {
+  size_t most = operation.bytes();
+  if (operation.collective == DPT_ALL_GATHER && operation.is_uneven()) {
+    for (int rank = 0; rank < size; ++rank) most = std::max(most, operation.output_bytes(rank));
+  }
+  return most;
+}
+
 bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
 
 }  // namespace
@@ -107,7 +117,7 @@ Plan Communicator::plan_for(const Operation& operation) const {
                  name_of(operation.dtype);
   }
   return choose({.collective = operation.collective,
-                 .bytes = operation.bytes(),
+                 .bytes = bytes_to_choose_by(operation, static_cast<int>(global_ranks_.size())),
                  .size = static_cast<int>(global_ranks_.size()),
                  .not_native = std::move(not_native),
                  .fixed_chunk_bytes = env().chunk_bytes,
