@@ -31,7 +31,7 @@ std::string read_link(const char* path) {
 std::string PeerInfo::serialize() const {
   std::ostringstream out;
   out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << pid
-      << ' ' << usable_cores << ' ' << affinity.size();
+      << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
   out << ' ' << mark;
   return out.str();
@@ -41,7 +41,8 @@ PeerInfo PeerInfo::parse(const std::string& text) {
   std::istringstream in(text);
   PeerInfo info;
   size_t words = 0;
-  in >> info.process >> info.boot_id >> info.network >> info.pid >> info.usable_cores >> words;
+  in >> info.process >> info.boot_id >> info.network >> info.pid >> info.usable_cores >>
+      info.max_chunk_bytes >> words;
   if (in && words <= 1024) {
     info.affinity.resize(words);
     for (uint64_t& word : info.affinity) in >> word;

@@ -46,6 +46,18 @@ Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
   self_.usable_cores = usable_cores();
 }
 
+size_t Fabric::offer_chunk_bytes(int size, size_t staging_bytes) {
+  constexpr size_t kDefaultStagingBytes = 32 << 20;
+  if (staging_bytes == 0) staging_bytes = kDefaultStagingBytes;
+  std::lock_guard lock(mutex_);
+  const size_t left = staging_bytes - std::min(staging_bytes, staging_used_);
+  size_t chunk = Segment::kMaxChunkBytes;
+  while (chunk > Segment::kMinChunkBytes && 6 * Segment::staging_bytes(size, chunk) > left) {
+    chunk /= 2;
+  }
+  return chunk;
+}
+
 void Fabric::attach(Segment* segment,
                     const std::vector<PeerInfo>& peers,
                     const std::vector<int>& pidfds) {
@@ -55,6 +67,7 @@ void Fabric::attach(Segment* segment,
         [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
   }
   groups_[segment] = peers;
+  staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     if (peers[rank].process == self_.process) {
       if (pidfds[rank] >= 0) close(pidfds[rank]);
@@ -69,6 +82,7 @@ void Fabric::detach(Segment* segment) {
   std::lock_guard lock(mutex_);
   const std::vector<PeerInfo> peers = groups_[segment];
   groups_.erase(segment);
+  staging_used_ -= Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (const PeerInfo& peer : peers) {
     const bool still_shared = std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) {
       return std::any_of(group.second.begin(), group.second.end(), [&](const PeerInfo& other) {

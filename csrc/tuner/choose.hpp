@@ -12,6 +12,7 @@ struct ChooseRequest {
   int size;                      // ranks in the group
   std::string not_native;        // not empty: why native code can't serve the request or the group
   size_t fixed_chunk_bytes = 0;  // a user's choice, 0: ours
+  size_t max_chunk_bytes = 0;    // of the group's slots
 };
 
 // Whether the collective has native algorithms at all.

@@ -18,7 +18,7 @@ namespace dpt {
 namespace {
 
 constexpr int kMaxRanks = 128;
-constexpr uint32_t kMagic = 0x64707431;  // "dpt1": version of this layout
+constexpr uint32_t kMagic = 0x64707432;  // "dpt2": version of this layout
 constexpr size_t kPage = 4096;
 
 struct alignas(kCacheLine) Line {
@@ -68,6 +68,7 @@ enum AbortState : uint32_t { kRunning = 0, kWriting = 1, kAborted = 2 };
 struct Segment::Shared {
   uint32_t magic;
   int32_t size;
+  uint64_t max_chunk_bytes;
   alignas(kCacheLine) std::atomic<uint32_t> arrived;
   Line epoch;
   Line sleepers;
@@ -77,11 +78,21 @@ struct Segment::Shared {
   RankState ranks[kMaxRanks];
 };
 
-namespace {
+// Where each part begins after `Shared`; each part is an array over (parity, rank).
+struct Segment::Layout {
+  size_t buffers, small, slots, results, end;
 
-constexpr size_t staging_offset(size_t header_bytes) { return round_up(header_bytes, kPage); }
+  Layout(int size, size_t max_chunk_bytes)
+      : buffers(round_up(sizeof(Shared), kPage)),
+        small(buffers + round_up(2 * size * buffers_of_rank(size), kPage)),
+        slots(small + 2 * size * kSmallBytes),
+        results(slots + 2 * size * max_chunk_bytes),
+        end(results + 2 * max_chunk_bytes) {}
 
-}  // namespace
+  static size_t buffers_of_rank(int size) {
+    return round_up(2 * size * sizeof(BufferInfo), kCacheLine);
+  }
+};
 
 int AdaptiveSpin::limit() {
   // Once in a while the full length, or a limit that fell too low would never be found wrong.
@@ -95,7 +106,8 @@ void AdaptiveSpin::ended_after(int pauses) {
 
 void AdaptiveSpin::slept() { limit_ = std::max(kLeast, limit_ / 2); }
 
-int Segment::create_file(int size) {
+int Segment::create_file(int size, size_t max_chunk_bytes) {
+  DPT_CHECK(max_chunk_bytes >= kMinChunkBytes && max_chunk_bytes % kPage == 0);
   if (size > kMaxRanks) {
     throw Error(DPT_ERR_SYSTEM,
                 "a group of " + std::to_string(size) +
@@ -105,13 +117,11 @@ int Segment::create_file(int size) {
   }
   const int fd = DPT_SYS_CHECK(
       static_cast<int>(syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
-  const size_t bytes =
-      staging_offset(sizeof(Shared)) + 2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+  if (ftruncate(fd, static_cast<off_t>(Layout(size, max_chunk_bytes).end)) != 0) {
     close(fd);
     throw_system_error("ftruncate of the group's shared memory");
   }
-  // Fresh pages are zero, which is every field's initial state; only these two differ.
+  // Fresh pages are zero, which is every field's initial state; only these differ.
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) {
     close(fd);
@@ -120,6 +130,7 @@ int Segment::create_file(int size) {
   auto* shared = static_cast<Shared*>(memory);
   shared->magic = kMagic;
   shared->size = size;
+  shared->max_chunk_bytes = max_chunk_bytes;
   munmap(memory, sizeof(Shared));
   return fd;
 }
@@ -144,6 +155,8 @@ Segment::Segment(int fd, int rank, const std::vector<int64_t>& global_ranks)
                 "the group's shared memory has another layout: is the same version of deepytorch "
                 "installed on every rank?");
   }
+  max_chunk_bytes_ = shared_->max_chunk_bytes;
+  layout_ = std::make_unique<Layout>(size_, max_chunk_bytes_);
   beat();
 }
 
@@ -151,22 +164,22 @@ Segment::~Segment() { munmap(shared_, bytes_); }
 
 OpHeader& Segment::header(int rank, int parity) { return shared_->ranks[rank].header[parity]; }
 
-char* Segment::staging(size_t offset, size_t bytes_each, int index) const {
-  return reinterpret_cast<char*>(shared_) + staging_offset(sizeof(Shared)) + offset +
-         bytes_each * index;
+BufferInfo* Segment::inputs(int rank, int parity) const {
+  const size_t offset = (parity * size_ + rank) * Layout::buffers_of_rank(size_);
+  return reinterpret_cast<BufferInfo*>(at(layout_->buffers + offset));
 }
 
+BufferInfo* Segment::outputs(int rank, int parity) const { return inputs(rank, parity) + size_; }
+
 char* Segment::small(int rank, int parity) const {
-  return staging(0, kSmallBytes, parity * size_ + rank);
+  return at(layout_->small + (parity * size_ + rank) * kSmallBytes);
 }
 
 char* Segment::slot(int rank, int parity) const {
-  return staging(2 * kSmallBytes * size_, kMaxChunkBytes, parity * size_ + rank);
+  return at(layout_->slots + (parity * size_ + rank) * max_chunk_bytes_);
 }
 
-char* Segment::result(int parity) const {
-  return staging(2 * (kSmallBytes + kMaxChunkBytes) * size_, kMaxChunkBytes, parity);
-}
+char* Segment::result(int parity) const { return at(layout_->results + parity * max_chunk_bytes_); }
 
 void Segment::set_pools(const MemoryPool* own, std::vector<char*> mapped) {
   own_pool_ = own;

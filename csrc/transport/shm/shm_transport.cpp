@@ -52,7 +52,7 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
   const int size = static_cast<int>(group.global_ranks.size());
   std::string address;
   UniqueFd listener = listen_abstract(&address);
-  UniqueFd memory(Segment::create_file(size));
+  UniqueFd memory(Segment::create_file(size, group.max_chunk_bytes));
   std::vector<UniqueFd> pidfds(size);
   pidfds[0] = open_own_pidfd();
   group.store.set(group.key + "/socket", address);

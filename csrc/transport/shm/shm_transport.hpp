@@ -26,6 +26,7 @@ struct ShmGroup {
   int rank;
   const std::vector<int64_t>& global_ranks;
   const std::vector<PeerInfo>& peers;
+  size_t max_chunk_bytes;  // of the segment's slots
 };
 
 // Collective over the group's ranks. Throws on timeout and interrupt; a rank that cannot attach
