@@ -33,6 +33,7 @@ std::string PeerInfo::serialize() const {
   out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << pid
       << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
+  out << ' ' << mark;
   return out.str();
 }
 
@@ -45,6 +46,7 @@ PeerInfo PeerInfo::parse(const std::string& text) {
   if (in && words <= 1024) {
     info.affinity.resize(words);
     for (uint64_t& word : info.affinity) in >> word;
+    std::getline(in >> std::ws, info.mark);
   }
   if (!in || words > 1024) {
     throw Error(DPT_ERR_INVALID,
@@ -59,6 +61,7 @@ PeerInfo PeerInfo::of_this_process() {
   info.boot_id = read_line("/proc/sys/kernel/random/boot_id");
   info.network = read_link("/proc/self/ns/net");
   info.pid = getpid();
+  info.mark = own_process_mark();
   cpu_set_t cores;
   CPU_ZERO(&cores);
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) {

@@ -63,18 +63,19 @@ void Fabric::attach(Segment* segment,
                     const std::vector<int>& pidfds) {
   std::lock_guard lock(mutex_);
   if (!watchdog_) {
-    watchdog_ =
-        std::make_unique<Watchdog>([this](const std::string& process) { on_death(process); });
+    watchdog_ = std::make_unique<Watchdog>(
+        [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
   }
   groups_[segment] = peers;
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     if (peers[rank].process == self_.process) {
-      close(pidfds[rank]);
+      if (pidfds[rank] >= 0) close(pidfds[rank]);
     } else {
-      watchdog_->watch(peers[rank].process, pidfds[rank]);
+      watchdog_->watch(peers[rank].process, pidfds[rank], peers[rank].mark);
     }
   }
+  if (groups_.size() == 1) watchdog_->wake();
 }
 
 void Fabric::detach(Segment* segment) {
@@ -102,6 +103,12 @@ void Fabric::on_death(const std::string& process) {
                          " (pid " + std::to_string(peers[rank].pid) + ") died");
     }
   }
+}
+
+bool Fabric::beat() {
+  std::lock_guard lock(mutex_);
+  for (const auto& [segment, peers] : groups_) segment->beat();
+  return !groups_.empty();
 }
 
 bool Fabric::oversubscribed(const std::vector<PeerInfo>& peers) const {

@@ -36,7 +36,7 @@ class Fabric {
   size_t offer_chunk_bytes(int size, size_t staging_bytes);
 
   // From now on the death of any of `peers` (one per rank of `segment`) aborts the segment.
-  // Takes ownership of the pidfds. Call detach before the segment goes away.
+  // Takes ownership of the pidfds (-1: a rank has none). Call detach before the segment goes away.
   void attach(Segment* segment, const std::vector<PeerInfo>& peers, const std::vector<int>& pidfds);
   void detach(Segment* segment);
 
@@ -46,6 +46,8 @@ class Fabric {
  private:
   Fabric();
   void on_death(const std::string& process);
+  // Shows every group's peers that this process lives; false when there is no group.
+  bool beat();
   static void after_fork_in_child();
 
   PeerInfo self_;

@@ -29,6 +29,7 @@ struct alignas(kCacheLine) Line {
 struct alignas(kCacheLine) RankState {
   std::atomic<uint64_t> barriers;
   std::atomic<uint32_t> left;
+  std::atomic<int64_t> heartbeat_ms;  // on the clock of monotonic_ms
   alignas(kCacheLine) OpHeader header[2];
 };
 
@@ -49,6 +50,16 @@ void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, std::chrono::mil
   const timespec time{slice.count() / 1000, (slice.count() % 1000) * 1000000};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &time, nullptr, 0);
 }
+
+// The same clock in every process of the machine.
+int64_t monotonic_ms() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Without a beat for so long a process is not merely busy: five ticks of the watchdog.
+constexpr std::chrono::milliseconds kSilence{1000};
 
 enum AbortState : uint32_t { kRunning = 0, kWriting = 1, kAborted = 2 };
 
@@ -146,6 +157,7 @@ Segment::Segment(int fd, int rank, const std::vector<int64_t>& global_ranks)
   }
   max_chunk_bytes_ = shared_->max_chunk_bytes;
   layout_ = std::make_unique<Layout>(size_, max_chunk_bytes_);
+  beat();
 }
 
 Segment::~Segment() { munmap(shared_, bytes_); }
@@ -233,19 +245,33 @@ void Segment::barrier(const WaitContext& wait, WaitStyle style) {
     if (wait.deadline.expired()) {
       fail(DPT_ERR_TIMEOUT,
            wait.describe() + " timed out after " + std::to_string(wait.deadline.timeout().count()) +
-               " ms: rank(s) " + missing_ranks() + " did not come");
+               " ms: " + missing_ranks());
     }
   }
 }
 
 std::string Segment::missing_ranks() const {
   const uint64_t mine = shared_->ranks[rank_].barriers.load(std::memory_order_relaxed);
-  std::string text;
+  std::string alive;
+  std::string silent;
   for (int peer = 0; peer < size_; ++peer) {
     if (shared_->ranks[peer].barriers.load(std::memory_order_acquire) >= mine) continue;
-    text += (text.empty() ? "" : ", ") + std::to_string(global_ranks_[peer]);
+    const std::chrono::milliseconds silence = silent_for(peer);
+    std::string& list = silence < kSilence ? alive : silent;
+    list += (list.empty() ? "" : ", ") + std::to_string(global_ranks_[peer]);
+    if (silence >= kSilence) list += " (for " + std::to_string(silence.count() / 1000) + " s)";
   }
-  return text.empty() ? "(none by now)" : text;
+  std::string text;
+  if (!alive.empty()) {
+    text = "rank(s) " + alive +
+           " did not come, though alive: was this call skipped there, or is the rank busy?";
+  }
+  if (!silent.empty()) {
+    text += (text.empty() ? "rank(s) " : " Rank(s) ") + silent +
+            " did not come and show no sign of life: stopped or frozen?";
+  }
+  return text.empty() ? "by now all ranks have come; a longer timeout would have been enough"
+                      : text;
 }
 
 void Segment::check_left(const WaitContext& wait) {
@@ -302,6 +328,15 @@ bool Segment::has_left(int rank) const {
 void Segment::leave() {
   shared_->ranks[rank_].left.store(1, std::memory_order_release);
   futex_wake_all(&shared_->epoch.value);
+}
+
+void Segment::beat() {
+  shared_->ranks[rank_].heartbeat_ms.store(monotonic_ms(), std::memory_order_relaxed);
+}
+
+std::chrono::milliseconds Segment::silent_for(int rank) const {
+  const int64_t last = shared_->ranks[rank].heartbeat_ms.load(std::memory_order_relaxed);
+  return std::chrono::milliseconds(std::max<int64_t>(0, monotonic_ms() - last));
 }
 
 }  // namespace dpt

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -125,6 +126,12 @@ class Segment {
   // This rank uses the group no more; peers that still wait for it get an error.
   void leave();
   bool has_left(int rank) const;
+
+  // NOTE [Heartbeat] Each process's watchdog beats for its rank several times a second, whatever
+  // the program does meanwhile. Silence tells a stopped or frozen process from one that is busy; it
+  // is a hint for messages, never a death: what is stopped may go on.
+  void beat();
+  std::chrono::milliseconds silent_for(int rank) const;
 
  private:
   struct Shared;

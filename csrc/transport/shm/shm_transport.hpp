@@ -15,8 +15,9 @@ extern const Transport kShmTransport;
 
 struct ShmConnection {
   std::unique_ptr<Segment> segment;  // nullptr: no shared memory here, see why_not
-  std::vector<int> pidfds;  // one per rank, owned by the receiver; become readable at death
-  std::string why_not;      // the same text on every rank
+  // One per rank, owned by the receiver; become readable at death. -1: that rank has none.
+  std::vector<int> pidfds;
+  std::string why_not;  // the same text on every rank
 };
 
 struct ShmGroup {
