@@ -114,7 +114,7 @@ std::string timeout_of(Segment& segment, std::chrono::milliseconds timeout) {
 
 TEST(Heartbeat, TellsARankThatIsLateFromOneThatIsStopped) {
   const std::vector<int64_t> ranks = {10, 11};
-  const int fd = Segment::create_file(2);
+  const int fd = Segment::create_file(2, Segment::kMinChunkBytes);
   Segment waiting(dup(fd), 0, ranks);
   Segment late(fd, 1, ranks);
   late.beat();
@@ -126,7 +126,7 @@ TEST(Heartbeat, TellsARankThatIsLateFromOneThatIsStopped) {
 
 TEST(Heartbeat, SaysHowLongARankHasBeenSilent) {
   const std::vector<int64_t> ranks = {10, 11};
-  const int fd = Segment::create_file(2);
+  const int fd = Segment::create_file(2, Segment::kMinChunkBytes);
   Segment waiting(dup(fd), 0, ranks);
   const Segment stopped(fd, 1, ranks);  // nobody beats for it
   EXPECT_THAT(timeout_of(waiting, std::chrono::milliseconds(1300)),
