@@ -27,6 +27,7 @@ WORLD_SIZE = 3
 ODD_ONE = 1  # the rank that asks for something else
 GUARD_BYTES = 64
 FILLING, GUARD = 1, 0xA5
+DELEGATED = torch.uint16  # no native reduction
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def disagreements(op: str) -> Iterator[tuple[Ask, Ask]]:
     yield usual, Ask("all_reduce" if op != "all_reduce" else "all_to_all_single")
     if op in REDUCING:
         yield usual, replace(usual, reduce_op=dist.ReduceOp.MAX)
+        yield usual, replace(usual, dtype=DELEGATED)
     if op in ROOTED:
         yield usual, replace(usual, root=ODD_ONE)
     if op in ("all_gather", "all_to_all", "all_to_all_single"):
@@ -148,7 +150,8 @@ def disagree(rank: int, world_size: int, op: str) -> list[tuple[str, str]]:
     works(world_size)
     found = []
     for usual, odd in disagreements(op):
-        for asynchronous in (False, True):
+        # What is delegated asynchronously starts at once and can't be compared first.
+        for asynchronous in (False, True) if odd.dtype != DELEGATED else (False,):
             # Everybody's buffers plain; one rank's registered; all but one rank's registered.
             for registered_ranks in ((), (ODD_ONE,), (0, 2)):
                 buffers = Buffers(in_registered_memory=rank in registered_ranks)
