@@ -45,6 +45,61 @@ TEST(Choose, DelegatesWithTheReasonGiven) {
   }
 }
 
+TEST(Choose, CutsLongMessagesIntoLongerChunks) {
+  const auto chunk = [](size_t bytes, bool oversubscribed, size_t most) {
+    return choose({.collective = DPT_ALL_REDUCE,
+                   .bytes = bytes,
+                   .size = 4,
+                   .oversubscribed = oversubscribed,
+                   .max_chunk_bytes = most})
+        .chunk_bytes;
+  };
+  constexpr size_t kKiB = 1 << 10;
+  EXPECT_EQ(chunk(64 * kKiB, false, 1024 * kKiB), 64 * kKiB);
+  EXPECT_EQ(chunk(4096 * kKiB, false, 1024 * kKiB), 128 * kKiB);
+  EXPECT_EQ(chunk(4096 * kKiB, true, 1024 * kKiB), 256 * kKiB);
+  EXPECT_EQ(chunk(4096 * kKiB, true, 64 * kKiB), 64 * kKiB);
+}
+
+TEST(Choose, FollowsTheTunerButNotForSmallMessages) {
+  const Decision tuned{.chosen = {known_algorithm("pipelined"), 4096}, .reason = "for the test"};
+  ChooseRequest request{.collective = DPT_ALL_REDUCE, .bytes = 1 << 20, .size = 2, .tuned = &tuned};
+  EXPECT_EQ(choose(request).chunk_bytes, 4096);
+  EXPECT_EQ(choose(request).reason, "for the test");
+  request.bytes = kLatencyBytes;
+  EXPECT_STREQ(choose(request).algorithm, "one_shot");
+  request.bytes = 1 << 20;
+  request.not_native = "tensors on cuda";
+  EXPECT_STREQ(choose(request).algorithm, "delegate");
+}
+
+TEST(Choose, ADecisionWithoutTimesIsTheRuleOfThumb) {
+  const Decision open;
+  ChooseRequest request{.collective = DPT_BROADCAST, .bytes = 1 << 20, .size = 2};
+  const Plan rule = choose(request);
+  request.tuned = &open;
+  EXPECT_STREQ(choose(request).algorithm, rule.algorithm);
+  EXPECT_EQ(choose(request).chunk_bytes, rule.chunk_bytes);
+}
+
+TEST(Candidates, AreFewAndExist) {
+  for (const Collective collective : kNative) {
+    if (collective == DPT_BARRIER) continue;
+    for (size_t bytes = kLatencyBytes + 1; bytes < size_t{1} << 30; bytes *= 2) {
+      for (const size_t most : {size_t{4096}, size_t{256} << 10, size_t{1} << 20}) {
+        const std::vector<Candidate> found = candidates(collective, bytes, most);
+        EXPECT_FALSE(found.empty());
+        EXPECT_LE(found.size(), 5);
+        for (const Candidate& candidate : found) {
+          EXPECT_NE(find_algorithm(candidate.algorithm, collective), nullptr);
+          EXPECT_LE(candidate.chunk_bytes, most);
+          EXPECT_FALSE(is_delegate(candidate));
+        }
+      }
+    }
+  }
+}
+
 TEST(Choose, KeepsOneRankAtHome) {
   for (const Collective collective : kNative) {
     EXPECT_STREQ(choose({.collective = collective, .bytes = 8, .size = 1}).algorithm, "local");
