@@ -172,8 +172,15 @@ void GroupTuning::settle(const RunContext& context) {
   Decision decision;
   if (all[0].measure && spent_us < kBudgetUs) {
     const auto start = std::chrono::steady_clock::now();
+    const size_t bytes = range_of(*bucket).nominal;
+    const std::vector<Candidate> plans = candidates({.collective = operation.collective,
+                                                     .bytes = bytes,
+                                                     .size = group_.ranks,
+                                                     .not_native = "",
+                                                     .oversubscribed = group_.oversubscribed,
+                                                     .max_chunk_bytes = limits.max_chunk_bytes});
     const Entry entry =
-        measure(together, range_of(*bucket).nominal, delegate_competes_ ? &delegate_ : nullptr);
+        measure(together, {bytes, plans}, delegate_competes_ ? &delegate_ : nullptr);
     const std::chrono::duration<double, std::micro> spent =
         std::chrono::steady_clock::now() - start;
     Decisions& decisions = Decisions::instance();

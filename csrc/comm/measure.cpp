@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <new>
 #include <optional>
 
 #include "base/error.hpp"
 #include "base/log.hpp"
-#include "tuner/choose.hpp"
 
 namespace dpt {
 namespace {
@@ -20,9 +20,13 @@ using Clock = std::chrono::steady_clock;
 constexpr double kEnoughUs = 20e3;
 constexpr double kMostUs = 100e3;
 constexpr int kFewestRounds = 3;
+constexpr int kFewestLongRounds = 2;
 constexpr int kMostRounds = 25;
-// A candidate this much slower than the fastest in the untimed round is not tried again.
+// A candidate whose best time is this much worse than the best of all is not tried again. The first
+// time may have been bad luck; native ones that cost next to nothing get all their chances.
+constexpr double kHopelessAtFirst = 4;
 constexpr double kHopeless = 2;
+constexpr double kCheapUs = 1000;
 
 // Memory for one trial operation, written once so that its pages are there.
 class Scratch {
@@ -146,23 +150,30 @@ class Trial {
   const dpt_delegate* delegate_;
 };
 
-// Drops what the untimed round showed to be hopeless. The delegate is no yardstick: the best native
-// candidate is always wanted.
-void drop_hopeless(const std::vector<Candidate>& all,
-                   const std::vector<double>& times_us,
-                   std::vector<bool>* alive) {
-  double fastest = std::numeric_limits<double>::infinity();
-  for (size_t i = 0; i < all.size(); ++i) {
-    if ((*alive)[i] && !is_delegate(all[i])) fastest = std::min(fastest, times_us[i]);
+// One candidate's way through the rounds.
+struct Course {
+  Candidate candidate;
+  bool alive = true;
+  double best_us = std::numeric_limits<double>::infinity();
+  std::vector<double> times_us = {};  // of the timed rounds
+};
+
+// The delegate is no yardstick: the best native candidate is always wanted.
+void drop_hopeless(std::vector<Course>* courses, double factor) {
+  double best_us = std::numeric_limits<double>::infinity();
+  for (const Course& course : *courses) {
+    if (!is_delegate(course.candidate)) best_us = std::min(best_us, course.best_us);
   }
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (times_us[i] > kHopeless * fastest) (*alive)[i] = false;
+  for (Course& course : *courses) {
+    const bool cheap = !is_delegate(course.candidate) && course.best_us < kCheapUs;
+    if (!cheap && course.best_us > factor * best_us) course.alive = false;
   }
 }
 
 }  // namespace
 
-Entry measure(const RunContext& context, size_t bytes, const dpt_delegate* delegate) {
+Entry measure(const RunContext& context, const Trials& what, const dpt_delegate* delegate) {
+  const size_t bytes = what.bytes;
   Segment& segment = context.segment;
   const Collective collective = context.operation.collective;
   const Scratch scratch(collective, bytes, segment.rank(), segment.size());
@@ -183,40 +194,38 @@ Entry measure(const RunContext& context, size_t bytes, const dpt_delegate* deleg
   operation.sequence = context.operation.sequence;
   const Trial trial(context, operation, delegate);
 
-  std::vector<Candidate> all = candidates(collective, bytes, Segment::kMaxChunkBytes);
-  if (delegate != nullptr) all.push_back({known_algorithm("delegate")});
-  std::vector<bool> alive(all.size(), true);
-  std::vector<std::vector<double>> times_us(all.size());
-  std::vector<double> first_us(all.size(), 0);
-
+  std::vector<Course> courses;
+  for (const Candidate& candidate : what.plans) courses.push_back({candidate});
   double elapsed_us = 0;
   if (delegate != nullptr) {
+    courses.push_back({{known_algorithm("delegate")}});
     // It connects at its first operation, which is no fair sample.
-    if (!trial.run(all.back(), Clock::now(), &elapsed_us)) alive.back() = false;
+    courses.back().alive =
+        trial.run(courses.back().candidate, Clock::now(), &elapsed_us).has_value();
   }
   const auto start = Clock::now();
+  // The first round is not timed.
   for (int round = 0; round <= kMostRounds; ++round) {
-    for (size_t i = 0; i < all.size(); ++i) {
+    for (size_t i = 0; i < courses.size(); ++i) {
       // Back and forth, so that a drift of the machine's speed hits all alike.
-      const size_t which = round % 2 == 0 ? i : all.size() - 1 - i;
-      if (!alive[which]) continue;
-      const auto time_us = trial.run(all[which], start, &elapsed_us);
-      if (!time_us) {
-        alive[which] = false;
-      } else if (round == 0) {
-        first_us[which] = *time_us;
-      } else {
-        times_us[which].push_back(*time_us);
-      }
+      Course& course = courses[round % 2 == 0 ? i : courses.size() - 1 - i];
+      if (!course.alive) continue;
+      const auto time_us = trial.run(course.candidate, start, &elapsed_us);
+      course.alive = time_us.has_value();
+      if (!time_us) continue;
+      course.best_us = std::min(course.best_us, *time_us);
+      if (round > 0) course.times_us.push_back(*time_us);
     }
-    if (round == 0) drop_hopeless(all, first_us, &alive);
-    if (round >= 1 && elapsed_us > kMostUs) break;
+    drop_hopeless(&courses, round == 0 ? kHopelessAtFirst : kHopeless);
+    if (round >= kFewestLongRounds && elapsed_us > kMostUs) break;
     if (round >= kFewestRounds && elapsed_us > kEnoughUs) break;
   }
   Entry entry;
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (times_us[i].empty() && first_us[i] > 0) times_us[i].push_back(first_us[i]);
-    if (!times_us[i].empty()) entry.push_back(summarize(all[i], times_us[i]));
+  for (Course& course : courses) {
+    const bool timed = !course.times_us.empty();
+    if (!timed && !std::isfinite(course.best_us)) continue;
+    entry.push_back(timed ? summarize(course.candidate, course.times_us)
+                          : summarize(course.candidate, {course.best_us}));
   }
   return entry;
 }

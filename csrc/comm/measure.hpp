@@ -28,10 +28,14 @@ std::vector<T> exchange(const RunContext& context, const T& mine) {
   return all;
 }
 
-// The times of every plan for the collective of `context.operation` with buffers of `bytes`; of the
-// delegate too unless it is nullptr. The same on every rank; empty when a rank lacks the memory.
-// Called by all ranks, after an `enter`. Takes about a tenth of a second, more where one operation
-// does.
-Entry measure(const RunContext& context, size_t bytes, const dpt_delegate* delegate);
+struct Trials {
+  size_t bytes;  // of one buffer
+  std::vector<Candidate> plans;
+};
+
+// The times of the plans for the collective of `context.operation`, and of the delegate unless it
+// is nullptr. The same on every rank; empty when a rank lacks the memory. Called by all ranks,
+// after an `enter`. Takes about a tenth of a second, more where one operation does.
+Entry measure(const RunContext& context, const Trials& what, const dpt_delegate* delegate);
 
 }  // namespace dpt

@@ -49,12 +49,16 @@ Plan choose(const ChooseRequest& request) {
           "moves through cache-sized slots"};
 }
 
-std::vector<Candidate> candidates(Collective collective, size_t bytes, size_t max_chunk_bytes) {
-  const size_t largest = std::min({bytes, kLargeChunk, max_chunk_bytes});
-  size_t chunk = std::clamp(bytes / 16, kLeastChunk, kUsualChunk);
-  std::vector<Candidate> found;
-  for (; chunk <= largest; chunk *= 2) found.push_back({chunked_algorithm(collective), chunk});
-  if (found.empty()) found.push_back({chunked_algorithm(collective), largest});
+std::vector<Candidate> candidates(const ChooseRequest& request) {
+  const char* algorithm = chunked_algorithm(request.collective);
+  const size_t most = request.max_chunk_bytes;
+  const size_t rule = std::min(usual_chunk(request.bytes, request.oversubscribed), most);
+  std::vector<Candidate> found = {{algorithm, rule}};
+  const size_t largest = std::min({request.bytes, kLargeChunk, most});
+  size_t chunk = std::clamp(request.bytes / 16, kLeastChunk, kUsualChunk);
+  for (; chunk <= largest; chunk *= 2) {
+    if (chunk != rule) found.push_back({algorithm, chunk});
+  }
   return found;
 }
 

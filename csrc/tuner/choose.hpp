@@ -36,8 +36,9 @@ bool is_native_collective(Collective collective);
 
 Plan choose(const ChooseRequest& request);
 
-// The plans worth trying for a collective at this size, the simplest first, without the delegate.
-std::vector<Candidate> candidates(Collective collective, size_t bytes, size_t max_chunk_bytes);
+// The plans worth trying for a request that is cut into chunks, without the delegate: first the
+// rule of thumb's, then from small chunks to large ones. At most five.
+std::vector<Candidate> candidates(const ChooseRequest& request);
 
 // What a group decides from an entry, pure as `choose`; `found` says where the times come from, as
 // in "measured here". Without a usable time it is the rule of thumb.

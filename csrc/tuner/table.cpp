@@ -82,28 +82,26 @@ Measurement summarize(const Candidate& candidate, std::vector<double> times_us) 
 }
 
 const Measurement* winner(const Entry& entry, const Limits& limits) {
-  double fastest = std::numeric_limits<double>::infinity();
+  const Measurement* fastest = nullptr;
+  const Measurement* delegate = nullptr;
   const auto usable = [&](const Measurement& measurement) {
     return !is_delegate(measurement.candidate) &&
            measurement.candidate.chunk_bytes <= limits.max_chunk_bytes;
   };
-  for (const Measurement& measurement : entry) {
-    if (usable(measurement)) fastest = std::min(fastest, measurement.median_us);
+  for (const Measurement& each : entry) {
+    if (is_delegate(each.candidate)) delegate = &each;
+    if (!usable(each)) continue;
+    if (fastest == nullptr || each.median_us < fastest->median_us) fastest = &each;
   }
-  const Measurement* native = nullptr;
-  const Measurement* delegate = nullptr;
-  for (const Measurement& measurement : entry) {
-    if (is_delegate(measurement.candidate)) {
-      delegate = &measurement;
-    } else if (native == nullptr && usable(measurement) &&
-               measurement.median_us <= fastest * kEqual) {
-      native = &measurement;
-    }
-  }
-  if (native == nullptr || delegate == nullptr || !limits.delegate) return native;
-  const bool faster =
-      delegate->median_us * kBeyondNoise <= native->median_us && delegate->high_us < native->low_us;
-  return faster ? delegate : native;
+  if (fastest == nullptr) return nullptr;
+  const auto native = std::find_if(entry.begin(), entry.end(), [&](const Measurement& each) {
+    const bool equal = each.median_us <= fastest->median_us * kEqual;
+    return usable(each) && (equal || each.low_us <= fastest->high_us);
+  });
+  if (delegate == nullptr || !limits.delegate) return &*native;
+  const bool faster = delegate->median_us * kBeyondNoise <= fastest->median_us &&
+                      delegate->high_us < fastest->low_us;
+  return faster ? delegate : &*native;
 }
 
 std::optional<int> TimingTable::nearest(Collective collective, int bucket) const {

@@ -70,9 +70,10 @@ struct Limits {
   bool delegate;
 };
 
-// The measurement that wins, nullptr when none is usable. Among native candidates the fastest; the
-// first of those that are as good as equal. The delegate only if it is faster beyond the noise: by
-// 10%, and with its upper quartile below that winner's lower one.
+// The measurement that wins, nullptr when none is usable. Among native candidates the fastest, or
+// the first that is as good within the noise, which is why the rule of thumb's comes first. The
+// delegate only if it is faster beyond the noise: by 10%, and with its upper quartile below that
+// winner's lower one.
 const Measurement* winner(const Entry& entry, const Limits& limits);
 
 // One class's measurements.

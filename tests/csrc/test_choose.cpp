@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <set>
 
 #include "algorithms/algorithm.hpp"
 #include "tuner/choose.hpp"
@@ -82,18 +83,26 @@ TEST(Choose, ADecisionWithoutTimesIsTheRuleOfThumb) {
   EXPECT_EQ(choose(request).chunk_bytes, rule.chunk_bytes);
 }
 
-TEST(Candidates, AreFewAndExist) {
+TEST(Candidates, AreFewAndBeginWithTheRuleOfThumb) {
   for (const Collective collective : kNative) {
     if (collective == DPT_BARRIER) continue;
     for (size_t bytes = kLatencyBytes + 1; bytes < size_t{1} << 30; bytes *= 2) {
       for (const size_t most : {size_t{4096}, size_t{256} << 10, size_t{1} << 20}) {
-        const std::vector<Candidate> found = candidates(collective, bytes, most);
-        EXPECT_FALSE(found.empty());
+        const ChooseRequest request{.collective = collective,
+                                    .bytes = bytes,
+                                    .size = 4,
+                                    .oversubscribed = bytes % 3 == 0,
+                                    .max_chunk_bytes = most};
+        const std::vector<Candidate> found = candidates(request);
+        ASSERT_FALSE(found.empty());
         EXPECT_LE(found.size(), 5);
+        EXPECT_EQ(found[0].chunk_bytes, choose(request).chunk_bytes);
+        std::set<size_t> chunks;
         for (const Candidate& candidate : found) {
           EXPECT_NE(find_algorithm(candidate.algorithm, collective), nullptr);
           EXPECT_LE(candidate.chunk_bytes, most);
           EXPECT_FALSE(is_delegate(candidate));
+          EXPECT_TRUE(chunks.insert(candidate.chunk_bytes).second) << candidate.chunk_bytes;
         }
       }
     }

@@ -78,9 +78,12 @@ TEST(Winner, IsTheFastestNative) {
 }
 
 TEST(Winner, OfEqualsIsTheFirst) {
-  const Entry entry = {time_of("pipelined", 65536, 90, 101, 110),
-                       time_of("pipelined", 131072, 90, 100, 110)};
-  EXPECT_EQ(winner(entry, kAnything)->candidate.chunk_bytes, 65536);
+  const Entry equal = {time_of("pipelined", 65536, 101, 102, 103),
+                       time_of("pipelined", 131072, 99, 100, 100.5)};
+  EXPECT_EQ(winner(equal, kAnything)->candidate.chunk_bytes, 65536);
+  const Entry noisy = {time_of("pipelined", 65536, 90, 130, 180),
+                       time_of("pipelined", 131072, 80, 100, 110)};
+  EXPECT_EQ(winner(noisy, kAnything)->candidate.chunk_bytes, 65536);
 }
 
 TEST(Winner, FitsTheGroupsChunks) {
