@@ -1,6 +1,7 @@
 #include "tuner/choose.hpp"
 
 #include <algorithm>
+#include <bit>
 
 namespace dpt {
 namespace {
@@ -55,7 +56,7 @@ std::vector<Candidate> candidates(const ChooseRequest& request) {
   const size_t rule = std::min(usual_chunk(request.bytes, request.oversubscribed), most);
   std::vector<Candidate> found = {{algorithm, rule}};
   const size_t largest = std::min({request.bytes, kLargeChunk, most});
-  size_t chunk = std::clamp(request.bytes / 16, kLeastChunk, kUsualChunk);
+  size_t chunk = std::clamp(std::bit_floor(request.bytes / 16), kLeastChunk, kUsualChunk);
   for (; chunk <= largest; chunk *= 2) {
     if (chunk != rule) found.push_back({algorithm, chunk});
   }
