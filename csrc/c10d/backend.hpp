@@ -133,6 +133,7 @@ class Backend : public c10d::Backend {
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;
     bool in_place = false;  // outputs are the inputs
+    bool uneven = false;    // the parts differ in size
     c10d::ReduceOp reduce_op;
     dpt_reduce_op core_reduce_op = DPT_NO_REDUCE;
     int root = 0;

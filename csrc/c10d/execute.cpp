@@ -58,14 +58,6 @@ WorkPtr start_request(c10d::Backend& stock, const dpt_request& request) {
       options.timeout = timeout;
       return stock._reduce_scatter_base(output, input, options);
     }
-    case DPT_ALL_TO_ALL: {
-      at::Tensor output = outputs(size);
-      at::Tensor input = inputs(size);
-      std::vector<int64_t> equal;
-      c10d::AllToAllOptions options;
-      options.timeout = timeout;
-      return stock.alltoall_base(output, input, equal, equal, options);
-    }
     case DPT_GATHER: {
       std::vector<std::vector<at::Tensor>> all;
       if (is_root) all.push_back(outputs(size).chunk(size));

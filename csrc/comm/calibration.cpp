@@ -151,19 +151,19 @@ GroupTuning::Proposal GroupTuning::propose(Collective collective,
   return proposal;
 }
 
-void GroupTuning::settle(const RunContext& context) {
+void GroupTuning::settle(const RunContext& context, size_t bytes) {
   const Operation& operation = context.operation;
-  const auto bucket = bucket_of(operation.collective, operation.bytes(), group_);
+  const auto bucket = bucket_of(operation.collective, bytes, group_);
   DPT_CHECK(bucket.has_value());
   context.segment.throw_if_aborted();
   // Ranks that are in different operations part here, before anything depends on their being alike.
-  enter(context);
+  enter(context, {});
   // The operation's timeout has done its duty: everyone is here.
   WaitContext wait = context.wait;
   wait.deadline = Deadline(wait.deadline.timeout() + kExtraTime);
   const RunContext together{context.segment, context.operation, context.plan, wait, context.style};
 
-  const Limits limits{Segment::kMaxChunkBytes, delegate_competes_};
+  const Limits limits{context.segment.max_chunk_bytes(), delegate_competes_};
   const std::vector<Proposal> all =
       exchange(together, propose(operation.collective, *bucket, limits.max_chunk_bytes));
   double spent_us = 0;
@@ -172,15 +172,15 @@ void GroupTuning::settle(const RunContext& context) {
   Decision decision;
   if (all[0].measure && spent_us < kBudgetUs) {
     const auto start = std::chrono::steady_clock::now();
-    const size_t bytes = range_of(*bucket).nominal;
+    const size_t nominal = range_of(*bucket).nominal;
     const std::vector<Candidate> plans = candidates({.collective = operation.collective,
-                                                     .bytes = bytes,
+                                                     .bytes = nominal,
                                                      .size = group_.ranks,
                                                      .not_native = "",
-                                                     .oversubscribed = group_.oversubscribed,
-                                                     .max_chunk_bytes = limits.max_chunk_bytes});
+                                                     .max_chunk_bytes = limits.max_chunk_bytes,
+                                                     .oversubscribed = group_.oversubscribed});
     const Entry entry =
-        measure(together, {bytes, plans}, delegate_competes_ ? &delegate_ : nullptr);
+        measure(together, {nominal, plans}, delegate_competes_ ? &delegate_ : nullptr);
     const std::chrono::duration<double, std::micro> spent =
         std::chrono::steady_clock::now() - start;
     Decisions& decisions = Decisions::instance();

@@ -35,9 +35,10 @@ class GroupTuning {
   // What was settled; nullptr: nothing, so the rule of thumb.
   const Decision* find(Collective collective, size_t bytes) const;
 
-  // Settles the range of the operation that all ranks are about to run. May measure, for some
-  // tenths of a second. Throws what an operation throws, also for ranks that are in different ones.
-  void settle(const RunContext& context);
+  // Settles the range that holds `bytes`, for the operation that all ranks are about to run. May
+  // measure, for some tenths of a second. Throws what an operation throws, also for ranks that are
+  // in different ones.
+  void settle(const RunContext& context, size_t bytes);
 
  private:
   struct Proposal;

@@ -22,18 +22,14 @@ constexpr std::chrono::milliseconds kDestroyGrace{5000};
 // From here on ranks that share cores sleep instead of yielding.
 constexpr size_t kLongMessage = 8 << 20;
 
-bool reduces(Collective collective) {
-  return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
-}
-
-int num_inputs(const dpt_request& request, int size) {
-  if (request.collective == DPT_BARRIER) return 0;
-  return request.collective == DPT_REDUCE_SCATTER ? size : 1;
-}
-
-int num_outputs(const dpt_request& request, int size) {
-  if (request.collective == DPT_BARRIER) return 0;
-  return request.collective == DPT_ALL_GATHER ? size : 1;
+// The same on every rank, also when parts are uneven: all ranks of an all_gather know all parts,
+// and an all_to_all works with whatever each rank takes for its size.
+size_t bytes_to_choose_by(const Operation& operation, int size) {
+  size_t most = operation.bytes();
+  if (operation.collective == DPT_ALL_GATHER && operation.is_uneven()) {
+    for (int rank = 0; rank < size; ++rank) most = std::max(most, operation.output_bytes(rank));
+  }
+  return most;
 }
 
 bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
@@ -47,6 +43,7 @@ Communicator::Communicator(const dpt_comm_options& options,
       rank_(options.rank),
       global_ranks_(options.global_ranks, options.global_ranks + options.size),
       native_(options.native != 0),
+      staging_bytes_(options.staging_bytes),
       store_(std::move(store)),
       delegate_(delegate),
       statistics_(make_group_statistics(group_name_)),
@@ -115,7 +112,7 @@ std::string Communicator::why_never_native(const dpt_request& request) const {
 
 std::string Communicator::why_not_native(const Operation& operation) const {
   if (!no_transport_.empty()) return no_transport_;
-  if (reduces(operation.collective) && !can_reduce(operation.dtype, operation.reduce_op)) {
+  if (operation.reduce_op != DPT_NO_REDUCE && !can_reduce(operation.dtype, operation.reduce_op)) {
     return std::string("no native ") + name_of(operation.reduce_op) + " of " +
            name_of(operation.dtype);
   }
@@ -124,19 +121,21 @@ std::string Communicator::why_not_native(const Operation& operation) const {
 
 bool Communicator::undecided(const Operation& operation) const {
   if (!connected_.load(std::memory_order_acquire)) return true;
-  return tuning_.is_open(operation.collective, operation.bytes()) &&
-         why_not_native(operation).empty();
+  const size_t bytes = bytes_to_choose_by(operation, static_cast<int>(global_ranks_.size()));
+  return tuning_.is_open(operation.collective, bytes) && why_not_native(operation).empty();
 }
 
 Plan Communicator::plan_for(const Operation& operation) const {
+  const int size = static_cast<int>(global_ranks_.size());
+  const size_t bytes = bytes_to_choose_by(operation, size);
   return choose({.collective = operation.collective,
-                 .bytes = operation.bytes(),
-                 .size = static_cast<int>(global_ranks_.size()),
+                 .bytes = bytes,
+                 .size = size,
                  .not_native = why_not_native(operation),
                  .fixed_chunk_bytes = env().chunk_bytes,
+                 .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0,
                  .oversubscribed = oversubscribed_,
-                 .max_chunk_bytes = Segment::kMaxChunkBytes,
-                 .tuned = tuning_.find(operation.collective, operation.bytes())});
+                 .tuned = tuning_.find(operation.collective, bytes)});
 }
 
 void Communicator::prepare(Pending& pending, bool in_caller) {
@@ -147,11 +146,9 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
   if (undecided(pending.operation)) {
     const WaitContext wait = wait_context(pending, in_caller);
     try {
-      tuning_.settle({*segment_,
-                      pending.operation,
-                      pending.plan,
-                      wait,
-                      wait_style(pending.operation.bytes(), in_caller)});
+      const size_t bytes = bytes_to_choose_by(pending.operation, segment_->size());
+      tuning_.settle(
+          {*segment_, pending.operation, pending.plan, wait, wait_style(bytes, in_caller)}, bytes);
     } catch (const Error& error) {
       fail_operation(error, wait);
     }
@@ -186,15 +183,22 @@ void Communicator::connect(WaitContext wait) {
 
 void Communicator::connect_segment(const WaitContext& wait) {
   Fabric& fabric = Fabric::instance();
-  const Meeting meeting = meet(*store_, rank_, global_ranks_, fabric.self().serialize(), wait);
+  PeerInfo self = fabric.self();
+  self.max_chunk_bytes =
+      fabric.offer_chunk_bytes(static_cast<int>(global_ranks_.size()), staging_bytes_);
+  const Meeting meeting = meet(*store_, rank_, global_ranks_, self.serialize(), wait);
   std::vector<PeerInfo> peers;
   for (const std::string& words : meeting.words) peers.push_back(PeerInfo::parse(words));
 
   const TransportChoice choice = choose_transport(peers, global_ranks_);
   no_transport_ = choice.why_not;
   if (choice.transport == nullptr) return;
-  ShmConnection connection =
-      connect_shm({*store_, "deepytorch/" + meeting.id, rank_, global_ranks_, peers}, wait);
+  size_t max_chunk_bytes = Segment::kMaxChunkBytes;
+  for (const PeerInfo& peer : peers) {
+    max_chunk_bytes = std::min(max_chunk_bytes, peer.max_chunk_bytes);
+  }
+  ShmConnection connection = connect_shm(
+      {*store_, "deepytorch/" + meeting.id, rank_, global_ranks_, peers, max_chunk_bytes}, wait);
   no_transport_ = connection.why_not;
   if (!connection.segment) {
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
@@ -212,21 +216,28 @@ void Communicator::connect_segment(const WaitContext& wait) {
 std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request) {
   auto pending = std::make_shared<Pending>();
   const int size = static_cast<int>(global_ranks_.size());
-  if (request.inputs != nullptr) {
-    pending->inputs.assign(request.inputs, request.inputs + num_inputs(request, size));
-  }
-  if (request.outputs != nullptr) {
-    pending->outputs.assign(request.outputs, request.outputs + num_outputs(request, size));
-  }
-  pending->operation = {.collective = request.collective,
-                        .dtype = request.dtype,
-                        .reduce_op = request.reduce_op,
-                        .premul_factor = request.premul_factor,
-                        .root = request.root,
-                        .count = request.count,
-                        .inputs = pending->inputs.data(),
-                        .outputs = pending->outputs.data(),
-                        .sequence = next_sequence_++};
+  const bool is_root = rank_ == request.root;
+  const int inputs = num_inputs(request.collective, is_root, size);
+  const int outputs = num_outputs(request.collective, is_root, size);
+  auto keep = [](auto* to, const auto* from, int count) {
+    if (from != nullptr) to->assign(from, from + count);
+  };
+  keep(&pending->inputs, request.inputs, inputs);
+  keep(&pending->outputs, request.outputs, outputs);
+  keep(&pending->input_counts, request.input_counts, inputs);
+  keep(&pending->output_counts, request.output_counts, outputs);
+  pending->operation = {
+      .collective = request.collective,
+      .dtype = request.dtype,
+      .reduce_op = request.reduce_op,
+      .premul_factor = request.premul_factor,
+      .root = request.root,
+      .count = request.count,
+      .inputs = pending->inputs.data(),
+      .outputs = pending->outputs.data(),
+      .input_counts = request.input_counts ? pending->input_counts.data() : nullptr,
+      .output_counts = request.output_counts ? pending->output_counts.data() : nullptr,
+      .sequence = next_sequence_++};
   pending->call = request.call;
   pending->timeout = std::chrono::milliseconds(request.timeout_ms);
   return pending;
@@ -262,7 +273,7 @@ void Communicator::run(const Pending& pending, bool in_caller) {
           *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
       // NOTE [Gate] A rank that delegates enters the group's signals first where it can wait, so
       // that a peer which runs the same call natively (another dtype, say) is told of the mismatch.
-      if (is_delegate(pending.plan)) return enter(context);
+      if (is_delegate(pending.plan)) return enter_small(context);
       const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);
       DPT_CHECK(algorithm != nullptr);
       algorithm->run(context);

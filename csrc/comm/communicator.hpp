@@ -44,6 +44,8 @@ class Communicator {
     void* call;
     std::vector<const void*> inputs;
     std::vector<void*> outputs;
+    std::vector<size_t> input_counts;
+    std::vector<size_t> output_counts;
   };
 
   std::string why_never_native(const dpt_request& request) const;
@@ -73,6 +75,7 @@ class Communicator {
   int rank_;
   std::vector<int64_t> global_ranks_;
   bool native_;
+  size_t staging_bytes_;
   std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;

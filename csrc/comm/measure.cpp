@@ -35,27 +35,8 @@ class Scratch {
 
   Scratch(Collective collective, size_t bytes, int rank, int ranks) {
     const bool is_root = rank == 0;
-    int inputs = 1;
-    int outputs = 1;
-    switch (collective) {
-      case DPT_ALL_GATHER:
-        outputs = ranks;
-        break;
-      case DPT_REDUCE_SCATTER:
-        inputs = ranks;
-        break;
-      case DPT_GATHER:
-        outputs = is_root ? ranks : 0;
-        break;
-      case DPT_SCATTER:
-        inputs = is_root ? ranks : 0;
-        break;
-      case DPT_ALL_TO_ALL:
-        inputs = outputs = ranks;
-        break;
-      default:
-        break;
-    }
+    const int inputs = num_inputs(collective, is_root, ranks);
+    const int outputs = num_outputs(collective, is_root, ranks);
     const bool in_place = num_buffers(collective, ranks) == 1;
     const size_t all = bytes * (in_place ? 1 : inputs + outputs);
     memory_ = static_cast<char*>(::operator new(all, kAlignment, std::nothrow));

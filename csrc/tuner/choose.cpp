@@ -14,7 +14,11 @@ constexpr size_t kUsualChunk = 64 * kKiB;
 constexpr size_t kLargeChunk = 1 * kMiB;
 
 // The algorithm for messages that are cut into chunks.
-const char* chunked_algorithm(Collective) { return "pipelined"; }
+const char* chunked_algorithm(Collective collective) {
+  const bool reduces =
+      collective == DPT_ALL_REDUCE || collective == DPT_REDUCE || collective == DPT_REDUCE_SCATTER;
+  return reduces ? "pipelined" : "exchange";
+}
 
 // Slots must stay in the L2 cache while all ranks touch them, but a step costs a barrier: dear
 // where ranks share cores and each of them has to be scheduled.
@@ -25,7 +29,9 @@ size_t usual_chunk(size_t bytes, bool oversubscribed) {
 
 }  // namespace
 
-bool is_native_collective(Collective collective) { return collective <= DPT_BARRIER; }
+bool is_native_collective(Collective collective) {
+  return collective != DPT_SEND && collective != DPT_RECV;
+}
 
 Plan choose(const ChooseRequest& request) {
   if (!request.not_native.empty()) return {"delegate", 0, request.not_native};
@@ -39,7 +45,8 @@ Plan choose(const ChooseRequest& request) {
   }
   const char* algorithm = chunked_algorithm(request.collective);
   if (request.fixed_chunk_bytes != 0) {
-    return {algorithm, request.fixed_chunk_bytes, "DEEPYTORCH_CHUNK_BYTES"};
+    const size_t chunk = std::min(request.fixed_chunk_bytes, request.max_chunk_bytes);
+    return {algorithm, chunk, "DEEPYTORCH_CHUNK_BYTES"};
   }
   if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
     const Candidate& chosen = request.tuned->chosen;

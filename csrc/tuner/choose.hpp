@@ -24,11 +24,9 @@ struct ChooseRequest {
   int size;                      // ranks in the group
   std::string not_native;        // not empty: why native code can't serve the request or the group
   size_t fixed_chunk_bytes = 0;  // a user's choice, 0: ours
+  size_t max_chunk_bytes = 0;    // of the group's slots
   bool oversubscribed = false;   // the node has fewer cores than ranks
-  size_t max_chunk_bytes = kMostChunkBytes;
   const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
-
-  static constexpr size_t kMostChunkBytes = 256 << 10;
 };
 
 // Whether the collective has native algorithms at all.

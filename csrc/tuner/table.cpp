@@ -31,9 +31,9 @@ SizeRange range_of(int bucket) {
 }
 
 std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass group) {
-  if (bytes <= kLatencyBytes || collective >= kNumCollectives || collective == DPT_BARRIER) {
-    return std::nullopt;
-  }
+  // Ranks of an all_to_all may each see another size, and none knows the others'.
+  const bool same_size = collective < kNumCollectives && collective != DPT_ALL_TO_ALL;
+  if (bytes <= kLatencyBytes || !same_size || collective == DPT_BARRIER) return std::nullopt;
   // 64 KiB << 2b is the middle of bucket b, half and twice of it are its ends.
   constexpr int kSecond = std::bit_width(2 * kFirstNominal);
   const int above = static_cast<int>(std::bit_width(bytes)) - kSecond;
@@ -51,8 +51,6 @@ int num_buffers(Collective collective, int ranks) {
     case DPT_GATHER:
     case DPT_SCATTER:
       return ranks + 1;
-    case DPT_ALL_TO_ALL:
-      return 2 * ranks;
     default:
       return 1;
   }

@@ -111,7 +111,15 @@ Request& Request::output(void* buffer) {
   return *this;
 }
 
+Request& Request::counts(std::vector<size_t> of_inputs, std::vector<size_t> of_outputs) {
+  input_counts = std::move(of_inputs);
+  output_counts = std::move(of_outputs);
+  return *this;
+}
+
 const dpt_request* Request::get() {
+  if (!input_counts.empty()) request.input_counts = input_counts.data();
+  if (!output_counts.empty()) request.output_counts = output_counts.data();
   request.inputs = inputs.data();
   request.outputs = outputs.data();
   request.call = &request;

@@ -68,6 +68,8 @@ struct Request {
   dpt_request request{};
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
+  std::vector<size_t> input_counts;
+  std::vector<size_t> output_counts;
 
   Request(dpt_collective collective, dpt_data_type dtype, size_t count);
   Request& reduce_op(dpt_reduce_op op, double premul_factor = 1);
@@ -76,6 +78,8 @@ struct Request {
   Request& not_native(const char* why);
   Request& input(const void* buffer);
   Request& output(void* buffer);
+  // Elements of each input and output, where they differ.
+  Request& counts(std::vector<size_t> of_inputs, std::vector<size_t> of_outputs);
   const dpt_request* get();
 };
 

@@ -38,17 +38,18 @@ TEST(Bucket, HoldsTheSizesOfItsRange) {
   EXPECT_EQ(bucket_of(DPT_ALL_REDUCE, range_of(2).last, kOwnCores), 2);
 }
 
-TEST(Bucket, NothingIsMeasuredWhereLatencyDecides) {
+TEST(Bucket, NothingIsMeasuredWhereLatencyDecidesOrSizesDiffer) {
   EXPECT_EQ(bucket_of(DPT_ALL_REDUCE, kLatencyBytes, kOwnCores), std::nullopt);
   EXPECT_EQ(bucket_of(DPT_BARRIER, 1 << 20, kOwnCores), std::nullopt);
   EXPECT_EQ(bucket_of(DPT_SEND, 1 << 20, kOwnCores), std::nullopt);
+  EXPECT_EQ(bucket_of(DPT_ALL_TO_ALL, 1 << 20, kOwnCores), std::nullopt);
 }
 
 TEST(Bucket, LimitsTheMemoryOfATrial) {
   const size_t huge = size_t{1} << 32;
   for (int index = 0; index < kNumCollectives; ++index) {
     const auto collective = static_cast<Collective>(index);
-    if (collective == DPT_BARRIER) continue;
+    if (collective == DPT_BARRIER || collective == DPT_ALL_TO_ALL) continue;
     for (const TuningClass group : {kOwnCores, TuningClass{8, true}, TuningClass{128, false}}) {
       const auto bucket = bucket_of(collective, huge, group);
       ASSERT_TRUE(bucket);

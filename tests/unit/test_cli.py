@@ -35,7 +35,7 @@ def test_help_lists_the_commands():
         assert command in result.output
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench collectives"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench collectives", "bench groups"])
 def test_every_command_has_help(command):
     result = invoke(*command.split(), "--help")
     assert result.exit_code == 0
