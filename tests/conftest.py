@@ -15,7 +15,7 @@ from deepytorch_core.testing import close_idle_workers
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
 
-# Measuring takes time and writes to the user's cache; what tests it turns it on. Workers inherit it.
+# Measuring takes time and writes to the user's cache: what tests it turns it on, also in workers.
 os.environ.setdefault("DEEPYTORCH_TUNE", "off")  # noqa: TID251
 
 _SHARED_MEMORY = Path("/dev/shm")
