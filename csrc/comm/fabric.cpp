@@ -46,28 +46,43 @@ Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
   self_.usable_cores = usable_cores();
 }
 
+size_t Fabric::offer_chunk_bytes(int size, size_t staging_bytes) {
+  constexpr size_t kDefaultStagingBytes = 32 << 20;
+  if (staging_bytes == 0) staging_bytes = kDefaultStagingBytes;
+  std::lock_guard lock(mutex_);
+  const size_t left = staging_bytes - std::min(staging_bytes, staging_used_);
+  size_t chunk = Segment::kMaxChunkBytes;
+  while (chunk > Segment::kMinChunkBytes && 6 * Segment::staging_bytes(size, chunk) > left) {
+    chunk /= 2;
+  }
+  return chunk;
+}
+
 void Fabric::attach(Segment* segment,
                     const std::vector<PeerInfo>& peers,
                     const std::vector<int>& pidfds) {
   std::lock_guard lock(mutex_);
   if (!watchdog_) {
-    watchdog_ =
-        std::make_unique<Watchdog>([this](const std::string& process) { on_death(process); });
+    watchdog_ = std::make_unique<Watchdog>(
+        [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
   }
   groups_[segment] = peers;
+  staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     if (peers[rank].process == self_.process) {
-      close(pidfds[rank]);
+      if (pidfds[rank] >= 0) close(pidfds[rank]);
     } else {
-      watchdog_->watch(peers[rank].process, pidfds[rank]);
+      watchdog_->watch(peers[rank].process, pidfds[rank], peers[rank].mark);
     }
   }
+  if (groups_.size() == 1) watchdog_->wake();
 }
 
 void Fabric::detach(Segment* segment) {
   std::lock_guard lock(mutex_);
   const std::vector<PeerInfo> peers = groups_[segment];
   groups_.erase(segment);
+  staging_used_ -= Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (const PeerInfo& peer : peers) {
     const bool still_shared = std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) {
       return std::any_of(group.second.begin(), group.second.end(), [&](const PeerInfo& other) {
@@ -88,6 +103,12 @@ void Fabric::on_death(const std::string& process) {
                          " (pid " + std::to_string(peers[rank].pid) + ") died");
     }
   }
+}
+
+bool Fabric::beat() {
+  std::lock_guard lock(mutex_);
+  for (const auto& [segment, peers] : groups_) segment->beat();
+  return !groups_.empty();
 }
 
 bool Fabric::oversubscribed(const std::vector<PeerInfo>& peers) const {

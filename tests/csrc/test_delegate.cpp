@@ -36,19 +36,6 @@ TEST(Delegate, ServesEverythingWhenNativeIsOff) {
   EXPECT_THAT(reason_counted("stock"), HasSubstr("collectives=stock"));
 }
 
-TEST(Delegate, ServesCollectivesWithoutNativeAlgorithm) {
-  for (const dpt_collective collective : {DPT_REDUCE, DPT_GATHER, DPT_SCATTER, DPT_ALL_TO_ALL}) {
-    const std::string group = "collective" + std::to_string(collective);
-    run_ranks(2,
-              [&](Rank& rank) {
-                EXPECT_EQ(rank.run(Request(collective, DPT_FLOAT32, 4)), DPT_DELEGATED);
-                EXPECT_EQ(rank.delegate().calls, std::vector<dpt_collective>{collective});
-              },
-              {.group = group});
-    EXPECT_THAT(reason_counted(group), HasSubstr("no native algorithm"));
-  }
-}
-
 TEST(Delegate, ServesWhatTheAdapterKeepsFromNativeCode) {
   run_ranks(2,
             [](Rank& rank) {

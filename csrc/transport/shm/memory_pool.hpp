@@ -1,5 +1,5 @@
-// Host memory that local peers can reach without a copy ("registered"): a caching allocator over one
-// memfd per process, which peers map when they join a group.
+// Host memory that local peers can reach without a copy ("registered"): a caching allocator over
+// one memfd per process, which peers map when they join a group.
 #pragma once
 
 #include <cstddef>

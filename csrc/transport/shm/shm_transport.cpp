@@ -3,6 +3,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 
@@ -29,8 +31,20 @@ std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_
   return "";
 }
 
-int open_own_pidfd() {
-  return DPT_SYS_CHECK(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+// Empty where there are none: an old kernel, or a sandbox that forbids them.
+UniqueFd open_own_pidfd() {
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0));
+  if (fd < 0 && errno != ENOSYS && errno != EPERM && errno != EACCES) {
+    throw_system_error("pidfd_open");
+  }
+  return UniqueFd(fd);
+}
+
+// Which ranks have a pidfd, one letter each; those follow the shared memory in the welcome.
+std::string list_of(const std::vector<UniqueFd>& pidfds) {
+  std::string list;
+  for (const UniqueFd& fd : pidfds) list += fd.get() >= 0 ? 'p' : '-';
+  return list;
 }
 
 // Rank 0: gathers every rank's pidfd, then hands memory and pidfds to all.
@@ -38,9 +52,9 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
   const int size = static_cast<int>(group.global_ranks.size());
   std::string address;
   UniqueFd listener = listen_abstract(&address);
-  UniqueFd memory(Segment::create_file(size));
+  UniqueFd memory(Segment::create_file(size, group.max_chunk_bytes));
   std::vector<UniqueFd> pidfds(size);
-  pidfds[0] = UniqueFd(open_own_pidfd());
+  pidfds[0] = open_own_pidfd();
   group.store.set(group.key + "/socket", address);
 
   std::vector<UniqueFd> members(size);
@@ -50,10 +64,10 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
     if (member.get() >= 0) {
       Received hello = receive_fds(member, wait);
       const int rank = std::atoi(hello.text.c_str());  // 0, refused below, for anything else
-      if (rank < 1 || rank >= size || hello.fds.size() != 1) {
+      if (rank < 1 || rank >= size || hello.fds.size() > 1) {
         throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
       }
-      pidfds[rank] = std::move(hello.fds[0]);
+      if (!hello.fds.empty()) pidfds[rank] = std::move(hello.fds[0]);
       members[rank] = std::move(member);
       ++attached;
       continue;
@@ -72,8 +86,10 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
   }
 
   std::vector<int> shared = {memory.get()};
-  for (const UniqueFd& fd : pidfds) shared.push_back(fd.get());
-  for (int rank = 1; rank < size; ++rank) send_fds(members[rank], "welcome", shared);
+  for (const UniqueFd& fd : pidfds) {
+    if (fd.get() >= 0) shared.push_back(fd.get());
+  }
+  for (int rank = 1; rank < size; ++rank) send_fds(members[rank], list_of(pidfds), shared);
   ShmConnection connection;
   connection.segment = std::make_unique<Segment>(memory.release(), 0, group.global_ranks);
   for (UniqueFd& fd : pidfds) connection.pidfds.push_back(fd.release());
@@ -82,23 +98,30 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
 
 ShmConnection join(const ShmGroup& group, const std::string& address, const WaitContext& wait) {
   UniqueFd socket = connect_abstract(address);
-  const UniqueFd own(open_own_pidfd());
-  send_fds(socket, std::to_string(group.rank), {own.get()});
+  const UniqueFd own = open_own_pidfd();
+  send_fds(socket,
+           std::to_string(group.rank),
+           own.get() < 0 ? std::vector<int>{} : std::vector<int>{own.get()});
   Received welcome = receive_fds(socket, wait);
-  if (welcome.fds.size() != group.global_ranks.size() + 1) {
+  const auto num_pidfds = std::count(welcome.text.begin(), welcome.text.end(), 'p');
+  if (welcome.text.size() != group.global_ranks.size() ||
+      welcome.fds.size() != static_cast<size_t>(num_pidfds) + 1) {
     throw Error(DPT_ERR_SYSTEM, "rank 0 sent a malformed welcome");
   }
   ShmConnection connection;
   connection.segment =
       std::make_unique<Segment>(welcome.fds[0].release(), group.rank, group.global_ranks);
-  for (size_t i = 1; i < welcome.fds.size(); ++i) {
-    connection.pidfds.push_back(welcome.fds[i].release());
+  auto next = welcome.fds.begin() + 1;
+  for (const char has : welcome.text) {
+    connection.pidfds.push_back(has == 'p' ? (next++)->release() : -1);
   }
   return connection;
 }
 
 void close_all(ShmConnection* connection) {
-  for (const int fd : connection->pidfds) close(fd);
+  for (const int fd : connection->pidfds) {
+    if (fd >= 0) close(fd);
+  }
   *connection = ShmConnection();
 }
 

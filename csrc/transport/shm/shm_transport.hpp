@@ -15,8 +15,9 @@ extern const Transport kShmTransport;
 
 struct ShmConnection {
   std::unique_ptr<Segment> segment;  // nullptr: no shared memory here, see why_not
-  std::vector<int> pidfds;  // one per rank, owned by the receiver; become readable at death
-  std::string why_not;      // the same text on every rank
+  // One per rank, owned by the receiver; become readable at death. -1: that rank has none.
+  std::vector<int> pidfds;
+  std::string why_not;  // the same text on every rank
 };
 
 struct ShmGroup {
@@ -25,6 +26,7 @@ struct ShmGroup {
   int rank;
   const std::vector<int64_t>& global_ranks;
   const std::vector<PeerInfo>& peers;
+  size_t max_chunk_bytes;  // of the segment's slots
 };
 
 // Collective over the group's ranks. Throws on timeout and interrupt; a rank that cannot attach
