@@ -168,15 +168,21 @@ void Communicator::connect_segment(const WaitContext& wait) {
   const TransportChoice choice = choose_transport(peers, global_ranks_);
   no_transport_ = choice.why_not;
   if (choice.transport == nullptr) return;
-  ShmConnection connection =
-      connect_shm({*store_, "deepytorch/" + meeting.id, rank_, global_ranks_, peers}, wait);
+  ShmConnection connection = connect_shm({*store_,
+                                          "deepytorch/" + meeting.id,
+                                          rank_,
+                                          global_ranks_,
+                                          peers,
+                                          fabric.memory(),
+                                          fabric.peer_pools()},
+                                         wait);
   no_transport_ = connection.why_not;
   if (!connection.segment) {
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
     return;
   }
   oversubscribed_ = fabric.oversubscribed(peers);
-  fabric.attach(connection.segment.get(), peers, connection.pidfds);
+  fabric.attach(connection, peers);
   std::lock_guard lock(state_mutex_);
   segment_ = std::move(connection.segment);
 }

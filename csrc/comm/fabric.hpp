@@ -1,5 +1,6 @@
 // The one object per process that groups share: who this process is, whom it shares memory with,
-// and the watchdog over those peers. Groups are light views that register here.
+// the memory they reach of each other, and the watchdog over those peers. Groups are light views
+// that register here.
 //
 // Lifecycle: made at the first group, never destroyed. After fork() the child's fabric is marked
 // dead: it closes every descriptor it inherited, and groups of the parent refuse to work there.
@@ -14,7 +15,8 @@
 #include "bootstrap/exchange.hpp"
 #include "comm/watchdog.hpp"
 #include "transport/shm/memory_pool.hpp"
-#include "transport/shm/segment.hpp"
+#include "transport/shm/peer_pools.hpp"
+#include "transport/shm/shm_transport.hpp"
 
 namespace dpt {
 
@@ -29,10 +31,13 @@ class Fabric {
 
   // Memory that local peers can reach without a copy.
   MemoryPool& memory() { return memory_; }
+  // The same of the peers of all groups.
+  PeerPools& peer_pools() { return peer_pools_; }
 
-  // From now on the death of any of `peers` (one per rank of `segment`) aborts the segment.
-  // Takes ownership of the pidfds. Call detach before the segment goes away.
-  void attach(Segment* segment, const std::vector<PeerInfo>& peers, const std::vector<int>& pidfds);
+  // From now on the death of any of `peers` (one per rank of the segment) aborts the segment.
+  // Takes ownership of the pidfds and keeps the peers' pools. Call detach before the segment goes
+  // away.
+  void attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers);
   void detach(Segment* segment);
 
   // Whether the ranks that share this node outnumber the cores they may use together.
@@ -43,10 +48,16 @@ class Fabric {
   void on_death(const std::string& process);
   static void after_fork_in_child();
 
+  struct Group {
+    std::vector<PeerInfo> peers;
+    std::vector<std::shared_ptr<const MappedPool>> pools;
+  };
+
   PeerInfo self_;
   MemoryPool memory_;
+  PeerPools peer_pools_;
   std::mutex mutex_;
-  std::map<Segment*, std::vector<PeerInfo>> groups_;
+  std::map<Segment*, Group> groups_;
   std::unique_ptr<Watchdog> watchdog_;
 };
 
