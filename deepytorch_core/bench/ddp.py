@@ -36,8 +36,8 @@ class Trainer:
 
     def __init__(self, job: DdpJob, groups: worker.Groups, group: dist.ProcessGroup) -> None:
         torch.manual_seed(_SEED)
-        model = build_model(job.parameters).to(groups.device)
-        self.width = model[0].in_features
+        self.width = layer_width(job.parameters)
+        model = build_model(self.width).to(groups.device)
         self.model = DistributedDataParallel(model, process_group=group)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
         # Data of this rank, the same for both arms.
@@ -60,12 +60,16 @@ class Trainer:
         return [float(loss) for loss in self.losses]
 
 
-def build_model(parameters: int) -> torch.nn.Sequential:
-    """The preset "mlp": square layers with about `parameters` weights in all.
+def layer_width(parameters: int) -> int:
+    """Of the preset "mlp", for about `parameters` weights in all."""
+    return math.isqrt(parameters // NUM_LAYERS)
+
+
+def build_model(width: int) -> torch.nn.Sequential:
+    """The preset "mlp": square layers.
 
     With few samples a step computes little for the gradients it has to reduce.
     """
-    width = max(1, math.isqrt(parameters // NUM_LAYERS))
     layers: list[torch.nn.Module] = [torch.nn.Linear(width, width)]
     for _ in range(NUM_LAYERS - 1):
         layers += [torch.nn.ReLU(), torch.nn.Linear(width, width)]
