@@ -17,7 +17,27 @@ class StatisticsRow(TypedDict):
     bytes: int
     time_us: float
 
+class Candidate(TypedDict):
+    algorithm: str
+    chunk_bytes: int
+    median_us: float
+    spread_us: tuple[float, float]
+
+class TunedPlan(TypedDict):
+    op: str
+    ranks: int
+    oversubscribed: bool
+    first_bytes: int
+    last_bytes: int
+    measured_bytes: int
+    algorithm: str | None
+    chunk_bytes: int
+    reason: str
+    source: str
+    candidates: list[Candidate]
+
 def dpt_api() -> Any: ...
+def plans() -> list[TunedPlan]: ...
 def statistics() -> list[StatisticsRow]: ...
 def reset_statistics() -> None: ...
 def topology_json(*, root: str = ...) -> str: ...

@@ -67,7 +67,10 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  setup_.profile.c_str(),
                                  setup_.staging_bytes};
   const dpt_store store = store_table(setup_.store.get());
-  const dpt_delegate delegate{nullptr, start_on_delegate, run_on_delegate, nullptr};
+  const dpt_delegate delegate{this,
+                              start_on_delegate,
+                              run_on_delegate,
+                              setup_.delegate_competes ? execute_on_delegate : nullptr};
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));

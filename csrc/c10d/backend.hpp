@@ -41,8 +41,9 @@ class Backend : public c10d::Backend {
     bool native;
     const dpt_api* api;
     dpt_tune tune = DPT_TUNE_OFF;
-    std::string profile;       // path; empty: none
-    size_t staging_bytes = 0;  // 0: the core's default
+    std::string profile;             // path; empty: none
+    size_t staging_bytes = 0;        // 0: the core's default
+    bool delegate_competes = false;  // native code must be faster than the stock backend
   };
 
   explicit Backend(Setup setup);
@@ -152,6 +153,9 @@ class Backend : public c10d::Backend {
   BackendPtr delegate_for(const std::string& device_type);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
+  static dpt_status execute_on_delegate(void* context,
+                                        const dpt_request* request,
+                                        dpt_error* error);
   static int poll_signals(void* context);
   void check_root(const char* op, int64_t root) const;
 

@@ -46,7 +46,8 @@ Communicator::Communicator(const dpt_comm_options& options,
       staging_bytes_(options.staging_bytes),
       store_(std::move(store)),
       delegate_(delegate),
-      statistics_(make_group_statistics(group_name_)) {
+      statistics_(make_group_statistics(group_name_)),
+      tuning_(options, delegate) {
   if (options.rank < 0 || options.rank >= options.size) {
     throw Error(DPT_ERR_INVALID,
                 "group " + group_name_ + ": rank " + std::to_string(options.rank) +
@@ -83,9 +84,9 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
   }
   std::shared_ptr<Pending> pending = make_pending(request);
   if (request.asynchronous) {
-    // The first operation also meets the other ranks, and that too must not hold up the caller:
-    // ranks may start the operations of several groups in different orders.
-    if (connected_.load(std::memory_order_acquire)) {
+    // The first operation also meets the other ranks, or tunes with them, and that too must not
+    // hold up the caller: ranks may start the operations of several groups in different orders.
+    if (!undecided(pending->operation)) {
       pending->plan = plan_for(pending->operation);
       if (is_delegate(pending->plan)) {
         order.unlock();
@@ -109,25 +110,48 @@ std::string Communicator::why_never_native(const dpt_request& request) const {
   return "";
 }
 
-Plan Communicator::plan_for(const Operation& operation) const {
-  std::string not_native = no_transport_;
-  if (not_native.empty() && operation.reduce_op != DPT_NO_REDUCE &&
-      !can_reduce(operation.dtype, operation.reduce_op)) {
-    not_native = std::string("no native ") + name_of(operation.reduce_op) + " of " +
-                 name_of(operation.dtype);
+std::string Communicator::why_not_native(const Operation& operation) const {
+  if (!no_transport_.empty()) return no_transport_;
+  if (operation.reduce_op != DPT_NO_REDUCE && !can_reduce(operation.dtype, operation.reduce_op)) {
+    return std::string("no native ") + name_of(operation.reduce_op) + " of " +
+           name_of(operation.dtype);
   }
+  return "";
+}
+
+bool Communicator::undecided(const Operation& operation) const {
+  if (!connected_.load(std::memory_order_acquire)) return true;
+  const size_t bytes = bytes_to_choose_by(operation, static_cast<int>(global_ranks_.size()));
+  return tuning_.is_open(operation.collective, bytes) && why_not_native(operation).empty();
+}
+
+Plan Communicator::plan_for(const Operation& operation) const {
+  const int size = static_cast<int>(global_ranks_.size());
+  const size_t bytes = bytes_to_choose_by(operation, size);
   return choose({.collective = operation.collective,
-                 .bytes = bytes_to_choose_by(operation, static_cast<int>(global_ranks_.size())),
-                 .size = static_cast<int>(global_ranks_.size()),
-                 .not_native = std::move(not_native),
+                 .bytes = bytes,
+                 .size = size,
+                 .not_native = why_not_native(operation),
                  .fixed_chunk_bytes = env().chunk_bytes,
-                 .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0});
+                 .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0,
+                 .oversubscribed = oversubscribed_,
+                 .tuned = tuning_.find(operation.collective, bytes)});
 }
 
 void Communicator::prepare(Pending& pending, bool in_caller) {
   if (!connected_.load(std::memory_order_acquire)) {
     if (global_ranks_.size() > 1) connect(wait_context(pending, in_caller));
     connected_.store(true, std::memory_order_release);
+  }
+  if (undecided(pending.operation)) {
+    const WaitContext wait = wait_context(pending, in_caller);
+    try {
+      const size_t bytes = bytes_to_choose_by(pending.operation, segment_->size());
+      tuning_.settle(
+          {*segment_, pending.operation, pending.plan, wait, wait_style(bytes, in_caller)}, bytes);
+    } catch (const Error& error) {
+      fail_operation(error, wait);
+    }
   }
   pending.plan = plan_for(pending.operation);
 }
@@ -182,8 +206,11 @@ void Communicator::connect_segment(const WaitContext& wait) {
   }
   oversubscribed_ = fabric.oversubscribed(peers);
   fabric.attach(connection.segment.get(), peers, connection.pidfds);
-  std::lock_guard lock(state_mutex_);
-  segment_ = std::move(connection.segment);
+  {
+    std::lock_guard lock(state_mutex_);
+    segment_ = std::move(connection.segment);
+  }
+  tuning_.agree(*segment_, oversubscribed_, wait);
 }
 
 std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request) {
@@ -252,13 +279,7 @@ void Communicator::run(const Pending& pending, bool in_caller) {
       algorithm->run(context);
     }
   } catch (const Error& error) {
-    // All ranks see a mismatch at the same point and stay in step; anything else breaks the group.
-    if (error.status() == DPT_ERR_MISMATCH) throw;
-    const std::string who = wait.describe();
-    const std::string what = error.what();
-    const Error named(error.status(), what.starts_with(who) ? what : who + ": " + what);
-    fail(named.status(), named.what());
-    throw named;
+    fail_operation(error, wait);
   }
   const std::chrono::duration<double, std::micro> elapsed =
       std::chrono::steady_clock::now() - start;
@@ -270,9 +291,9 @@ void Communicator::run(const Pending& pending, bool in_caller) {
 }
 
 void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context) {
-  const bool undecided = !connected_.load(std::memory_order_acquire);
-  if (undecided) ++undecided_;
-  progress_.enqueue([this, pending, done, done_context, undecided] {
+  const bool is_undecided = undecided(pending->operation);
+  if (is_undecided) ++undecided_;
+  progress_.enqueue([this, pending, done, done_context, is_undecided] {
     dpt_error error{};
     dpt_status status = DPT_OK;
     try {
@@ -287,7 +308,7 @@ void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void
       status = caught.status();
       set_message(&error, caught.what());
     }
-    if (undecided) --undecided_;
+    if (is_undecided) --undecided_;
     done(done_context, status, error.message);
   });
 }
@@ -337,8 +358,9 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
 }
 
 // NOTE [Order] The stock backend pairs collectives by the order in which each rank starts them.
-// What went to the progress thread before the group was connected may start there only later, so
-// whatever comes after it waits here. Sends and receives are paired by their tags.
+// What went to the progress thread before the ranks had met, or had tuned for its size, may start
+// there only later, so whatever comes after it waits here. Sends and receives are paired by their
+// tags.
 dpt_outcome Communicator::start_on_delegate(const dpt_request& request, const Plan& plan) {
   const bool point_to_point = request.collective == DPT_SEND || request.collective == DPT_RECV;
   while (!point_to_point && undecided_ > 0 && !progress_.drain(kWaitSlice)) {
@@ -376,6 +398,16 @@ void Communicator::check_usable(const dpt_request& request) {
                 what() + ": the group failed earlier: " + failure_->what() +
                     ". Call destroy_process_group and initialise again");
   }
+}
+
+void Communicator::fail_operation(const Error& error, const WaitContext& wait) {
+  // All ranks see a mismatch at the same point and stay in step; anything else breaks the group.
+  if (error.status() == DPT_ERR_MISMATCH) throw error;
+  const std::string who = wait.describe();
+  const std::string what = error.what();
+  const Error named(error.status(), what.starts_with(who) ? what : who + ": " + what);
+  fail(named.status(), named.what());
+  throw named;
 }
 
 void Communicator::fail(dpt_status status, const std::string& reason) {

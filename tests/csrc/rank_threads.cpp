@@ -64,7 +64,11 @@ dpt_delegate RecordingDelegate::table() {
     std::strncpy(error->message, "the delegate's own words", sizeof error->message - 1);
     return self->status;
   };
-  return {this, record, record, nullptr};
+  const auto run = [](void* context, const dpt_request* request, dpt_error*) {
+    return static_cast<RecordingDelegate*>(context)->execute(*request);
+  };
+  if (!execute) return {this, record, record, nullptr};
+  return {this, record, record, run};
 }
 
 Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {
@@ -158,7 +162,10 @@ Rank::Rank(Store& store, int rank, int size, RankOptions options)
         auto* self = static_cast<Rank*>(context);
         return self->options_.interrupted && self->options_.interrupted() ? 1 : 0;
       },
-      this};
+      this,
+      options_.tune,
+      options_.profile.c_str()};
+  delegate_.execute = options_.execute;
   const dpt_store store_functions = table_of(*store_);
   const dpt_delegate delegate_functions = delegate_.table();
   dpt_error error{};

@@ -30,6 +30,7 @@ class Failure : public std::runtime_error {
 struct RecordingDelegate {
   std::vector<dpt_collective> calls;
   dpt_status status = DPT_OK;
+  std::function<dpt_status(const dpt_request&)> execute;  // empty: the tuner has no such candidate
   dpt_delegate table();
 };
 
@@ -38,6 +39,9 @@ struct RankOptions {
   std::vector<int64_t> global_ranks;  // empty: 0, 1, ...
   bool native = true;
   std::function<bool()> interrupted;
+  dpt_tune tune = DPT_TUNE_OFF;
+  std::string profile;
+  std::function<dpt_status(const dpt_request&)> execute;  // see RecordingDelegate
 };
 
 // The result of an asynchronous operation. Not a std::future: the thread sanitizer does not see

@@ -13,7 +13,7 @@ from deepytorch_core import config
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.record import COLLECTIVE_FIELDS, read_records
 
-COMMANDS = ["build", "run", "train", "topology", "report", "bench"]
+COMMANDS = ["build", "run", "train", "topology", "explain", "report", "bench"]
 
 
 def invoke(*arguments):
