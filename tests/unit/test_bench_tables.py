@@ -150,9 +150,9 @@ def test_baselines_have_rows_of_their_own():
 
 def test_sizes_per_rank_are_columns_of_the_part():
     changes = {"op": "all_gather", "bytes_per_rank": 16 << 20, "per_rank": True}
-    records = [row(1024), row(48 << 20, world_size=3, **changes), row(4096, per_rank=True)]
+    records = [row(1024), row(48 << 20, world_size=3, **changes), row(16 << 10, per_rank=True)]
     text = tables.render({"cpu.jsonl": records})
-    assert "| against | 1K | 4K | 16M |" in text
+    assert "| against | 1K | 16K | 16M |" in text
     assert "| all_gather (size per rank) | float32 | 3 | gloo |" in text
 
 
