@@ -106,10 +106,11 @@ def _arm(c10d: ModuleType) -> None:
     global _active
     assert _active is not None
     try:
-        from deepytorch_core import c10d_patches, torch_sites
+        from deepytorch_core import c10d_patches, registered, torch_sites
 
         c10d_patches.install(c10d, _active.patches)
         torch_sites.install(c10d, _active.patches)
+        registered.install(_active.patches)
     except Exception as error:
         # This may be running inside `import torch`, which must not fail because of us.
         _active.undo()

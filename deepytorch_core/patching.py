@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -32,7 +33,8 @@ class Patches:
     ) -> None:
         """Replace `owner.name` by `make(original)`; a second time is refused by doing nothing.
 
-        For a static method of a class, give the class. Nothing happens if the name is not there.
+        For a method of a class, static or not, give the class; it must be its own, not inherited.
+        Nothing happens if the name is not there.
         """
         original = getattr(owner, name, None)
         if original is None or original in _replacements:
@@ -46,21 +48,21 @@ class Patches:
         setattr(replacement, MARK, original)
         _replacements.add(replacement)
         is_class = isinstance(owner, type)
-        setattr(owner, name, staticmethod(replacement) if is_class else replacement)
-        self._replaced.append((owner, name, original, replacement))
+        # What the class holds is not what it gives: staticmethod, or pybind11's instancemethod.
+        held = inspect.getattr_static(owner, name) if is_class else original
+        is_static = isinstance(held, staticmethod)
+        setattr(owner, name, staticmethod(replacement) if is_static else replacement)
+        self._replaced.append((owner, name, held, replacement))
         if not is_class:
             _swap_in_torch(name, original, replacement)
 
     def undo(self) -> None:
         self.active = False
-        for owner, name, original, replacement in reversed(self._replaced):
-            if isinstance(owner, type):
-                if getattr(owner, name, None) is replacement:
-                    setattr(owner, name, staticmethod(original))
-                continue
+        for owner, name, held, replacement in reversed(self._replaced):
             if getattr(owner, name, None) is replacement:
-                setattr(owner, name, original)
-            _swap_in_torch(name, replacement, original)
+                setattr(owner, name, held)
+            if not isinstance(owner, type):
+                _swap_in_torch(name, replacement, held)
         self._replaced.clear()
 
 

@@ -3,6 +3,7 @@
 #include "bindings/register.hpp"
 #include "comm/c_api.hpp"
 #include "comm/decisions.hpp"
+#include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
 
 namespace py = pybind11;
@@ -71,6 +72,29 @@ void register_comm(py::module_& m) {
         &plans,
         "What the tuner settled on in this process: one row per op, group shape and range of "
         "sizes; sizes are of one buffer. `algorithm` is None where the rule of thumb stays.");
+  m.def(
+      "is_registered",
+      [](uintptr_t address, size_t bytes) {
+        const MemoryPool& pool = Fabric::instance().memory();
+        return pool.offset_of(reinterpret_cast<const void*>(address), bytes).has_value();
+      },
+      py::arg("address"),
+      py::arg("bytes"),
+      "Whether [address, address + bytes) lies in this process's registered memory.");
+  m.def(
+      "registered_memory",
+      [] {
+        const MemoryPool::Usage usage = Fabric::instance().memory().usage();
+        py::dict result;
+        result["in_use_bytes"] = usage.in_use_bytes;
+        result["reserved_bytes"] = usage.reserved_bytes;
+        return result;
+      },
+      "Bytes of registered memory: handed out now, and the most the pool ever spanned.");
+  m.def(
+      "trim_registered_memory",
+      [] { return Fabric::instance().memory().trim(); },
+      "Gives free registered memory back to the system; returns the bytes.");
   m.def("reset_statistics", &reset_statistics, "Forgets all counts.");
 }
 

@@ -70,6 +70,11 @@ class Backend : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
+  // Registered memory: `size` elements, content undefined, that collectives of local ranks use
+  // without a copy. It belongs to the process: the tensor may outlive the group.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex index) override;
+
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors,

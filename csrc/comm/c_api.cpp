@@ -4,6 +4,7 @@
 #include <deque>
 #include <mutex>
 
+#include "base/log.hpp"
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
 
@@ -73,7 +74,12 @@ dpt_status memory_allocate(size_t bytes, void** address, dpt_error* error) {
   return guarded(error, [&] { *address = Fabric::instance().memory().allocate(bytes); });
 }
 
-void memory_free(void* address) { Fabric::instance().memory().free(address); }
+void memory_free(void* address) {
+  dpt_error error{};
+  if (guarded(&error, [&] { Fabric::instance().memory().free(address); }) != DPT_OK) {
+    log(LogLevel::kError, error.message);  // the caller is a deleter, it has nobody to tell
+  }
+}
 
 }  // namespace
 

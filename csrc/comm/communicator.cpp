@@ -218,15 +218,22 @@ void Communicator::connect_segment(const WaitContext& wait, Store& store) {
   for (const PeerInfo& peer : peers) {
     max_chunk_bytes = std::min(max_chunk_bytes, peer.max_chunk_bytes);
   }
-  ShmConnection connection = connect_shm(
-      {store, "deepytorch/" + meeting.id, rank_, global_ranks_, peers, max_chunk_bytes}, wait);
+  ShmConnection connection = connect_shm({store,
+                                          "deepytorch/" + meeting.id,
+                                          rank_,
+                                          global_ranks_,
+                                          peers,
+                                          max_chunk_bytes,
+                                          fabric.memory(),
+                                          fabric.peer_pools()},
+                                         wait);
   no_transport_ = connection.why_not;
   if (!connection.segment) {
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
     return;
   }
   oversubscribed_ = fabric.oversubscribed(peers);
-  fabric.attach(connection.segment.get(), peers, connection.pidfds);
+  fabric.attach(connection, peers);
   {
     std::lock_guard lock(state_mutex_);
     segment_ = std::move(connection.segment);

@@ -38,7 +38,9 @@ bool Fabric::forked() { return in_forked_child.load(std::memory_order_relaxed); 
 void Fabric::after_fork_in_child() {
   in_forked_child = true;
   Fabric* const fabric = the_fabric;
-  if (fabric != nullptr && fabric->watchdog_) fabric->watchdog_->close_after_fork();
+  if (fabric == nullptr) return;
+  fabric->memory_.after_fork();
+  if (fabric->watchdog_) fabric->watchdog_->close_after_fork();
 }
 
 Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
@@ -58,21 +60,21 @@ size_t Fabric::offer_chunk_bytes(int size, size_t staging_bytes) {
   return chunk;
 }
 
-void Fabric::attach(Segment* segment,
-                    const std::vector<PeerInfo>& peers,
-                    const std::vector<int>& pidfds) {
+void Fabric::attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers) {
   std::lock_guard lock(mutex_);
   if (!watchdog_) {
     watchdog_ = std::make_unique<Watchdog>(
         [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
   }
-  groups_[segment] = peers;
+  Segment* const segment = connection.segment.get();
+  groups_[segment] = {peers, connection.pools};
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
+    const int pidfd = connection.pidfds[rank];
     if (peers[rank].process == self_.process) {
-      if (pidfds[rank] >= 0) close(pidfds[rank]);
+      if (pidfd >= 0) close(pidfd);
     } else {
-      watchdog_->watch(peers[rank].process, pidfds[rank], peers[rank].mark);
+      watchdog_->watch(peers[rank].process, pidfd, peers[rank].mark);
     }
   }
   if (groups_.size() == 1) watchdog_->wake();
@@ -80,12 +82,13 @@ void Fabric::attach(Segment* segment,
 
 void Fabric::detach(Segment* segment) {
   std::lock_guard lock(mutex_);
-  const std::vector<PeerInfo> peers = groups_[segment];
-  groups_.erase(segment);
+  const auto gone = groups_.extract(segment);
+  if (gone.empty()) return;
   staging_used_ -= Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
-  for (const PeerInfo& peer : peers) {
+  for (const PeerInfo& peer : gone.mapped().peers) {
     const bool still_shared = std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) {
-      return std::any_of(group.second.begin(), group.second.end(), [&](const PeerInfo& other) {
+      const std::vector<PeerInfo>& peers = group.second.peers;
+      return std::any_of(peers.begin(), peers.end(), [&](const PeerInfo& other) {
         return other.process == peer.process;
       });
     });
@@ -95,7 +98,8 @@ void Fabric::detach(Segment* segment) {
 
 void Fabric::on_death(const std::string& process) {
   std::lock_guard lock(mutex_);
-  for (const auto& [segment, peers] : groups_) {
+  for (const auto& [segment, group] : groups_) {
+    const std::vector<PeerInfo>& peers = group.peers;
     for (size_t rank = 0; rank < peers.size(); ++rank) {
       if (peers[rank].process != process || segment->has_left(static_cast<int>(rank))) continue;
       segment->abort(DPT_ERR_PEER_LOST,
@@ -107,7 +111,7 @@ void Fabric::on_death(const std::string& process) {
 
 bool Fabric::beat() {
   std::lock_guard lock(mutex_);
-  for (const auto& [segment, peers] : groups_) segment->beat();
+  for (const auto& [segment, group] : groups_) segment->beat();
   return !groups_.empty();
 }
 

@@ -1,5 +1,6 @@
 // The one object per process that groups share: who this process is, whom it shares memory with,
-// and the watchdog over those peers. Groups are light views that register here.
+// the memory they reach of each other, and the watchdog over those peers. Groups are light views
+// that register here.
 //
 // Lifecycle: made at the first group, never destroyed. After fork() the child's fabric is marked
 // dead: it closes every descriptor it inherited, and groups of the parent refuse to work there.
@@ -14,7 +15,8 @@
 #include "bootstrap/exchange.hpp"
 #include "comm/watchdog.hpp"
 #include "transport/shm/memory_pool.hpp"
-#include "transport/shm/segment.hpp"
+#include "transport/shm/peer_pools.hpp"
+#include "transport/shm/shm_transport.hpp"
 
 namespace dpt {
 
@@ -29,15 +31,18 @@ class Fabric {
 
   // Memory that local peers can reach without a copy.
   MemoryPool& memory() { return memory_; }
+  // The same of the peers of all groups.
+  PeerPools& peer_pools() { return peer_pools_; }
 
   // The longest chunk this process can stage for one more group of `size` ranks, when all its
   // groups together stay within `staging_bytes` (0: the default): a sixth of what is left, so that
   // the first groups get the most and there is always some for the next.
   size_t offer_chunk_bytes(int size, size_t staging_bytes);
 
-  // From now on the death of any of `peers` (one per rank of `segment`) aborts the segment.
-  // Takes ownership of the pidfds (-1: a rank has none). Call detach before the segment goes away.
-  void attach(Segment* segment, const std::vector<PeerInfo>& peers, const std::vector<int>& pidfds);
+  // From now on the death of any of `peers` (one per rank of the segment) aborts the segment.
+  // Takes ownership of the pidfds (-1: a rank has none) and keeps the peers' pools. Call detach
+  // before the segment goes away.
+  void attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers);
   void detach(Segment* segment);
 
   // Whether the ranks that share this node outnumber the cores they may use together.
@@ -50,10 +55,16 @@ class Fabric {
   bool beat();
   static void after_fork_in_child();
 
+  struct Group {
+    std::vector<PeerInfo> peers;
+    std::vector<std::shared_ptr<const MappedPool>> pools;
+  };
+
   PeerInfo self_;
   MemoryPool memory_;
+  PeerPools peer_pools_;
   std::mutex mutex_;
-  std::map<Segment*, std::vector<PeerInfo>> groups_;
+  std::map<Segment*, Group> groups_;
   size_t staging_used_ = 0;
   std::unique_ptr<Watchdog> watchdog_;
 };

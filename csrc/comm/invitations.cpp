@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/thread.hpp"
 #include "bootstrap/exchange.hpp"
 
 namespace dpt {
@@ -77,13 +77,7 @@ Invitations& Invitations::instance() {
 Invitations::Invitations() : socket_(open_socket()), address_(kNoAddress) {
   if (socket_ < 0) return;
   address_ = name_of_socket(socket_);
-  // Signals belong to the application's threads: Python runs its handlers in the main one.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread([this] { run(); }).detach();
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  start_thread([this] { run(); }).detach();
   static int inherited = socket_;
   pthread_atfork(nullptr, nullptr, [] { ::close(inherited); });
 }

@@ -1,9 +1,8 @@
 #include "comm/point_to_point.hpp"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <utility>
+
+#include "base/thread.hpp"
 
 namespace dpt {
 namespace {
@@ -80,7 +79,7 @@ dpt_outcome PointToPoint::submit(const dpt_request& request, dpt_done done, void
     std::lock_guard lock(mutex_);
     if (!post->finished) {
       post->started = true;
-      start_thread();
+      if (!thread_.joinable()) thread_ = start_thread([this] { run(); });
       if (!driving_) turn_.notify_all();
       return DPT_STARTED;
     }
@@ -218,17 +217,6 @@ void PointToPoint::wait(const PostPtr& post) {
     throw Error(DPT_ERR_INTERRUPTED, exchange_.describe(*post) + " was interrupted");
   }
   if (post->error) throw *post->error;
-}
-
-void PointToPoint::start_thread() {
-  if (thread_.joinable()) return;
-  // Signals belong to the application's threads: Python runs its handlers in the main one.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void PointToPoint::run() {

@@ -52,7 +52,6 @@ class PointToPoint {
   void check();
   void report();
   void wait(const PostPtr& post);
-  void start_thread();
   void run();
 
   Host host_;

@@ -1,6 +1,7 @@
-"""`deepytorch bench collectives`: our collectives and a baseline, checked and timed in one run."""
+"""`deepytorch bench`: ours and a baseline, checked and timed in turns in one run."""
 
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,15 +56,28 @@ def collectives(
         str,
         typer.Option(
             help="FIRST:LAST[:FACTOR], factor 4 unless given, or a list such as 4K,1M; bytes as "
-            "nccl-tests counts them."
+            "nccl-tests counts them: all ranks' parts together for all_gather, reduce_scatter and "
+            "all_to_all."
         ),
     ] = "1K:64M",
+    per_rank: Annotated[
+        bool, typer.Option("--per-rank", help="Sizes are bytes of one rank's part instead.")
+    ] = False,
     dtype: Annotated[
         str, typer.Option(help="Comma-separated: float32, bfloat16, float16, float64, int32, ...")
     ] = "float32",
-    baseline: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
+    baseline: Annotated[
+        str,
+        typer.Option(
+            help="gloo, nccl, deepspeed-shm (DeepSpeed's shared-memory all_reduce; needs "
+            "deepspeed) or mpi (Intel MPI; needs impi-rt and mpi4py)."
+        ),
+    ] = "gloo",
     registered: Annotated[
-        bool, typer.Option("--registered", help="Our tensors live in the backend's own memory.")
+        bool,
+        typer.Option(
+            "--registered", help="Our tensors lie in registered memory, the baseline's do not."
+        ),
     ] = False,
     iterations: Annotated[
         int, typer.Option(help="Timed calls per block; 0 adapts to the operation.")
@@ -86,6 +100,7 @@ def collectives(
         ops=jobs.parse_names(ops),
         sizes=jobs.parse_sizes(sizes),
         dtypes=jobs.parse_names(dtype),
+        per_rank=per_rank,
         world_size=world_size,
         device=device,
         baseline=baseline,
@@ -106,10 +121,112 @@ def collectives(
         write_plot(records, plot)
     for path in filter(None, (json, plot)):
         console.err().print(f"written: {path}")
-    wrong = sum(row["wrong"] for row in records)
-    if wrong:
-        console.err().print(f"[bold red]error:[/] {wrong} wrong elements")
+    for line in summary(records):
+        console.out().print(line, soft_wrap=True)
+    complaints = [
+        f"{count} WRONG ELEMENTS in the results of {arm}"
+        for arm, field in (("deepytorch", "wrong"), (f"the baseline {baseline}", "baseline_wrong"))
+        if (count := sum(row[field] for row in records))
+    ]
+    for complaint in complaints:
+        console.err().print(f"[bold red]error:[/] {complaint}")
+    if complaints:
         raise typer.Exit(1)
+
+
+@app.command()
+def ddp(
+    *,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    world_size: Annotated[
+        int, typer.Option(help="Ranks, each a process of this machine; may exceed the cores.")
+    ] = 2,
+    model: Annotated[
+        str, typer.Option(help="mlp: square layers that reduce much for what they compute.")
+    ] = "mlp",
+    parameters: Annotated[
+        str, typer.Option(help="About how many weights the model has: 1M, 4M, 64M ...")
+    ] = "4M",
+    batch_size: Annotated[int, typer.Option(help="Samples of each rank in a step.")] = 8,
+    steps: Annotated[int, typer.Option(help="Timed steps of each arm, at least.")] = 40,
+    baseline: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Append the record to this file.")
+    ] = None,
+) -> None:
+    """Train one model with DistributedDataParallel, ours and the baseline in turns.
+
+    Both start from the same weights and see the same batches. Prints the percentiles of a step, the
+    samples per second of a rank, and by how much ours is faster. Exits with status 1 when the
+    losses differ by more than the order of additions explains.
+    """
+    from deepytorch_core.bench import job as jobs
+
+    job = jobs.DdpJob(
+        model=model,
+        parameters=jobs.parse_size(parameters),
+        batch_size=batch_size,
+        steps=steps,
+        world_size=world_size,
+        device=device,
+        baseline=baseline,
+    )
+
+    from deepytorch_core.bench import launch, record
+
+    (row,) = launch.run(job)
+    if json is not None:
+        record.write_record(json, row)
+        console.err().print(f"written: {json}")
+    for line in ddp_lines(row):
+        console.out().print(line, soft_wrap=True)
+    if row["wrong"]:
+        console.err().print(
+            "[bold red]error:[/] THE LOSSES DIFFER by more than the order of additions explains"
+        )
+        raise typer.Exit(1)
+
+
+def summary(rows: Sequence["Record"]) -> list[str]:
+    """The worst and the median speed-up of each operation, over its sizes and types."""
+    from deepytorch_core.bench.job import format_size
+
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        own = [row for row in rows if row["op"] == op]
+        worst = min(own, key=lambda row: float(row["speedup"]))
+        median = statistics.median(float(row["speedup"]) for row in own)
+        where = f"{format_size(worst['bytes'])} {worst['dtype']}" if worst["bytes"] else "no data"
+        lines.append(
+            f"{op}: worst {worst['speedup']:.2f}x ({where}), median {median:.2f}x of {len(own)}"
+        )
+    return lines
+
+
+def ddp_lines(row: "Record") -> list[str]:
+    """Both arms in ACSpeed's form, then the improvement and how the losses compare."""
+    low, high = ((value - 1) * 100 for value in row["speedup_spread"])
+    difference = row["loss_difference"]
+    losses = "equal bit for bit" if difference == 0 else f"relative difference {difference}"
+    memory = ", buckets in registered memory" if row["registered"] else ""
+    return [
+        f"{row['model']}, {row['parameters']:,} parameters in {row['dtype']}, "
+        f"{row['bytes_per_step'] / 1e6:.1f} MB reduced per step ({row['algorithm']}{memory}), "
+        f"{row['steps']} steps of {row['batch_size']} samples in {row['num_blocks']} blocks",
+        f"{row['baseline']:<10} " + _percentiles(row, "baseline_"),
+        f"{'deepytorch':<10} " + _percentiles(row, ""),
+        f"improvement {row['improvement_percent']:+.1f}% "
+        f"(quartiles {low:+.1f}% to {high:+.1f}%), losses {losses}",
+    ]
+
+
+def _percentiles(row: "Record", arm: str) -> str:
+    """`8 GPUs -- 1M/8G: p50: 0.073s 440/s p75: ...`; 1M is one machine, R is for ranks on CPUs."""
+    noun, letter = ("GPUs", "G") if row["device"] == "cuda" else ("ranks", "R")
+    times, rates = row[f"{arm}step_time_us"], row[f"{arm}samples_per_s"]
+    parts = [f"{name}: {times[name] / 1e6:.3f}s {rates[name]:.0f}/s" for name in times]
+    size = row["world_size"]
+    return f"{size} {noun} -- 1M/{size}{letter}: " + " ".join(parts)
 
 
 @app.command()

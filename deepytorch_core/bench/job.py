@@ -1,10 +1,12 @@
-"""What `bench collectives` is asked to measure, checked before any process starts."""
+"""What `bench` is asked to measure, checked before any process starts."""
 
 import dataclasses
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
+
+from deepytorch_core.bench.baselines import BASELINES, LIMITS, TORCH_BACKENDS
 
 OPERATIONS = (
     "all_reduce",
@@ -24,8 +26,10 @@ DTYPES = (
     "int32",
     "int64",
 )
-BASELINES = ("gloo", "nccl")
 DEVICES = ("cpu", "cuda")
+MODELS = ("mlp",)
+MIN_PARAMETERS = 1024
+MIN_BLOCKS = 5  # of each arm in `bench ddp`
 DEFAULT_FACTOR = 4
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -37,45 +41,116 @@ class BenchError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run. `sizes` are bytes as nccl-tests counts them; `iterations` 0 adapts to the time."""
+class Run:
+    """What every benchmark has: its ranks, and the two arms.
 
-    ops: tuple[str, ...]
-    sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    `library` is the compiled code of a baseline that has any, filled in by the launcher.
+    """
+
+    WORKER: ClassVar[str]  # the module that runs as a rank
+
     world_size: int
     device: str = "cpu"
     baseline: str = "gloo"
-    registered: bool = False
-    iterations: int = 0
-    budget_s: float = 1.0
     timeout_s: int = 120
     ours: str = "deepytorch"  # another name measures that backend instead: how the tests run
+    library: str = ""
 
     def __post_init__(self) -> None:
-        for op in self.ops:
-            _expect("operation", op, OPERATIONS)
-        for dtype in self.dtypes:
-            _expect("dtype", dtype, DTYPES)
         _expect("device", self.device, DEVICES)
         _expect("baseline", self.baseline, BASELINES)
-        if self.baseline == "nccl" and self.device == "cpu":
-            raise BenchError("NCCL moves GPU memory only: use --baseline gloo, or --device cuda")
         if self.world_size < 1:
             raise BenchError(f"--world-size must be at least 1, not {self.world_size}")
-        if self.iterations < 0:
-            raise BenchError(f"--iterations must be 0 (adaptive) or more, not {self.iterations}")
-        if not (self.ops and self.sizes and self.dtypes):
-            raise BenchError("nothing to measure: --ops, --sizes and --dtype need a value each")
+        if self.baseline == "nccl" and self.device == "cpu":
+            raise BenchError("NCCL moves GPU memory only: use --baseline gloo, or --device cuda")
+        limits = LIMITS[self.baseline]
+        if self.device not in limits.devices:
+            raise BenchError(
+                f"{limits.title} is for {', '.join(limits.devices)} only: use --baseline gloo or "
+                "nccl here"
+            )
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Job":
+    def from_json(cls, text: str) -> Self:
         fields: dict[str, Any] = json.loads(text)
         lists = {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
         return cls(**(fields | lists))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Run):
+    """`bench collectives`. `iterations` 0 adapts to the time.
+
+    `sizes` are bytes as nccl-tests counts them, or, with `per_rank`, those of one rank's part.
+    """
+
+    WORKER = "deepytorch_core.bench.collectives"
+
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    per_rank: bool = False
+    registered: bool = False
+    iterations: int = 0
+    budget_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for op in self.ops:
+            _expect("operation", op, OPERATIONS)
+        for dtype in self.dtypes:
+            _expect("dtype", dtype, DTYPES)
+        if self.iterations < 0:
+            raise BenchError(f"--iterations must be 0 (adaptive) or more, not {self.iterations}")
+        if not (self.ops and self.sizes and self.dtypes):
+            raise BenchError("nothing to measure: --ops, --sizes and --dtype need a value each")
+        limits = LIMITS[self.baseline]
+        for option, asked, offered in (
+            ("--ops", self.ops, limits.ops),
+            ("--dtype", self.dtypes, limits.dtypes),
+        ):
+            lacking = [name for name in asked if offered is not None and name not in offered]
+            if lacking:
+                raise BenchError(
+                    f"{limits.title} has no {', '.join(lacking)}: limit {option} to "
+                    f"{', '.join(offered or ())}, or use --baseline gloo"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpJob(Run):
+    """`bench ddp`. `parameters` is about how many the model has, `batch_size` is a rank's."""
+
+    WORKER = "deepytorch_core.bench.ddp"
+
+    model: str = "mlp"
+    parameters: int = 4 << 20
+    batch_size: int = 8
+    steps: int = 40
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect("model", self.model, MODELS)
+        if self.baseline not in TORCH_BACKENDS:
+            raise BenchError(
+                f"DistributedDataParallel has no {self.baseline!r}: use --baseline gloo, or nccl "
+                "with --device cuda"
+            )
+        if self.world_size < 2:
+            raise BenchError(f"one rank reduces nothing: --world-size {self.world_size}")
+        if self.parameters < MIN_PARAMETERS:
+            raise BenchError(
+                f"--parameters must be at least {MIN_PARAMETERS}, not {self.parameters}"
+            )
+        if self.batch_size < 1:
+            raise BenchError(f"--batch-size must be at least 1, not {self.batch_size}")
+        if self.steps < MIN_BLOCKS:
+            raise BenchError(
+                f"--steps must be at least {MIN_BLOCKS}, one for each block, not {self.steps}"
+            )
 
 
 def parse_size(text: str) -> int:

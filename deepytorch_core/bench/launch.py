@@ -1,6 +1,7 @@
 """Starts the ranks of a benchmark as processes of their own and collects what they measure."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
@@ -11,21 +12,25 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from deepytorch_core.bench.job import BenchError, Job
+from deepytorch_core import config
+from deepytorch_core.bench import baselines
+from deepytorch_core.bench.job import BenchError, Run
 from deepytorch_core.bench.record import Record, provenance
 
-_WORKER = "deepytorch_core.bench.collectives"
 _GRACE_S = 3.0  # how long the other ranks may take to report after the first failure
+# Under mpiexec a rank's output still goes to the rank's own file.
+_WITH_LOG = ("sh", "-c", 'exec "$@" > "$0" 2>&1')
 
 
 class WorkerError(RuntimeError):
     """A rank failed; the message holds the traceback of every rank that had one of its own."""
 
 
-def run(job: Job) -> Iterator[Record]:
+def run(job: Run) -> Iterator[Record]:
     """Measures `job` on processes of this machine; yields each row's record as it is ready.
 
     What rank 0 printed goes to standard error at the end. Raises BenchError when the job cannot
@@ -38,23 +43,28 @@ def run(job: Job) -> Iterator[Record]:
 
         adapter.load()  # compiled once here, not by every rank against its time limit
     with contextlib.ExitStack() as stack:
+        setup = stack.enter_context(baselines.prepare(job.baseline, job.world_size))
+        job = dataclasses.replace(job, library=setup.library)
+        origin["versions"] = {**origin["versions"], **setup.versions}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deepytorch-bench-")))
-        ranks = stack.enter_context(_Ranks(job, folder))
+        ranks = stack.enter_context(_Ranks(job, setup, folder))
         for message in ranks.messages():
             if "error" in message:
                 raise BenchError(message["error"])
-            yield {**message["record"], **origin}
+            yield {**message["record"], "baseline_settings": dict(setup.settings), **origin}
         sys.stderr.write(ranks.output(0))  # warnings, said once
 
 
 class _Ranks:
-    """The processes of one run, killed and reaped on exit."""
+    """The processes of one run, killed and reaped on exit: the ranks, or mpiexec over them."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Run, setup: baselines.Setup, folder: Path) -> None:
         self._job = job
+        self._setup = setup
         self._folder = folder
+        self._pipe = folder / "messages"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._reader = -1
+        self._ends: list[int] = []
 
     def __enter__(self) -> "_Ranks":
         self._store = TCPStore(
@@ -64,80 +74,105 @@ class _Ranks:
             wait_for_workers=False,
             timeout=timedelta(seconds=self._job.timeout_s),
         )
-        self._reader, writer = os.pipe()
+        os.mkfifo(self._pipe, 0o600)
+        # A writing end of our own: the pipe doesn't end before the first rank opens it.
+        self._ends = [os.open(self._pipe, os.O_RDONLY | os.O_NONBLOCK)]
+        self._ends.append(os.open(self._pipe, os.O_WRONLY))
         try:
-            for rank in range(self._job.world_size):
-                self._processes.append(self._start(rank, writer))
+            if self._setup.mpiexec is None:
+                for rank in range(self._job.world_size):
+                    self._start(self._command(rank), self._log(rank))
+            else:
+                self._start(self._under_mpiexec(self._setup.mpiexec), self._folder / "mpiexec.log")
         except BaseException:
-            self._kill()
+            self.__exit__()
             raise
-        finally:
-            os.close(writer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
-        os.close(self._reader)
+        # First the pipe: ranks that are not our own children end when it has no reader.
+        for end in self._ends:
+            os.close(end)
+        for process in self._processes:
+            if self._setup.mpiexec is not None:
+                # Killed, it could not end its ranks and the helpers between.
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_GRACE_S)
+            process.kill()
+        for process in self._processes:
+            process.wait()
 
-    def messages(self) -> Iterator[dict[str, Record]]:
+    def messages(self) -> Iterator[dict[str, Any]]:
         """What the ranks send until all of them ended; raises WorkerError if one failed."""
         pending = b""
         deadline = float("inf")
+        reader = self._ends[0]
         with selectors.DefaultSelector() as selector:
-            selector.register(self._reader, selectors.EVENT_READ)
+            selector.register(reader, selectors.EVENT_READ)
             while time.monotonic() < deadline:
-                if selector.select(timeout=0.1):
-                    data = os.read(self._reader, 1 << 16)
-                    if not data:
-                        break
-                    *lines, pending = (pending + data).split(b"\n")
+                ended = [process.poll() for process in self._processes]
+                if selector.select(timeout=0.05):
+                    *lines, pending = (pending + os.read(reader, 1 << 16)).split(b"\n")
                     yield from (json.loads(line) for line in lines)
-                elif any(process.poll() for process in self._processes):
+                elif None not in ended:
+                    break
+                elif any(ended):
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         self._raise_failures()
 
     def output(self, rank: int) -> str:
         """What the rank wrote to its standard output and error."""
-        return self._log(rank).read_text(errors="replace")
+        log = self._log(rank)
+        return log.read_text(errors="replace") if log.exists() else ""
 
-    def _start(self, rank: int, writer: int) -> subprocess.Popen[bytes]:
-        arguments = [str(rank), str(self._store.port), str(writer), self._job.to_json()]
-        with self._log(rank).open("wb") as log:
+    def _command(self, rank: int) -> list[str]:
+        arguments = [str(rank), str(self._store.port), str(self._pipe), self._job.to_json()]
+        return [sys.executable, "-m", self._job.WORKER, *arguments]
+
+    def _under_mpiexec(self, mpiexec: Path) -> list[str]:
+        command = [str(mpiexec), "-launcher", "fork"]
+        for rank in range(self._job.world_size):
+            command += [":"] if rank else []
+            command += ["-n", "1", *_WITH_LOG, str(self._log(rank)), *self._command(rank)]
+        return command
+
+    def _start(self, command: list[str], log: Path) -> None:
+        with log.open("wb") as output:
             # A session of its own: Ctrl-C reaches the launcher only, which then ends the ranks.
-            return subprocess.Popen(
-                [sys.executable, "-m", _WORKER, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=log,
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=[writer],
                 start_new_session=True,
+                env=config.child_environment(**self._setup.environment),
             )
+        self._processes.append(process)
 
     def _raise_failures(self) -> None:
-        statuses: dict[int, int | None] = {}
-        for rank, process in enumerate(self._processes):
+        statuses: dict[str, int | None] = {}
+        outputs: dict[str, str] = {}
+        everyone = range(self._job.world_size)
+        for index, process in enumerate(self._processes):
+            name = f"rank {index}"
+            outputs[name] = self.output(index)
+            if self._setup.mpiexec is not None:
+                name = "mpiexec"
+                logs = [(self._folder / "mpiexec.log").read_text(errors="replace")]
+                logs += [f"rank {rank}:\n{self.output(rank)}" for rank in everyone]
+                outputs[name] = "\n".join(logs)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_GRACE_S)
-            statuses[rank] = process.poll()
-        failed = {rank: status for rank, status in statuses.items() if status}
-        stuck = [rank for rank, status in statuses.items() if status is None]
+            statuses[name] = process.poll()
+        failed = {name: status for name, status in statuses.items() if status}
+        stuck = [name for name, status in statuses.items() if status is None]
         if not failed and not stuck:
             return
-        parts = [
-            f"rank {rank} {_describe(status)}:\n{self.output(rank)}"
-            for rank, status in failed.items()
-        ]
+        parts = [f"{name} {_describe(status)}:\n{outputs[name]}" for name, status in failed.items()]
         if stuck:
-            parts.append(f"still waiting when the run was ended: ranks {stuck}")
+            parts.append(f"still waiting when the run was ended: {', '.join(stuck)}")
         raise WorkerError("\n".join(parts).rstrip())
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"

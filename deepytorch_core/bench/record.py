@@ -17,6 +17,8 @@ Record = dict[str, Any]
 COLLECTIVE_FIELDS = (
     "op",
     "bytes",
+    "bytes_per_rank",
+    "per_rank",
     "dtype",
     "world_size",
     "device",
@@ -27,13 +29,53 @@ COLLECTIVE_FIELDS = (
     "baseline_time_us",
     "speedup",
     "speedup_spread",
+    "num_blocks",
     "algbw_gbps",
     "busbw_gbps",
     "wrong",
+    "baseline_wrong",
+    "baseline_settings",
     "machine",
     "versions",
     "commit",
 )
+"""The fields that `bench collectives` writes. `bytes` is nccl-tests' size, `bytes_per_rank` one
+rank's part of it; with `per_rank` the sizes of the run were asked for as the latter."""
+
+DDP_FIELDS = (
+    "bench",
+    "model",
+    "parameters",
+    "dtype",
+    "batch_size",
+    "world_size",
+    "device",
+    "registered",
+    "algorithm",
+    "bytes_per_step",
+    "steps",
+    "num_blocks",
+    "step_time_us",
+    "samples_per_s",
+    "baseline",
+    "baseline_step_time_us",
+    "baseline_samples_per_s",
+    "speedup",
+    "speedup_spread",
+    "improvement_percent",
+    "loss",
+    "baseline_loss",
+    "loss_difference",
+    "loss_check",
+    "wrong",
+    "baseline_settings",
+    "machine",
+    "versions",
+    "commit",
+)
+"""The fields that `bench ddp` writes. Times are percentiles ("p50", ...) of the slowest rank's step
+in microseconds, samples_per_s a rank's at each. `wrong` is 1 when the losses differ by more than
+the order of additions explains."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 # What cannot change a measurement; records themselves are written into the tree.

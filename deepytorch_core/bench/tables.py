@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.bench.job import format_size
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, Record, read_records
+from deepytorch_core.bench.record import DDP_FIELDS, Record, read_records
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
@@ -19,7 +19,13 @@ END = "<!-- results:end -->"
 # Columns of the table, where measured: the README shows the shape, the records hold every size.
 COLUMN_BYTES = tuple(size << 10 for size in (1, 16, 64, 1024, 4096, 16384, 65536))
 
-_Row = tuple[str, str, int, bool]  # op, dtype, world_size, registered
+# What a table of collectives shows.
+NEEDED_FIELDS = (
+    *("op", "bytes", "dtype", "world_size", "registered", "baseline", "speedup"),
+    *("speedup_spread", "wrong", "machine", "versions", "commit"),
+)
+
+_Row = tuple[str, str, int, str]  # label, dtype, world_size, baseline
 
 
 def load(folder: str | Path) -> dict[str, list[Record]]:
@@ -30,10 +36,20 @@ def load(folder: str | Path) -> dict[str, list[Record]]:
 def render(files: Mapping[str, Sequence[Record]]) -> str:
     """Markdown for all records, a table for each file; "" without records.
 
-    Raises ValueError for a record of another kind than `bench collectives` writes: a record that
-    no table shows would look like a result that was left out.
+    Raises ValueError for a record of another kind than `bench` writes: a record that no table shows
+    would look like a result that was left out.
     """
-    parts = [_render_file(name, records) for name, records in files.items() if records]
+    parts: list[str] = []
+    for name, records in files.items():
+        trainings = [record for record in records if record.get("bench") == "ddp"]
+        collectives = [record for record in records if record.get("bench") != "ddp"]
+        for group, fields, render_group in (
+            (collectives, NEEDED_FIELDS, _render_collectives),
+            (trainings, DDP_FIELDS, _render_ddp),
+        ):
+            _refuse_incomplete(name, group, fields)
+            if group:
+                parts.append(render_group(name, group))
     return "\n\n".join(parts)
 
 
@@ -70,42 +86,94 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _render_file(name: str, records: Sequence[Record]) -> str:
+def _refuse_incomplete(name: str, records: Sequence[Record], fields: Iterable[str]) -> None:
     for number, record in enumerate(records, start=1):
-        missing = [field for field in COLLECTIVE_FIELDS if field not in record]
+        missing = [field for field in fields if field not in record]
         if missing:
             raise ValueError(f"{name}, record {number}: no table shows it: lacks {missing}")
+
+
+def _render_collectives(name: str, records: Sequence[Record]) -> str:
     cells: dict[_Row, dict[int, Record]] = {}
     for record in records:  # a later run of the same case replaces an earlier one
-        row = (record["op"], record["dtype"], record["world_size"], record["registered"])
-        cells.setdefault(row, {})[record["bytes"]] = record
+        row = (_label(record), record["dtype"], record["world_size"], record["baseline"])
+        cells.setdefault(row, {})[_column(record)] = record
     sizes = {size for line in cells.values() for size in line}
-    columns = [size for size in COLUMN_BYTES if size in sizes] or sorted(sizes)
-    if 0 in sizes and 0 not in columns:
-        columns.insert(0, 0)
-    shown = [line for line in cells.values() if any(size in line for size in columns)]
+    columns = [size for size in COLUMN_BYTES if size in sizes]
+    # A row shows something: where it has no usual size, its own ones.
+    columns += {size for line in cells.values() if not line.keys() & {*columns} for size in line}
+    columns.sort()
     lines = [
-        _caption(name, [record for line in shown for record in line.values()]),
+        _caption(name, [record for line in cells.values() for record in line.values()]),
         "",
-        _line(["operation", "dtype", "ranks", *(_heading(size) for size in columns)]),
-        _line(["---", "---", "---:", *("---:" for _ in columns)]),
+        _line(["operation", "dtype", "ranks", "against", *(_heading(size) for size in columns)]),
+        _line(["---", "---", "---:", "---", *("---:" for _ in columns)]),
     ]
-    for (op, dtype, world_size, registered), line in cells.items():
-        label = f"{op} (registered)" if registered else op
+    for (label, dtype, world_size, baseline), line in cells.items():
         values = [_cell(line.get(size)) for size in columns]
-        lines.append(_line([label, dtype, str(world_size), *values]))
+        lines.append(_line([label, dtype, str(world_size), baseline, *values]))
     return "\n".join(lines)
 
 
-def _caption(name: str, records: Sequence[Record]) -> str:
+def _label(record: Record) -> str:
+    marks = [
+        *(["registered"] if record["registered"] else []),
+        *(["size per rank"] if _is_per_rank(record) else []),
+    ]
+    return f"{record['op']} ({', '.join(marks)})" if marks else str(record["op"])
+
+
+def _column(record: Record) -> int:
+    return int(record["bytes_per_rank"] if _is_per_rank(record) else record["bytes"])
+
+
+def _is_per_rank(record: Record) -> bool:
+    """Asked for by one rank's part, where that is another number than nccl-tests' size."""
+    return bool(record.get("per_rank")) and record["bytes_per_rank"] != record["bytes"]
+
+
+def _render_ddp(name: str, records: Sequence[Record]) -> str:
+    # A later run of the same case replaces an earlier one.
+    case = ("model", "parameters", "batch_size", "world_size", "device", "registered", "baseline")
+    latest = {tuple(record[field] for field in case): record for record in records}
+    lines = [
+        _caption(name, list(latest.values()), wrong="runs with differing losses"),
+        "",
+        _line(["DDP training", "ranks", "reduced per step", "against", "steps/s", "losses"]),
+        _line(["---", "---:", "---:", "---", "---:", "---"]),
+    ]
+    for record in latest.values():
+        buckets = ", registered buckets" if record["registered"] else ""
+        difference = record["loss_difference"]
+        if difference is None:
+            losses = "differ"
+        else:
+            losses = "equal" if difference == 0 else f"within {difference:.0e}"
+        label = f"{record['model']}, {record['parameters'] / 1e6:.1f} M, batch "
+        lines.append(
+            _line(
+                [
+                    f"{label}{record['batch_size']}{buckets}",
+                    str(record["world_size"]),
+                    f"{record['bytes_per_step'] / 1e6:.1f} MB",
+                    record["baseline"],
+                    _cell(record),
+                    losses,
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _caption(name: str, records: Sequence[Record], wrong: str = "wrong elements") -> str:
     machines = _distinct(record["machine"]["name"] for record in records)
     baselines = _distinct(record["baseline"] for record in records)
     torches = _distinct(record["versions"]["torch"] for record in records)
     commits = _distinct(record["commit"] for record in records)
-    wrong = sum(record["wrong"] for record in records)
+    num_wrong = sum(record["wrong"] + record.get("baseline_wrong", 0) for record in records)
     return (
         f"{machines}, torch {torches}, commit {commits}: times faster than {baselines}, in "
-        f"brackets the quartiles over neighbouring blocks; {wrong} wrong elements "
+        f"brackets the quartiles over neighbouring blocks; {num_wrong} {wrong} "
         f"([{name}](docs/results/{name}))."
     )
 

@@ -44,13 +44,14 @@ class Comparison:
     """Medians in microseconds over all samples, and how they compare.
 
     `speedup` is the median of the ratios of neighbouring blocks (baseline / ours, > 1 is faster),
-    `spread` their quartiles.
+    `spread` their quartiles, `num_blocks` how many blocks each arm had.
     """
 
     time_us: float
     baseline_time_us: float
     speedup: float
     spread: tuple[float, float]
+    num_blocks: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,13 @@ def sample(
     """
     probes = [min(clock(call, NUM_PROBES)[1:]) for call in calls]
     schedule = plan(ranks.maximum(probes), iterations=iterations, budget_s=budget_s)
+    return follow(schedule, calls, clock=clock, ranks=ranks)
+
+
+def follow(
+    schedule: Schedule, calls: tuple[Call, Call], *, clock: Clock, ranks: Agreement
+) -> list[list[list[float]]]:
+    """Times both arms in the blocks of `schedule`; returns what `sample` does."""
     blocks: list[list[list[float]]] = [[], []]
     for arm in block_order(schedule.num_pairs):
         ranks.barrier()
@@ -131,6 +139,7 @@ def compare(blocks: Sequence[Sequence[Sequence[float]]]) -> Comparison:
         baseline_time_us=medians[BASELINE],
         speedup=statistics.median(ratios),
         spread=quartiles(ratios),
+        num_blocks=len(ratios),
     )
 
 

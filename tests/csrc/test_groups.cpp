@@ -120,10 +120,10 @@ TEST(Again, ASameNamedGroupOnTheSameStore) {
 
 TEST(Again, ItsStatisticsCountOn) {
   for (int round = 0; round < 3; ++round) {
-    run_ranks(1, [](Rank& rank) { rank.barrier(); }, {.group = "counted"});
+    run_ranks(1, [](Rank& rank) { rank.barrier(); }, {.group = "made again"});
   }
   const std::vector<StatisticsRow> all = all_statistics();
-  const auto is_counted = [](const StatisticsRow& row) { return row.group == "counted"; };
+  const auto is_counted = [](const StatisticsRow& row) { return row.group == "made again"; };
   ASSERT_EQ(std::count_if(all.begin(), all.end(), is_counted), 1);
   EXPECT_EQ(std::find_if(all.begin(), all.end(), is_counted)->calls, 3U);
 }

@@ -7,6 +7,7 @@
 #include <random>
 #include <thread>
 
+#include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
 #include "rank_threads.hpp"
 
@@ -185,6 +186,41 @@ TEST(PointToPoint, FromAnyRankTellTheirSender) {
       senders.push_back(source);
     }
     EXPECT_THAT(senders, ::testing::UnorderedElementsAre(1, 2, 3));
+  });
+}
+
+// Freed with the test; of the process's pool when `registered`.
+class Buffer {
+ public:
+  Buffer(bool registered, size_t count) : plain_(registered ? 0 : count), count_(count) {
+    if (registered) address_ = Fabric::instance().memory().allocate(count * sizeof(int32_t));
+  }
+  ~Buffer() {
+    if (address_ != nullptr) Fabric::instance().memory().free(address_);
+  }
+  int32_t* data() { return address_ ? static_cast<int32_t*>(address_) : plain_.data(); }
+  Values values() { return {data(), data() + count_}; }
+
+ private:
+  void* address_ = nullptr;
+  Values plain_;
+  size_t count_;
+};
+
+TEST(PointToPoint, BetweenRegisteredAndPlainMemory) {
+  run_ranks(2, [](Rank& rank) {
+    for (const bool sender : {true, false}) {
+      for (const bool receiver : {true, false}) {
+        Buffer buffer(rank.rank() == 0 ? sender : receiver, kLarge);
+        const Values sent = numbers(kLarge, 2 * sender + receiver);
+        std::copy(sent.begin(), sent.end(), buffer.data());
+        Request request(rank.rank() == 0 ? DPT_SEND : DPT_RECV, DPT_INT32, kLarge);
+        request.root(1 - rank.rank()).input(buffer.data()).output(buffer.data());
+        if (rank.rank() == 1) std::fill_n(buffer.data(), kLarge, -1);
+        rank.run(request);
+        EXPECT_EQ(buffer.values(), sent);
+      }
+    }
   });
 }
 

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "base/error.hpp"
+#include "topology/topology.hpp"
 #include "tuner/profile.hpp"
 
 namespace dpt::testing {
@@ -98,6 +99,12 @@ TEST(Profile, NamesTheWrongField) {
   EXPECT_THAT(with("65536", "-64"), HasSubstr("chunk_bytes is -64"));
   EXPECT_THAT(with("10.0", "\"ten\""), HasSubstr("median_us is a string, not a number"));
   EXPECT_THAT(with("1048576", "1048577"), HasSubstr("bytes is no size that is measured"));
+}
+
+TEST(Profile, NamesTheMachine) {
+  EXPECT_THAT(describe_machine(), HasSubstr("hardware threads"));
+  EXPECT_EQ(describe_machine(), describe_machine());
+  EXPECT_EQ(describe_machine({.sys = "/nowhere", .proc = "/nowhere"}).find("unnamed CPU, "), 0);
 }
 
 class ProfileFile : public ::testing::Test {

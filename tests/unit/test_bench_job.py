@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from deepytorch_core.bench.job import (
     BenchError,
+    DdpJob,
     Job,
     format_size,
     parse_names,
@@ -64,8 +65,10 @@ def test_names_once_each_in_order():
 
 
 def test_a_job_survives_its_way_to_the_ranks():
-    original = job(sizes=(4, 8), dtypes=("float32", "int8"), registered=True, iterations=3)
+    original = job(sizes=(4, 8), dtypes=("float32", "int8"), registered=True, per_rank=True)
     assert Job.from_json(original.to_json()) == original
+    training = DdpJob(world_size=2, parameters=4096, library="/tmp/op.so")
+    assert DdpJob.from_json(training.to_json()) == training
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,14 @@ def test_a_job_survives_its_way_to_the_ranks():
         ({"ops": ("all_reduse",)}, "all_reduse.*known: all_reduce"),
         ({"dtypes": ("float31",)}, "float31.*float32"),
         ({"device": "tpu"}, "tpu.*cpu, cuda"),
-        ({"baseline": "mpi"}, "mpi.*gloo, nccl"),
+        ({"baseline": "ucc"}, "ucc.*gloo, nccl, deepspeed-shm, mpi"),
+        ({"baseline": "mpi", "device": "cuda"}, "MPI is for cpu only.*--baseline gloo"),
+        ({"baseline": "mpi", "dtypes": ("bfloat16",)}, "MPI has no bfloat16: limit --dtype to"),
+        (
+            {"baseline": "deepspeed-shm", "ops": ("all_reduce", "broadcast")},
+            "DeepSpeed.* has no broadcast: limit --ops to all_reduce, or use --baseline gloo",
+        ),
+        ({"baseline": "deepspeed-shm", "dtypes": ("int32",)}, "no int32: limit --dtype to float32"),
         ({"baseline": "nccl"}, "--baseline gloo, or --device cuda"),
         ({"world_size": 0}, "world-size"),
         ({"iterations": -1}, "iterations"),
@@ -84,3 +94,19 @@ def test_a_job_survives_its_way_to_the_ranks():
 def test_a_bad_job_says_what_to_change(changes, message):
     with pytest.raises(BenchError, match=message):
         job(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "gpt"}, "gpt.*known: mlp"),
+        ({"baseline": "mpi"}, "DistributedDataParallel has no 'mpi'.*--baseline gloo"),
+        ({"world_size": 1}, "one rank reduces nothing"),
+        ({"parameters": 10}, "--parameters must be at least"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"steps": 4}, "--steps must be at least 5"),
+    ],
+)
+def test_a_bad_training_says_what_to_change(changes, message):
+    with pytest.raises(BenchError, match=message):
+        DdpJob(**{"world_size": 2, **changes})

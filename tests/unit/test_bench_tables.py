@@ -6,13 +6,15 @@ import pytest
 
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.plot import plot, series
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, write_record
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS, DDP_FIELDS, write_record
 
 
 def row(num_bytes, **changes):
     fields = {
         "op": "all_reduce",
         "bytes": num_bytes,
+        "bytes_per_rank": num_bytes,
+        "per_rank": False,
         "dtype": "float32",
         "world_size": 2,
         "device": "cpu",
@@ -23,14 +25,54 @@ def row(num_bytes, **changes):
         "baseline_time_us": 123.0,
         "speedup": 12.3,
         "speedup_spread": [11.0, 13.2],
+        "num_blocks": 8,
         "algbw_gbps": 0.1,
         "busbw_gbps": 0.1,
         "wrong": 0,
+        "baseline_wrong": 0,
+        "baseline_settings": {},
         "machine": {"name": "2-core AMD EPYC"},
         "versions": {"torch": "2.13.0", "deepytorch": "0.1.0", "python": "3.11"},
         "commit": "abc123def",
     }
     assert set(fields) == set(COLLECTIVE_FIELDS)
+    return {**fields, **changes}
+
+
+def training(**changes):
+    percentiles = {"p50": 1000.0, "p75": 1100.0, "p90": 1200.0, "p95": 1300.0}
+    fields = {
+        "bench": "ddp",
+        "model": "mlp",
+        "parameters": 4_200_000,
+        "dtype": "float32",
+        "batch_size": 8,
+        "world_size": 2,
+        "device": "cpu",
+        "registered": True,
+        "algorithm": "pipelined",
+        "bytes_per_step": 16_800_000,
+        "steps": 40,
+        "num_blocks": 10,
+        "step_time_us": percentiles,
+        "samples_per_s": percentiles,
+        "baseline": "gloo",
+        "baseline_step_time_us": percentiles,
+        "baseline_samples_per_s": percentiles,
+        "speedup": 1.5,
+        "speedup_spread": [1.4, 1.6],
+        "improvement_percent": 50.0,
+        "loss": 1.0,
+        "baseline_loss": 1.0,
+        "loss_difference": 0.0,
+        "loss_check": "exact",
+        "wrong": 0,
+        "baseline_settings": {},
+        "machine": {"name": "2-core AMD EPYC"},
+        "versions": {"torch": "2.13.0"},
+        "commit": "abc123def",
+    }
+    assert set(fields) == set(DDP_FIELDS)
     return {**fields, **changes}
 
 
@@ -58,8 +100,8 @@ def test_write_then_check(project, capsys):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| operation | dtype | ranks | 1K | 1M |" in text
-    assert "| all_reduce | float32 | 2 | **12** (11-13) | **3.1** (2.9-3.3) |" in text
+    assert "| operation | dtype | ranks | against | 1K | 1M |" in text
+    assert "| all_reduce | float32 | 2 | gloo | **12** (11-13) | **3.1** (2.9-3.3) |" in text
     assert "2-core AMD EPYC" in text
     assert "abc123def" in text
 
@@ -85,7 +127,8 @@ def test_a_later_record_of_the_same_case_wins():
 
 
 def test_wrong_elements_are_shown():
-    assert "7 wrong elements" in tables.render({"cpu.jsonl": [row(1024, wrong=7)]})
+    records = [row(1024, wrong=7), row(4096, baseline_wrong=1)]
+    assert "8 wrong elements" in tables.render({"cpu.jsonl": records})
 
 
 def test_sizes_outside_the_usual_columns_still_show():
@@ -96,7 +139,52 @@ def test_barrier_and_registered_rows():
     records = [row(1024, registered=True), row(0, op="barrier")]
     text = tables.render({"cpu.jsonl": records})
     assert "all_reduce (registered)" in text
-    assert "| barrier | float32 | 2 | **12** (11-13) |  |" in text
+    assert "| barrier | float32 | 2 | gloo | **12** (11-13) |  |" in text
+
+
+def test_baselines_have_rows_of_their_own():
+    text = tables.render({"cpu.jsonl": [row(1024), row(1024, baseline="mpi", speedup=0.9)]})
+    assert "| all_reduce | float32 | 2 | gloo | **12** (11-13) |" in text
+    assert "| all_reduce | float32 | 2 | mpi | **0.90** (11-13) |" in text
+
+
+def test_sizes_per_rank_are_columns_of_the_part():
+    changes = {"op": "all_gather", "bytes_per_rank": 16 << 20, "per_rank": True}
+    records = [row(1024), row(48 << 20, world_size=3, **changes), row(16 << 10, per_rank=True)]
+    text = tables.render({"cpu.jsonl": records})
+    assert "| against | 1K | 16K | 16M |" in text
+    assert "| all_gather (size per rank) | float32 | 3 | gloo |" in text
+
+
+def test_a_row_without_usual_sizes_is_not_left_out():
+    text = tables.render({"cpu.jsonl": [row(1024), row(2048, op="broadcast")]})
+    assert "| against | 1K | 2K |" in text
+    assert "| broadcast | float32 | 2 | gloo |  | **12** (11-13) |" in text
+
+
+def test_a_record_from_before_the_newer_fields_still_shows():
+    record = row(1024)
+    for field in ("bytes_per_rank", "per_rank", "num_blocks", "baseline_wrong"):
+        del record[field]
+    assert "| all_reduce | float32 | 2 | gloo | **12**" in tables.render({"cpu.jsonl": [record]})
+
+
+def test_trainings_have_a_table():
+    records = [row(1024), training(speedup=9.0), training()]
+    records += [training(world_size=4, loss_difference=2e-6, loss_check="statistical")]
+    text = tables.render({"cpu.jsonl": records})
+    label = "| mlp, 4.2 M, batch 8, registered buckets"
+    assert f"{label} | 2 | 16.8 MB | gloo | **1.50** (1.40-1.60) | equal |" in text
+    assert f"{label} | 4 | 16.8 MB | gloo | **1.50** (1.40-1.60) | within 2e-06 |" in text
+    assert "9.0" not in text
+    assert "0 runs with differing losses" in text
+
+
+def test_an_incomplete_training_is_an_error():
+    record = training()
+    del record["loss_check"]
+    with pytest.raises(ValueError, match="lacks.*loss_check"):
+        tables.render({"cpu.jsonl": [record]})
 
 
 def test_a_record_that_no_table_shows_is_an_error(project, capsys):

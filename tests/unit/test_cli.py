@@ -230,6 +230,7 @@ class FakeRun:
     """Stands in for `launch.run`: notes the job, gives one row."""
 
     wrong: int = 0
+    baseline_wrong: int = 0
     job: object = None
 
     def __call__(self, job):
@@ -237,6 +238,7 @@ class FakeRun:
         row = dict.fromkeys(COLLECTIVE_FIELDS, 1.5)
         row |= {"op": job.ops[0], "bytes": 4096, "dtype": "float32", "world_size": 2}
         row |= {"speedup_spread": [1.0, 2.0], "wrong": self.wrong, "algorithm": "one_shot"}
+        row |= {"baseline_wrong": self.baseline_wrong}
         row |= {"baseline": "gloo", "registered": False, "machine": {"name": "test"}}
         yield row
 
@@ -260,6 +262,7 @@ def test_bench_options_reach_the_job(monkeypatch):
     assert fake.job.sizes == (1024, 2048, 4096)
     assert fake.job.dtypes == ("bfloat16", "float32")
     assert fake.job.registered
+    assert not fake.job.per_rank
     assert fake.job.iterations == 5
     assert fake.job.ours == "deepytorch"
 
@@ -276,7 +279,19 @@ def test_bench_table_has_the_columns_of_nccl_tests_and_ours(monkeypatch):
 def test_bench_fails_on_wrong_elements(monkeypatch):
     result = bench(monkeypatch, FakeRun(wrong=3))
     assert result.exit_code == 1
-    assert "3 wrong elements" in result.output
+    assert "3 WRONG ELEMENTS in the results of deepytorch" in result.output
+
+
+def test_bench_fails_on_wrong_elements_of_the_baseline(monkeypatch):
+    result = bench(monkeypatch, FakeRun(baseline_wrong=2), "--per-rank")
+    assert result.exit_code == 1
+    assert "2 WRONG ELEMENTS in the results of the baseline gloo" in result.output
+    assert "deepytorch" not in result.output
+
+
+def test_bench_ends_with_a_summary(monkeypatch):
+    output = bench(monkeypatch, FakeRun()).output
+    assert "all_reduce: worst 1.50x (4K float32), median 1.50x of 1" in output
 
 
 def test_bench_writes_records_and_a_picture(monkeypatch, tmp_path):

@@ -51,6 +51,14 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--compare": False,
     },
     "topology": {"--json": None, "--load": None},
+    "explain": {
+        "operation": None,
+        "size": None,
+        "--world-size": None,
+        "--dtype": "float32",
+        "--measure": False,
+        "--json": False,
+    },
     "report": {"file": None},
     "bench collectives": {
         "--device": "cpu",

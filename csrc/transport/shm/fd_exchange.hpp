@@ -1,6 +1,7 @@
 // Passing file descriptors between processes over abstract UNIX sockets (SCM_RIGHTS).
 #pragma once
 
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -37,7 +38,7 @@ UniqueFd connect_abstract(const std::string& address);
 void send_fds(const UniqueFd& socket, const std::string& text, const std::vector<int>& fds);
 struct Received {
   std::string text;
-  std::vector<UniqueFd> fds;
+  std::deque<UniqueFd> fds;
 };
 // Waits until wait.deadline; Error(DPT_ERR_SYSTEM) when the peer closed.
 Received receive_fds(const UniqueFd& socket, const WaitContext& wait);

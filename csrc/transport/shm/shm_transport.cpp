@@ -1,14 +1,18 @@
 #include "transport/shm/shm_transport.hpp"
 
+#include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <sstream>
+#include <utility>
 
 #include "base/error.hpp"
+#include "base/log.hpp"
 #include "transport/shm/fd_exchange.hpp"
 
 namespace dpt {
@@ -18,6 +22,20 @@ namespace {
 // operation timeout.
 constexpr std::chrono::milliseconds kAttachLimit{30000};
 
+// What a rank that attached publishes; anything else says why it could not.
+constexpr char kWithPools[] = "ok";
+constexpr char kWithoutPools[] = "ok without registered memory";
+
+// A group works without registered memory, only slower.
+void tell_of_pools(const Error& error) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    log(LogLevel::kWarning,
+        std::string("tensors in registered memory go the way of ordinary ones here: ") +
+            error.what());
+  });
+}
+
 std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_t>& global_ranks) {
   for (size_t i = 1; i < peers.size(); ++i) {
     const std::string pair =
@@ -25,7 +43,8 @@ std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_
     if (peers[i].boot_id != peers[0].boot_id) return pair + " are on different nodes";
     if (peers[i].network != peers[0].network) return pair + " are in different network namespaces";
   }
-  if (peers.size() + 1 > static_cast<size_t>(kMaxPassedFds) / 2) {
+  // The segment, and of each rank its pidfd and its pool.
+  if (1 + 2 * peers.size() > static_cast<size_t>(kMaxPassedFds)) {
     return std::to_string(peers.size()) + " ranks on one node are more than shared memory serves";
   }
   return "";
@@ -40,21 +59,56 @@ UniqueFd open_own_pidfd() {
   return UniqueFd(fd);
 }
 
-// Which ranks have a pidfd, one letter each; those follow the shared memory in the welcome.
-std::string list_of(const std::vector<UniqueFd>& pidfds) {
-  std::string list;
-  for (const UniqueFd& fd : pidfds) list += fd.get() >= 0 ? 'p' : '-';
-  return list;
-}
+// What a rank brings: its pidfd and the file of its pool, each if it has one.
+struct Belongings {
+  UniqueFd pidfd;
+  UniqueFd pool;
 
-// Rank 0: gathers every rank's pidfd, then hands memory and pidfds to all.
-ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
+  static Belongings of_this_process(MemoryPool& own_pool) {
+    Belongings own{open_own_pidfd(), {}};
+    try {
+      own.pool = UniqueFd(DPT_SYS_CHECK(fcntl(own_pool.file(), F_DUPFD_CLOEXEC, 0)));
+    } catch (const Error& error) {
+      tell_of_pools(error);
+    }
+    return own;
+  }
+
+  // On the way: a word that says what follows, and the descriptors.
+  std::string word() const {
+    return std::string(pidfd.get() >= 0 ? "p" : "-") + (pool.get() >= 0 ? "m" : "-");
+  }
+  void append_to(std::vector<int>* fds) const {
+    if (pidfd.get() >= 0) fds->push_back(pidfd.get());
+    if (pool.get() >= 0) fds->push_back(pool.get());
+  }
+  // Takes from the front of `fds`; Error when there are too few.
+  static Belongings take(const std::string& word, std::deque<UniqueFd>* fds) {
+    Belongings taken;
+    for (const auto& [letter, to] : {std::pair{'p', &taken.pidfd}, std::pair{'m', &taken.pool}}) {
+      if (word.find(letter) == std::string::npos) continue;
+      if (fds->empty()) throw Error(DPT_ERR_SYSTEM, "a local process sent too few descriptors");
+      *to = std::move(fds->front());
+      fds->pop_front();
+    }
+    return taken;
+  }
+};
+
+// What a rank has after the exchange.
+struct Exchanged {
+  UniqueFd memory;
+  std::vector<Belongings> ranks;
+};
+
+// Rank 0: gathers what every rank brings, then hands the memory and all of it to all.
+Exchanged lead(const ShmGroup& group, const WaitContext& wait) {
   const int size = static_cast<int>(group.global_ranks.size());
   std::string address;
   UniqueFd listener = listen_abstract(&address);
-  UniqueFd memory(Segment::create_file(size, group.max_chunk_bytes));
-  std::vector<UniqueFd> pidfds(size);
-  pidfds[0] = open_own_pidfd();
+  Exchanged exchanged{UniqueFd(Segment::create_file(size, group.max_chunk_bytes)), {}};
+  exchanged.ranks.resize(size);
+  exchanged.ranks[0] = Belongings::of_this_process(group.own_pool);
   group.store.set(group.key + "/socket", address);
 
   std::vector<UniqueFd> members(size);
@@ -63,11 +117,14 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
     UniqueFd member = accept_within(listener, wait.deadline.next_slice());
     if (member.get() >= 0) {
       Received hello = receive_fds(member, wait);
-      const int rank = std::atoi(hello.text.c_str());  // 0, refused below, for anything else
-      if (rank < 1 || rank >= size || hello.fds.size() > 1) {
+      std::istringstream words(hello.text);
+      int rank = 0;  // refused below, as is anything that is not a number
+      std::string word;
+      words >> rank >> word;
+      if (rank < 1 || rank >= size) {
         throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
       }
-      if (!hello.fds.empty()) pidfds[rank] = std::move(hello.fds[0]);
+      exchanged.ranks[rank] = Belongings::take(word, &hello.fds);
       members[rank] = std::move(member);
       ++attached;
       continue;
@@ -85,37 +142,59 @@ ShmConnection lead(const ShmGroup& group, const WaitContext& wait) {
     }
   }
 
-  std::vector<int> shared = {memory.get()};
-  for (const UniqueFd& fd : pidfds) {
-    if (fd.get() >= 0) shared.push_back(fd.get());
+  std::string text;
+  std::vector<int> fds = {exchanged.memory.get()};
+  for (const Belongings& rank : exchanged.ranks) {
+    text += rank.word() + " ";
+    rank.append_to(&fds);
   }
-  for (int rank = 1; rank < size; ++rank) send_fds(members[rank], list_of(pidfds), shared);
-  ShmConnection connection;
-  connection.segment = std::make_unique<Segment>(memory.release(), 0, group.global_ranks);
-  for (UniqueFd& fd : pidfds) connection.pidfds.push_back(fd.release());
-  return connection;
+  for (int rank = 1; rank < size; ++rank) send_fds(members[rank], text, fds);
+  return exchanged;
 }
 
-ShmConnection join(const ShmGroup& group, const std::string& address, const WaitContext& wait) {
+Exchanged join(const ShmGroup& group, const std::string& address, const WaitContext& wait) {
   UniqueFd socket = connect_abstract(address);
-  const UniqueFd own = open_own_pidfd();
-  send_fds(socket,
-           std::to_string(group.rank),
-           own.get() < 0 ? std::vector<int>{} : std::vector<int>{own.get()});
+  const Belongings own = Belongings::of_this_process(group.own_pool);
+  std::vector<int> fds;
+  own.append_to(&fds);
+  send_fds(socket, std::to_string(group.rank) + " " + own.word(), fds);
+
   Received welcome = receive_fds(socket, wait);
-  const auto num_pidfds = std::count(welcome.text.begin(), welcome.text.end(), 'p');
-  if (welcome.text.size() != group.global_ranks.size() ||
-      welcome.fds.size() != static_cast<size_t>(num_pidfds) + 1) {
+  if (welcome.fds.empty()) throw Error(DPT_ERR_SYSTEM, "rank 0 sent a malformed welcome");
+  Exchanged exchanged{std::move(welcome.fds.front()), {}};
+  welcome.fds.pop_front();
+  std::istringstream words(welcome.text);
+  for (std::string word; words >> word;) {
+    exchanged.ranks.push_back(Belongings::take(word, &welcome.fds));
+  }
+  if (exchanged.ranks.size() != group.global_ranks.size()) {
     throw Error(DPT_ERR_SYSTEM, "rank 0 sent a malformed welcome");
   }
-  ShmConnection connection;
-  connection.segment =
-      std::make_unique<Segment>(welcome.fds[0].release(), group.rank, group.global_ranks);
-  auto next = welcome.fds.begin() + 1;
-  for (const char has : welcome.text) {
-    connection.pidfds.push_back(has == 'p' ? (next++)->release() : -1);
+  return exchanged;
+}
+
+// Where each rank's pool is here; ranks that are threads of this process share its own. Empty when
+// one can't be had: "attached" then tells the others.
+std::vector<char*> map_pools(const ShmGroup& group,
+                             const std::vector<Belongings>& ranks,
+                             std::vector<std::shared_ptr<const MappedPool>>* pools) {
+  std::vector<char*> bases;
+  try {
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      if (ranks[rank].pool.get() < 0) return {};
+      const std::string& process = group.peers[rank].process;
+      if (process == group.peers[group.rank].process) {
+        bases.push_back(group.own_pool.base());
+        continue;
+      }
+      pools->push_back(group.peer_pools.map(process, ranks[rank].pool));
+      bases.push_back(pools->back()->base());
+    }
+  } catch (const Error& error) {
+    tell_of_pools(error);
+    bases.clear();
   }
-  return connection;
+  return bases;
 }
 
 void close_all(ShmConnection* connection) {
@@ -129,21 +208,29 @@ void close_all(ShmConnection* connection) {
 
 const Transport kShmTransport{"shm", why_not};
 
-// NOTE [One verdict] Attaching can fail on one rank alone (a security module, a descriptor limit).
-// Each rank publishes how it went and reads what the others published, so that all of them take the
-// native way or none does.
+// NOTE [One verdict] Attaching can fail on one rank alone (a security module, a descriptor limit),
+// and so can mapping the peers' pools (limited address space). Each rank publishes how it went and
+// reads what the others published, so that all of them take the native way, and all of them use
+// registered memory, or none does.
 ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
   ShmConnection connection;
-  std::string outcome = "ok";
+  std::vector<char*> bases;
+  std::string outcome = kWithoutPools;
   try {
+    Exchanged exchanged;
     if (group.rank == 0) {
-      connection = lead(group, wait);
+      exchanged = lead(group, wait);
     } else {
       const std::string address = wait_for_key(
           group.store, group.key + "/socket", wait, "rank 0 of the group did not come");
       if (address == "none") throw Error(DPT_ERR_SYSTEM, "rank 0 could not lead");
-      connection = join(group, address, wait);
+      exchanged = join(group, address, wait);
     }
+    connection.segment =
+        std::make_unique<Segment>(exchanged.memory.release(), group.rank, group.global_ranks);
+    for (Belongings& rank : exchanged.ranks) connection.pidfds.push_back(rank.pidfd.release());
+    bases = map_pools(group, exchanged.ranks, &connection.pools);
+    if (!bases.empty()) outcome = kWithPools;
   } catch (const Error& error) {
     if (error.status() != DPT_ERR_SYSTEM) throw;
     outcome = error.what();
@@ -155,12 +242,20 @@ ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
   }
   const std::vector<std::string> outcomes = all_gather(
       group.store, group.key + "/attached", group.rank, group.global_ranks, outcome, wait);
+  bool all_have_pools = true;
   for (size_t rank = 0; rank < outcomes.size(); ++rank) {
-    if (outcomes[rank] == "ok") continue;
+    if (outcomes[rank] == kWithPools) continue;
+    all_have_pools = false;
+    if (outcomes[rank] == kWithoutPools) continue;
     close_all(&connection);
     connection.why_not = "rank " + std::to_string(group.global_ranks[rank]) +
                          " has no shared memory with its group: " + outcomes[rank];
-    break;
+    return connection;
+  }
+  if (all_have_pools) {
+    connection.segment->set_pools(&group.own_pool, std::move(bases));
+  } else {
+    connection.pools.clear();
   }
   return connection;
 }

@@ -1,11 +1,14 @@
 // Shared memory between processes of one node: a memfd made by the group's rank 0 and passed over
 // an abstract UNIX socket, so nothing ever appears in /dev/shm and its size limit does not matter.
+// With it go each rank's pidfd and the file of its memory pool.
 #pragma once
 
 #include <memory>
 
 #include "base/wait.hpp"
 #include "bootstrap/store.hpp"
+#include "transport/shm/memory_pool.hpp"
+#include "transport/shm/peer_pools.hpp"
 #include "transport/shm/segment.hpp"
 #include "transport/transport.hpp"
 
@@ -17,6 +20,9 @@ struct ShmConnection {
   std::unique_ptr<Segment> segment;  // nullptr: no shared memory here, see why_not
   // One per rank, owned by the receiver; become readable at death. -1: that rank has none.
   std::vector<int> pidfds;
+  // The peers' pools, already known to the segment; keep them as long as that. Empty when some rank
+  // can't take part: then no rank of the group uses registered memory.
+  std::vector<std::shared_ptr<const MappedPool>> pools;
   std::string why_not;  // the same text on every rank
 };
 
@@ -27,6 +33,8 @@ struct ShmGroup {
   const std::vector<int64_t>& global_ranks;
   const std::vector<PeerInfo>& peers;
   size_t max_chunk_bytes;  // of the segment's slots
+  MemoryPool& own_pool;
+  PeerPools& peer_pools;
 };
 
 // Collective over the group's ranks. Throws on timeout and interrupt; a rank that cannot attach

@@ -1,0 +1,84 @@
+// Tensors in registered memory: what torch asks a backend for as allocate_tensor (FSDP2's
+// communication buffers, DDP's buckets).
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <c10/core/Allocator.h>
+
+#include <cstring>
+
+#include "backend.hpp"
+
+namespace dpt::c10d_adapter {
+namespace {
+
+// The memory is the process's, not the group's: tensors may outlive the group, and the interpreter.
+// The core is never unloaded, so its function stays callable.
+class RegisteredAllocator : public c10::Allocator {
+ public:
+  static RegisteredAllocator& of(const dpt_api* api) {
+    static auto* const allocator = new RegisteredAllocator(api);
+    return *allocator;
+  }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = nullptr;
+    dpt_error error{};
+    const dpt_status status = api_->memory_allocate(bytes, &memory, &error);
+    if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
+    return {memory, memory, free_, at::kCPU};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return free_; }
+
+  void copy_data(void* destination, const void* source, size_t bytes) const override {
+    std::memcpy(destination, source, bytes);
+  }
+
+ private:
+  explicit RegisteredAllocator(const dpt_api* api) : api_(api), free_(api->memory_free) {}
+
+  const dpt_api* api_;
+  c10::DeleterFnPtr free_;
+};
+
+}  // namespace
+
+// c10d passes the device's index alone. CPU devices have none as a rule, and accelerators have one
+// where it matters (FSDP2).
+bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
+  if (index < 0 && barrier_device_.is_cpu()) return setup_.native && size_ > 1;
+  if (!at::hasCUDA()) return false;
+  try {
+    return delegate_for("cuda")->supportsTensorAlloc(index);
+  } catch (const std::exception&) {
+    return false;  // it can't be had; the group's first operation on such a tensor says why
+  }
+}
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  const at::Device device = options.device();
+  if (device.is_cuda()) {
+    const BackendPtr nccl = delegate_for("cuda");
+    DPT_CHECK_VALUE(
+        nccl->supportsTensorAlloc(device.index()),
+        {"allocate_tensor on ",
+         device.str(),
+         ": NCCL allocates none for this device. Ask supports_tensor_alloc first, and use "
+         "torch.empty where it says no"});
+    return nccl->allocateTensor(size, options);
+  }
+  DPT_CHECK_VALUE(device.is_cpu(),
+                  {"allocate_tensor on ",
+                   device.str(),
+                   ": there is registered memory for cpu and cuda; use torch.empty"});
+  DPT_CHECK_VALUE(size >= 0, {"allocate_tensor: size ", std::to_string(size), " is negative"});
+  DPT_CHECK_VALUE(options.layout() == at::kStrided && !options.pinned_memory(),
+                  {"allocate_tensor makes dense tensors that are not pinned; use torch.empty"});
+  return at::detail::empty_generic({size},
+                                   &RegisteredAllocator::of(setup_.api),
+                                   c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                   c10::typeMetaToScalarType(options.dtype()),
+                                   std::nullopt);
+}
+
+}  // namespace dpt::c10d_adapter

@@ -1,0 +1,43 @@
+// Where the memory pools of peer processes are mapped here: once per process, however many groups
+// share it, and no longer than one of them does.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "transport/shm/fd_exchange.hpp"
+
+namespace dpt {
+
+// One peer's pool. Not mapped in children of fork().
+class MappedPool {
+ public:
+  // Throws Error(DPT_ERR_SYSTEM). The descriptor is not needed afterwards.
+  explicit MappedPool(const UniqueFd& file);
+  ~MappedPool();
+  MappedPool(const MappedPool&) = delete;
+  MappedPool& operator=(const MappedPool&) = delete;
+  char* base() const { return base_; }
+
+ private:
+  char* base_;
+  size_t bytes_;
+};
+
+// Thread safety: all functions from any thread.
+class PeerPools {
+ public:
+  // The pool of `process` (PeerInfo::process), mapped now unless a group holds it already. Throws
+  // Error(DPT_ERR_SYSTEM).
+  std::shared_ptr<const MappedPool> map(const std::string& process, const UniqueFd& file);
+  // How many processes' pools are mapped.
+  size_t size() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::weak_ptr<const MappedPool>> mapped_;
+};
+
+}  // namespace dpt

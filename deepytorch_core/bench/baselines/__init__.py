@@ -1,0 +1,92 @@
+"""What `bench` compares with: torch's own backends, and rivals that are no torch backend.
+
+A rival comes as an optional package. `prepare` makes it ready in the launcher, before any rank
+starts, and says what to install when it is missing; `connect` gives a rank its calls.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepytorch_core.bench.job import Job
+    from deepytorch_core.bench.ops import Buffers, Operation
+
+TORCH_BACKENDS = ("gloo", "nccl")
+BASELINES = (*TORCH_BACKENDS, "deepspeed-shm", "mpi")
+
+Call = Callable[[], object]
+Bind = Callable[["Operation", "Buffers"], Call]
+"""Makes the call that runs one operation on these buffers; it returns when the work is done."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rival offers; None is everything that `bench` knows.."""
+
+    devices: tuple[str, ...] = ("cpu",)
+    ops: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    title: str = ""
+
+
+LIMITS: Mapping[str, Limits] = {
+    "gloo": Limits(devices=("cpu", "cuda"), title="gloo"),
+    "nccl": Limits(devices=("cuda",), title="NCCL"),
+    "deepspeed-shm": Limits(
+        ops=("all_reduce",),
+        dtypes=("float32", "bfloat16", "float16"),
+        title="DeepSpeed's shared-memory op",
+    ),
+    "mpi": Limits(
+        dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
+        title="MPI",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the ranks of a run need for its baseline.
+
+    `environment` is added to theirs, `settings` is what the record says of it, `versions` are those
+    of the rival's packages. With `mpiexec` it starts the ranks.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    mpiexec: Path | None = None
+    library: str = ""
+
+
+@contextlib.contextmanager
+def prepare(baseline: str, world_size: int) -> Iterator[Setup]:
+    """Makes the baseline ready for that many ranks, and removes what it leaves behind.
+
+    Raises BenchError when a package is missing or does not work here.
+    """
+    if baseline == "deepspeed-shm":
+        from deepytorch_core.bench.baselines import deepspeed_shm
+
+        with deepspeed_shm.prepare(world_size) as setup:
+            yield setup
+    elif baseline == "mpi":
+        from deepytorch_core.bench.baselines import mpi
+
+        yield mpi.prepare()
+    else:
+        yield Setup()
+
+
+def connect(job: "Job", rank: int) -> Bind:
+    """This rank's calls of a baseline that is no torch backend."""
+    if job.baseline == "deepspeed-shm":
+        from deepytorch_core.bench.baselines import deepspeed_shm
+
+        return deepspeed_shm.connect(job, rank)
+    from deepytorch_core.bench.baselines import mpi
+
+    return mpi.connect(job, rank)

@@ -1,0 +1,162 @@
+"""One rank of a benchmark: how it meets the others, talks to the launcher and ends with it.
+
+Started by `launch.run` as `python -m MODULE RANK PORT PIPE JOB`. PORT is the rendezvous store's,
+PIPE a named pipe that takes JSON lines. Only the launcher reads the pipe, so when it has no reader
+any more the launcher is gone.
+"""
+
+import json
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from deepytorch_core.bench import timing
+from deepytorch_core.bench.baselines import TORCH_BACKENDS
+from deepytorch_core.bench.job import BenchError, Run
+
+REFUSED = 2  # exit status of a rank that was asked for something it cannot do
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+class Ranks:
+    """A `timing.Agreement` over a group of its own, which neither arm uses."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def maximum(self, values: Sequence[float]) -> list[float]:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def total(self, value: int) -> int:
+        return round(self._reduce([float(value)], dist.ReduceOp.SUM)[0])
+
+    def _reduce(self, values: Sequence[float], op: Any) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=op, group=self._group)
+        return [float(value) for value in tensor.tolist()]
+
+
+class Groups:
+    """The groups of both arms on this rank, and one for the measurement itself.
+
+    A baseline that is no torch backend has no group here; `baseline` is then gloo's.
+    """
+
+    def __init__(self, job: Run, rank: int, store: Store) -> None:
+        self.rank = rank
+        self.device = _device(job, rank)
+        if job.ours == "deepytorch":
+            from deepytorch_core import backend
+
+            backend.register()
+        timeout = timedelta(seconds=job.timeout_s)
+        name = job.baseline if job.baseline in TORCH_BACKENDS else "gloo"
+        dist.init_process_group(
+            name, store=store, rank=rank, world_size=job.world_size, timeout=timeout
+        )
+        self.baseline = _world(name)
+        self.ours: dist.ProcessGroup = dist.new_group(backend=job.ours, timeout=timeout)
+        self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
+        self.clock: timing.Clock = _cuda_clock if job.device == "cuda" else timing.wall_clock
+
+
+def calls_by_algorithm(ours: str, op: str) -> dict[str, int]:
+    """Calls of `op` so far, by the algorithm that served them; {} for another backend than ours."""
+    if ours != "deepytorch":
+        return {}
+    from deepytorch_core import _core
+
+    calls: dict[str, int] = {}
+    for entry in _core.statistics():
+        if entry["op"] == op:
+            name = str(entry["algorithm"])
+            calls[name] = calls.get(name, 0) + int(entry["calls"])
+    return calls
+
+
+def main_algorithm(before: dict[str, int], after: dict[str, int]) -> str:
+    """The algorithm that served most calls between the two counts."""
+    grown = {name: n - before.get(name, 0) for name, n in after.items()}
+    return max(grown, key=lambda name: grown[name], default="unknown")
+
+
+def serve(
+    arguments: Sequence[str],
+    job_type: type[Run],
+    measure: Callable[[Any, int, Store, Emit], None],
+) -> int:
+    """A rank's process from its arguments to its exit status; see the top of the file."""
+    rank, port = (int(text) for text in arguments[:2])
+    # Not blocking: without a launcher it would wait for one.
+    pipe = os.open(arguments[2], os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(pipe, True)
+    threading.Thread(target=_exit_with_launcher, args=(pipe,), daemon=True).start()
+    job = job_type.from_json(arguments[3])
+
+    def emit(message: dict[str, Any]) -> None:
+        os.write(pipe, (json.dumps(message) + "\n").encode())
+
+    # Both arms compute and reduce with one core per rank.
+    torch.set_num_threads(1)
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        measure(job, rank, store, emit)
+    except BenchError as error:
+        emit({"error": str(error)})
+        return REFUSED
+    dist.destroy_process_group()
+    return 0
+
+
+def _device(job: Run, rank: int) -> torch.device:
+    if job.device != "cuda":
+        return torch.device("cpu")
+    if torch.cuda.device_count() < job.world_size:
+        raise BenchError(
+            f"--world-size {job.world_size} needs as many GPUs; "
+            f"this machine has {torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _world(name: str) -> dist.ProcessGroup:
+    """The default group; a baseline that something replaced would compare us with ourselves."""
+    group = dist.group.WORLD
+    assert group is not None
+    actual = dist.get_backend(group)
+    if actual != name:
+        raise BenchError(f"the baseline {name!r} was replaced by {actual!r} in this process")
+    return group
+
+
+def _cuda_clock(call: timing.Call, repetitions: int) -> list[float]:
+    """A `timing.Clock` for calls that enqueue work on the current stream."""
+    # Untyped in torch.
+    event_type: Any = torch.cuda.Event
+    events = [event_type(enable_timing=True) for _ in range(repetitions + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    events[-1].synchronize()
+    pairs = zip(events, events[1:], strict=False)
+    return [float(start.elapsed_time(end)) * 1e3 for start, end in pairs]
+
+
+def _exit_with_launcher(pipe: int) -> None:
+    watch = select.poll()
+    watch.register(pipe, 0)  # an error, which is what a pipe without a reader has, always counts
+    watch.poll()
+    os._exit(1)
