@@ -21,7 +21,27 @@ class RegisteredMemory(TypedDict):
     in_use_bytes: int
     reserved_bytes: int
 
+class Candidate(TypedDict):
+    algorithm: str
+    chunk_bytes: int
+    median_us: float
+    spread_us: tuple[float, float]
+
+class TunedPlan(TypedDict):
+    op: str
+    ranks: int
+    oversubscribed: bool
+    first_bytes: int
+    last_bytes: int
+    measured_bytes: int
+    algorithm: str | None
+    chunk_bytes: int
+    reason: str
+    source: str
+    candidates: list[Candidate]
+
 def dpt_api() -> Any: ...
+def plans() -> list[TunedPlan]: ...
 def statistics() -> list[StatisticsRow]: ...
 def is_registered(address: int, bytes: int) -> bool: ...
 def registered_memory() -> RegisteredMemory: ...

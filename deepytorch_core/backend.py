@@ -78,6 +78,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
 
+    profile = config.profile_path(options)
     made = adapter.load().create_backend(
         spec.store,
         spec.rank,
@@ -87,6 +88,10 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         global_ranks=spec.global_ranks or list(range(spec.size)),
         delegates=factory,
         native=options.enabled and options.collectives != "stock",
+        tune=_tune(options),
+        profile="" if profile is None else str(profile),
+        staging_bytes=(options.staging_mb or 0) << 20,
+        delegate_competes=options.collectives == "auto",
     )
     factory.live_options = getattr(made, "options", None)
     backend: Backend = made
@@ -105,6 +110,14 @@ def tell_devices(group: Any, group_config: dict[str, str]) -> None:
     ours = [device for device, name in group_config.items() if name == NAME]
     if ours and "cpu" not in ours:
         group._get_backend(torch.device(ours[0])).serve_accelerator_only(ours[0])
+
+
+def _tune(options: config.Options) -> str:
+    """How the core finds plans: option `tune`, or what repeatable runs leave of it."""
+    import torch
+
+    repeatable = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    return "profile" if repeatable and options.tune != "off" else options.tune
 
 
 def _torch_default_timeout() -> timedelta:

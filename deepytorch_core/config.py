@@ -25,7 +25,7 @@ _PREFIX = "DEEPYTORCH_"
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
-        "DEEPYTORCH_CACHE_DIR": "where compiled adapters are kept; default "
+        "DEEPYTORCH_CACHE_DIR": "where compiled adapters and the profile are kept; default "
         "$XDG_CACHE_HOME/deepytorch, else ~/.cache/deepytorch",
         "DEEPYTORCH_CHUNK_BYTES": "native core: pipeline step of shared-memory algorithms in "
         "bytes, the same on every rank; default: chosen by size",
@@ -137,7 +137,9 @@ class Options:
         "auto", _choice("auto", "off", "force"), "measure candidates; force ignores the profile"
     )
     profile: str | None = _option(
-        None, _optional(_text), "path of the profile that keeps decisions between runs"
+        None,
+        _optional(_text),
+        "path of the profile that keeps decisions between runs; default: profile.json in the cache",
     )
     timeout_s: float = _option(
         600.0,
@@ -301,6 +303,20 @@ def cache_dir() -> Path:
     # The convention ignores relative paths.
     base = Path(shared) if os.path.isabs(shared) else Path.home() / ".cache"
     return base / "deepytorch"
+
+
+def profile_path(options: Options | None = None) -> Path | None:
+    """Where decisions are kept between runs: option `profile`, else a file in `cache_dir`.
+
+    None when the user has neither an option nor a home folder.
+    """
+    chosen = (options or current()).profile
+    if chosen is not None:
+        return Path(chosen).expanduser().absolute()
+    try:
+        return cache_dir() / "profile.json"
+    except RuntimeError:
+        return None
 
 
 def temporary_dir() -> Path:

@@ -53,24 +53,44 @@ class Report:
                 [("group", "op", "algorithm", "calls", "MB", "ms/call", "why")]
                 + [_cells(row) for row in self.rows]
             )
-        lines += [f"decision: {decision}" for decision in self.decisions]
-        return "\n".join(lines)
+        return "\n".join(lines + [_sentence(decision) for decision in self.decisions])
 
 
 def report() -> Report:
     """What has been done so far, on this rank. Cheap; makes nothing happen."""
     core = sys.modules.get("deepytorch_core._core")  # not loaded: then nothing has run
     statistics = core.statistics() if core is not None else []
+    plans = core.plans() if core is not None else []
     rows = _merged(statistics)
     delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
     return Report(
         active=activation.is_active(),
         options=config.current().to_dict(),
         rows=rows,
-        decisions=(),
+        decisions=tuple(dict(plan) for plan in plans),
         native_calls=sum(row.calls for row in rows) - delegated,
         delegated_calls=delegated,
     )
+
+
+def _sentence(plan: dict[str, Any]) -> str:
+    """One line for what the tuner settled on: a row of `_core.plans()`."""
+    sizes = f"from {plan['first_bytes']} bytes"
+    if plan["last_bytes"] < 1 << 62:
+        sizes = f"{plan['first_bytes']} to {plan['last_bytes']} bytes"
+    chosen = plan["algorithm"] or "rule of thumb"
+    times = ", ".join(
+        f"{time['algorithm']}{_chunk(time)} {time['median_us']:.0f} us"
+        for time in plan["candidates"]
+    )
+    return (
+        f"decision: {plan['op']} of {plan['ranks']} ranks, {sizes}: {chosen}"
+        f"{_chunk(plan)}, {plan['source']}" + (f" ({times})" if times else "")
+    )
+
+
+def _chunk(plan: dict[str, Any]) -> str:
+    return f"/{plan['chunk_bytes'] >> 10}K" if plan["chunk_bytes"] else ""
 
 
 def _merged(statistics: list[dict[str, Any]]) -> tuple[Row, ...]:

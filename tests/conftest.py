@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +14,9 @@ from deepytorch_core.testing import close_idle_workers
 # Examples are the same in every run, so a failure is everybody's failure.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
+
+# Measuring takes time and writes to the user's cache: what tests it turns it on, also in workers.
+os.environ.setdefault("DEEPYTORCH_TUNE", "off")  # noqa: TID251
 
 _SHARED_MEMORY = Path("/dev/shm")
 

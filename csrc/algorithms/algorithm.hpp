@@ -4,6 +4,9 @@
 // algorithm must call `enter` as its first barrier, before it reads anything a peer wrote.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "algorithms/plan.hpp"
 #include "base/types.hpp"
 #include "base/wait.hpp"
@@ -20,11 +23,24 @@ struct Operation {
   size_t count;  // elements of one buffer, see dpt_request
   const void* const* inputs;
   void* const* outputs;
-  uint64_t sequence;
+  const size_t* input_counts = nullptr;  // of each buffer; nullptr: all have `count`
+  const size_t* output_counts = nullptr;
+  uint64_t sequence = 0;
 
   size_t bytes() const { return count * size_of(dtype); }
+  size_t input_bytes(int index) const {
+    return (input_counts != nullptr ? input_counts[index] : count) * size_of(dtype);
+  }
+  size_t output_bytes(int index) const {
+    return (output_counts != nullptr ? output_counts[index] : count) * size_of(dtype);
+  }
+  bool is_uneven() const { return input_counts != nullptr || output_counts != nullptr; }
   std::string describe() const;  // "all_reduce #3 (1024 x float32, sum)"
 };
+
+// How many input and output buffers an operation has on a rank of a group of `size`.
+int num_inputs(Collective collective, bool is_root, int size);
+int num_outputs(Collective collective, bool is_root, int size);
 
 struct RunContext {
   Segment& segment;  // groups of one rank have none and run "local"
@@ -34,6 +50,19 @@ struct RunContext {
   WaitStyle style;
 
   void barrier() const { segment.barrier(wait, style); }
+  int me() const { return segment.rank(); }
+  int size() const { return segment.size(); }
+  int header_parity() const { return operation.sequence & 1; }
+  // Where a peer's buffer is mapped here; nullptr when it lies in memory of its own.
+  char* reach(int rank, const BufferInfo& buffer) const {
+    return buffer.offset == BufferInfo::kPrivate ? nullptr : segment.pool(rank) + buffer.offset;
+  }
+  char* reach_input(int rank, int index) const {
+    return reach(rank, segment.inputs(rank, header_parity())[index]);
+  }
+  char* reach_output(int rank, int index) const {
+    return reach(rank, segment.outputs(rank, header_parity())[index]);
+  }
 };
 
 struct Algorithm {
@@ -45,9 +74,25 @@ struct Algorithm {
 // The entry for `name` and `collective`, or nullptr.
 const Algorithm* find_algorithm(const char* name, Collective collective);
 
+// What this rank stages in its slot; the others learn it when they enter.
+struct Staging {
+  uint32_t num_steps = 0;
+  uint32_t lane_bytes = 0;
+};
+
+// What all ranks know of an operation once they have entered it.
+struct Entered {
+  uint32_t num_steps = 0;       // the most of any rank
+  bool any_registered = false;  // a rank's buffers are reached directly: a closing barrier must
+                                // keep it from going on before its peers are through
+};
+
 // First barrier of every operation: publishes this rank's header, waits for all ranks, and throws
 // Error(DPT_ERR_MISMATCH), on every rank alike, when they entered different operations.
-void enter(const RunContext& context);
+Entered enter(const RunContext& context, const Staging& staging);
+
+// `enter` for messages so small that where the buffers lie does not matter.
+void enter_small(const RunContext& context);
 
 // One rank's result of a group of one: inputs to outputs, scaled as the reduce op says.
 void run_local(const Operation& operation);
@@ -56,8 +101,10 @@ void run_local(const Operation& operation);
 void reduce_ranks(const RunContext& context,
                   const void* const* sources,
                   size_t count,
-                  void* destination,
-                  void* second_destination = nullptr);
+                  const std::vector<void*>& destinations);
+
+// The length of each of `num_lanes` equal parts of a slot, in whole cache lines.
+size_t lane_bytes_of(size_t chunk_bytes, int num_lanes);
 
 // The part [begin, end) of `count` elements that `rank` of `size` reduces: equal shares, rounded up
 // to whole cache lines so that no two ranks write one.
@@ -76,10 +123,15 @@ struct Chunks {
 Chunks split_chunks(size_t count, size_t element_bytes, size_t chunk_bytes);
 
 extern const Algorithm kOneShotAllReduce;
+extern const Algorithm kOneShotReduce;
 extern const Algorithm kPipelinedAllReduce;
-extern const Algorithm kPipelinedAllGather;
+extern const Algorithm kPipelinedReduce;
 extern const Algorithm kPipelinedReduceScatter;
-extern const Algorithm kPipelinedBroadcast;
+extern const Algorithm kExchangeAllGather;
+extern const Algorithm kExchangeBroadcast;
+extern const Algorithm kExchangeGather;
+extern const Algorithm kExchangeScatter;
+extern const Algorithm kExchangeAllToAll;
 extern const Algorithm kBarrier;
 
 }  // namespace dpt

@@ -8,10 +8,15 @@ namespace dpt {
 const Algorithm* find_algorithm(const char* name, Collective collective) {
   static const Algorithm* const table[] = {
       &kOneShotAllReduce,
+      &kOneShotReduce,
       &kPipelinedAllReduce,
-      &kPipelinedAllGather,
+      &kPipelinedReduce,
       &kPipelinedReduceScatter,
-      &kPipelinedBroadcast,
+      &kExchangeAllGather,
+      &kExchangeBroadcast,
+      &kExchangeGather,
+      &kExchangeScatter,
+      &kExchangeAllToAll,
       &kBarrier,
   };
   for (const Algorithm* algorithm : table) {

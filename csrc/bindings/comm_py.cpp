@@ -2,12 +2,48 @@
 
 #include "bindings/register.hpp"
 #include "comm/c_api.hpp"
+#include "comm/decisions.hpp"
 #include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
 
 namespace py = pybind11;
 
 namespace dpt {
+
+namespace {
+
+py::list plans() {
+  py::list plans;
+  for (const DecisionRow& row : Decisions::instance().rows()) {
+    const Decision& decision = row.decision;
+    py::list candidates;
+    for (const Measurement& time : decision.times) {
+      py::dict candidate;
+      candidate["algorithm"] = time.candidate.algorithm;
+      candidate["chunk_bytes"] = time.candidate.chunk_bytes;
+      candidate["median_us"] = time.median_us;
+      candidate["spread_us"] = py::make_tuple(time.low_us, time.high_us);
+      candidates.append(candidate);
+    }
+    const bool by_rule = decision.chosen.algorithm == nullptr;
+    py::dict plan;
+    plan["op"] = name_of(row.collective);
+    plan["ranks"] = row.group.ranks;
+    plan["oversubscribed"] = row.group.oversubscribed;
+    plan["first_bytes"] = row.bytes.first;
+    plan["last_bytes"] = row.bytes.last;
+    plan["measured_bytes"] = row.bytes.nominal;
+    plan["algorithm"] = by_rule ? py::object(py::none()) : py::str(decision.chosen.algorithm);
+    plan["chunk_bytes"] = decision.chosen.chunk_bytes;
+    plan["reason"] = decision.reason;
+    plan["source"] = decision.source;
+    plan["candidates"] = candidates;
+    plans.append(plan);
+  }
+  return plans;
+}
+
+}  // namespace
 
 void register_comm(py::module_& m) {
   m.def(
@@ -55,6 +91,10 @@ void register_comm(py::module_& m) {
       "trim_registered_memory",
       [] { return Fabric::instance().memory().trim(); },
       "Gives free registered memory back to the system; returns the bytes.");
+  m.def("plans",
+        &plans,
+        "What the tuner settled on in this process: one row per op, group shape and range of "
+        "sizes; sizes are of one buffer. `algorithm` is None where the rule of thumb stays.");
   m.def("reset_statistics", &reset_statistics, "Forgets all counts.");
 }
 

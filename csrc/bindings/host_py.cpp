@@ -83,6 +83,7 @@ void reduce_buffers(const std::string& dtype_name,
         "source " + std::to_string(pointers.size()), inputs.back().bytes(), output.bytes());
     pointers.push_back(inputs.back().data());
   }
+  void* const second = second_output ? second_output->data() : nullptr;
   try {
     const py::gil_scoped_release release;
     reduce({.dtype = dtype,
@@ -92,7 +93,8 @@ void reduce_buffers(const std::string& dtype_name,
             .factors = factors.data(),
             .count = output.bytes() / size_of(dtype),
             .destination = output.data(),
-            .second_destination = second_output ? second_output->data() : nullptr});
+            .copies = &second,
+            .num_copies = second_output ? 1 : 0});
   } catch (const Error& error) {
     throw py::value_error(error.what());
   }

@@ -31,8 +31,9 @@ std::string read_link(const char* path) {
 std::string PeerInfo::serialize() const {
   std::ostringstream out;
   out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << pid
-      << ' ' << usable_cores << ' ' << affinity.size();
+      << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
+  out << ' ' << mark;
   return out.str();
 }
 
@@ -40,10 +41,12 @@ PeerInfo PeerInfo::parse(const std::string& text) {
   std::istringstream in(text);
   PeerInfo info;
   size_t words = 0;
-  in >> info.process >> info.boot_id >> info.network >> info.pid >> info.usable_cores >> words;
+  in >> info.process >> info.boot_id >> info.network >> info.pid >> info.usable_cores >>
+      info.max_chunk_bytes >> words;
   if (in && words <= 1024) {
     info.affinity.resize(words);
     for (uint64_t& word : info.affinity) in >> word;
+    std::getline(in >> std::ws, info.mark);
   }
   if (!in || words > 1024) {
     throw Error(DPT_ERR_INVALID,
@@ -58,6 +61,7 @@ PeerInfo PeerInfo::of_this_process() {
   info.boot_id = read_line("/proc/sys/kernel/random/boot_id");
   info.network = read_link("/proc/self/ns/net");
   info.pid = getpid();
+  info.mark = own_process_mark();
   cpu_set_t cores;
   CPU_ZERO(&cores);
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) {

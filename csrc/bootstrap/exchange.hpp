@@ -18,7 +18,9 @@ struct PeerInfo {
   std::string network;  // network namespace: abstract sockets end at its border
   int64_t pid = 0;
   int usable_cores = 1;            // affinity and quota
+  size_t max_chunk_bytes = 0;      // of staging that the process has left for this group
   std::vector<uint64_t> affinity;  // one bit per logical core
+  std::string mark;                // own_process_mark of that process
 
   std::string serialize() const;
   static PeerInfo parse(const std::string& text);  // Error(DPT_ERR_INVALID) when malformed

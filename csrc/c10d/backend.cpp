@@ -23,6 +23,12 @@ std::set<Backend*>& live() {
   return *backends;
 }
 
+std::vector<size_t> counts_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<size_t> counts;
+  for (const at::Tensor& tensor : tensors) counts.push_back(elements_of(tensor, false).count);
+  return counts;
+}
+
 void on_done(void* context, dpt_status status, const char* message) {
   const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
   work->complete(status, message);
@@ -61,7 +67,10 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  setup_.profile.c_str(),
                                  setup_.staging_bytes};
   const dpt_store store = store_table(setup_.store.get());
-  const dpt_delegate delegate{nullptr, start_on_delegate, run_on_delegate, nullptr};
+  const dpt_delegate delegate{this,
+                              start_on_delegate,
+                              run_on_delegate,
+                              setup_.delegate_competes ? execute_on_delegate : nullptr};
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
@@ -216,20 +225,27 @@ WorkPtr Backend::submit(Call what) {
   std::shared_ptr<Contiguous> outputs;
   std::vector<const void*> input_pointers;
   std::vector<void*> output_pointers;
-  if (!not_native && call.collective <= DPT_BARRIER) {
+  std::vector<size_t> input_counts;
+  std::vector<size_t> output_counts;
+  const bool point_to_point = call.collective == DPT_SEND || call.collective == DPT_RECV;
+  if (!not_native && !point_to_point) {
     inputs = std::make_shared<Contiguous>(call.inputs,
                                           call.in_place ? Direction::kInPlace : Direction::kInput);
     outputs =
         call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
     for (void* pointer : inputs->pointers()) input_pointers.push_back(pointer);
     output_pointers = outputs->pointers();
+    if (call.uneven) {
+      input_counts = counts_of(call.inputs);
+      output_counts = counts_of(call.outputs);
+    }
   }
 
-  // `count` and `dtype` describe one buffer; every buffer of a call has the same.
-  const at::Tensor* sample = call.inputs.empty() ? nullptr : &call.inputs[0];
-  if (call.collective == DPT_REDUCE_SCATTER && !call.outputs.empty()) sample = &call.outputs[0];
+  // `count` and `dtype` describe one buffer; unless parts are uneven, every buffer has the same.
+  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
+  const std::vector<at::Tensor>& one = gives_parts ? call.outputs : call.inputs;
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
-  const Elements elements = sample ? elements_of(*sample, reduces) : Elements{DPT_UINT8, 0};
+  const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
   const dpt_request request{
       .collective = call.collective,
       .dtype = elements.dtype,
@@ -239,6 +255,8 @@ WorkPtr Backend::submit(Call what) {
       .inputs = input_pointers.data(),
       .outputs = output_pointers.data(),
       .count = elements.count,
+      .input_counts = input_counts.empty() ? nullptr : input_counts.data(),
+      .output_counts = output_counts.empty() ? nullptr : output_counts.data(),
       .timeout_ms =
           (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
       .asynchronous = call.asynchronous || coalescing_,

@@ -41,8 +41,9 @@ class Backend : public c10d::Backend {
     bool native;
     const dpt_api* api;
     dpt_tune tune = DPT_TUNE_OFF;
-    std::string profile;       // path; empty: none
-    size_t staging_bytes = 0;  // 0: the core's default
+    std::string profile;             // path; empty: none
+    size_t staging_bytes = 0;        // 0: the core's default
+    bool delegate_competes = false;  // native code must be faster than the stock backend
   };
 
   explicit Backend(Setup setup);
@@ -137,6 +138,7 @@ class Backend : public c10d::Backend {
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;
     bool in_place = false;  // outputs are the inputs
+    bool uneven = false;    // the parts differ in size
     c10d::ReduceOp reduce_op;
     dpt_reduce_op core_reduce_op = DPT_NO_REDUCE;
     int root = 0;
@@ -156,6 +158,9 @@ class Backend : public c10d::Backend {
   BackendPtr delegate_for(const std::string& device_type);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
+  static dpt_status execute_on_delegate(void* context,
+                                        const dpt_request* request,
+                                        dpt_error* error);
   static int poll_signals(void* context);
   void check_root(const char* op, int64_t root) const;
 

@@ -31,6 +31,69 @@ void check_same(const char* op, const std::vector<at::Tensor>& tensors, const at
   }
 }
 
+bool differ_in_size(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() != tensors[0].numel()) return true;
+  }
+  return false;
+}
+
+void check_dtypes(const char* op, const std::vector<at::Tensor>& tensors, const at::Tensor& like) {
+  for (const at::Tensor& tensor : tensors) {
+    DPT_CHECK_VALUE(tensor.scalar_type() == like.scalar_type(),
+                    {op,
+                     ": the tensors differ in dtype: ",
+                     c10::toString(tensor.scalar_type()),
+                     " and ",
+                     c10::toString(like.scalar_type())});
+  }
+}
+
+// A contiguous tensor cut along its first dimension without copying. Without `splits` the parts are
+// equal.
+std::vector<at::Tensor> rows_of(const char* which,
+                                const at::Tensor& whole,
+                                const std::vector<int64_t>& splits,
+                                int size) {
+  DPT_CHECK_VALUE(whole.dim() > 0,
+                  {"all_to_all: the ", which, " tensor has no dimension to split"});
+  const int64_t rows = whole.size(0);
+  int64_t total = 0;
+  for (const int64_t split : splits) total += split;
+  if (splits.empty()) {
+    DPT_CHECK_VALUE(rows % size == 0,
+                    {"all_to_all: the ",
+                     which,
+                     " tensor's ",
+                     std::to_string(rows),
+                     " rows can't be split evenly over ",
+                     std::to_string(size),
+                     " ranks"});
+  } else {
+    DPT_CHECK_VALUE(splits.size() == static_cast<size_t>(size) && total == rows,
+                    {"all_to_all: the ",
+                     std::to_string(splits.size()),
+                     " splits of the ",
+                     which,
+                     " tensor add up to ",
+                     std::to_string(total),
+                     "; ",
+                     std::to_string(size),
+                     " ranks and ",
+                     std::to_string(rows),
+                     " rows are needed"});
+  }
+  std::vector<at::Tensor> parts;
+  parts.reserve(size);
+  int64_t begin = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    const int64_t length = splits.empty() ? rows / size : splits[rank];
+    parts.push_back(whole.narrow(0, begin, length));
+    begin += length;
+  }
+  return parts;
+}
+
 // `whole` as `size` equal parts without copying; it must be contiguous.
 std::vector<at::Tensor> parts_of(const char* op,
                                  const at::Tensor& whole,
@@ -65,6 +128,17 @@ std::vector<at::Tensor> flatten(const std::vector<std::vector<at::Tensor>>& list
   std::vector<at::Tensor> all;
   for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
   return all;
+}
+
+// The list of a gather's outputs or a scatter's inputs, which the root alone has.
+void check_parts(const char* op, bool is_root, size_t found, int size) {
+  DPT_CHECK_VALUE(found == (is_root ? static_cast<size_t>(size) : 0),
+                  {op,
+                   is_root ? " needs one tensor per rank on its root ("
+                           : " takes a list of tensors on its root only (here none instead of ",
+                   is_root ? std::to_string(size) + "), got " : "",
+                   std::to_string(found),
+                   is_root ? "" : ")"});
 }
 
 }  // namespace
@@ -131,7 +205,8 @@ WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
                    std::to_string(size_),
                    "), got ",
                    std::to_string(outputs.empty() ? 0 : outputs[0].size())});
-  check_same("all_gather", outputs[0], inputs[0]);
+  check_dtypes("all_gather", outputs[0], inputs[0]);
+  check_same("all_gather", {outputs[0][rank_]}, inputs[0]);
   return submit({.collective = DPT_ALL_GATHER,
                  .op_type = c10d::OpType::ALLGATHER,
                  .title = "deepytorch:all_gather",
@@ -139,6 +214,7 @@ WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
                  .asynchronous = options.asyncOp,
                  .inputs = inputs,
                  .outputs = outputs[0],
+                 .uneven = differ_in_size(outputs[0]),
                  .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
                    return stock.allgather(outputs, inputs, options);
                  }});
@@ -279,28 +355,66 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
 }
 
 WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+  check_single("reduce", tensors);
   check_root("reduce", options.rootRank);
-  return delegate(DPT_REDUCE, tensors, [tensors, options](c10d::Backend& stock) mutable {
-    return stock.reduce(tensors, options);
-  });
+  return submit({.collective = DPT_REDUCE,
+                 .op_type = c10d::OpType::REDUCE,
+                 .title = "deepytorch:reduce",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = tensors,
+                 .outputs = tensors,
+                 .in_place = true,
+                 .reduce_op = options.reduceOp,
+                 .core_reduce_op = to_reduce_op(options.reduceOp),
+                 .root = static_cast<int>(options.rootRank),
+                 .replay = [tensors, options](c10d::Backend& stock) mutable {
+                   return stock.reduce(tensors, options);
+                 }});
 }
 
 WorkPtr Backend::gather(std::vector<std::vector<at::Tensor>>& outputs,
                         std::vector<at::Tensor>& inputs,
                         const c10d::GatherOptions& options) {
+  check_single("gather", inputs);
   check_root("gather", options.rootRank);
-  return delegate(DPT_GATHER, inputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
-    return stock.gather(outputs, inputs, options);
-  });
+  const bool is_root = rank_ == options.rootRank;
+  const std::vector<at::Tensor> parts = flatten(outputs);
+  check_parts("gather", is_root, parts.size(), size_);
+  check_same("gather", parts, inputs[0]);
+  return submit({.collective = DPT_GATHER,
+                 .op_type = c10d::OpType::GATHER,
+                 .title = "deepytorch:gather",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = inputs,
+                 .outputs = parts,
+                 .root = static_cast<int>(options.rootRank),
+                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
+                   return stock.gather(outputs, inputs, options);
+                 }});
 }
 
 WorkPtr Backend::scatter(std::vector<at::Tensor>& outputs,
                          std::vector<std::vector<at::Tensor>>& inputs,
                          const c10d::ScatterOptions& options) {
+  check_single("scatter", outputs);
   check_root("scatter", options.rootRank);
-  return delegate(DPT_SCATTER, outputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
-    return stock.scatter(outputs, inputs, options);
-  });
+  const bool is_root = rank_ == options.rootRank;
+  const std::vector<at::Tensor> parts = flatten(inputs);
+  check_parts("scatter", is_root, parts.size(), size_);
+  check_same("scatter", parts, outputs[0]);
+  return submit({.collective = DPT_SCATTER,
+                 .op_type = c10d::OpType::SCATTER,
+                 .title = "deepytorch:scatter",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = parts,
+                 .outputs = outputs,
+                 .root = static_cast<int>(options.rootRank),
+                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
+                   return stock.scatter(outputs, inputs, options);
+                 }});
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output,
@@ -308,20 +422,52 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
                                std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits,
                                const c10d::AllToAllOptions& options) {
-  return delegate(
-      DPT_ALL_TO_ALL,
-      {input},
-      [output, input, output_splits, input_splits, options](c10d::Backend& stock) mutable {
-        return stock.alltoall_base(output, input, output_splits, input_splits, options);
-      });
+  check_dtypes("all_to_all", {output}, input);
+  // A strided output cannot be cut into contiguous rows: write into a stand-in and copy back.
+  const at::Tensor whole =
+      output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+  const bool copied = !whole.is_same(output);
+  return submit(
+      {.collective = DPT_ALL_TO_ALL,
+       .op_type = c10d::OpType::ALLTOALL_BASE,
+       .title = "deepytorch:all_to_all",
+       .timeout = options.timeout,
+       .asynchronous = options.asyncOp,
+       .inputs = rows_of("input", input.contiguous(), input_splits, size_),
+       .outputs = rows_of("output", whole, output_splits, size_),
+       .uneven = !input_splits.empty() || !output_splits.empty(),
+       .results = {output},
+       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr,
+       .replay =
+           [output, input, output_splits, input_splits, options](c10d::Backend& stock) mutable {
+             return stock.alltoall_base(output, input, output_splits, input_splits, options);
+           }});
 }
 
 WorkPtr Backend::alltoall(std::vector<at::Tensor>& outputs,
                           std::vector<at::Tensor>& inputs,
                           const c10d::AllToAllOptions& options) {
-  return delegate(DPT_ALL_TO_ALL, inputs, [outputs, inputs, options](c10d::Backend& stock) mutable {
-    return stock.alltoall(outputs, inputs, options);
-  });
+  const auto ranks = static_cast<size_t>(size_);
+  DPT_CHECK_VALUE(inputs.size() == ranks && outputs.size() == ranks,
+                  {"all_to_all needs one input and one output per rank (",
+                   std::to_string(size_),
+                   "), got ",
+                   std::to_string(inputs.size()),
+                   " and ",
+                   std::to_string(outputs.size())});
+  check_dtypes("all_to_all", inputs, inputs[0]);
+  check_dtypes("all_to_all", outputs, inputs[0]);
+  return submit({.collective = DPT_ALL_TO_ALL,
+                 .op_type = c10d::OpType::ALLTOALL,
+                 .title = "deepytorch:all_to_all",
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .inputs = inputs,
+                 .outputs = outputs,
+                 .uneven = true,
+                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
+                   return stock.alltoall(outputs, inputs, options);
+                 }});
 }
 
 WorkPtr Backend::send(std::vector<at::Tensor>& tensors, int peer, int tag) {

@@ -30,7 +30,8 @@ dpt_tune parse_tune(const std::string& name) {
   if (name == "off") return DPT_TUNE_OFF;
   if (name == "auto") return DPT_TUNE_AUTO;
   if (name == "force") return DPT_TUNE_FORCE;
-  throw py::value_error("tune=\"" + name + "\": expected off, auto or force");
+  if (name == "profile") return DPT_TUNE_PROFILE;
+  throw py::value_error("tune=\"" + name + "\": expected off, auto, force or profile");
 }
 
 // The Python factory of stock backends; called and released with the GIL.
@@ -82,7 +83,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          bool native,
          const std::string& tune,
          const std::string& profile,
-         size_t staging_bytes) {
+         size_t staging_bytes,
+         bool delegate_competes) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
@@ -95,7 +97,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                            core_api(),
                                                            parse_tune(tune),
                                                            profile,
-                                                           staging_bytes});
+                                                           staging_bytes,
+                                                           delegate_competes});
       },
       py::arg("store"),
       py::arg("rank"),
@@ -109,5 +112,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("tune") = "off",
       py::arg("profile") = "",
       py::arg("staging_bytes") = 0,
+      py::arg("delegate_competes") = false,
       "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
 }

@@ -22,18 +22,14 @@ constexpr std::chrono::milliseconds kDestroyGrace{5000};
 // From here on ranks that share cores sleep instead of yielding.
 constexpr size_t kLongMessage = 8 << 20;
 
-bool reduces(Collective collective) {
-  return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
-}
-
-int num_inputs(const dpt_request& request, int size) {
-  if (request.collective == DPT_BARRIER) return 0;
-  return request.collective == DPT_REDUCE_SCATTER ? size : 1;
-}
-
-int num_outputs(const dpt_request& request, int size) {
-  if (request.collective == DPT_BARRIER) return 0;
-  return request.collective == DPT_ALL_GATHER ? size : 1;
+// The same on every rank, also when parts are uneven: all ranks of an all_gather know all parts,
+// and an all_to_all works with whatever each rank takes for its size.
+size_t bytes_to_choose_by(const Operation& operation, int size) {
+  size_t most = operation.bytes();
+  if (operation.collective == DPT_ALL_GATHER && operation.is_uneven()) {
+    for (int rank = 0; rank < size; ++rank) most = std::max(most, operation.output_bytes(rank));
+  }
+  return most;
 }
 
 bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
@@ -47,9 +43,11 @@ Communicator::Communicator(const dpt_comm_options& options,
       rank_(options.rank),
       global_ranks_(options.global_ranks, options.global_ranks + options.size),
       native_(options.native != 0),
+      staging_bytes_(options.staging_bytes),
       store_(std::move(store)),
       delegate_(delegate),
-      statistics_(make_group_statistics(group_name_)) {
+      statistics_(make_group_statistics(group_name_)),
+      tuning_(options, delegate) {
   if (options.rank < 0 || options.rank >= options.size) {
     throw Error(DPT_ERR_INVALID,
                 "group " + group_name_ + ": rank " + std::to_string(options.rank) +
@@ -86,9 +84,9 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
   }
   std::shared_ptr<Pending> pending = make_pending(request);
   if (request.asynchronous) {
-    // The first operation also meets the other ranks, and that too must not hold up the caller:
-    // ranks may start the operations of several groups in different orders.
-    if (connected_.load(std::memory_order_acquire)) {
+    // The first operation also meets the other ranks, or tunes with them, and that too must not
+    // hold up the caller: ranks may start the operations of several groups in different orders.
+    if (!undecided(pending->operation)) {
       pending->plan = plan_for(pending->operation);
       if (is_delegate(pending->plan)) {
         order.unlock();
@@ -112,24 +110,48 @@ std::string Communicator::why_never_native(const dpt_request& request) const {
   return "";
 }
 
-Plan Communicator::plan_for(const Operation& operation) const {
-  std::string not_native = no_transport_;
-  if (not_native.empty() && reduces(operation.collective) &&
-      !can_reduce(operation.dtype, operation.reduce_op)) {
-    not_native = std::string("no native ") + name_of(operation.reduce_op) + " of " +
-                 name_of(operation.dtype);
+std::string Communicator::why_not_native(const Operation& operation) const {
+  if (!no_transport_.empty()) return no_transport_;
+  if (operation.reduce_op != DPT_NO_REDUCE && !can_reduce(operation.dtype, operation.reduce_op)) {
+    return std::string("no native ") + name_of(operation.reduce_op) + " of " +
+           name_of(operation.dtype);
   }
+  return "";
+}
+
+bool Communicator::undecided(const Operation& operation) const {
+  if (!connected_.load(std::memory_order_acquire)) return true;
+  const size_t bytes = bytes_to_choose_by(operation, static_cast<int>(global_ranks_.size()));
+  return tuning_.is_open(operation.collective, bytes) && why_not_native(operation).empty();
+}
+
+Plan Communicator::plan_for(const Operation& operation) const {
+  const int size = static_cast<int>(global_ranks_.size());
+  const size_t bytes = bytes_to_choose_by(operation, size);
   return choose({.collective = operation.collective,
-                 .bytes = operation.bytes(),
-                 .size = static_cast<int>(global_ranks_.size()),
-                 .not_native = std::move(not_native),
-                 .fixed_chunk_bytes = env().chunk_bytes});
+                 .bytes = bytes,
+                 .size = size,
+                 .not_native = why_not_native(operation),
+                 .fixed_chunk_bytes = env().chunk_bytes,
+                 .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0,
+                 .oversubscribed = oversubscribed_,
+                 .tuned = tuning_.find(operation.collective, bytes)});
 }
 
 void Communicator::prepare(Pending& pending, bool in_caller) {
   if (!connected_.load(std::memory_order_acquire)) {
     if (global_ranks_.size() > 1) connect(wait_context(pending, in_caller));
     connected_.store(true, std::memory_order_release);
+  }
+  if (undecided(pending.operation)) {
+    const WaitContext wait = wait_context(pending, in_caller);
+    try {
+      const size_t bytes = bytes_to_choose_by(pending.operation, segment_->size());
+      tuning_.settle(
+          {*segment_, pending.operation, pending.plan, wait, wait_style(bytes, in_caller)}, bytes);
+    } catch (const Error& error) {
+      fail_operation(error, wait);
+    }
   }
   pending.plan = plan_for(pending.operation);
 }
@@ -161,18 +183,26 @@ void Communicator::connect(WaitContext wait) {
 
 void Communicator::connect_segment(const WaitContext& wait) {
   Fabric& fabric = Fabric::instance();
-  const Meeting meeting = meet(*store_, rank_, global_ranks_, fabric.self().serialize(), wait);
+  PeerInfo self = fabric.self();
+  self.max_chunk_bytes =
+      fabric.offer_chunk_bytes(static_cast<int>(global_ranks_.size()), staging_bytes_);
+  const Meeting meeting = meet(*store_, rank_, global_ranks_, self.serialize(), wait);
   std::vector<PeerInfo> peers;
   for (const std::string& words : meeting.words) peers.push_back(PeerInfo::parse(words));
 
   const TransportChoice choice = choose_transport(peers, global_ranks_);
   no_transport_ = choice.why_not;
   if (choice.transport == nullptr) return;
+  size_t max_chunk_bytes = Segment::kMaxChunkBytes;
+  for (const PeerInfo& peer : peers) {
+    max_chunk_bytes = std::min(max_chunk_bytes, peer.max_chunk_bytes);
+  }
   ShmConnection connection = connect_shm({*store_,
                                           "deepytorch/" + meeting.id,
                                           rank_,
                                           global_ranks_,
                                           peers,
+                                          max_chunk_bytes,
                                           fabric.memory(),
                                           fabric.peer_pools()},
                                          wait);
@@ -183,28 +213,38 @@ void Communicator::connect_segment(const WaitContext& wait) {
   }
   oversubscribed_ = fabric.oversubscribed(peers);
   fabric.attach(connection, peers);
-  std::lock_guard lock(state_mutex_);
-  segment_ = std::move(connection.segment);
+  {
+    std::lock_guard lock(state_mutex_);
+    segment_ = std::move(connection.segment);
+  }
+  tuning_.agree(*segment_, oversubscribed_, wait);
 }
 
 std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request) {
   auto pending = std::make_shared<Pending>();
   const int size = static_cast<int>(global_ranks_.size());
-  if (request.inputs != nullptr) {
-    pending->inputs.assign(request.inputs, request.inputs + num_inputs(request, size));
-  }
-  if (request.outputs != nullptr) {
-    pending->outputs.assign(request.outputs, request.outputs + num_outputs(request, size));
-  }
-  pending->operation = {.collective = request.collective,
-                        .dtype = request.dtype,
-                        .reduce_op = request.reduce_op,
-                        .premul_factor = request.premul_factor,
-                        .root = request.root,
-                        .count = request.count,
-                        .inputs = pending->inputs.data(),
-                        .outputs = pending->outputs.data(),
-                        .sequence = next_sequence_++};
+  const bool is_root = rank_ == request.root;
+  const int inputs = num_inputs(request.collective, is_root, size);
+  const int outputs = num_outputs(request.collective, is_root, size);
+  auto keep = [](auto* to, const auto* from, int count) {
+    if (from != nullptr) to->assign(from, from + count);
+  };
+  keep(&pending->inputs, request.inputs, inputs);
+  keep(&pending->outputs, request.outputs, outputs);
+  keep(&pending->input_counts, request.input_counts, inputs);
+  keep(&pending->output_counts, request.output_counts, outputs);
+  pending->operation = {
+      .collective = request.collective,
+      .dtype = request.dtype,
+      .reduce_op = request.reduce_op,
+      .premul_factor = request.premul_factor,
+      .root = request.root,
+      .count = request.count,
+      .inputs = pending->inputs.data(),
+      .outputs = pending->outputs.data(),
+      .input_counts = request.input_counts ? pending->input_counts.data() : nullptr,
+      .output_counts = request.output_counts ? pending->output_counts.data() : nullptr,
+      .sequence = next_sequence_++};
   pending->call = request.call;
   pending->timeout = std::chrono::milliseconds(request.timeout_ms);
   return pending;
@@ -240,19 +280,13 @@ void Communicator::run(const Pending& pending, bool in_caller) {
           *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
       // NOTE [Gate] A rank that delegates enters the group's signals first where it can wait, so
       // that a peer which runs the same call natively (another dtype, say) is told of the mismatch.
-      if (is_delegate(pending.plan)) return enter(context);
+      if (is_delegate(pending.plan)) return enter_small(context);
       const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);
       DPT_CHECK(algorithm != nullptr);
       algorithm->run(context);
     }
   } catch (const Error& error) {
-    // All ranks see a mismatch at the same point and stay in step; anything else breaks the group.
-    if (error.status() == DPT_ERR_MISMATCH) throw;
-    const std::string who = wait.describe();
-    const std::string what = error.what();
-    const Error named(error.status(), what.starts_with(who) ? what : who + ": " + what);
-    fail(named.status(), named.what());
-    throw named;
+    fail_operation(error, wait);
   }
   const std::chrono::duration<double, std::micro> elapsed =
       std::chrono::steady_clock::now() - start;
@@ -264,9 +298,9 @@ void Communicator::run(const Pending& pending, bool in_caller) {
 }
 
 void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context) {
-  const bool undecided = !connected_.load(std::memory_order_acquire);
-  if (undecided) ++undecided_;
-  progress_.enqueue([this, pending, done, done_context, undecided] {
+  const bool is_undecided = undecided(pending->operation);
+  if (is_undecided) ++undecided_;
+  progress_.enqueue([this, pending, done, done_context, is_undecided] {
     dpt_error error{};
     dpt_status status = DPT_OK;
     try {
@@ -281,7 +315,7 @@ void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void
       status = caught.status();
       set_message(&error, caught.what());
     }
-    if (undecided) --undecided_;
+    if (is_undecided) --undecided_;
     done(done_context, status, error.message);
   });
 }
@@ -331,8 +365,9 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
 }
 
 // NOTE [Order] The stock backend pairs collectives by the order in which each rank starts them.
-// What went to the progress thread before the group was connected may start there only later, so
-// whatever comes after it waits here. Sends and receives are paired by their tags.
+// What went to the progress thread before the ranks had met, or had tuned for its size, may start
+// there only later, so whatever comes after it waits here. Sends and receives are paired by their
+// tags.
 dpt_outcome Communicator::start_on_delegate(const dpt_request& request, const Plan& plan) {
   const bool point_to_point = request.collective == DPT_SEND || request.collective == DPT_RECV;
   while (!point_to_point && undecided_ > 0 && !progress_.drain(kWaitSlice)) {
@@ -370,6 +405,16 @@ void Communicator::check_usable(const dpt_request& request) {
                 what() + ": the group failed earlier: " + failure_->what() +
                     ". Call destroy_process_group and initialise again");
   }
+}
+
+void Communicator::fail_operation(const Error& error, const WaitContext& wait) {
+  // All ranks see a mismatch at the same point and stay in step; anything else breaks the group.
+  if (error.status() == DPT_ERR_MISMATCH) throw error;
+  const std::string who = wait.describe();
+  const std::string what = error.what();
+  const Error named(error.status(), what.starts_with(who) ? what : who + ": " + what);
+  fail(named.status(), named.what());
+  throw named;
 }
 
 void Communicator::fail(dpt_status status, const std::string& reason) {

@@ -18,6 +18,7 @@
 #include "algorithms/algorithm.hpp"
 #include "base/error.hpp"
 #include "bootstrap/store.hpp"
+#include "comm/calibration.hpp"
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
 #include "transport/shm/segment.hpp"
@@ -43,16 +44,22 @@ class Communicator {
     void* call;
     std::vector<const void*> inputs;
     std::vector<void*> outputs;
+    std::vector<size_t> input_counts;
+    std::vector<size_t> output_counts;
   };
 
   std::string why_never_native(const dpt_request& request) const;
+  std::string why_not_native(const Operation& operation) const;
+  // Whether the plan is still to be found together with the other ranks, in prepare.
+  bool undecided(const Operation& operation) const;
   Plan plan_for(const Operation& operation) const;
   void connect(WaitContext wait);
   void connect_segment(const WaitContext& wait);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
   WaitStyle wait_style(size_t bytes, bool in_caller) const;
-  // Meets the ranks if that is still to be done, then settles pending.plan.
+  // Meets the ranks and tunes for the operation's size if that is still to be done, then settles
+  // pending.plan.
   void prepare(Pending& pending, bool in_caller);
   void run(const Pending& pending, bool in_caller);
   void enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context);
@@ -61,11 +68,14 @@ class Communicator {
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
   void fail(dpt_status status, const std::string& reason);
+  // Says who failed; fails the group unless the ranks are still in step.
+  [[noreturn]] void fail_operation(const Error& error, const WaitContext& wait);
 
   std::string group_name_;
   int rank_;
   std::vector<int64_t> global_ranks_;
   bool native_;
+  size_t staging_bytes_;
   std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;
@@ -78,6 +88,7 @@ class Communicator {
   std::string
       no_transport_;  // after connect: why the group has no native transport; empty if it has
   bool oversubscribed_ = false;
+  GroupTuning tuning_;
 
   std::mutex state_mutex_;  // guards segment_'s replacement and failure_
   std::unique_ptr<Segment> segment_;

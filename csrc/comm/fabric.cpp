@@ -48,26 +48,43 @@ Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
   self_.usable_cores = usable_cores();
 }
 
+size_t Fabric::offer_chunk_bytes(int size, size_t staging_bytes) {
+  constexpr size_t kDefaultStagingBytes = 32 << 20;
+  if (staging_bytes == 0) staging_bytes = kDefaultStagingBytes;
+  std::lock_guard lock(mutex_);
+  const size_t left = staging_bytes - std::min(staging_bytes, staging_used_);
+  size_t chunk = Segment::kMaxChunkBytes;
+  while (chunk > Segment::kMinChunkBytes && 6 * Segment::staging_bytes(size, chunk) > left) {
+    chunk /= 2;
+  }
+  return chunk;
+}
+
 void Fabric::attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers) {
   std::lock_guard lock(mutex_);
   if (!watchdog_) {
-    watchdog_ =
-        std::make_unique<Watchdog>([this](const std::string& process) { on_death(process); });
+    watchdog_ = std::make_unique<Watchdog>(
+        [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
   }
+  const Segment& segment = *connection.segment;
   groups_[connection.segment.get()] = {peers, connection.pools};
+  staging_used_ += Segment::staging_bytes(segment.size(), segment.max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
+    const int pidfd = connection.pidfds[rank];
     if (peers[rank].process == self_.process) {
-      close(connection.pidfds[rank]);
+      if (pidfd >= 0) close(pidfd);
     } else {
-      watchdog_->watch(peers[rank].process, connection.pidfds[rank]);
+      watchdog_->watch(peers[rank].process, pidfd, peers[rank].mark);
     }
   }
+  if (groups_.size() == 1) watchdog_->wake();
 }
 
 void Fabric::detach(Segment* segment) {
   std::lock_guard lock(mutex_);
   const auto gone = groups_.extract(segment);
   if (gone.empty()) return;
+  staging_used_ -= Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (const PeerInfo& peer : gone.mapped().peers) {
     const bool still_shared = std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) {
       const std::vector<PeerInfo>& peers = group.second.peers;
@@ -90,6 +107,12 @@ void Fabric::on_death(const std::string& process) {
                          " (pid " + std::to_string(peers[rank].pid) + ") died");
     }
   }
+}
+
+bool Fabric::beat() {
+  std::lock_guard lock(mutex_);
+  for (const auto& [segment, peers] : groups_) segment->beat();
+  return !groups_.empty();
 }
 
 bool Fabric::oversubscribed(const std::vector<PeerInfo>& peers) const {

@@ -34,9 +34,14 @@ class Fabric {
   // The same of the peers of all groups.
   PeerPools& peer_pools() { return peer_pools_; }
 
+  // The longest chunk this process can stage for one more group of `size` ranks, when all its
+  // groups together stay within `staging_bytes` (0: the default): a sixth of what is left, so that
+  // the first groups get the most and there is always some for the next.
+  size_t offer_chunk_bytes(int size, size_t staging_bytes);
+
   // From now on the death of any of `peers` (one per rank of the segment) aborts the segment.
-  // Takes ownership of the pidfds and keeps the peers' pools. Call detach before the segment goes
-  // away.
+  // Takes ownership of the pidfds (-1: a rank has none) and keeps the peers' pools. Call detach
+  // before the segment goes away.
   void attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers);
   void detach(Segment* segment);
 
@@ -46,6 +51,8 @@ class Fabric {
  private:
   Fabric();
   void on_death(const std::string& process);
+  // Shows every group's peers that this process lives; false when there is no group.
+  bool beat();
   static void after_fork_in_child();
 
   struct Group {
@@ -58,6 +65,7 @@ class Fabric {
   PeerPools peer_pools_;
   std::mutex mutex_;
   std::map<Segment*, Group> groups_;
+  size_t staging_used_ = 0;
   std::unique_ptr<Watchdog> watchdog_;
 };
 

@@ -1,7 +1,6 @@
 #include "comm/progress.hpp"
 
-#include <pthread.h>
-#include <signal.h>
+#include "base/thread.hpp"
 
 namespace dpt {
 
@@ -38,15 +37,7 @@ bool Progress::try_run_inline(const Task& task) {
 void Progress::enqueue(Task task) {
   std::lock_guard lock(mutex_);
   queue_.push_back(std::move(task));
-  if (!thread_.joinable()) {
-    // Signals belong to the application's threads: Python runs its handlers in the main one.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  }
+  if (!thread_.joinable()) thread_ = start_thread([this] { run(); });
   changed_.notify_all();
 }
 

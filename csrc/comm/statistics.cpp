@@ -49,8 +49,12 @@ void GroupStatistics::reset() {
 }
 
 std::shared_ptr<GroupStatistics> make_group_statistics(const std::string& group) {
-  auto statistics = std::make_shared<GroupStatistics>(group);
   std::lock_guard lock(registry().mutex);
+  // A group made again counts on, so that a program that does so for ever keeps no more for it.
+  for (const auto& old : registry().groups) {
+    if (old.use_count() == 1 && old->group() == group) return old;
+  }
+  auto statistics = std::make_shared<GroupStatistics>(group);
   // A destroyed group's rows stay for the report; one that did nothing leaves nothing.
   std::erase_if(registry().groups,
                 [](const auto& old) { return old.use_count() == 1 && old->rows().empty(); });

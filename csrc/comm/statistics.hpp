@@ -31,6 +31,7 @@ class GroupStatistics {
            double time_us);
   std::vector<StatisticsRow> rows() const;
   void reset();
+  const std::string& group() const { return group_; }
 
  private:
   std::string group_;

@@ -7,13 +7,25 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/thread.hpp"
+#include "bootstrap/exchange.hpp"
 
 namespace dpt {
+namespace {
 
-Watchdog::Watchdog(OnDeath on_death)
+constexpr int kTickMs = 200;
+
+void close_if_open(int fd) {
+  if (fd >= 0) close(fd);
+}
+
+}  // namespace
+
+Watchdog::Watchdog(OnDeath on_death, OnTick on_tick)
     : on_death_(std::move(on_death)),
+      on_tick_(std::move(on_tick)),
       wake_fd_(DPT_SYS_CHECK(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
-      thread_([this] { run(); }) {
+      thread_(start_thread([this] { run(); })) {
   // The fabric that owns the watchdog lives as long as the process.
   thread_.detach();
 }
@@ -23,11 +35,11 @@ void Watchdog::wake() const {
   [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof one);
 }
 
-void Watchdog::watch(const std::string& process, int pidfd) {
+void Watchdog::watch(const std::string& process, int pidfd, const std::string& mark) {
   {
     std::lock_guard lock(mutex_);
-    if (!pidfds_.emplace(process, pidfd).second) {
-      close(pidfd);
+    if (!peers_.emplace(process, Peer{pidfd, mark}).second) {
+      close_if_open(pidfd);
       return;
     }
   }
@@ -37,44 +49,49 @@ void Watchdog::watch(const std::string& process, int pidfd) {
 void Watchdog::forget(const std::string& process) {
   {
     std::lock_guard lock(mutex_);
-    const auto found = pidfds_.find(process);
-    if (found == pidfds_.end()) return;
-    close(found->second);
-    pidfds_.erase(found);
+    const auto found = peers_.find(process);
+    if (found == peers_.end()) return;
+    close_if_open(found->second.pidfd);
+    peers_.erase(found);
   }
   wake();
 }
 
 void Watchdog::close_after_fork() {
   // No lock: only the forking thread exists here, and another may have held it.
-  for (const auto& [process, pidfd] : pidfds_) close(pidfd);
+  for (const auto& [process, peer] : peers_) close_if_open(peer.pidfd);
   close(wake_fd_);
 }
 
 void Watchdog::run() {
   for (;;) {
+    const bool ticking = on_tick_();
     std::vector<pollfd> entries = {{wake_fd_, POLLIN, 0}};
     std::vector<std::string> processes = {""};
+    std::vector<std::string> marks = {""};
     {
       std::lock_guard lock(mutex_);
-      for (const auto& [process, pidfd] : pidfds_) {
-        entries.push_back({pidfd, POLLIN, 0});
+      for (const auto& [process, peer] : peers_) {
+        entries.push_back({peer.pidfd, POLLIN, 0});  // poll passes over negative ones
         processes.push_back(process);
+        marks.push_back(peer.mark);
       }
     }
-    if (poll(entries.data(), entries.size(), -1) < 0) continue;
+    if (poll(entries.data(), entries.size(), ticking ? kTickMs : -1) < 0) continue;
     uint64_t count = 0;
     while (read(wake_fd_, &count, sizeof count) > 0) {
     }
     for (size_t i = 1; i < entries.size(); ++i) {
-      if ((entries[i].revents & POLLIN) == 0) continue;
+      const bool dead = entries[i].fd >= 0 ? (entries[i].revents & POLLIN) != 0
+                                           : dead_process(marks[i]).has_value();
+      if (!dead) continue;
       {
         std::lock_guard lock(mutex_);
-        const auto found = pidfds_.find(processes[i]);
+        const auto found = peers_.find(processes[i]);
         // Forgotten meanwhile, and its number perhaps reused: not this process's death.
-        if (found == pidfds_.end() || found->second != entries[i].fd) continue;
-        close(found->second);
-        pidfds_.erase(found);
+        if (found == peers_.end() || found->second.pidfd != entries[i].fd) continue;
+        close_if_open(found->second.pidfd);
+        peers_.erase(found);
       }
       on_death_(processes[i]);
     }

@@ -1,4 +1,8 @@
-// One thread per process that learns at once when a local peer process dies.
+// One thread per process that learns at once when a local peer process dies, and shows the peers
+// that this process lives.
+//
+// NOTE [Death] A peer's pidfd becomes readable the moment it dies. Where the kernel or a sandbox
+// gives none, its process mark is looked up at every tick. Silence alone is never taken for death.
 #pragma once
 
 #include <functional>
@@ -12,23 +16,33 @@ namespace dpt {
 class Watchdog {
  public:
   using OnDeath = std::function<void(const std::string& process)>;
+  // Called at every tick; whether ticks are needed. While not, the thread sleeps until it is woken.
+  using OnTick = std::function<bool()>;
 
-  explicit Watchdog(OnDeath on_death);
+  Watchdog(OnDeath on_death, OnTick on_tick);
 
-  // Takes ownership of `pidfd`; a process already watched keeps its first one.
-  void watch(const std::string& process, int pidfd);
+  // Takes ownership of `pidfd`; -1: there is none, so `mark` (own_process_mark of that process)
+  // has to do. A process already watched keeps its first one.
+  void watch(const std::string& process, int pidfd, const std::string& mark);
   // No group shares this process any more.
   void forget(const std::string& process);
+  // Ticks are needed from now on.
+  void wake() const;
   // In a forked child: the thread does not exist there, only its descriptors do.
   void close_after_fork();
 
  private:
+  struct Peer {
+    int pidfd;
+    std::string mark;
+  };
+
   void run();
-  void wake() const;
 
   OnDeath on_death_;
+  OnTick on_tick_;
   std::mutex mutex_;
-  std::unordered_map<std::string, int> pidfds_;
+  std::unordered_map<std::string, Peer> peers_;
   int wake_fd_;
   std::thread thread_;
 };

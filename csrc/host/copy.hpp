@@ -1,5 +1,5 @@
-// memcpy for staging copies: regular stores, because libc's switch to non-temporal ones for large
-// copies sends staging slots to memory that a peer is about to read from the cache.
+// memcpy for staging copies: never past the cache, as libc's does with long ones, because a peer is
+// about to read the slot from there.
 #pragma once
 
 #include <cstddef>

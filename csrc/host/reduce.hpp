@@ -23,7 +23,8 @@ struct ReduceArgs {
   const double* factors = nullptr;  // PREMUL_SUM: one per source
   size_t count = 0;                 // elements of each buffer
   void* destination = nullptr;
-  void* second_destination = nullptr;  // also written unless nullptr
+  void* const* copies = nullptr;  // further destinations that get the same
+  int num_copies = 0;
 };
 
 // Whether `reduce` handles the pair; never depends on the machine.

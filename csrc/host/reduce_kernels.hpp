@@ -105,7 +105,12 @@ struct Reduction {
     const ReduceArgs args = shared_args;  // a copy that the stores through char* cannot change
     const auto source = [&](int rank) { return static_cast<const char*>(args.sources[rank]); };
     char* const first = static_cast<char*>(args.destination);
-    char* const second = static_cast<char*>(args.second_destination);
+    // From the first destination, where the values are rounded and packed already.
+    const auto copy_out = [&](size_t begin, size_t length) {
+      for (int copy = 0; copy < args.num_copies; ++copy) {
+        __builtin_memcpy(static_cast<char*>(args.copies[copy]) + begin, first + begin, length);
+      }
+    };
     const size_t bytes = args.count * sizeof(typename Format::Stored);
 
     size_t offset = 0;
@@ -115,7 +120,7 @@ struct Reduction {
         values = combine(values, load(args, rank, source(rank) + offset));
       }
       store(args, first + offset, values);
-      if (second != nullptr) store(args, second + offset, values);
+      copy_out(offset, kBlockBytes);
     }
     if (offset == bytes) return;
 
@@ -130,7 +135,7 @@ struct Reduction {
     for (int rank = 1; rank < args.num_sources; ++rank) values = combine(values, load_rest(rank));
     store(args, block, values);
     __builtin_memcpy(first + offset, block, rest);
-    if (second != nullptr) __builtin_memcpy(second + offset, block, rest);
+    copy_out(offset, rest);
   }
 };
 

@@ -135,8 +135,9 @@ typedef struct dpt_delegate {
   dpt_status (*start)(void* context, void* call, dpt_error* error);
   /* Carries it out to its end. */
   dpt_status (*run)(void* context, void* call, dpt_error* error);
-  /* Carries out a request of the core's own (its `call` is NULL) on host memory: how the tuner
-   * times the delegate. */
+  /* Carries out a request of the core's own (its `call` is NULL) on host memory, where buffers of
+   * one kind lie one behind the other: how the tuner times the delegate. NULL: it is no candidate.
+   */
   dpt_status (*execute)(void* context, const dpt_request* request, dpt_error* error);
 } dpt_delegate;
 
@@ -158,9 +159,10 @@ typedef struct dpt_store {
 typedef struct dpt_comm dpt_comm;
 
 typedef enum dpt_tune {
-  DPT_TUNE_OFF = 0,  /* rules of thumb, nothing measured */
-  DPT_TUNE_AUTO = 1, /* the profile, else measured at a size's first use */
-  DPT_TUNE_FORCE = 2 /* measured at a size's first use, whatever the profile says */
+  DPT_TUNE_OFF = 0,    /* rules of thumb, nothing measured */
+  DPT_TUNE_AUTO = 1,   /* the profile, else measured at a size's first use */
+  DPT_TUNE_FORCE = 2,  /* measured at a size's first use, whatever the profile says */
+  DPT_TUNE_PROFILE = 3 /* the profile, else rules of thumb: two runs decide alike */
 } dpt_tune;
 
 typedef struct dpt_comm_options {

@@ -145,6 +145,10 @@ double cgroup_quota(const Roots& roots) {
   return quota;
 }
 
+std::vector<int> online_cpus(const Roots& roots) {
+  return parse_list(read_line(fs::path(roots.sys) / "devices/system/cpu/online"));
+}
+
 Cores discover_cores(const Roots& roots, const std::vector<int>& online) {
   std::set<std::string> physical;
   for (const int cpu : online) {
@@ -205,6 +209,16 @@ std::vector<NumaNode> discover_numa_nodes(const Roots& roots) {
                      .memory_bytes = read_kilobytes(node / "meminfo", "MemTotal")});
   }
   return found;
+}
+
+// "" where the kernel does not say (as on most ARM machines).
+std::string cpu_model(const Roots& roots) {
+  std::ifstream file(fs::path(roots.proc) / "cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    const size_t colon = line.find(": ");
+    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return "";
 }
 
 // ---- Devices ----
@@ -286,9 +300,23 @@ int usable_cores(const Roots& roots) {
   return quota < affinity ? std::max(static_cast<int>(quota), 1) : affinity;
 }
 
+std::string describe_machine(const Roots& roots) {
+  const std::vector<int> online = online_cpus(roots);
+  const std::string model = cpu_model(roots);
+  std::ostringstream text;
+  text << (model.empty() ? "unnamed CPU" : model) << ", " << usable_cores(roots) << " of "
+       << online.size() << " hardware threads";
+  for (const Cache& cache : discover_caches(roots, online)) {
+    if (cache.level > 1) text << ", L" << cache.level << " " << (cache.bytes >> 10) << " KiB";
+  }
+  const size_t nodes = discover_numa_nodes(roots).size();
+  text << ", " << nodes << (nodes == 1 ? " NUMA node" : " NUMA nodes");
+  return text.str();
+}
+
 Topology discover(const Roots& roots) {
   const fs::path proc(roots.proc);
-  const auto online = parse_list(read_line(fs::path(roots.sys) / "devices/system/cpu/online"));
+  const std::vector<int> online = online_cpus(roots);
   Topology topology;
   topology.host_name = read_line(proc / "sys/kernel/hostname");
   topology.boot_id = read_line(proc / "sys/kernel/random/boot_id");

@@ -99,6 +99,10 @@ Topology discover(const Roots& roots = {});
 // rounded up; at least 1.
 int usable_cores(const Roots& roots = {});
 
+// What the speed of this machine's cores and memory depends on, in one line for people and as a key:
+// "Intel(R) Xeon(R) ..., 2 of 4 hardware threads, L2 1024 KiB, L3 33792 KiB, 1 NUMA node".
+std::string describe_machine(const Roots& roots = {});
+
 // The GPUs NVML sees and their links, without NUMA nodes; else `note` says why there are none.
 std::vector<Gpu> discover_gpus(const std::string& nvml_library, std::string* note);
 

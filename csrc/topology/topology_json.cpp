@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "base/error.hpp"
-#include "topology/json.hpp"
+#include "base/json.hpp"
 #include "topology/topology.hpp"
 
 namespace dpt {

@@ -1,26 +1,92 @@
 #include "tuner/choose.hpp"
 
+#include <algorithm>
+#include <bit>
+
 namespace dpt {
 namespace {
 
-// Below this every rank reduces everything itself: one barrier instead of three.
-constexpr size_t kOneShotBytes = 16 << 10;
-// Slots must stay in the L2 cache while all ranks touch them.
-constexpr size_t kChunkBytes = 64 << 10;
+constexpr size_t kKiB = 1 << 10;
+constexpr size_t kMiB = 1 << 20;
+
+constexpr size_t kLeastChunk = 16 * kKiB;
+constexpr size_t kUsualChunk = 64 * kKiB;
+constexpr size_t kLargeChunk = 1 * kMiB;
+
+// The algorithm for messages that are cut into chunks.
+const char* chunked_algorithm(Collective collective) {
+  const bool reduces =
+      collective == DPT_ALL_REDUCE || collective == DPT_REDUCE || collective == DPT_REDUCE_SCATTER;
+  return reduces ? "pipelined" : "exchange";
+}
+
+// Slots must stay in the L2 cache while all ranks touch them, but a step costs a barrier: dear
+// where ranks share cores and each of them has to be scheduled.
+size_t usual_chunk(size_t bytes, bool oversubscribed) {
+  if (bytes < kMiB) return kUsualChunk;
+  return oversubscribed ? 256 * kKiB : 128 * kKiB;
+}
 
 }  // namespace
 
-bool is_native_collective(Collective collective) { return collective <= DPT_BARRIER; }
+bool is_native_collective(Collective collective) {
+  return collective != DPT_SEND && collective != DPT_RECV;
+}
 
 Plan choose(const ChooseRequest& request) {
   if (!request.not_native.empty()) return {"delegate", 0, request.not_native};
   if (request.size == 1) return {"local", 0, "a group of one rank"};
   if (request.collective == DPT_BARRIER) return {"barrier", 0, "one barrier"};
-  if (request.collective == DPT_ALL_REDUCE && request.bytes <= kOneShotBytes) {
+  // Below this every rank reduces everything itself: one barrier instead of three.
+  const bool sums_everywhere =
+      request.collective == DPT_ALL_REDUCE || request.collective == DPT_REDUCE;
+  if (sums_everywhere && request.bytes <= kLatencyBytes) {
     return {"one_shot", 0, "small: one barrier"};
   }
-  const size_t chunk = request.fixed_chunk_bytes != 0 ? request.fixed_chunk_bytes : kChunkBytes;
-  return {"pipelined", chunk, "moves through cache-sized slots"};
+  const char* algorithm = chunked_algorithm(request.collective);
+  if (request.fixed_chunk_bytes != 0) {
+    const size_t chunk = std::min(request.fixed_chunk_bytes, request.max_chunk_bytes);
+    return {algorithm, chunk, "DEEPYTORCH_CHUNK_BYTES"};
+  }
+  if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
+    const Candidate& chosen = request.tuned->chosen;
+    return {chosen.algorithm, chosen.chunk_bytes, request.tuned->reason};
+  }
+  return {algorithm,
+          std::min(usual_chunk(request.bytes, request.oversubscribed), request.max_chunk_bytes),
+          "moves through cache-sized slots"};
+}
+
+std::vector<Candidate> candidates(const ChooseRequest& request) {
+  const char* algorithm = chunked_algorithm(request.collective);
+  const size_t most = request.max_chunk_bytes;
+  const size_t rule = std::min(usual_chunk(request.bytes, request.oversubscribed), most);
+  std::vector<Candidate> found = {{algorithm, rule}};
+  const size_t largest = std::min({request.bytes, kLargeChunk, most});
+  size_t chunk = std::clamp(std::bit_floor(request.bytes / 16), kLeastChunk, kUsualChunk);
+  for (; chunk <= largest; chunk *= 2) {
+    if (chunk != rule) found.push_back({algorithm, chunk});
+  }
+  return found;
+}
+
+Decision decide(const Entry& entry, const Limits& limits, const std::string& found) {
+  const Measurement* best = winner(entry, limits);
+  if (best == nullptr) return {};
+  Decision decision{best->candidate, "", "", entry};
+  if (is_delegate(best->candidate)) {
+    decision.reason = "faster than native, " + found;
+  } else {
+    decision.reason =
+        "fastest " + found + ", chunks of " + describe_bytes(best->candidate.chunk_bytes);
+  }
+  return decision;
+}
+
+std::string describe_bytes(size_t bytes) {
+  if (bytes >= kMiB && bytes % kMiB == 0) return std::to_string(bytes / kMiB) + " MiB";
+  if (bytes >= kKiB && bytes % kKiB == 0) return std::to_string(bytes / kKiB) + " KiB";
+  return std::to_string(bytes) + " bytes";
 }
 
 }  // namespace dpt

@@ -1,10 +1,22 @@
 // The choice of a plan: a pure function of facts that are the same on every rank.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "algorithms/plan.hpp"
 #include "base/types.hpp"
+#include "tuner/table.hpp"
 
 namespace dpt {
+
+// What the tuner settled on for a range of sizes; frozen once a group has it.
+struct Decision {
+  Candidate chosen{nullptr};  // no algorithm: the rule of thumb
+  std::string reason;         // what the plan says; empty with the rule of thumb
+  std::string source;         // "measured now", "profile <path>", ...: for reports
+  Entry times;                // of all candidates; empty: none were measured
+};
 
 struct ChooseRequest {
   Collective collective;
@@ -12,11 +24,25 @@ struct ChooseRequest {
   int size;                      // ranks in the group
   std::string not_native;        // not empty: why native code can't serve the request or the group
   size_t fixed_chunk_bytes = 0;  // a user's choice, 0: ours
+  size_t max_chunk_bytes = 0;    // of the group's slots
+  bool oversubscribed = false;   // the node has fewer cores than ranks
+  const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
 };
 
 // Whether the collective has native algorithms at all.
 bool is_native_collective(Collective collective);
 
 Plan choose(const ChooseRequest& request);
+
+// The plans worth trying for a request that is cut into chunks, without the delegate: first the
+// rule of thumb's, then from small chunks to large ones. At most five.
+std::vector<Candidate> candidates(const ChooseRequest& request);
+
+// What a group decides from an entry, pure as `choose`; `found` says where the times come from, as
+// in "measured here". Without a usable time it is the rule of thumb.
+Decision decide(const Entry& entry, const Limits& limits, const std::string& found);
+
+// "64 KiB", "4 MiB", for messages.
+std::string describe_bytes(size_t bytes);
 
 }  // namespace dpt

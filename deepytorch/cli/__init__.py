@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from deepytorch.cli import bench, build, console, report, run, topology, train
+from deepytorch.cli import bench, build, console, explain, report, run, topology, train
 
 app = typer.Typer(
     name="deepytorch",
@@ -13,7 +13,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (build, run, train, topology, report):
+for command in (build, run, train, topology, explain, report):
     command.add_to(app)
 app.add_typer(bench.app, name="bench")
 

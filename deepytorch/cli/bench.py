@@ -112,6 +112,27 @@ def collectives(
         raise typer.Exit(1)
 
 
+@app.command()
+def groups(
+    *,
+    count: Annotated[int, typer.Option(help="Groups to make beyond a first one.")] = 64,
+    world_size: Annotated[int, typer.Option(help="Ranks, each a process of this machine.")] = 4,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Append one record to this file.")
+    ] = None,
+) -> None:
+    """Measure what many process groups cost in time and memory, against gloo."""
+    from deepytorch_core.bench import groups as bench
+    from deepytorch_core.bench import record
+
+    found = bench.run(count, world_size)
+    for line in bench.lines(found):
+        console.out().print(line, soft_wrap=True, highlight=False)
+    if json is not None:
+        record.write_record(json, found)
+        console.err().print(f"written: {json}")
+
+
 def _shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
     """The same rows, each printed as it comes, in lines that a pipe or a log keeps whole."""
     out = console.out()

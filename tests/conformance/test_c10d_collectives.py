@@ -534,17 +534,39 @@ def native_calls(rank: int, world_size: int) -> dict[str, str]:
     dist.reduce_scatter_tensor(torch.zeros(2500), values(2500 * world_size))
     dist.barrier()
     dist.all_to_all_single(torch.zeros(4 * world_size), values(4 * world_size))
+    dist.reduce(tensor, 0)
+    parts = [torch.zeros(5000) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(tensor, parts, dst=0)
+    dist.scatter(tensor, parts, src=0)
     return {row["op"]: row["algorithm"] for row in _core.statistics() if row["calls"]}
 
 
-def test_what_is_native_and_what_is_delegated() -> None:
+def test_what_is_native() -> None:
     for algorithms in spawn_ranks(native_calls, 2, backend=BACKEND):
-        assert algorithms.pop("all_to_all") == "delegate"
         assert set(algorithms) == {
             "all_reduce",
             "broadcast",
             "all_gather",
             "reduce_scatter",
             "barrier",
+            "all_to_all",
+            "reduce",
+            "gather",
+            "scatter",
         }
         assert "delegate" not in algorithms.values()
+
+
+def delegated_calls(rank: int, world_size: int) -> set[tuple[str, str]]:
+    from deepytorch_core import _core
+
+    _core.reset_statistics()
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (world_size,))
+    dist.all_reduce(sparse)
+    assert torch.equal(sparse.to_dense(), torch.ones(world_size))
+    return {(row["algorithm"], row["reason"]) for row in _core.statistics() if row["calls"]}
+
+
+def test_what_has_no_native_form_is_delegated_and_says_why() -> None:
+    for calls in spawn_ranks(delegated_calls, 2, backend=BACKEND):
+        assert calls == {("delegate", "sparse tensors")}

@@ -260,13 +260,13 @@ def test_rank_killed_before_the_first_operation() -> None:
 
 def killed_while_delegated(rank: int, world_size: int) -> bool:
     works(world_size)
-    exchanged = torch.zeros(world_size, 1000)
-    dist.all_to_all_single(exchanged, torch.ones(world_size, 1000))
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (world_size,))
+    dist.all_reduce(sparse.clone())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def exchange() -> None:
-        dist.all_to_all_single(exchanged, torch.ones(world_size, 1000))
+        dist.all_reduce(sparse.clone())
 
     with pytest.raises(RuntimeError):
         _for_ever(exchange)

@@ -64,7 +64,11 @@ dpt_delegate RecordingDelegate::table() {
     std::strncpy(error->message, "the delegate's own words", sizeof error->message - 1);
     return self->status;
   };
-  return {this, record, record, nullptr};
+  const auto run = [](void* context, const dpt_request* request, dpt_error*) {
+    return static_cast<RecordingDelegate*>(context)->execute(*request);
+  };
+  if (!execute) return {this, record, record, nullptr};
+  return {this, record, record, run};
 }
 
 Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {
@@ -107,7 +111,15 @@ Request& Request::output(void* buffer) {
   return *this;
 }
 
+Request& Request::counts(std::vector<size_t> of_inputs, std::vector<size_t> of_outputs) {
+  input_counts = std::move(of_inputs);
+  output_counts = std::move(of_outputs);
+  return *this;
+}
+
 const dpt_request* Request::get() {
+  if (!input_counts.empty()) request.input_counts = input_counts.data();
+  if (!output_counts.empty()) request.output_counts = output_counts.data();
   request.inputs = inputs.data();
   request.outputs = outputs.data();
   request.call = &request;
@@ -150,7 +162,10 @@ Rank::Rank(Store& store, int rank, int size, RankOptions options)
         auto* self = static_cast<Rank*>(context);
         return self->options_.interrupted && self->options_.interrupted() ? 1 : 0;
       },
-      this};
+      this,
+      options_.tune,
+      options_.profile.c_str()};
+  delegate_.execute = options_.execute;
   const dpt_store store_functions = table_of(*store_);
   const dpt_delegate delegate_functions = delegate_.table();
   dpt_error error{};

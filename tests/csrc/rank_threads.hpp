@@ -30,6 +30,7 @@ class Failure : public std::runtime_error {
 struct RecordingDelegate {
   std::vector<dpt_collective> calls;
   dpt_status status = DPT_OK;
+  std::function<dpt_status(const dpt_request&)> execute;  // empty: the tuner has no such candidate
   dpt_delegate table();
 };
 
@@ -38,6 +39,9 @@ struct RankOptions {
   std::vector<int64_t> global_ranks;  // empty: 0, 1, ...
   bool native = true;
   std::function<bool()> interrupted;
+  dpt_tune tune = DPT_TUNE_OFF;
+  std::string profile;
+  std::function<dpt_status(const dpt_request&)> execute;  // see RecordingDelegate
 };
 
 // The result of an asynchronous operation. Not a std::future: the thread sanitizer does not see
@@ -64,6 +68,8 @@ struct Request {
   dpt_request request{};
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
+  std::vector<size_t> input_counts;
+  std::vector<size_t> output_counts;
 
   Request(dpt_collective collective, dpt_data_type dtype, size_t count);
   Request& reduce_op(dpt_reduce_op op, double premul_factor = 1);
@@ -72,6 +78,8 @@ struct Request {
   Request& not_native(const char* why);
   Request& input(const void* buffer);
   Request& output(void* buffer);
+  // Elements of each input and output, where they differ.
+  Request& counts(std::vector<size_t> of_inputs, std::vector<size_t> of_outputs);
   const dpt_request* get();
 };
 

@@ -127,7 +127,7 @@ TEST(PeerInfo, SurvivesTheJourney) {
 }
 
 TEST(PeerInfo, MalformedWordsAreRefused) {
-  for (const char* text : {"", "a b", "a b c 1 2 99999999 1", "a b c 1 2 3 1 1"}) {
+  for (const char* text : {"", "a b", "a b c 1 2 3 99999999 1", "a b c 1 2 3 4 1 1"}) {
     EXPECT_THROW(PeerInfo::parse(text), Error) << '"' << text << '"';
   }
 }

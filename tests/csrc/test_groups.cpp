@@ -1,6 +1,9 @@
 // Several groups at once, asynchronous operations, and groups that are made again.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
+#include "comm/statistics.hpp"
 #include "rank_threads.hpp"
 
 namespace dpt::testing {
@@ -113,6 +116,16 @@ TEST(Again, ASameNamedGroupOnTheSameStore) {
       ASSERT_EQ(values, std::vector<float>(100, 3.0F * static_cast<float>(round)));
     }
   });
+}
+
+TEST(Again, ItsStatisticsCountOn) {
+  for (int round = 0; round < 3; ++round) {
+    run_ranks(1, [](Rank& rank) { rank.barrier(); }, {.group = "counted"});
+  }
+  const std::vector<StatisticsRow> all = all_statistics();
+  const auto is_counted = [](const StatisticsRow& row) { return row.group == "counted"; };
+  ASSERT_EQ(std::count_if(all.begin(), all.end(), is_counted), 1);
+  EXPECT_EQ(std::find_if(all.begin(), all.end(), is_counted)->calls, 3U);
 }
 
 TEST(Again, WithAMemberThatIsNew) {

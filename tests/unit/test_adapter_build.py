@@ -249,6 +249,36 @@ def test_a_cache_that_cannot_be_written_gives_way_to_a_private_folder(
     assert adapter.find(sources) == path
 
 
+@pytest.fixture
+def read_only_home(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home in which nobody can make a file or a folder, root neither."""
+    for name in ("DEEPYTORCH_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    home = Path("/proc/sys")
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+@pytest.mark.usefixtures("read_only_home")
+def test_with_a_read_only_home_it_compiles_elsewhere_and_says_where(
+    sources: Sources, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert adapter.load(sources).answer() == 42
+    error = capfd.readouterr().err
+    assert str(tmp_path / "tmp" / f"deepytorch-{os.geteuid()}") in error
+    assert "DEEPYTORCH_CACHE_DIR names a better place" in error
+
+
+def test_with_nowhere_to_write_it_says_what_to_set(
+    sources: Sources, read_only_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(read_only_home))
+    with pytest.raises(AdapterError) as caught:
+        adapter.load(sources)
+    assert str(caught.value).count("can't be used") == 2
+    assert "Set DEEPYTORCH_CACHE_DIR to a folder of your own" in str(caught.value)
+
+
 def test_two_users_of_one_cache_do_not_meet(
     sources: Sources, places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from deepytorch_core import config
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.record import COLLECTIVE_FIELDS, read_records
 
-COMMANDS = ["build", "run", "train", "topology", "report", "bench"]
+COMMANDS = ["build", "run", "train", "topology", "explain", "report", "bench"]
 
 
 def invoke(*arguments):
@@ -35,7 +35,7 @@ def test_help_lists_the_commands():
         assert command in result.output
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench collectives"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench collectives", "bench groups"])
 def test_every_command_has_help(command):
     result = invoke(*command.split(), "--help")
     assert result.exit_code == 0

@@ -64,6 +64,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--json": None,
         "--plot": None,
     },
+    "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
 }
 TESTING = {
     "RankError",

@@ -25,6 +25,30 @@ def entry(**changes: Any) -> dict[str, Any]:
     return values | changes
 
 
+def plan() -> dict[str, Any]:
+    def time(algorithm: str, chunk_bytes: int, median_us: float) -> dict[str, Any]:
+        return {
+            "algorithm": algorithm,
+            "chunk_bytes": chunk_bytes,
+            "median_us": median_us,
+            "spread_us": (median_us - 1, median_us + 1),
+        }
+
+    return {
+        "op": "all_reduce",
+        "ranks": 2,
+        "oversubscribed": False,
+        "first_bytes": 524288,
+        "last_bytes": 2097151,
+        "measured_bytes": 1048576,
+        "algorithm": "pipelined",
+        "chunk_bytes": 131072,
+        "reason": "fastest measured",
+        "source": "measured now",
+        "candidates": [time("pipelined", 131072, 300.4), time("delegate", 0, 1500.0)],
+    }
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
     entries = [
@@ -32,8 +56,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
         entry(),
         entry(calls=4, time_us=1000.0),  # another group that had the name before
     ]
-    core = SimpleNamespace(statistics=lambda: entries)
+    core = SimpleNamespace(statistics=lambda: entries, plans=lambda: [plan()])
     monkeypatch.setitem(sys.modules, "deepytorch_core._core", core)
+    monkeypatch.setattr(report.activation, "is_active", lambda: False)
     return report.report()
 
 
@@ -48,6 +73,8 @@ def test_text(made: report.Report) -> None:
         "group  op          algorithm  calls  MB     ms/call  why",
         "0      all_reduce  one_shot   6      2.000  0.250    small",
         "0      broadcast   delegate   3      1.000  0.167    cuda tensors",
+        "decision: all_reduce of 2 ranks, 524288 to 2097151 bytes: pipelined/128K, measured now "
+        "(pipelined/128K 300 us, delegate 1500 us)",
     ]
 
 
@@ -55,4 +82,6 @@ def test_plain_values(made: report.Report) -> None:
     plain = json.loads(json.dumps(made.to_dict()))
     assert plain["rows"][1]["reason"] == "cuda tensors"
     assert plain["options"]["collectives"] == "auto"
-    assert plain["decisions"] == []
+    (decision,) = plain["decisions"]
+    assert decision["chunk_bytes"] == 131072
+    assert decision["candidates"][1]["median_us"] == 1500.0

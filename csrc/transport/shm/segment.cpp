@@ -18,7 +18,7 @@ namespace dpt {
 namespace {
 
 constexpr int kMaxRanks = 128;
-constexpr uint32_t kMagic = 0x64707431;  // "dpt1": version of this layout
+constexpr uint32_t kMagic = 0x64707432;  // "dpt2": version of this layout
 constexpr size_t kPage = 4096;
 
 struct alignas(kCacheLine) Line {
@@ -29,6 +29,7 @@ struct alignas(kCacheLine) Line {
 struct alignas(kCacheLine) RankState {
   std::atomic<uint64_t> barriers;
   std::atomic<uint32_t> left;
+  std::atomic<int64_t> heartbeat_ms;  // on the clock of monotonic_ms
   alignas(kCacheLine) OpHeader header[2];
 };
 
@@ -50,6 +51,16 @@ void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, std::chrono::mil
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &time, nullptr, 0);
 }
 
+// The same clock in every process of the machine.
+int64_t monotonic_ms() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Without a beat for so long a process is not merely busy: five ticks of the watchdog.
+constexpr std::chrono::milliseconds kSilence{1000};
+
 enum AbortState : uint32_t { kRunning = 0, kWriting = 1, kAborted = 2 };
 
 }  // namespace
@@ -57,6 +68,7 @@ enum AbortState : uint32_t { kRunning = 0, kWriting = 1, kAborted = 2 };
 struct Segment::Shared {
   uint32_t magic;
   int32_t size;
+  uint64_t max_chunk_bytes;
   alignas(kCacheLine) std::atomic<uint32_t> arrived;
   Line epoch;
   Line sleepers;
@@ -66,11 +78,21 @@ struct Segment::Shared {
   RankState ranks[kMaxRanks];
 };
 
-namespace {
+// Where each part begins after `Shared`; each part is an array over (parity, rank).
+struct Segment::Layout {
+  size_t buffers, small, slots, results, end;
 
-constexpr size_t staging_offset(size_t header_bytes) { return round_up(header_bytes, kPage); }
+  Layout(int size, size_t max_chunk_bytes)
+      : buffers(round_up(sizeof(Shared), kPage)),
+        small(buffers + round_up(2 * size * buffers_of_rank(size), kPage)),
+        slots(small + 2 * size * kSmallBytes),
+        results(slots + 2 * size * max_chunk_bytes),
+        end(results + 2 * max_chunk_bytes) {}
 
-}  // namespace
+  static size_t buffers_of_rank(int size) {
+    return round_up(2 * size * sizeof(BufferInfo), kCacheLine);
+  }
+};
 
 int AdaptiveSpin::limit() {
   // Once in a while the full length, or a limit that fell too low would never be found wrong.
@@ -84,7 +106,8 @@ void AdaptiveSpin::ended_after(int pauses) {
 
 void AdaptiveSpin::slept() { limit_ = std::max(kLeast, limit_ / 2); }
 
-int Segment::create_file(int size) {
+int Segment::create_file(int size, size_t max_chunk_bytes) {
+  DPT_CHECK(max_chunk_bytes >= kMinChunkBytes && max_chunk_bytes % kPage == 0);
   if (size > kMaxRanks) {
     throw Error(DPT_ERR_SYSTEM,
                 "a group of " + std::to_string(size) +
@@ -94,13 +117,11 @@ int Segment::create_file(int size) {
   }
   const int fd = DPT_SYS_CHECK(
       static_cast<int>(syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */)));
-  const size_t bytes =
-      staging_offset(sizeof(Shared)) + 2 * (size * (kSmallBytes + kMaxChunkBytes) + kMaxChunkBytes);
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+  if (ftruncate(fd, static_cast<off_t>(Layout(size, max_chunk_bytes).end)) != 0) {
     close(fd);
     throw_system_error("ftruncate of the group's shared memory");
   }
-  // Fresh pages are zero, which is every field's initial state; only these two differ.
+  // Fresh pages are zero, which is every field's initial state; only these differ.
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) {
     close(fd);
@@ -109,6 +130,7 @@ int Segment::create_file(int size) {
   auto* shared = static_cast<Shared*>(memory);
   shared->magic = kMagic;
   shared->size = size;
+  shared->max_chunk_bytes = max_chunk_bytes;
   munmap(memory, sizeof(Shared));
   return fd;
 }
@@ -133,28 +155,31 @@ Segment::Segment(int fd, int rank, const std::vector<int64_t>& global_ranks)
                 "the group's shared memory has another layout: is the same version of deepytorch "
                 "installed on every rank?");
   }
+  max_chunk_bytes_ = shared_->max_chunk_bytes;
+  layout_ = std::make_unique<Layout>(size_, max_chunk_bytes_);
+  beat();
 }
 
 Segment::~Segment() { munmap(shared_, bytes_); }
 
 OpHeader& Segment::header(int rank, int parity) { return shared_->ranks[rank].header[parity]; }
 
-char* Segment::staging(size_t offset, size_t bytes_each, int index) const {
-  return reinterpret_cast<char*>(shared_) + staging_offset(sizeof(Shared)) + offset +
-         bytes_each * index;
+BufferInfo* Segment::inputs(int rank, int parity) const {
+  const size_t offset = (parity * size_ + rank) * Layout::buffers_of_rank(size_);
+  return reinterpret_cast<BufferInfo*>(at(layout_->buffers + offset));
 }
 
+BufferInfo* Segment::outputs(int rank, int parity) const { return inputs(rank, parity) + size_; }
+
 char* Segment::small(int rank, int parity) const {
-  return staging(0, kSmallBytes, parity * size_ + rank);
+  return at(layout_->small + (parity * size_ + rank) * kSmallBytes);
 }
 
 char* Segment::slot(int rank, int parity) const {
-  return staging(2 * kSmallBytes * size_, kMaxChunkBytes, parity * size_ + rank);
+  return at(layout_->slots + (parity * size_ + rank) * max_chunk_bytes_);
 }
 
-char* Segment::result(int parity) const {
-  return staging(2 * (kSmallBytes + kMaxChunkBytes) * size_, kMaxChunkBytes, parity);
-}
+char* Segment::result(int parity) const { return at(layout_->results + parity * max_chunk_bytes_); }
 
 void Segment::set_pools(const MemoryPool* own, std::vector<char*> mapped) {
   own_pool_ = own;
@@ -220,19 +245,33 @@ void Segment::barrier(const WaitContext& wait, WaitStyle style) {
     if (wait.deadline.expired()) {
       fail(DPT_ERR_TIMEOUT,
            wait.describe() + " timed out after " + std::to_string(wait.deadline.timeout().count()) +
-               " ms: rank(s) " + missing_ranks() + " did not come");
+               " ms: " + missing_ranks());
     }
   }
 }
 
 std::string Segment::missing_ranks() const {
   const uint64_t mine = shared_->ranks[rank_].barriers.load(std::memory_order_relaxed);
-  std::string text;
+  std::string alive;
+  std::string silent;
   for (int peer = 0; peer < size_; ++peer) {
     if (shared_->ranks[peer].barriers.load(std::memory_order_acquire) >= mine) continue;
-    text += (text.empty() ? "" : ", ") + std::to_string(global_ranks_[peer]);
+    const std::chrono::milliseconds silence = silent_for(peer);
+    std::string& list = silence < kSilence ? alive : silent;
+    list += (list.empty() ? "" : ", ") + std::to_string(global_ranks_[peer]);
+    if (silence >= kSilence) list += " (for " + std::to_string(silence.count() / 1000) + " s)";
   }
-  return text.empty() ? "(none by now)" : text;
+  std::string text;
+  if (!alive.empty()) {
+    text = "rank(s) " + alive +
+           " did not come, though alive: was this call skipped there, or is the rank busy?";
+  }
+  if (!silent.empty()) {
+    text += (text.empty() ? "rank(s) " : " Rank(s) ") + silent +
+            " did not come and show no sign of life: stopped or frozen?";
+  }
+  return text.empty() ? "by now all ranks have come; a longer timeout would have been enough"
+                      : text;
 }
 
 void Segment::check_left(const WaitContext& wait) {
@@ -289,6 +328,15 @@ bool Segment::has_left(int rank) const {
 void Segment::leave() {
   shared_->ranks[rank_].left.store(1, std::memory_order_release);
   futex_wake_all(&shared_->epoch.value);
+}
+
+void Segment::beat() {
+  shared_->ranks[rank_].heartbeat_ms.store(monotonic_ms(), std::memory_order_relaxed);
+}
+
+std::chrono::milliseconds Segment::silent_for(int rank) const {
+  const int64_t last = shared_->ranks[rank].heartbeat_ms.load(std::memory_order_relaxed);
+  return std::chrono::milliseconds(std::max<int64_t>(0, monotonic_ms() - last));
 }
 
 }  // namespace dpt

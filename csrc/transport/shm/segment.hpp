@@ -14,6 +14,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,7 +28,8 @@
 
 namespace dpt {
 
-// What a rank says of the operation it enters; compared after the operation's first barrier.
+// What a rank says of the operation it enters; read by its peers after the operation's first
+// barrier.
 struct OpHeader {
   uint64_t sequence;
   uint64_t count;
@@ -36,6 +38,17 @@ struct OpHeader {
   int32_t dtype;
   int32_t reduce_op;
   int32_t root;
+  uint32_t uneven;      // whether its parts differ in size
+  uint32_t num_steps;   // of staging that its plain buffers need
+  uint32_t lane_bytes;  // how it cuts its slot, see exchange.cpp
+  uint32_t registered;  // whether peers reach any of its buffers directly
+};
+
+// One buffer of a rank, for its peers.
+struct BufferInfo {
+  static constexpr uint64_t kPrivate = ~uint64_t{0};
+  uint64_t bytes;
+  uint64_t offset;  // in the rank's pool of registered memory; kPrivate: it lies elsewhere
 };
 
 // What a rank knows of its chances when it waits.
@@ -63,11 +76,17 @@ class AdaptiveSpin {
 
 class Segment {
  public:
-  static constexpr size_t kMaxChunkBytes = 256 << 10;
-  static constexpr size_t kSmallBytes = 64 << 10;
+  static constexpr size_t kMaxChunkBytes = 1 << 20;
+  static constexpr size_t kMinChunkBytes = 16 << 10;
+  static constexpr size_t kSmallBytes = 16 << 10;
+  // One rank's part of a group's staging memory, when every page of it has been touched.
+  static constexpr size_t staging_bytes(int size, size_t max_chunk_bytes) {
+    return 2 * (kSmallBytes + max_chunk_bytes + max_chunk_bytes / size);
+  }
 
-  // Creates the shared file for `size` ranks; returns its descriptor. Throws Error(DPT_ERR_SYSTEM).
-  static int create_file(int size);
+  // Creates the shared file for `size` ranks; returns its descriptor. Pages cost memory once they
+  // are used. Throws Error(DPT_ERR_SYSTEM).
+  static int create_file(int size, size_t max_chunk_bytes);
 
   // Maps `fd` (and closes it). `global_ranks` are for messages.
   Segment(int fd, int rank, const std::vector<int64_t>& global_ranks);
@@ -78,6 +97,7 @@ class Segment {
   int rank() const { return rank_; }
   int size() const { return size_; }
   int64_t global_rank(int rank) const { return global_ranks_[rank]; }
+  size_t max_chunk_bytes() const { return max_chunk_bytes_; }
 
   // Waits until every rank called it as often as this one. Throws Error: DPT_ERR_ABORTED (or the
   // abort's own status), DPT_ERR_TIMEOUT naming the missing ranks, DPT_ERR_PEER_LOST,
@@ -85,10 +105,12 @@ class Segment {
   void barrier(const WaitContext& wait, WaitStyle style);
 
   OpHeader& header(int rank, int parity);
-  char* small(int rank, int parity) const;  // kSmallBytes
-  char* slot(int rank, int parity) const;   // kMaxChunkBytes
-  char* result(int parity) const;           // kMaxChunkBytes, written by all ranks in shares
-  uint64_t next_step = 0;                   // see NOTE [Staging parity]
+  BufferInfo* inputs(int rank, int parity) const;   // size() of them
+  BufferInfo* outputs(int rank, int parity) const;  // size() of them
+  char* small(int rank, int parity) const;          // kSmallBytes
+  char* slot(int rank, int parity) const;           // max_chunk_bytes()
+  char* result(int parity) const;  // max_chunk_bytes(), written by all ranks in shares
+  uint64_t next_step = 0;          // see NOTE [Staging parity]
 
   // Registered memory: where each rank's pool is mapped here (nullptr: it is not), and this rank's
   // own pool (nullptr: none).
@@ -105,20 +127,29 @@ class Segment {
   void leave();
   bool has_left(int rank) const;
 
+  // NOTE [Heartbeat] Each process's watchdog beats for its rank several times a second, whatever
+  // the program does meanwhile. Silence tells a stopped or frozen process from one that is busy; it
+  // is a hint for messages, never a death: what is stopped may go on.
+  void beat();
+  std::chrono::milliseconds silent_for(int rank) const;
+
  private:
   struct Shared;
+  struct Layout;
   // Spins or yields as `style` says; true when the barrier's epoch moved on from `now`.
   bool passed_before_sleep(uint32_t now, WaitStyle style);
   [[noreturn]] void fail(dpt_status status, const std::string& reason);
   std::string missing_ranks() const;
   void check_left(const WaitContext& wait);
-  char* staging(size_t offset, size_t bytes_each, int index) const;
+  char* at(size_t offset) const { return reinterpret_cast<char*>(shared_) + offset; }
 
   int rank_;
   int size_;
   std::vector<int64_t> global_ranks_;
   Shared* shared_ = nullptr;
   size_t bytes_ = 0;
+  size_t max_chunk_bytes_ = 0;
+  std::unique_ptr<Layout> layout_;
   AdaptiveSpin spin_;
   const MemoryPool* own_pool_ = nullptr;
   std::vector<char*> pools_;

@@ -4,6 +4,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <mutex>
@@ -47,42 +49,90 @@ std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_
   return "";
 }
 
-int open_own_pidfd() {
-  return DPT_SYS_CHECK(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+// Empty where there are none: an old kernel, or a sandbox that forbids them.
+UniqueFd open_own_pidfd() {
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0));
+  if (fd < 0 && errno != ENOSYS && errno != EPERM && errno != EACCES) {
+    throw_system_error("pidfd_open");
+  }
+  return UniqueFd(fd);
 }
 
-// What a rank brings: its pidfd and, when it has one, the file of its pool.
-std::vector<int> own_fds(const UniqueFd& pidfd, MemoryPool& pool) {
-  std::vector<int> fds = {pidfd.get()};
+// What a rank passes to the others, as far as it has it.
+struct RankFds {
+  UniqueFd pidfd;
+  UniqueFd pool;
+};
+
+RankFds own_fds(MemoryPool& pool) {
+  RankFds own{open_own_pidfd(), UniqueFd()};
   try {
-    fds.push_back(pool.file());
+    own.pool = UniqueFd(DPT_SYS_CHECK(fcntl(pool.file(), F_DUPFD_CLOEXEC, 0)));
   } catch (const Error& error) {
     tell_of_pools(error);
   }
-  return fds;
+  return own;
 }
 
-// What a rank has after the exchange. `pool_fds` has one descriptor per rank, or none.
+// A message's text says which descriptors it has, one letter per rank; they follow in that order,
+// a rank's pidfd before its pool.
+char letter_of(const RankFds& fds) {
+  const bool pidfd = fds.pidfd.get() >= 0;
+  const bool pool = fds.pool.get() >= 0;
+  return pidfd ? (pool ? 'b' : 'p') : (pool ? 'm' : '-');
+}
+
+void append(const RankFds& fds, std::vector<int>* list) {
+  for (const UniqueFd* fd : {&fds.pidfd, &fds.pool}) {
+    if (fd->get() >= 0) list->push_back(fd->get());
+  }
+}
+
+// The ranks' descriptors of `message`, from its descriptor number `first` on.
+std::vector<RankFds> parse(Received* message, const std::string& letters, size_t first) {
+  std::vector<RankFds> ranks;
+  auto next =
+      message->fds.begin() + static_cast<std::ptrdiff_t>(std::min(first, message->fds.size()));
+  const auto take = [&] {
+    if (next == message->fds.end()) throw Error(DPT_ERR_SYSTEM, "a local rank's message is short");
+    return std::move(*next++);
+  };
+  for (const char letter : letters) {
+    RankFds& fds = ranks.emplace_back();
+    if (letter == 'b' || letter == 'p') fds.pidfd = take();
+    if (letter == 'b' || letter == 'm') fds.pool = take();
+  }
+  if (next != message->fds.end()) throw Error(DPT_ERR_SYSTEM, "a local rank's message is long");
+  return ranks;
+}
+
+// What a rank has after the exchange. `pools` has one file per rank, or none.
 struct Exchanged {
   ShmConnection connection;
-  std::vector<UniqueFd> pool_fds;
+  std::vector<UniqueFd> pools;
 };
+
+Exchanged finish(const ShmGroup& group, UniqueFd memory, std::vector<RankFds> ranks) {
+  Exchanged exchanged;
+  exchanged.connection.segment =
+      std::make_unique<Segment>(memory.release(), group.rank, group.global_ranks);
+  const bool all_have_pools = std::all_of(
+      ranks.begin(), ranks.end(), [](const RankFds& fds) { return fds.pool.get() >= 0; });
+  for (RankFds& fds : ranks) {
+    exchanged.connection.pidfds.push_back(fds.pidfd.release());
+    if (all_have_pools) exchanged.pools.push_back(std::move(fds.pool));
+  }
+  return exchanged;
+}
 
 // Rank 0: gathers every rank's descriptors, then hands memory, pidfds and pools to all.
 Exchanged lead(const ShmGroup& group, const WaitContext& wait) {
   const int size = static_cast<int>(group.global_ranks.size());
   std::string address;
   UniqueFd listener = listen_abstract(&address);
-  UniqueFd memory(Segment::create_file(size));
-  std::vector<UniqueFd> pidfds(size);
-  std::vector<UniqueFd> pools(size);
-  bool all_have_pools = true;
-  pidfds[0] = UniqueFd(open_own_pidfd());
-  if (const std::vector<int> own = own_fds(pidfds[0], group.own_pool); own.size() == 2) {
-    pools[0] = UniqueFd(DPT_SYS_CHECK(fcntl(own[1], F_DUPFD_CLOEXEC, 0)));
-  } else {
-    all_have_pools = false;
-  }
+  UniqueFd memory(Segment::create_file(size, group.max_chunk_bytes));
+  std::vector<RankFds> ranks(size);
+  ranks[0] = own_fds(group.own_pool);
   group.store.set(group.key + "/socket", address);
 
   std::vector<UniqueFd> members(size);
@@ -92,15 +142,10 @@ Exchanged lead(const ShmGroup& group, const WaitContext& wait) {
     if (member.get() >= 0) {
       Received hello = receive_fds(member, wait);
       const int rank = std::atoi(hello.text.c_str());  // 0, refused below, for anything else
-      if (rank < 1 || rank >= size || hello.fds.empty() || hello.fds.size() > 2) {
+      if (rank < 1 || rank >= size) {
         throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
       }
-      pidfds[rank] = std::move(hello.fds[0]);
-      if (hello.fds.size() == 2) {
-        pools[rank] = std::move(hello.fds[1]);
-      } else {
-        all_have_pools = false;
-      }
+      ranks[rank] = std::move(parse(&hello, hello.text.substr(hello.text.size() - 1), 0)[0]);
       members[rank] = std::move(member);
       ++attached;
       continue;
@@ -119,37 +164,27 @@ Exchanged lead(const ShmGroup& group, const WaitContext& wait) {
   }
 
   std::vector<int> shared = {memory.get()};
-  for (const UniqueFd& fd : pidfds) shared.push_back(fd.get());
-  if (!all_have_pools) pools.clear();
-  for (const UniqueFd& fd : pools) shared.push_back(fd.get());
-  for (int rank = 1; rank < size; ++rank) send_fds(members[rank], "welcome", shared);
-  Exchanged exchanged;
-  exchanged.connection.segment = std::make_unique<Segment>(memory.release(), 0, group.global_ranks);
-  for (UniqueFd& fd : pidfds) exchanged.connection.pidfds.push_back(fd.release());
-  exchanged.pool_fds = std::move(pools);
-  return exchanged;
+  std::string letters;
+  for (const RankFds& fds : ranks) {
+    letters += letter_of(fds);
+    append(fds, &shared);
+  }
+  for (int rank = 1; rank < size; ++rank) send_fds(members[rank], letters, shared);
+  return finish(group, std::move(memory), std::move(ranks));
 }
 
 Exchanged join(const ShmGroup& group, const std::string& address, const WaitContext& wait) {
-  const size_t size = group.global_ranks.size();
   UniqueFd socket = connect_abstract(address);
-  const UniqueFd pidfd(open_own_pidfd());
-  send_fds(socket, std::to_string(group.rank), own_fds(pidfd, group.own_pool));
+  const RankFds own = own_fds(group.own_pool);
+  std::vector<int> passed;
+  append(own, &passed);
+  send_fds(socket, std::to_string(group.rank) + ' ' + letter_of(own), passed);
   Received welcome = receive_fds(socket, wait);
-  if (welcome.fds.size() != 1 + size && welcome.fds.size() != 1 + 2 * size) {
+  if (welcome.fds.empty() || welcome.text.size() != group.global_ranks.size()) {
     throw Error(DPT_ERR_SYSTEM, "rank 0 sent a malformed welcome");
   }
-  Exchanged exchanged;
-  exchanged.connection.segment =
-      std::make_unique<Segment>(welcome.fds[0].release(), group.rank, group.global_ranks);
-  for (size_t i = 1; i < welcome.fds.size(); ++i) {
-    if (i <= size) {
-      exchanged.connection.pidfds.push_back(welcome.fds[i].release());
-    } else {
-      exchanged.pool_fds.push_back(std::move(welcome.fds[i]));
-    }
-  }
-  return exchanged;
+  std::vector<RankFds> ranks = parse(&welcome, welcome.text, 1);
+  return finish(group, std::move(welcome.fds[0]), std::move(ranks));
 }
 
 // Where each rank's pool is here; ranks that are threads of this process share its own. Empty when
@@ -157,14 +192,13 @@ Exchanged join(const ShmGroup& group, const std::string& address, const WaitCont
 std::vector<char*> map_pools(const ShmGroup& group, Exchanged* exchanged) {
   std::vector<char*> bases;
   try {
-    for (size_t rank = 0; rank < exchanged->pool_fds.size(); ++rank) {
+    for (size_t rank = 0; rank < exchanged->pools.size(); ++rank) {
       const std::string& process = group.peers[rank].process;
       if (process == group.peers[group.rank].process) {
         bases.push_back(group.own_pool.base());
         continue;
       }
-      exchanged->connection.pools.push_back(
-          group.peer_pools.map(process, exchanged->pool_fds[rank]));
+      exchanged->connection.pools.push_back(group.peer_pools.map(process, exchanged->pools[rank]));
       bases.push_back(exchanged->connection.pools.back()->base());
     }
   } catch (const Error& error) {
@@ -175,7 +209,9 @@ std::vector<char*> map_pools(const ShmGroup& group, Exchanged* exchanged) {
 }
 
 void close_all(ShmConnection* connection) {
-  for (const int fd : connection->pidfds) close(fd);
+  for (const int fd : connection->pidfds) {
+    if (fd >= 0) close(fd);
+  }
   *connection = ShmConnection();
 }
 

@@ -18,7 +18,8 @@ extern const Transport kShmTransport;
 
 struct ShmConnection {
   std::unique_ptr<Segment> segment;  // nullptr: no shared memory here, see why_not
-  std::vector<int> pidfds;  // one per rank, owned by the receiver; become readable at death
+  // One per rank, owned by the receiver; become readable at death. -1: that rank has none.
+  std::vector<int> pidfds;
   // The peers' pools, already known to the segment; keep them as long as that. Empty when some rank
   // can't take part: then no rank of the group uses registered memory.
   std::vector<std::shared_ptr<const MappedPool>> pools;
@@ -31,6 +32,7 @@ struct ShmGroup {
   int rank;
   const std::vector<int64_t>& global_ranks;
   const std::vector<PeerInfo>& peers;
+  size_t max_chunk_bytes;  // of the segment's slots
   MemoryPool& own_pool;
   PeerPools& peer_pools;
 };

@@ -1,4 +1,4 @@
-#include "topology/json.hpp"
+#include "base/json.hpp"
 
 #include <algorithm>
 #include <charconv>

@@ -1,0 +1,208 @@
+#include "comm/calibration.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/env.hpp"
+#include "base/error.hpp"
+#include "comm/measure.hpp"
+
+namespace dpt {
+namespace {
+
+// Measuring stops for good in a process that spent this much on it.
+constexpr double kBudgetUs = 3e6;
+// On top of the operation's own timeout, which is meant for the operation.
+constexpr std::chrono::seconds kExtraTime{10};
+
+// An Entry as it crosses process borders.
+struct SharedEntry {
+  struct Time {
+    char algorithm[16];
+    uint64_t chunk_bytes;
+    double median_us;
+    double low_us;
+    double high_us;
+  };
+  uint32_t size;
+  Time times[8];
+};
+
+SharedEntry to_shared(const Entry& entry) {
+  SharedEntry shared{};
+  for (const Measurement& measurement : entry) {
+    if (shared.size == std::size(shared.times)) break;
+    SharedEntry::Time& time = shared.times[shared.size++];
+    std::strncpy(time.algorithm, measurement.candidate.algorithm, sizeof time.algorithm - 1);
+    time.chunk_bytes = measurement.candidate.chunk_bytes;
+    time.median_us = measurement.median_us;
+    time.low_us = measurement.low_us;
+    time.high_us = measurement.high_us;
+  }
+  return shared;
+}
+
+Entry from_shared(const SharedEntry& shared) {
+  Entry entry;
+  for (uint32_t i = 0; i < shared.size; ++i) {
+    const SharedEntry::Time& time = shared.times[i];
+    const char* algorithm = known_algorithm(time.algorithm);
+    DPT_CHECK(algorithm != nullptr);
+    entry.push_back({{algorithm, time.chunk_bytes}, time.median_us, time.low_us, time.high_us});
+  }
+  return entry;
+}
+
+// The last range that is tried out serves everything above it too.
+SizeRange served_by(Collective collective, int bucket, TuningClass group) {
+  SizeRange range = range_of(bucket);
+  const size_t largest = range_of(kNumBuckets - 1).last;
+  if (bucket_of(collective, largest, group) == bucket) range.last = largest;
+  return range;
+}
+
+}  // namespace
+
+// What one rank brings to a range that is open; rank 0's counts, but for `spent_us`.
+struct GroupTuning::Proposal {
+  bool measure;     // if the budget allows; else, or with the budget spent, `entry`
+  double spent_us;  // by this rank's process
+  char found[24];   // how the plan's reason says where `entry` comes from
+  char source[160];
+  SharedEntry entry;  // may be empty
+};
+
+GroupTuning::GroupTuning(const dpt_comm_options& options, const dpt_delegate& delegate)
+    : tune_(options.tune),
+      profile_(options.profile == nullptr ? "" : options.profile),
+      delegate_(delegate) {}
+
+void GroupTuning::agree(Segment& segment, bool oversubscribed, const WaitContext& wait) {
+  struct Settings {
+    dpt_tune tune;
+    bool fixed_chunk;
+    bool delegate;
+  };
+  Operation none{};
+  none.collective = DPT_BARRIER;
+  const Plan plan;
+  const RunContext context{segment, none, plan, wait, WaitStyle::kBackground};
+  const Settings mine{tune_, env().chunk_bytes != 0, delegate_.execute != nullptr};
+  const std::vector<Settings> all = exchange(context, mine);
+  tune_ = all[0].tune;
+  group_ = {segment.size(), oversubscribed};
+  delegate_competes_ = true;
+  measures_ = tune_ != DPT_TUNE_OFF;
+  for (const Settings& rank : all) {
+    delegate_competes_ &= rank.delegate;
+    measures_ &= !rank.fixed_chunk;
+  }
+}
+
+bool GroupTuning::is_open(Collective collective, size_t bytes) const {
+  if (!measures_) return false;
+  const auto bucket = bucket_of(collective, bytes, group_);
+  return bucket && settled_[collective][*bucket].load(std::memory_order_acquire) == nullptr;
+}
+
+const Decision* GroupTuning::find(Collective collective, size_t bytes) const {
+  if (!measures_) return nullptr;
+  const auto bucket = bucket_of(collective, bytes, group_);
+  return bucket ? settled_[collective][*bucket].load(std::memory_order_acquire) : nullptr;
+}
+
+GroupTuning::Proposal GroupTuning::propose(Collective collective,
+                                           int bucket,
+                                           size_t max_chunk_bytes) const {
+  Decisions& decisions = Decisions::instance();
+  Proposal proposal{};
+  proposal.spent_us = decisions.spent_us();
+  const auto offer = [&](const Entry& entry, const std::string& found, const std::string& source) {
+    proposal.entry = to_shared(entry);
+    std::strncpy(proposal.found, found.c_str(), sizeof proposal.found - 1);
+    std::strncpy(proposal.source, source.c_str(), sizeof proposal.source - 1);
+  };
+  // Times without the delegate's can't show that native code is no slower.
+  const auto complete = [&](const Entry& entry) {
+    if (winner(entry, {max_chunk_bytes, false}) == nullptr) return false;
+    return !delegate_competes_ || tune_ == DPT_TUNE_PROFILE ||
+           std::any_of(entry.begin(), entry.end(), [](const Measurement& measurement) {
+             return is_delegate(measurement.candidate);
+           });
+  };
+  Entry entry = decisions.measured(group_, collective, bucket);
+  if (tune_ != DPT_TUNE_PROFILE && complete(entry)) {
+    offer(entry, "measured", "measured in this run");
+    return proposal;
+  }
+  if (tune_ != DPT_TUNE_FORCE) {
+    entry = decisions.in_profile(profile_, group_, collective, bucket);
+    if (complete(entry)) {
+      offer(entry, "in the profile", "profile " + profile_);
+      return proposal;
+    }
+  }
+  if (tune_ == DPT_TUNE_PROFILE) return proposal;
+  proposal.measure = true;
+  if (const auto near = decisions.nearest(group_, collective, bucket)) {
+    const std::string size = describe_bytes(range_of(near->first).nominal);
+    offer(near->second, "at " + size, "measured at " + size + " in this run, the budget is spent");
+  }
+  return proposal;
+}
+
+void GroupTuning::settle(const RunContext& context, size_t bytes) {
+  const Operation& operation = context.operation;
+  const auto bucket = bucket_of(operation.collective, bytes, group_);
+  DPT_CHECK(bucket.has_value());
+  context.segment.throw_if_aborted();
+  // Ranks that are in different operations part here, before anything depends on their being alike.
+  enter(context, {});
+  // The operation's timeout has done its duty: everyone is here.
+  WaitContext wait = context.wait;
+  wait.deadline = Deadline(wait.deadline.timeout() + kExtraTime);
+  const RunContext together{context.segment, context.operation, context.plan, wait, context.style};
+
+  const Limits limits{context.segment.max_chunk_bytes(), delegate_competes_};
+  const std::vector<Proposal> all =
+      exchange(together, propose(operation.collective, *bucket, limits.max_chunk_bytes));
+  double spent_us = 0;
+  for (const Proposal& proposal : all) spent_us = std::max(spent_us, proposal.spent_us);
+
+  Decision decision;
+  if (all[0].measure && spent_us < kBudgetUs) {
+    const auto start = std::chrono::steady_clock::now();
+    const size_t nominal = range_of(*bucket).nominal;
+    const std::vector<Candidate> plans = candidates({.collective = operation.collective,
+                                                     .bytes = nominal,
+                                                     .size = group_.ranks,
+                                                     .not_native = "",
+                                                     .max_chunk_bytes = limits.max_chunk_bytes,
+                                                     .oversubscribed = group_.oversubscribed});
+    const Entry entry =
+        measure(together, {nominal, plans}, delegate_competes_ ? &delegate_ : nullptr);
+    const std::chrono::duration<double, std::micro> spent =
+        std::chrono::steady_clock::now() - start;
+    Decisions& decisions = Decisions::instance();
+    decisions.add_spent_us(spent.count());
+    if (!entry.empty()) {
+      decisions.add_measured(group_, operation.collective, *bucket, entry);
+      if (context.segment.rank() == 0) decisions.save(profile_, group_);
+    }
+    decision = decide(entry, limits, "measured");
+    decision.source = "measured now";
+  } else {
+    decision = decide(from_shared(all[0].entry), limits, all[0].found);
+    decision.source = all[0].source;
+  }
+  if (decision.chosen.algorithm == nullptr) decision.source = "rule of thumb";
+  freeze(operation.collective, *bucket, std::move(decision));
+}
+
+void GroupTuning::freeze(Collective collective, int bucket, Decision decision) {
+  Decisions::instance().add({group_, collective, served_by(collective, bucket, group_), decision});
+  decisions_.push_back(std::make_unique<const Decision>(std::move(decision)));
+  settled_[collective][bucket].store(decisions_.back().get(), std::memory_order_release);
+}
+
+}  // namespace dpt

@@ -1,0 +1,58 @@
+// A group's side of the tuner: which plan serves which size, and how the ranks find out together.
+//
+// At the first operation of a (collective, range of sizes) all ranks are in the same operation in
+// the same order, and settle that range for the group's lifetime: rank 0 knows times (of this
+// process, or the profile's), or the ranks measure now, or the rule of thumb stays. Whatever they
+// go by is published by rank 0 through the segment or measured by all of them together, so they
+// decide alike.
+//
+// Thread safety: `find` and `is_open` from any thread; `agree` and `settle` belong to the one
+// thread that runs the group's current operation.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "algorithms/algorithm.hpp"
+#include "comm/decisions.hpp"
+
+namespace dpt {
+
+class GroupTuning {
+ public:
+  GroupTuning(const dpt_comm_options& options, const dpt_delegate& delegate);
+
+  // The ranks have met: rank 0's option `tune` counts for all, and the delegate is a candidate
+  // where all have one to try. Until then nothing is open. Called by every rank.
+  void agree(Segment& segment, bool oversubscribed, const WaitContext& wait);
+
+  // Whether `settle` is to be called before the next operation of this size. Tens of nanoseconds,
+  // as `find`.
+  bool is_open(Collective collective, size_t bytes) const;
+  // What was settled; nullptr: nothing, so the rule of thumb.
+  const Decision* find(Collective collective, size_t bytes) const;
+
+  // Settles the range that holds `bytes`, for the operation that all ranks are about to run. May
+  // measure, for some tenths of a second. Throws what an operation throws, also for ranks that are
+  // in different ones.
+  void settle(const RunContext& context, size_t bytes);
+
+ private:
+  struct Proposal;
+  Proposal propose(Collective collective, int bucket, size_t max_chunk_bytes) const;
+  void freeze(Collective collective, int bucket, Decision decision);
+
+  dpt_tune tune_;
+  std::string profile_;
+  dpt_delegate delegate_;
+  bool measures_ = false;  // false: every size goes by the rule of thumb
+  TuningClass group_{1, false};
+  bool delegate_competes_ = false;
+  std::vector<std::unique_ptr<const Decision>> decisions_;
+  std::array<std::array<std::atomic<const Decision*>, kNumBuckets>, kNumCollectives> settled_{};
+};
+
+}  // namespace dpt

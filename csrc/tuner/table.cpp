@@ -1,0 +1,114 @@
+#include "tuner/table.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+namespace dpt {
+namespace {
+
+constexpr size_t kFirstNominal = 64 << 10;
+// Most memory for trying out: of one rank that has a core of its own, and of all the ranks of a
+// node that share cores, which take turns and so need the sum of their times.
+constexpr size_t kScratchBytes = 32 << 20;
+constexpr size_t kSharedScratchBytes = 96 << 20;
+
+constexpr double kEqual = 1.03;
+constexpr double kBeyondNoise = 1.1;
+
+constexpr const char* kDelegate = "delegate";
+
+size_t nominal_of(int bucket) { return kFirstNominal << 2 * bucket; }
+
+}  // namespace
+
+SizeRange range_of(int bucket) {
+  const bool last = bucket == kNumBuckets - 1;
+  return {bucket == 0 ? kLatencyBytes + 1 : nominal_of(bucket) / 2,
+          nominal_of(bucket),
+          last ? std::numeric_limits<size_t>::max() : nominal_of(bucket) * 2 - 1};
+}
+
+std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass group) {
+  // Ranks of an all_to_all may each see another size, and none knows the others'.
+  const bool same_size = collective < kNumCollectives && collective != DPT_ALL_TO_ALL;
+  if (bytes <= kLatencyBytes || !same_size || collective == DPT_BARRIER) return std::nullopt;
+  // 64 KiB << 2b is the middle of bucket b, half and twice of it are its ends.
+  constexpr int kSecond = std::bit_width(2 * kFirstNominal);
+  const int above = static_cast<int>(std::bit_width(bytes)) - kSecond;
+  int bucket = above < 0 ? 0 : std::min(above / 2 + 1, kNumBuckets - 1);
+  const size_t most = group.oversubscribed ? kSharedScratchBytes / group.ranks : kScratchBytes;
+  const size_t buffers = num_buffers(collective, group.ranks);
+  while (bucket > 0 && nominal_of(bucket) * buffers > most) --bucket;
+  return bucket;
+}
+
+int num_buffers(Collective collective, int ranks) {
+  switch (collective) {
+    case DPT_ALL_GATHER:
+    case DPT_REDUCE_SCATTER:
+    case DPT_GATHER:
+    case DPT_SCATTER:
+      return ranks + 1;
+    default:
+      return 1;
+  }
+}
+
+const char* known_algorithm(const char* name) {
+  for (const char* known : {"one_shot", "pipelined", "exchange", kDelegate}) {
+    if (std::strcmp(name, known) == 0) return known;
+  }
+  return nullptr;
+}
+
+bool is_delegate(const Candidate& candidate) {
+  return std::strcmp(candidate.algorithm, kDelegate) == 0;
+}
+
+Measurement summarize(const Candidate& candidate, std::vector<double> times_us) {
+  std::sort(times_us.begin(), times_us.end());
+  const auto quantile = [&](double part) {
+    const double place = part * static_cast<double>(times_us.size() - 1);
+    const auto below = static_cast<size_t>(place);
+    const size_t above = std::min(below + 1, times_us.size() - 1);
+    const double weight = place - static_cast<double>(below);
+    return times_us[below] * (1 - weight) + times_us[above] * weight;
+  };
+  return {candidate, quantile(0.5), quantile(0.25), quantile(0.75)};
+}
+
+const Measurement* winner(const Entry& entry, const Limits& limits) {
+  const Measurement* fastest = nullptr;
+  const Measurement* delegate = nullptr;
+  const auto usable = [&](const Measurement& measurement) {
+    return !is_delegate(measurement.candidate) &&
+           measurement.candidate.chunk_bytes <= limits.max_chunk_bytes;
+  };
+  for (const Measurement& each : entry) {
+    if (is_delegate(each.candidate)) delegate = &each;
+    if (!usable(each)) continue;
+    if (fastest == nullptr || each.median_us < fastest->median_us) fastest = &each;
+  }
+  if (fastest == nullptr) return nullptr;
+  const auto native = std::find_if(entry.begin(), entry.end(), [&](const Measurement& each) {
+    const bool equal = each.median_us <= fastest->median_us * kEqual;
+    return usable(each) && (equal || each.low_us <= fastest->high_us);
+  });
+  if (delegate == nullptr || !limits.delegate) return &*native;
+  const bool faster = delegate->median_us * kBeyondNoise <= fastest->median_us &&
+                      delegate->high_us < fastest->low_us;
+  return faster ? delegate : &*native;
+}
+
+std::optional<int> TimingTable::nearest(Collective collective, int bucket) const {
+  for (int distance = 0; distance < kNumBuckets; ++distance) {
+    for (const int other : {bucket + distance, bucket - distance}) {
+      if (other >= 0 && other < kNumBuckets && !at(collective, other).empty()) return other;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace dpt

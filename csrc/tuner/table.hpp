@@ -1,0 +1,92 @@
+// What was measured: the time of every candidate plan, per collective and range of sizes, and which
+// of them wins.
+//
+// Everything here is a pure function of its arguments: ranks that hold the same times choose alike.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+#include "base/types.hpp"
+
+namespace dpt {
+
+// Up to here latency decides and native code is far ahead: nothing is measured.
+constexpr size_t kLatencyBytes = 16 << 10;
+
+constexpr int kNumCollectives = DPT_ALL_TO_ALL + 1;
+constexpr int kNumBuckets = 6;
+
+// Ranks that share a node, and whether they outnumber its cores: groups that are alike in this
+// share what was measured.
+struct TuningClass {
+  int ranks;
+  bool oversubscribed;
+  auto operator<=>(const TuningClass&) const = default;
+};
+
+// One range of sizes: [first, last] bytes of one buffer (see dpt_request), measured at `nominal`.
+struct SizeRange {
+  size_t first;
+  size_t nominal;
+  size_t last;
+};
+SizeRange range_of(int bucket);
+
+// The bucket that serves a collective of this size, or nothing where no measurement is made. Sizes
+// whose buffers would be too large to try out belong to the largest bucket that is tried.
+std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass group);
+
+// Buffers of one rank in an operation of `ranks`; an operation in place has one.
+int num_buffers(Collective collective, int ranks);
+
+struct Candidate {
+  const char* algorithm;  // from known_algorithm
+  size_t chunk_bytes = 0;
+};
+
+// The table's own copy of an algorithm's name, so that names compare and outlive their source;
+// nullptr for a name it doesn't know.
+const char* known_algorithm(const char* name);
+bool is_delegate(const Candidate& candidate);
+
+// Over the timed rounds; each round's time is that of the slowest rank.
+struct Measurement {
+  Candidate candidate;
+  double median_us;
+  double low_us;  // quartiles
+  double high_us;
+};
+// Of at least one time.
+Measurement summarize(const Candidate& candidate, std::vector<double> times_us);
+
+using Entry = std::vector<Measurement>;  // in the order of `candidates`
+
+// What a group can use.
+struct Limits {
+  size_t max_chunk_bytes;
+  bool delegate;
+};
+
+// The measurement that wins, nullptr when none is usable. Among native candidates the fastest, or
+// the first that is as good within the noise, which is why the rule of thumb's comes first. The
+// delegate only if it is faster beyond the noise: by 10%, and with its upper quartile below that
+// winner's lower one.
+const Measurement* winner(const Entry& entry, const Limits& limits);
+
+// One class's measurements.
+class TimingTable {
+ public:
+  // Empty: not measured.
+  const Entry& at(Collective collective, int bucket) const { return entries_[collective][bucket]; }
+  Entry& at(Collective collective, int bucket) { return entries_[collective][bucket]; }
+  // The measured bucket of this collective that is nearest to `bucket`, the larger of two.
+  std::optional<int> nearest(Collective collective, int bucket) const;
+
+ private:
+  std::array<std::array<Entry, kNumBuckets>, kNumCollectives> entries_;
+};
+
+}  // namespace dpt

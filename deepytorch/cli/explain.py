@@ -1,0 +1,109 @@
+"""`deepytorch explain`: which plan serves a collective of some size here, and why."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from deepytorch.cli import console
+
+if TYPE_CHECKING:
+    from deepytorch_core.explain import Answer, Candidate
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(explain)
+
+
+def explain(
+    operation: Annotated[
+        str,
+        typer.Argument(
+            help="all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter or "
+            "all_to_all."
+        ),
+    ],
+    size: Annotated[
+        str, typer.Argument(help="Bytes, as nccl-tests counts them: 4096, 64K, 4M, 1G.")
+    ],
+    *,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Ranks, each a process of this machine; default: one per usable core."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, ...")] = (
+        "float32"
+    ),
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure now, whatever the profile says.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Show the candidates for a collective with their times, the choice and its reason.
+
+    Runs the collective once on ranks of this machine, with the option tune as it is set.
+    """
+    from deepytorch_core import _core, config
+    from deepytorch_core import explain as model
+    from deepytorch_core.bench.job import parse_size
+
+    question = model.Question(
+        op=operation,
+        bytes=parse_size(size),
+        dtype=dtype,
+        world_size=max(2, _core.usable_cores()) if world_size is None else world_size,
+        tune="force" if measure else config.current().tune,
+    )
+    answer = model.ask(question)
+    if json:
+        import json as encoder
+
+        # Not through rich, which would wrap it.
+        typer.echo(encoder.dumps(answer.to_dict(), indent=2))
+        return
+    show(answer)
+
+
+def show(answer: "Answer") -> None:
+    """Prints the choice and, where there are times, the table of candidates."""
+    from deepytorch_core.bench.job import format_size
+
+    out = console.out()
+    title = f"{answer.op} of {format_size(answer.bytes)}, {answer.dtype}, {answer.world_size} ranks"
+    out.print(console.fields(title, _summary(answer)))
+    if not answer.candidates:
+        return
+    table = Table(box=None, title="", title_justify="left")
+    for name in ("", "candidate", "chunk", "median us", "quartiles us", "against gloo"):
+        table.add_column(name, justify="left" if name in ("", "candidate") else "right")
+    for candidate in answer.candidates:
+        table.add_row(*_cells(candidate), style="bold" if candidate.chosen else None)
+    out.print(table)
+
+
+def _summary(answer: "Answer") -> list[tuple[str, str]]:
+    from deepytorch_core.bench.job import format_size
+
+    plan = answer.algorithm
+    if answer.chunk_bytes:
+        plan += f", chunks of {format_size(answer.chunk_bytes)}"
+    rows = [("plan", plan), ("reason", answer.reason), ("known from", answer.source)]
+    if answer.measured_bytes is not None and answer.measured_bytes != answer.buffer_bytes:
+        note = f"{format_size(answer.measured_bytes)} for each buffer, the middle of its range"
+        rows.append(("measured with", note))
+    return rows
+
+
+def _cells(candidate: "Candidate") -> list[str]:
+    from deepytorch_core.bench.job import format_size
+
+    low, high = candidate.spread_us
+    stock = candidate.algorithm == "delegate"
+    return [
+        "*" if candidate.chosen else "",
+        "gloo" if stock else candidate.algorithm,
+        format_size(candidate.chunk_bytes) if candidate.chunk_bytes else "",
+        f"{candidate.median_us:.1f}",
+        f"{low:.1f}-{high:.1f}",
+        "" if candidate.speedup is None else f"{candidate.speedup:.2f}x",
+    ]

@@ -1,0 +1,210 @@
+"""Why a plan was chosen: runs one collective on ranks of this machine and asks the tuner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepytorch_core.bench.job import DTYPES, BenchError, format_size
+
+if TYPE_CHECKING:
+    import torch
+
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
+MAX_BYTES = 1 << 30
+TUNE = ("auto", "off", "force")
+
+_SPLIT = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One collective of `bytes`, as nccl-tests counts them: over all ranks' shares where ranks have
+    shares. Raises BenchError, listing what is valid."""
+
+    op: str
+    bytes: int
+    dtype: str = "float32"
+    world_size: int = 2
+    tune: str = "auto"
+
+    def __post_init__(self) -> None:
+        for what, name, known in (
+            ("operation", self.op, OPERATIONS),
+            ("dtype", self.dtype, DTYPES),
+            ("tune", self.tune, TUNE),
+        ):
+            if name not in known:
+                raise BenchError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        if not 0 < self.bytes <= MAX_BYTES:
+            raise BenchError(
+                f"a size of {self.bytes} bytes: give one from 1 to {format_size(MAX_BYTES)}"
+            )
+        if self.world_size < 2:
+            raise BenchError(f"--world-size must be at least 2, not {self.world_size}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was tried: median time and quartiles in microseconds; `speedup` is gloo's time
+    over this one's, None where gloo was not tried."""
+
+    algorithm: str
+    chunk_bytes: int
+    median_us: float
+    spread_us: tuple[float, float]
+    speedup: float | None
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`source` says where the times are from; sizes in bytes of one rank's buffer or share."""
+
+    op: str
+    bytes: int
+    dtype: str
+    world_size: int
+    buffer_bytes: int
+    algorithm: str
+    chunk_bytes: int | None
+    reason: str
+    source: str
+    measured_bytes: int | None
+    candidates: tuple[Candidate, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def ask(question: Question) -> Answer:
+    """Starts the ranks, lets them run the collective once, and reads what the tuner decided.
+
+    Raises RuntimeError (RankError) when a rank fails.
+    """
+    from deepytorch_core import adapter, backend, config, testing
+
+    adapter.load()  # compiled once here, not by every rank against its time limit
+    env = {"DEEPYTORCH_TUNE": question.tune}
+    profile = config.profile_path()
+    if profile is not None:
+        env["DEEPYTORCH_PROFILE"] = str(profile)
+    plans, calls = testing.spawn_ranks(
+        run_once,
+        question.world_size,
+        question,
+        backend=backend.NAME,
+        env=env,
+        timeout_s=_TIMEOUT_S,
+        fresh=True,
+    )[0]
+    return answer(question, plans, calls)
+
+
+def answer(
+    question: Question, plans: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
+) -> Answer:
+    """What `_core.plans()` and `_core.statistics()` of rank 0 say about the question."""
+    share = question.bytes // _shares(question)
+    (call,) = [row for row in calls if row["op"] == question.op]
+    plan = next(
+        (
+            plan
+            for plan in plans
+            if plan["op"] == question.op and plan["first_bytes"] <= share <= plan["last_bytes"]
+        ),
+        None,
+    )
+    common = {
+        "op": question.op,
+        "bytes": question.bytes,
+        "dtype": question.dtype,
+        "world_size": question.world_size,
+        "buffer_bytes": share,
+        "algorithm": call["algorithm"],
+        "reason": call["reason"],
+    }
+    if plan is None or plan["algorithm"] is None:
+        return Answer(
+            **common,
+            chunk_bytes=None,
+            source="rule of thumb",
+            measured_bytes=None,
+            candidates=(),
+        )
+    return Answer(
+        **common,
+        chunk_bytes=plan["chunk_bytes"],
+        source=plan["source"],
+        measured_bytes=plan["measured_bytes"],
+        candidates=_candidates(plan),
+    )
+
+
+def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:
+    times = plan["candidates"]
+    stock = next((time["median_us"] for time in times if time["algorithm"] == "delegate"), None)
+    return tuple(
+        Candidate(
+            algorithm=time["algorithm"],
+            chunk_bytes=time["chunk_bytes"],
+            median_us=time["median_us"],
+            spread_us=(time["spread_us"][0], time["spread_us"][1]),
+            speedup=None if stock is None else stock / time["median_us"],
+            chosen=(time["algorithm"], time["chunk_bytes"])
+            == (plan["algorithm"], plan["chunk_bytes"]),
+        )
+        for time in times
+    )
+
+
+def run_once(rank: int, world_size: int, question: Question) -> tuple[list[Any], list[Any]]:
+    """A rank's part: carries the collective out once, on zeros.
+
+    Returns what the tuner then knows, and what was called.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from deepytorch_core import _core
+    from deepytorch_core.bench.ops import OPERATIONS as MEASURED
+
+    dtype: torch.dtype = getattr(torch, question.dtype)
+    share = max(1, question.bytes // dtype.itemsize // _shares(question))
+    group = dist.group.WORLD
+    assert group is not None
+
+    def zeros(parts: int) -> torch.Tensor:
+        return torch.zeros(share * parts, dtype=dtype)
+
+    mine = zeros(1)
+    parts = list(zeros(world_size).chunk(world_size)) if rank == 0 else None
+    rooted: dict[str, Callable[[], object]] = {
+        "reduce": lambda: dist.reduce(mine, group_dst=0, group=group),
+        "gather": lambda: dist.gather(mine, parts, group_dst=0, group=group),
+        "scatter": lambda: dist.scatter(mine, parts, group_src=0, group=group),
+    }
+    if question.op in rooted:
+        rooted[question.op]()
+    else:
+        op = MEASURED[question.op]
+        source = zeros(op.input_shares or world_size)
+        op.call(source, source if op.in_place else zeros(op.output_shares or world_size), group)
+    return list(_core.plans()), list(_core.statistics())
+
+
+def _shares(question: Question) -> int:
+    return question.world_size if question.op in _SPLIT else 1

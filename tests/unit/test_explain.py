@@ -1,0 +1,157 @@
+"""`deepytorch explain` without ranks: questions, answers, and what is printed of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from deepytorch import cli
+from deepytorch_core import explain
+from deepytorch_core.bench.job import BenchError
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "op": "all_reduce",
+        "ranks": 2,
+        "oversubscribed": False,
+        "first_bytes": 2097152,
+        "last_bytes": 8388607,
+        "measured_bytes": 4194304,
+        "algorithm": "pipelined",
+        "chunk_bytes": 131072,
+        "reason": "fastest measured, chunks of 128 KiB",
+        "source": "measured now",
+        "candidates": [
+            times("pipelined", 131072, 1000.0),
+            times("pipelined", 65536, 1250.0),
+            times("delegate", 0, 2500.0),
+        ],
+    }
+    return values | changes
+
+
+def times(algorithm: str, chunk_bytes: int, median_us: float) -> dict[str, Any]:
+    return {
+        "algorithm": algorithm,
+        "chunk_bytes": chunk_bytes,
+        "median_us": median_us,
+        "spread_us": (median_us - 10, median_us + 10),
+    }
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "op": "all_reduce",
+        "algorithm": "pipelined",
+        "reason": "fastest measured, chunks of 128 KiB",
+    }
+    return values | changes
+
+
+QUESTION = explain.Question(op="all_reduce", bytes=4 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "allreduce"}, "unknown operation 'allreduce'; known: all_reduce, all_gather"),
+        ({"bytes": 0}, "give one from 1 to 1G"),
+        ({"dtype": "float31"}, "unknown dtype 'float31'; known: float32"),
+        ({"world_size": 1}, "--world-size must be at least 2, not 1"),
+        ({"tune": "maybe"}, "unknown tune 'maybe'; known: auto, off, force"),
+    ],
+)
+def test_a_wrong_question_lists_what_is_valid(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError) as raised:
+        explain.Question(**({"op": "all_reduce", "bytes": 4096} | changes))
+    assert message in str(raised.value)
+
+
+def test_the_plan_of_the_size_is_found() -> None:
+    other = plan(first_bytes=16385, last_bytes=131071, chunk_bytes=16384)
+    found = explain.answer(QUESTION, [other, plan(op="broadcast"), plan()], [call()])
+    assert (found.algorithm, found.chunk_bytes) == ("pipelined", 131072)
+    assert found.source == "measured now"
+    assert [candidate.speedup for candidate in found.candidates] == [2.5, 2.0, 1.0]
+    assert [candidate.chosen for candidate in found.candidates] == [True, False, False]
+
+
+def test_sizes_of_shared_buffers_are_one_ranks_share() -> None:
+    question = explain.Question(op="all_gather", bytes=8 << 20, world_size=2)
+    found = explain.answer(question, [plan(op="all_gather")], [call(op="all_gather")])
+    assert found.buffer_bytes == 4 << 20
+    assert found.candidates
+
+
+def test_without_times_it_is_the_rule_of_thumb() -> None:
+    row = call(algorithm="one_shot", reason="small: one barrier")
+    for plans in ([], [plan(algorithm=None, source="rule of thumb", candidates=[])]):
+        found = explain.answer(QUESTION, plans, [row])
+        assert found.source == "rule of thumb"
+        assert found.algorithm == "one_shot"
+        assert found.candidates == ()
+
+
+def test_without_gloo_there_is_nothing_to_compare_with() -> None:
+    alone = plan(candidates=[times("pipelined", 131072, 1000.0)])
+    (candidate,) = explain.answer(QUESTION, [alone], [call()]).candidates
+    assert candidate.speedup is None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[explain.Question]:
+    questions: list[explain.Question] = []
+
+    def ask(question: explain.Question) -> explain.Answer:
+        questions.append(question)
+        return explain.answer(question, [plan()], [call()])
+
+    monkeypatch.setattr(explain, "ask", ask)
+    return questions
+
+
+def test_the_command_prints_candidates_and_the_choice(asked: list[explain.Question]) -> None:
+    result = CliRunner().invoke(cli.app, ["explain", "all_reduce", "4M", "--world-size", "2"])
+    assert result.exit_code == 0, result.output
+    for text in (
+        "all_reduce of 4M, float32, 2 ranks",
+        "pipelined, chunks of 128K",
+        "measured now",
+        "fastest measured",
+        "against gloo",
+        "1250.0",
+        "2.50x",
+    ):
+        assert text in result.output
+    (line,) = [line for line in result.output.splitlines() if line.lstrip().startswith("*")]
+    assert "128K" in line
+    assert asked == [explain.Question(op="all_reduce", bytes=4 << 20, tune="off")]
+
+
+def test_the_command_measures_and_prints_json(asked: list[explain.Question]) -> None:
+    arguments = ["explain", "all_reduce", "4M", "--measure", "--json", "--dtype", "bfloat16"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["candidates"][0]["chosen"] is True
+    assert found["source"] == "measured now"
+    assert asked[0].tune == "force"
+    assert asked[0].dtype == "bfloat16"
+    assert asked[0].world_size >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["allreduce", "4M"], "known: all_reduce"),
+        (["all_reduce", "4X"], "is no size: write bytes or 4K, 1M, 2G"),
+    ],
+)
+def test_the_command_refuses_what_it_does_not_know(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["explain", *arguments])
+    assert result.exit_code != 0
+    assert message in str(result.exception)
