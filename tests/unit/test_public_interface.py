@@ -72,6 +72,16 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--json": None,
         "--plot": None,
     },
+    "bench ddp": {
+        "--device": "cpu",
+        "--world-size": 2,
+        "--model": "mlp",
+        "--parameters": "4M",
+        "--batch-size": 8,
+        "--steps": 40,
+        "--baseline": "gloo",
+        "--json": None,
+    },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
 }
 TESTING = {
