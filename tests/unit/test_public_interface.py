@@ -65,6 +65,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--world-size": 2,
         "--ops": "all_reduce",
         "--sizes": "1K:64M",
+        "--per-rank": False,
         "--dtype": "float32",
         "--baseline": "gloo",
         "--registered": False,
