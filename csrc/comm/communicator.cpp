@@ -98,7 +98,7 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
   if (request.asynchronous) {
     // The first operation also meets the other ranks, or tunes with them, and that too must not
     // hold up the caller: ranks may start the operations of several groups in different orders.
-    if (!undecided(pending->operation)) {
+    if (connected_.load(std::memory_order_acquire) && !segment_) {
       pending->plan = plan_for(pending->operation);
       if (is_delegate(pending->plan)) {
         order.unlock();
@@ -299,8 +299,8 @@ void Communicator::run(const Pending& pending, bool in_caller) {
       segment_->throw_if_aborted();
       const RunContext context{
           *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
-      // NOTE [Gate] A rank that delegates enters the group's signals first where it can wait, so
-      // that a peer which runs the same call natively (another dtype, say) is told of the mismatch.
+      // NOTE [Gate] A rank that delegates enters the group's signals first, so that a peer which
+      // runs the same call natively (another dtype, say) is told of the mismatch.
       if (is_delegate(pending.plan)) return enter_small(context);
       const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);
       DPT_CHECK(algorithm != nullptr);
@@ -319,24 +319,24 @@ void Communicator::run(const Pending& pending, bool in_caller) {
 }
 
 void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context) {
-  const bool is_undecided = undecided(pending->operation);
-  if (is_undecided) ++undecided_;
-  progress_.enqueue([this, pending, done, done_context, is_undecided] {
+  const bool may_delegate =
+      undecided(pending->operation) || is_delegate(plan_for(pending->operation));
+  if (may_delegate) ++may_delegate_;
+  progress_.enqueue([this, pending, done, done_context, may_delegate] {
     dpt_error error{};
     dpt_status status = DPT_OK;
     try {
       prepare(*pending, /*in_caller=*/false);
+      run(*pending, /*in_caller=*/false);
       if (is_delegate(pending->plan)) {
         count_delegated(pending->operation.collective, pending->plan, pending->operation.bytes());
         status = delegate_.run(delegate_.context, pending->call, &error);
-      } else {
-        run(*pending, /*in_caller=*/false);
       }
     } catch (const Error& caught) {
       status = caught.status();
       set_message(&error, caught.what());
     }
-    if (is_undecided) --undecided_;
+    if (may_delegate) --may_delegate_;
     done(done_context, status, error.message);
   });
 }
@@ -386,11 +386,11 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
 }
 
 // NOTE [Order] The stock backend pairs collectives by the order in which each rank starts them.
-// What went to the progress thread before the ranks had met, or had tuned for its size, may start
-// there only later, so whatever comes after it waits here. Sends and receives are paired by their
+// What goes to the progress thread and is or may turn out to be the delegate's starts there later,
+// so whatever comes after it waits here. Sends and receives are paired by their
 // tags.
 dpt_outcome Communicator::start_on_delegate(const dpt_request& request, const Plan& plan) {
-  while (!is_message(request.collective) && undecided_ > 0 && !progress_.drain(kWaitSlice)) {
+  while (!is_message(request.collective) && may_delegate_ > 0 && !progress_.drain(kWaitSlice)) {
     if (interrupted_ && interrupted_()) {
       throw Error(DPT_ERR_INTERRUPTED,
                   std::string(name_of(request.collective)) + " of group " + group_name_ +

@@ -122,8 +122,9 @@ class Communicator {
   std::atomic<bool> retired_{false};
   std::unique_ptr<PointToPoint> messages_;  // made by the first send or receive
 
-  // Operations on the progress thread that may turn out to be the delegate's, see NOTE [Order].
-  std::atomic<int> undecided_{0};
+  // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
+  // [Order].
+  std::atomic<int> may_delegate_{0};
   Progress progress_;  // last: its thread uses everything above
 };
 

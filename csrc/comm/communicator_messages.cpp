@@ -55,7 +55,7 @@ void Communicator::join_in_background(std::chrono::milliseconds limit,
 bool Communicator::retire() {
   {
     std::lock_guard lock(state_mutex_);
-    if (invitation_.empty() || connected_ || failure_ || undecided_ > 0) return false;
+    if (invitation_.empty() || connected_ || failure_ || may_delegate_ > 0) return false;
   }
   no_store_ = std::make_unique<HashStore>();
   retired_ = true;

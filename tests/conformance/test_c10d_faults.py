@@ -146,8 +146,7 @@ def disagree(rank: int, world_size: int, op: str) -> list[tuple[str, str]]:
     works(world_size)
     found = []
     for usual, odd in disagreements(op):
-        # What is delegated asynchronously starts at once and can't be compared first.
-        for asynchronous in (False, True) if odd.dtype != DELEGATED else (False,):
+        for asynchronous in (False, True):
             # Everybody's buffers plain; one rank's registered; all but one rank's registered.
             for registered_ranks in ((), (ODD_ONE,), (0, 2)):
                 buffers = Buffers(in_registered_memory=rank in registered_ranks)

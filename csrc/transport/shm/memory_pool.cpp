@@ -156,6 +156,8 @@ MemoryPool::Usage MemoryPool::usage() const {
 void MemoryPool::after_fork() {
   forked_ = true;
   file_.reset();
+  // No lock: only the forking thread exists here, and another may have held it.
+  if (base() != nullptr && usage_.in_use_bytes == 0) munmap(base_.exchange(nullptr), capacity_);
 }
 
 void MemoryPool::add_free(uint64_t offset, size_t bytes) {

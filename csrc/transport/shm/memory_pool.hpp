@@ -9,7 +9,7 @@
 // system call in steady state. `trim` gives them back.
 //
 // Lifecycle: the file is made at the first need and lives as long as the process. A child of fork()
-// keeps the mapping, because its parent's tensors lie there, but owns none of it (after_fork).
+// keeps the mapping only if its parent's tensors lie there, and owns none of it (after_fork).
 // Thread safety: all functions from any thread.
 #pragma once
 
@@ -59,7 +59,7 @@ class MemoryPool {
   size_t trim();
   Usage usage() const;
 
-  // In a forked child: closes the file. The mapping stays readable.
+  // In a forked child: closes the file. The mapping stays readable while it holds anything.
   void after_fork();
 
  private:
