@@ -57,8 +57,9 @@ def empty(
     """
     import torch
 
-    first = shape[0] if len(shape) == 1 else shape
-    sizes = [int(size) for size in ([first] if isinstance(first, int) else first)]
+    sizes: list[int] = []
+    for part in shape:
+        sizes.extend([part] if isinstance(part, int) else part)
     if any(size < 0 for size in sizes):
         raise ValueError(f"empty: the shape {sizes} has a negative size")
     backend = _backend_of(_default(group))
@@ -213,9 +214,9 @@ def _mode() -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class PlaceBuckets(TorchDispatchMode):
+    class PlaceBuckets(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self, backend: Any) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self._backend = backend
 
         def __torch_dispatch__(

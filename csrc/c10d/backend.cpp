@@ -1,5 +1,5 @@
 // The road every operation takes: Call -> dpt_request -> core -> NativeWork or the delegate's Work.
-// The c10d entry points that build the calls are in collectives.cpp.
+// The c10d entry points that build the calls are in collectives.cpp and point_to_point.cpp.
 #include "backend.hpp"
 
 #include <c10/util/Exception.h>
@@ -227,8 +227,7 @@ WorkPtr Backend::submit(Call what) {
   std::vector<void*> output_pointers;
   std::vector<size_t> input_counts;
   std::vector<size_t> output_counts;
-  const bool point_to_point = call.collective == DPT_SEND || call.collective == DPT_RECV;
-  if (!not_native && !point_to_point) {
+  if (!not_native) {
     inputs = std::make_shared<Contiguous>(call.inputs,
                                           call.in_place ? Direction::kInPlace : Direction::kInput);
     outputs =
@@ -243,7 +242,8 @@ WorkPtr Backend::submit(Call what) {
 
   // `count` and `dtype` describe one buffer; unless parts are uneven, every buffer has the same.
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
-  const std::vector<at::Tensor>& one = gives_parts ? call.outputs : call.inputs;
+  const bool has_outputs_only = gives_parts || call.collective == DPT_RECV;
+  const std::vector<at::Tensor>& one = has_outputs_only ? call.outputs : call.inputs;
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
   const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
   const dpt_request request{
@@ -252,6 +252,7 @@ WorkPtr Backend::submit(Call what) {
       .reduce_op = call.core_reduce_op,
       .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
       .root = call.root,
+      .tag = call.tag,
       .inputs = input_pointers.data(),
       .outputs = output_pointers.data(),
       .count = elements.count,
@@ -261,15 +262,17 @@ WorkPtr Backend::submit(Call what) {
           (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
       .asynchronous = call.asynchronous || coalescing_,
       .not_native = not_native ? not_native->c_str() : nullptr,
-      .call = submitted.get()};
+      .call = submitted.get(),
+      .source = call.source.get()};
 
   NativeWork::Options work_options{
-      rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr};
+      rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr, nullptr};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
     if (outputs && outputs->has_stand_ins()) outputs->copy_back();
     if (submitted->call.after) submitted->call.after();
   };
+  work_options.source = call.source;
   work_options.delegate_failure = [submitted] { return submitted->failure; };
   auto work = c10::make_intrusive<NativeWork>(std::move(work_options));
 

@@ -142,6 +142,8 @@ class Backend : public c10d::Backend {
     c10d::ReduceOp reduce_op;
     dpt_reduce_op core_reduce_op = DPT_NO_REDUCE;
     int root = 0;
+    int tag = 0;
+    std::shared_ptr<int> source;      // of a recv: receives the sender's rank
     std::vector<at::Tensor> results;  // what the future gives; outputs when empty
     // Runs after a native operation, before anyone is told of its end.
     std::function<void()> after;
@@ -150,6 +152,7 @@ class Backend : public c10d::Backend {
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
   WorkPtr submit(Call call);
+  WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, Replay replay);
   WorkPtr delegate(dpt_collective collective,
                    const std::vector<at::Tensor>& tensors,
                    Replay replay);

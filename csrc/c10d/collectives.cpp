@@ -470,22 +470,4 @@ WorkPtr Backend::alltoall(std::vector<at::Tensor>& outputs,
                  }});
 }
 
-WorkPtr Backend::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
-  return delegate(DPT_SEND, tensors, [tensors, peer, tag](c10d::Backend& stock) mutable {
-    return stock.send(tensors, peer, tag);
-  });
-}
-
-WorkPtr Backend::recv(std::vector<at::Tensor>& tensors, int peer, int tag) {
-  return delegate(DPT_RECV, tensors, [tensors, peer, tag](c10d::Backend& stock) mutable {
-    return stock.recv(tensors, peer, tag);
-  });
-}
-
-WorkPtr Backend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
-  return delegate(DPT_RECV, tensors, [tensors, tag](c10d::Backend& stock) mutable {
-    return stock.recvAnysource(tensors, tag);
-  });
-}
-
 }  // namespace dpt::c10d_adapter

@@ -115,6 +115,10 @@ bool NativeWork::wait(std::chrono::milliseconds timeout) {
 
 void NativeWork::synchronize() { wait(); }
 
+int NativeWork::sourceRank() const {
+  return options_.source ? *options_.source : c10d::Work::sourceRank();
+}
+
 void NativeWork::abort() {
   TORCH_CHECK(false, "deepytorch: one operation cannot be aborted; abort its process group");
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -27,6 +28,7 @@ class NativeWork : public c10d::Work {
     std::function<void()> finalize;
     // After DPT_ERR_DELEGATE: the exception that the delegate left behind.
     std::function<std::exception_ptr()> delegate_failure;
+    std::shared_ptr<int> source;  // of a receive: the sender's rank, known at the end
   };
 
   explicit NativeWork(Options options);
@@ -38,6 +40,7 @@ class NativeWork : public c10d::Work {
   void abort() override;
   std::vector<at::Tensor> result() override { return options_.results; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  int sourceRank() const override;
   uint64_t getSequencenumber() const override { return options_.sequence; }
 
  private:

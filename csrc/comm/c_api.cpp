@@ -1,6 +1,9 @@
 // The C ABI: exceptions end here and become a status and a message.
 #include "comm/c_api.hpp"
 
+#include <deque>
+#include <mutex>
+
 #include "base/log.hpp"
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
@@ -11,6 +14,9 @@ struct dpt_comm {
 
 namespace dpt {
 namespace {
+
+// Groups that were destroyed before they connected and can still be invited to join.
+constexpr size_t kMostRetired = 16;
 
 template <typename Function>
 dpt_status guarded(dpt_error* error, Function&& function) {
@@ -38,7 +44,18 @@ dpt_status comm_create(const dpt_comm_options* options,
 
 void comm_destroy(dpt_comm* comm) {
   // The progress thread does not exist in a forked child, so nothing there can be joined or freed.
-  if (!Fabric::forked()) delete comm;
+  if (Fabric::forked()) return;
+  if (!comm->communicator.retire()) {
+    delete comm;
+    return;
+  }
+  static std::mutex mutex;
+  static auto* const retired = new std::deque<dpt_comm*>;
+  std::lock_guard lock(mutex);
+  retired->push_back(comm);
+  if (retired->size() <= kMostRetired) return;
+  delete retired->front();
+  retired->pop_front();
 }
 
 void comm_abort(dpt_comm* comm, const char* reason) { comm->communicator.abort(reason); }

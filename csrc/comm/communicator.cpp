@@ -7,6 +7,7 @@
 #include "base/env.hpp"
 #include "base/log.hpp"
 #include "comm/fabric.hpp"
+#include "comm/invitations.hpp"
 #include "host/reduce.hpp"
 #include "transport/shm/shm_transport.hpp"
 #include "tuner/choose.hpp"
@@ -14,8 +15,6 @@
 namespace dpt {
 namespace {
 
-// Under this, each rank's process mark.
-const std::string kMarkKey = "deepytorch/process/";
 // How long destroying a group waits for operations that nobody waited for.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
@@ -59,11 +58,23 @@ Communicator::Communicator(const dpt_comm_options& options,
     };
   }
   Fabric::instance();  // from here on a fork() is noticed
-  if (native_ && options.size > 1)
-    store_->set(kMarkKey + std::to_string(rank_), own_process_mark());
+  if (native_ && options.size > 1) {
+    invitation_ = Invitations::instance().open(
+        [this](const std::string& inviter) {
+          join_in_background(kInvitedLimit, std::make_shared<LentStore>(inviter, *store_));
+        },
+        *store_);
+    store_->set(std::string(kMarkKey) + std::to_string(rank_), own_word());
+  }
 }
 
 Communicator::~Communicator() {
+  if (!invitation_.empty()) Invitations::instance().close(invitation_);
+  if (messages_ && !messages_->drain(kDestroyGrace)) {
+    abort("group " + group_name_ + " was destroyed on rank " +
+          std::to_string(global_ranks_[rank_]) + " with a send or receive under way");
+  }
+  messages_.reset();
   if (!progress_.drain(kDestroyGrace)) {
     abort("group " + group_name_ + " was destroyed on rank " +
           std::to_string(global_ranks_[rank_]) + " with an operation under way");
@@ -76,6 +87,7 @@ Communicator::~Communicator() {
 }
 
 dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void* done_context) {
+  if (is_message(request.collective)) return submit_message(request, done, done_context);
   std::unique_lock order(submit_mutex_);
   check_usable(request);
   if (std::string reason = why_never_native(request); !reason.empty()) {
@@ -105,7 +117,8 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
 // Reasons that need no meeting with the other ranks.
 std::string Communicator::why_never_native(const dpt_request& request) const {
   if (!native_) return "collectives=stock";
-  if (!is_native_collective(request.collective)) return "no native algorithm yet";
+  if (!is_message(request.collective) && !is_native_collective(request.collective))
+    return "no native algorithm yet";
   if (request.not_native != nullptr) return request.not_native;
   return "";
 }
@@ -139,10 +152,7 @@ Plan Communicator::plan_for(const Operation& operation) const {
 }
 
 void Communicator::prepare(Pending& pending, bool in_caller) {
-  if (!connected_.load(std::memory_order_acquire)) {
-    if (global_ranks_.size() > 1) connect(wait_context(pending, in_caller));
-    connected_.store(true, std::memory_order_release);
-  }
+  ensure_connected(wait_context(pending, in_caller), *store_);
   if (undecided(pending.operation)) {
     const WaitContext wait = wait_context(pending, in_caller);
     try {
@@ -156,16 +166,27 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
   pending.plan = plan_for(pending.operation);
 }
 
-void Communicator::connect(WaitContext wait) {
+void Communicator::ensure_connected(const WaitContext& wait, Store& store) {
+  if (connected_.load(std::memory_order_acquire)) return;
+  if (global_ranks_.size() > 1) connect(wait, store);
+  {
+    std::lock_guard lock(state_mutex_);
+    connected_.store(true, std::memory_order_release);
+  }
+  joined_.notify_all();
+}
+
+void Communicator::connect(WaitContext wait, Store& store) {
   // There is no shared memory to notice a death by yet, but each rank left its mark in the store.
-  wait.check_peers = [this, &wait] {
+  wait.check_peers = [this, &wait, &store] {
     {
       // Aborted or destroyed meanwhile: without a segment nothing else would end this wait.
       std::lock_guard lock(state_mutex_);
       if (failure_) throw *failure_;
     }
     for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
-      const auto mark = store_->get(kMarkKey + std::to_string(rank), std::chrono::milliseconds(1));
+      const auto mark =
+          store.get(std::string(kMarkKey) + std::to_string(rank), std::chrono::milliseconds(1));
       const auto pid = mark ? dead_process(*mark) : std::nullopt;
       if (!pid) continue;
       throw Error(DPT_ERR_PEER_LOST,
@@ -174,19 +195,19 @@ void Communicator::connect(WaitContext wait) {
     }
   };
   try {
-    connect_segment(wait);
+    connect_segment(wait, store);
   } catch (const Error& error) {
     fail(error.status(), error.what());
     throw;
   }
 }
 
-void Communicator::connect_segment(const WaitContext& wait) {
+void Communicator::connect_segment(const WaitContext& wait, Store& store) {
   Fabric& fabric = Fabric::instance();
   PeerInfo self = fabric.self();
   self.max_chunk_bytes =
       fabric.offer_chunk_bytes(static_cast<int>(global_ranks_.size()), staging_bytes_);
-  const Meeting meeting = meet(*store_, rank_, global_ranks_, self.serialize(), wait);
+  const Meeting meeting = meet(store, rank_, global_ranks_, self.serialize(), wait);
   std::vector<PeerInfo> peers;
   for (const std::string& words : meeting.words) peers.push_back(PeerInfo::parse(words));
 
@@ -197,7 +218,7 @@ void Communicator::connect_segment(const WaitContext& wait) {
   for (const PeerInfo& peer : peers) {
     max_chunk_bytes = std::min(max_chunk_bytes, peer.max_chunk_bytes);
   }
-  ShmConnection connection = connect_shm({*store_,
+  ShmConnection connection = connect_shm({store,
                                           "deepytorch/" + meeting.id,
                                           rank_,
                                           global_ranks_,
@@ -369,8 +390,7 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
 // there only later, so whatever comes after it waits here. Sends and receives are paired by their
 // tags.
 dpt_outcome Communicator::start_on_delegate(const dpt_request& request, const Plan& plan) {
-  const bool point_to_point = request.collective == DPT_SEND || request.collective == DPT_RECV;
-  while (!point_to_point && undecided_ > 0 && !progress_.drain(kWaitSlice)) {
+  while (!is_message(request.collective) && undecided_ > 0 && !progress_.drain(kWaitSlice)) {
     if (interrupted_ && interrupted_()) {
       throw Error(DPT_ERR_INTERRUPTED,
                   std::string(name_of(request.collective)) + " of group " + group_name_ +
@@ -421,6 +441,7 @@ void Communicator::fail(dpt_status status, const std::string& reason) {
   std::lock_guard lock(state_mutex_);
   if (!failure_) failure_.emplace(status, reason);
   if (segment_) segment_->abort(status, reason);
+  joined_.notify_all();
 }
 
 void Communicator::abort(const std::string& reason) { fail(DPT_ERR_ABORTED, reason); }

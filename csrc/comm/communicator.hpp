@@ -19,11 +19,16 @@
 #include "base/error.hpp"
 #include "bootstrap/store.hpp"
 #include "comm/calibration.hpp"
+#include "comm/point_to_point.hpp"
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
 #include "transport/shm/segment.hpp"
 
 namespace dpt {
+
+constexpr bool is_message(Collective collective) {
+  return collective == DPT_SEND || collective == DPT_RECV;
+}
 
 class Communicator {
  public:
@@ -34,8 +39,16 @@ class Communicator {
 
   dpt_outcome submit(const dpt_request& request, dpt_done done, void* done_context);
   void abort(const std::string& reason);
+  // Instead of the destructor, where peers may yet need this rank to join; see NOTE [Retired
+  // groups]. False: nobody does. The store and the delegate are not used after this.
+  bool retire();
 
  private:
+  // Under this, each rank's word in the store: the mark of its process first.
+  static constexpr const char* kMarkKey = "deepytorch/process/";
+  // How long an invited rank waits for the others, who have limits of their own.
+  static constexpr std::chrono::minutes kInvitedLimit{30};
+
   // A request with its own copy of the pointer arrays, so that it outlives the call.
   struct Pending {
     Operation operation;
@@ -53,8 +66,10 @@ class Communicator {
   // Whether the plan is still to be found together with the other ranks, in prepare.
   bool undecided(const Operation& operation) const;
   Plan plan_for(const Operation& operation) const;
-  void connect(WaitContext wait);
-  void connect_segment(const WaitContext& wait);
+  // `store` is the own one, or lent: NOTE [Lent store].
+  void connect(WaitContext wait, Store& store);
+  void ensure_connected(const WaitContext& wait, Store& store);
+  void connect_segment(const WaitContext& wait, Store& store);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
   WaitStyle wait_style(size_t bytes, bool in_caller) const;
@@ -64,6 +79,13 @@ class Communicator {
   void run(const Pending& pending, bool in_caller);
   void enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context);
   void run_and_wait(std::shared_ptr<Pending> pending);
+  // Sends and receives, in communicator_messages.cpp; see NOTE [Invitations].
+  dpt_outcome submit_message(const dpt_request& request, dpt_done done, void* done_context);
+  std::string own_word() const;
+  // With `lent` instead of this rank's own store, unless it is nullptr.
+  void join_in_background(std::chrono::milliseconds limit, std::shared_ptr<Store> lent);
+  std::string join_for_messages(const dpt_request& request);
+  PointToPoint& messages();
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan);
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
@@ -90,9 +112,15 @@ class Communicator {
   bool oversubscribed_ = false;
   GroupTuning tuning_;
 
-  std::mutex state_mutex_;  // guards segment_'s replacement and failure_
+  std::mutex state_mutex_;  // guards segment_'s and messages_' replacement, and failure_
   std::unique_ptr<Segment> segment_;
   std::optional<Error> failure_;
+  std::condition_variable joined_;  // connected_ or failure_ was set
+  std::string invitation_;          // empty: this group needs none
+  std::atomic<bool> joining_{false};
+  std::unique_ptr<Store> no_store_;  // of a retired group
+  std::atomic<bool> retired_{false};
+  std::unique_ptr<PointToPoint> messages_;  // made by the first send or receive
 
   // Operations on the progress thread that may turn out to be the delegate's, see NOTE [Order].
   std::atomic<int> undecided_{0};

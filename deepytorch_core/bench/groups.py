@@ -25,7 +25,7 @@ def run(count: int, world_size: int, num_bytes: int = 1 << 20, rounds: int = 3) 
     """
     if count < 1 or world_size < 2:
         raise BenchError(
-            f"--count {count} --world-size {world_size}: needs one group or more, of two or more ranks"
+            f"--count {count} --world-size {world_size}: needs at least one group of two ranks"
         )
     from deepytorch_core import adapter
     from deepytorch_core.testing import spawn_ranks

@@ -15,12 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepytorch_core import registered
 from deepytorch_core.testing import spawn_ranks
-
-try:
-    from deepytorch_core import registered
-except ImportError:
-    registered = torch
 
 BACKEND = "deepytorch"
 WORLD_SIZE = 3

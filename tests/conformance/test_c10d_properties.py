@@ -18,12 +18,8 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from deepytorch_core import registered
 from deepytorch_core.testing import spawn_ranks
-
-try:
-    from deepytorch_core import registered
-except ImportError:
-    registered = torch
 
 BACKEND = "deepytorch"
 GAP = 77  # fills what lies between and around a tensor's elements

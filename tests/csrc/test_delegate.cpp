@@ -36,19 +36,6 @@ TEST(Delegate, ServesEverythingWhenNativeIsOff) {
   EXPECT_THAT(reason_counted("stock"), HasSubstr("collectives=stock"));
 }
 
-TEST(Delegate, ServesCollectivesWithoutNativeAlgorithm) {
-  for (const dpt_collective collective : {DPT_SEND, DPT_RECV}) {
-    const std::string group = "collective" + std::to_string(collective);
-    run_ranks(2,
-              [&](Rank& rank) {
-                EXPECT_EQ(rank.run(Request(collective, DPT_FLOAT32, 4)), DPT_DELEGATED);
-                EXPECT_EQ(rank.delegate().calls, std::vector<dpt_collective>{collective});
-              },
-              {.group = group});
-    EXPECT_THAT(reason_counted(group), HasSubstr("no native algorithm"));
-  }
-}
-
 TEST(Delegate, ServesWhatTheAdapterKeepsFromNativeCode) {
   run_ranks(2,
             [](Rank& rank) {
@@ -75,7 +62,8 @@ TEST(Delegate, ServesReductionsThatNativeCodeDoesNotHave) {
 TEST(Delegate, KeepsItsOwnFailure) {
   run_ranks(2, [](Rank& rank) {
     rank.delegate().status = DPT_ERR_DELEGATE;
-    const Failure failure = failure_of([&] { rank.run(Request(DPT_SEND, DPT_FLOAT32, 1)); });
+    const Failure failure = failure_of(
+        [&] { rank.run(Request(DPT_SEND, DPT_FLOAT32, 1).not_native("tensors on cuda")); });
     EXPECT_EQ(failure.status, DPT_ERR_DELEGATE);
     EXPECT_THAT(failure.what(), HasSubstr("the delegate's own words"));
     // The group itself is none the worse for it.

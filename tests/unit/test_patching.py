@@ -57,6 +57,29 @@ def test_a_name_that_is_not_there_is_skipped(module: Any) -> None:
     assert not hasattr(module, "decrement")
 
 
+def test_methods_of_a_class_keep_their_kind() -> None:
+    class Counter:
+        def count(self, value: int) -> int:
+            return value + 1
+
+        @staticmethod
+        def of(value: int) -> int:
+            return value + 2
+
+    held = dict(vars(Counter))
+    patches = Patches()
+    patches.replace(
+        Counter, "count", lambda original: lambda self, value: 2 * original(self, value)
+    )
+    patches.replace(Counter, "of", doubled)
+    assert Counter().count(1) == 4
+    assert Counter.of(1) == Counter().of(1) == 6
+    patches.undo()
+    assert {name: vars(Counter)[name] for name in ("count", "of")} == {
+        name: held[name] for name in ("count", "of")
+    }
+
+
 def test_under_somebody_elses_wrapper_ours_only_passes_on(module: Any) -> None:
     patches = Patches()
     patches.replace(module, "increment", doubled)

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "transport/shm/mailbox.hpp"
 
 namespace dpt {
 namespace {
@@ -31,6 +32,8 @@ struct alignas(kCacheLine) RankState {
   std::atomic<uint32_t> left;
   std::atomic<int64_t> heartbeat_ms;  // on the clock of monotonic_ms
   alignas(kCacheLine) OpHeader header[2];
+  Line doorbell;
+  Line asleep;  // threads of this rank that sleep on its doorbell
 };
 
 void cpu_relax() {
@@ -80,19 +83,52 @@ struct Segment::Shared {
 
 // Where each part begins after `Shared`; each part is an array over (parity, rank).
 struct Segment::Layout {
-  size_t buffers, small, slots, results, end;
+  size_t buffers, small, slots, results, mailboxes, end;
 
   Layout(int size, size_t max_chunk_bytes)
       : buffers(round_up(sizeof(Shared), kPage)),
         small(buffers + round_up(2 * size * buffers_of_rank(size), kPage)),
         slots(small + 2 * size * kSmallBytes),
         results(slots + 2 * size * max_chunk_bytes),
-        end(results + 2 * max_chunk_bytes) {}
+        mailboxes(round_up(results + 2 * max_chunk_bytes, kPage)),
+        end(mailboxes + Mailbox::area_bytes(size)) {}
 
   static size_t buffers_of_rank(int size) {
     return round_up(2 * size * sizeof(BufferInfo), kCacheLine);
   }
 };
+
+namespace {
+
+// Spins or yields as `style` says; true when `word` moved on from `now`.
+bool passed_before_sleep(const std::atomic<uint32_t>& word,
+                         uint32_t now,
+                         WaitStyle style,
+                         AdaptiveSpin& spin) {
+  constexpr int kBackgroundPauses = 200;
+  constexpr int kHandOvers = 3;
+  auto passed = [&] { return word.load(std::memory_order_acquire) != now; };
+  if (style == WaitStyle::kSharedCore) {
+    for (int i = 0; i < kHandOvers; ++i) {
+      if (passed()) return true;
+      sched_yield();
+    }
+    return passed();
+  }
+  const bool adaptive = style == WaitStyle::kOwnCore;
+  const int limit = adaptive ? spin.limit() : kBackgroundPauses;
+  for (int i = 0; i < limit; ++i) {
+    if (passed()) {
+      if (adaptive) spin.ended_after(i);
+      return true;
+    }
+    cpu_relax();
+  }
+  if (adaptive) spin.slept();
+  return passed();
+}
+
+}  // namespace
 
 int AdaptiveSpin::limit() {
   // Once in a while the full length, or a limit that fell too low would never be found wrong.
@@ -181,6 +217,30 @@ char* Segment::slot(int rank, int parity) const {
 
 char* Segment::result(int parity) const { return at(layout_->results + parity * max_chunk_bytes_); }
 
+char* Segment::mailboxes() const { return at(layout_->mailboxes); }
+
+void Segment::ring(int rank) {
+  RankState& peer = shared_->ranks[rank];
+  peer.doorbell.value.fetch_add(1, std::memory_order_seq_cst);
+  // Pairs with the sleeper's increment before its futex_wait re-reads the doorbell.
+  if (peer.asleep.value.load(std::memory_order_seq_cst) != 0) futex_wake_all(&peer.doorbell.value);
+}
+
+uint32_t Segment::rings() const {
+  return shared_->ranks[rank_].doorbell.value.load(std::memory_order_acquire);
+}
+
+void Segment::await_ring(uint32_t seen,
+                         std::chrono::milliseconds slice,
+                         WaitStyle style,
+                         AdaptiveSpin& spin) {
+  RankState& me = shared_->ranks[rank_];
+  if (passed_before_sleep(me.doorbell.value, seen, style, spin)) return;
+  me.asleep.value.fetch_add(1, std::memory_order_seq_cst);
+  futex_wait(&me.doorbell.value, seen, slice);
+  me.asleep.value.fetch_sub(1, std::memory_order_seq_cst);
+}
+
 void Segment::set_pools(const MemoryPool* own, std::vector<char*> mapped) {
   own_pool_ = own;
   pools_ = std::move(mapped);
@@ -188,30 +248,6 @@ void Segment::set_pools(const MemoryPool* own, std::vector<char*> mapped) {
 
 std::optional<uint64_t> Segment::offset_of(const void* address, size_t bytes) const {
   return own_pool_ == nullptr ? std::nullopt : own_pool_->offset_of(address, bytes);
-}
-
-bool Segment::passed_before_sleep(uint32_t now, WaitStyle style) {
-  constexpr int kBackgroundPauses = 200;
-  constexpr int kHandOvers = 3;
-  auto passed = [&] { return shared_->epoch.value.load(std::memory_order_acquire) != now; };
-  if (style == WaitStyle::kSharedCore) {
-    for (int i = 0; i < kHandOvers; ++i) {
-      if (passed()) return true;
-      sched_yield();
-    }
-    return passed();
-  }
-  const bool adaptive = style == WaitStyle::kOwnCore;
-  const int limit = adaptive ? spin_.limit() : kBackgroundPauses;
-  for (int i = 0; i < limit; ++i) {
-    if (passed()) {
-      if (adaptive) spin_.ended_after(i);
-      return true;
-    }
-    cpu_relax();
-  }
-  if (adaptive) spin_.slept();
-  return passed();
 }
 
 void Segment::barrier(const WaitContext& wait, WaitStyle style) {
@@ -230,7 +266,7 @@ void Segment::barrier(const WaitContext& wait, WaitStyle style) {
   }
 
   auto passed = [&] { return epoch.load(std::memory_order_acquire) != now; };
-  if (passed_before_sleep(now, style)) return;
+  if (passed_before_sleep(epoch, now, style, spin_)) return;
   while (!passed()) {
     throw_if_aborted();
     shared_->sleepers.value.fetch_add(1, std::memory_order_seq_cst);
@@ -299,6 +335,7 @@ void Segment::abort(dpt_status status, const std::string& reason) {
     shared_->abort_state.store(kAborted, std::memory_order_release);
   }
   futex_wake_all(&shared_->epoch.value);
+  for (int rank = 0; rank < size_; ++rank) ring(rank);
 }
 
 bool Segment::aborted() const {
@@ -328,6 +365,7 @@ bool Segment::has_left(int rank) const {
 void Segment::leave() {
   shared_->ranks[rank_].left.store(1, std::memory_order_release);
   futex_wake_all(&shared_->epoch.value);
+  for (int rank = 0; rank < size_; ++rank) ring(rank);
 }
 
 void Segment::beat() {

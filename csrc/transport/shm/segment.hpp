@@ -119,6 +119,17 @@ class Segment {
   // The place in this rank's pool that every peer can reach, or nothing.
   std::optional<uint64_t> offset_of(const void* address, size_t bytes) const;
 
+  // Point to point: the area that transport/shm/mailbox.hpp divides, zero at first.
+  char* mailboxes() const;
+  // Each rank has a doorbell. `rings` reads this rank's own before it looks for work;
+  // `await_ring` then sleeps until it was rung since, or `slice` has passed.
+  void ring(int rank);
+  uint32_t rings() const;
+  void await_ring(uint32_t seen,
+                  std::chrono::milliseconds slice,
+                  WaitStyle style,
+                  AdaptiveSpin& spin);
+
   // Publishes the first reason and wakes every waiter; later calls change nothing.
   void abort(dpt_status status, const std::string& reason);
   bool aborted() const;
@@ -136,8 +147,6 @@ class Segment {
  private:
   struct Shared;
   struct Layout;
-  // Spins or yields as `style` says; true when the barrier's epoch moved on from `now`.
-  bool passed_before_sleep(uint32_t now, WaitStyle style);
   [[noreturn]] void fail(dpt_status status, const std::string& reason);
   std::string missing_ranks() const;
   void check_left(const WaitContext& wait);

@@ -1,0 +1,191 @@
+#include "comm/invitations.hpp"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <sstream>
+#include <thread>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/thread.hpp"
+#include "bootstrap/exchange.hpp"
+
+namespace dpt {
+namespace {
+
+// Of a process that can't listen. Nobody can invite it: its peers' messages wait for its own first
+// operation.
+const std::string kNoAddress = "-";
+
+constexpr socklen_t kNameOffset = offsetof(sockaddr_un, sun_path) + 1;
+constexpr size_t kMostBytes = 128 << 10;  // of a datagram
+// How long a question waits for its answer before it is asked again.
+constexpr std::chrono::milliseconds kAnswerTime{100};
+// The lender answers at once, or has left.
+constexpr std::chrono::milliseconds kLenderTime{1000};
+
+// A datagram socket on a free abstract address that the kernel picks; -1 when there is none.
+int open_socket() {
+  const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(sa_family_t)) == 0) return fd;
+  ::close(fd);
+  return -1;
+}
+
+std::string name_of_socket(int fd) {
+  sockaddr_un address{};
+  socklen_t length = sizeof address;
+  const int failed = getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  if (failed != 0 || length <= kNameOffset) return kNoAddress;
+  return {address.sun_path + 1, length - kNameOffset};
+}
+
+void send_to(int fd, const std::string& name, const std::string& text) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (fd < 0 || name == kNoAddress || name.size() + 1 > sizeof address.sun_path) return;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  sendto(fd,
+         text.data(),
+         text.size(),
+         MSG_DONTWAIT | MSG_NOSIGNAL,
+         reinterpret_cast<sockaddr*>(&address),
+         static_cast<socklen_t>(kNameOffset + name.size()));
+}
+
+std::string address_in(const std::string& words) { return words.substr(0, words.find(' ')); }
+std::string number_in(const std::string& words) { return words.substr(words.find(' ') + 1); }
+
+}  // namespace
+
+Invitations& Invitations::instance() {
+  // Never destroyed: its thread runs until the process ends.
+  static auto* const made = new Invitations;
+  return *made;
+}
+
+Invitations::Invitations() : socket_(open_socket()), address_(kNoAddress) {
+  if (socket_ < 0) return;
+  address_ = name_of_socket(socket_);
+  start_thread([this] { run(); }).detach();
+  static int inherited = socket_;
+  pthread_atfork(nullptr, nullptr, [] { ::close(inherited); });
+}
+
+std::string Invitations::open(Invited invited, Store& store) {
+  const std::string number = random_id();
+  std::lock_guard lock(mutex_);
+  open_[number] = {std::move(invited), &store};
+  return address_ + " " + number;
+}
+
+void Invitations::reopen(const std::string& words, Invited invited) {
+  std::lock_guard lock(mutex_);
+  open_[number_in(words)] = {std::move(invited), nullptr};
+}
+
+void Invitations::close(const std::string& words) {
+  std::lock_guard lock(mutex_);
+  open_.erase(number_in(words));
+}
+
+void Invitations::send(const std::string& to, const std::string& from) const {
+  send_to(socket_, address_in(to), number_in(to) + " invite " + from);
+}
+
+// "<number> invite <words>", or "<number> get|set <question> <key> <value>".
+std::string Invitations::answer(const std::string& datagram) {
+  std::istringstream in(datagram);
+  std::string number, verb, first, second;
+  in >> number >> verb >> first >> second;
+  if (!in) return "";
+  std::lock_guard lock(mutex_);
+  const auto found = open_.find(number);
+  if (found == open_.end()) return "";
+  if (verb == "invite") {
+    found->second.invited(first + " " + second);
+    return "";
+  }
+  if (found->second.store == nullptr) return "";
+  try {
+    Store& store = *found->second.store;
+    if (verb == "set") {
+      // The value follows the key and a space.
+      store.set(second, in.eof() ? "" : datagram.substr(static_cast<size_t>(in.tellg()) + 1));
+      return first + " +";
+    }
+    const auto value = store.get(second, std::chrono::milliseconds(1));
+    return first + (value ? " +" + *value : " -");
+  } catch (const Error&) {
+    return "";  // asked again, or given up, by who asked
+  }
+}
+
+void Invitations::run() {
+  std::vector<char> buffer(kMostBytes);
+  for (;;) {
+    sockaddr_un from{};
+    socklen_t length = sizeof from;
+    const ssize_t bytes = recvfrom(
+        socket_, buffer.data(), buffer.size(), 0, reinterpret_cast<sockaddr*>(&from), &length);
+    if (bytes < 0 && errno != EINTR) return;
+    if (bytes <= 0) continue;
+    const std::string reply = answer({buffer.data(), static_cast<size_t>(bytes)});
+    if (reply.empty() || length <= kNameOffset) continue;
+    send_to(socket_, {from.sun_path + 1, length - kNameOffset}, reply);
+  }
+}
+
+LentStore::~LentStore() {
+  if (socket_ >= 0) ::close(socket_);
+}
+
+std::optional<std::string> LentStore::ask(const std::string& question,
+                                          std::chrono::milliseconds timeout) {
+  if (socket_ < 0) socket_ = open_socket();
+  std::vector<char> buffer(kMostBytes);
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  do {
+    const std::string mark = std::to_string(++questions_) + " ";
+    const size_t verb_end = question.find(' ') + 1;
+    send_to(
+        socket_,
+        address_in(words_),
+        number_in(words_) + " " + question.substr(0, verb_end) + mark + question.substr(verb_end));
+    for (pollfd entry{socket_, POLLIN, 0};
+         poll(&entry, 1, static_cast<int>(kAnswerTime.count())) > 0;) {
+      const ssize_t bytes = recv(socket_, buffer.data(), buffer.size(), 0);
+      const std::string reply(buffer.data(), bytes > 0 ? static_cast<size_t>(bytes) : 0);
+      if (reply.starts_with(mark)) return reply.substr(mark.size());
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return std::nullopt;
+}
+
+void LentStore::set(const std::string& key, const std::string& value) {
+  if (!ask("set " + key + " " + value, kLenderTime)) own_.set(key, value);
+}
+
+std::optional<std::string> LentStore::get(const std::string& key,
+                                          std::chrono::milliseconds timeout) {
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  for (auto pause = std::chrono::milliseconds(1);; pause = std::min(2 * pause, kAnswerTime / 10)) {
+    const auto reply = ask("get " + key, std::chrono::milliseconds(0));
+    if (!reply) return own_.get(key, timeout);
+    if (reply->starts_with("+")) return reply->substr(1);
+    if (std::chrono::steady_clock::now() >= end) return std::nullopt;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+}  // namespace dpt
