@@ -78,6 +78,13 @@ def test_sizes_per_rank():
     ]
 
 
+def test_registered_tensors_against_ordinary_ones():
+    job = Job(ops=("all_reduce", "all_gather"), **TINY, registered=True)
+    for record in launch.run(job):
+        check(record, job)
+        assert record["registered"]
+
+
 def test_registered_needs_a_backend_that_allocates():
     job = Job(ops=("all_reduce",), **TINY, ours="gloo", registered=True)
     with pytest.raises(BenchError, match="--registered.*run without"):

@@ -15,6 +15,7 @@ def test_both_arms_train_the_same(world_size):
     assert set(record) == set(DDP_FIELDS)
     assert record["wrong"] == 0
     assert record["algorithm"] != "delegate"
+    assert record["registered"]  # as after `import deepytorch`
     assert record["steps"] == 5
     assert record["num_blocks"] == 5
     # Weights and biases, four bytes each.

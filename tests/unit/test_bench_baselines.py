@@ -11,13 +11,31 @@ from deepytorch_core.bench.baselines import deepspeed_shm, mpi
 from deepytorch_core.bench.job import BenchError
 
 
+def pretend(monkeypatch, module, name, answers):
+    """`module.name` gives these answers, by its first argument; torch asks it others."""
+    original = getattr(module, name)
+
+    def answer(asked, *arguments):
+        if asked not in answers:
+            return original(asked, *arguments)
+        if isinstance(answers[asked], Exception):
+            raise answers[asked]
+        return answers[asked]
+
+    monkeypatch.setattr(module, name, answer)
+
+
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
+    packages = ("deepspeed", "impi-rt", "mpi4py")
+    missing = {name: metadata.PackageNotFoundError(name) for name in packages}
+    pretend(monkeypatch, metadata, "version", missing)
+    pretend(monkeypatch, importlib.util, "find_spec", {"deepspeed": None})
 
-    monkeypatch.setattr(metadata, "version", missing)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+@pytest.fixture
+def mpi_packages(monkeypatch):
+    pretend(monkeypatch, metadata, "version", {"impi-rt": "1.0", "mpi4py": "1.0"})
 
 
 @pytest.mark.parametrize(
@@ -41,10 +59,9 @@ def test_every_baseline_has_limits():
     assert set(baselines.LIMITS) == set(baselines.BASELINES)
 
 
-def test_the_record_names_the_mpi_settings_of_the_user_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
+def test_the_record_names_the_mpi_settings_of_the_user_too(mpi_packages, monkeypatch, tmp_path):
     file = SimpleNamespace(name="mpiexec.hydra", locate=lambda: tmp_path / "mpiexec.hydra")
-    monkeypatch.setattr(metadata, "files", lambda name: [file])
+    pretend(monkeypatch, metadata, "files", {"impi-rt": [file]})
     monkeypatch.setenv("I_MPI_THREAD_YIELD", "3")
     setup = mpi.prepare()
     assert setup.settings["I_MPI_THREAD_YIELD"] == "3"
@@ -54,9 +71,8 @@ def test_the_record_names_the_mpi_settings_of_the_user_too(monkeypatch, tmp_path
     assert setup.mpiexec == (tmp_path / "mpiexec.hydra").resolve()
 
 
-def test_a_package_without_mpiexec_is_an_error(monkeypatch):
-    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
-    monkeypatch.setattr(metadata, "files", lambda name: [])
+def test_a_package_without_mpiexec_is_an_error(mpi_packages, monkeypatch):
+    pretend(monkeypatch, metadata, "files", {"impi-rt": []})
     with pytest.raises(BenchError, match=r"no mpiexec\.hydra"):
         mpi.prepare()
 
@@ -68,9 +84,9 @@ def deepspeed_package(monkeypatch, tmp_path):
     comm.mkdir(parents=True)
     for name in ("shm_interface.cpp", "shm.cpp"):
         (comm / name).write_text("")
-    origin = str(tmp_path / "deepspeed" / "__init__.py")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=origin))
-    monkeypatch.setattr(metadata, "version", lambda name: "0.1")
+    spec = SimpleNamespace(origin=str(tmp_path / "deepspeed" / "__init__.py"))
+    pretend(monkeypatch, importlib.util, "find_spec", {"deepspeed": spec})
+    pretend(monkeypatch, metadata, "version", {"deepspeed": "0.1"})
     return comm
 
 
@@ -110,3 +126,45 @@ def test_what_deepspeed_leaves_in_shared_memory_is_removed(
         assert setup.environment["LOCAL_SIZE"] == "2"
         assert setup.library == "op.so"
     assert not left.exists()
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(deepspeed_shm.config, "cache_dir", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_deepspeeds_op_needs_a_compiler(deepspeed_package, own_cache, monkeypatch):
+    monkeypatch.setattr(deepspeed_shm.config, "compiler", lambda: None)
+    with pytest.raises(BenchError, match=r"no C\+\+ compiler: install"), deepspeed_shm.prepare(2):
+        pass
+
+
+def test_a_failed_compilation_shows_why_and_leaves_nothing(
+    deepspeed_package, own_cache, monkeypatch
+):
+    monkeypatch.setattr(
+        deepspeed_shm.config, "compiler", lambda: ["sh", "-c", "echo no such type >&2; exit 1"]
+    )
+    prepared = deepspeed_shm.prepare(2)
+    with pytest.raises(BenchError, match="does not compile with sh") as why, prepared:
+        pass
+    assert "no such type" in str(why.value)
+    assert not [path for path in own_cache.rglob("*") if path.is_file()]
+
+
+def test_deepspeeds_op_is_compiled_once(deepspeed_package, own_cache, monkeypatch):
+    # Writes to the file after -o, its last argument.
+    compiler = ["sh", "-c", 'for last; do :; done; echo code > "$last"']
+    monkeypatch.setattr(deepspeed_shm.config, "compiler", lambda: compiler)
+    with deepspeed_shm.prepare(2) as first:
+        pass
+    monkeypatch.setattr(deepspeed_shm.config, "compiler", lambda: None)
+    with deepspeed_shm.prepare(2) as second:
+        assert second.library == first.library
+
+
+def test_a_cache_that_cannot_be_used_is_named(deepspeed_package, own_cache):
+    own_cache.write_text("a file")
+    with pytest.raises(BenchError, match="cache.*DEEPYTORCH_CACHE_DIR"), deepspeed_shm.prepare(2):
+        pass

@@ -1,7 +1,7 @@
 """DeepSpeed's all_reduce in shared memory for CPU inference, `inference_all_reduce_`.
 
 Its op is compiled from the sources in the installed package the way DeepSpeed's own builder
-(`ShareMemCommBuilder`) does, into the same cache, and called without the rest of DeepSpeed.
+(`ShareMemCommBuilder`) does, and called without the rest of DeepSpeed.
 
 Each rank creates a block of 66 MiB in /dev/shm, named after MASTER_ADDR and MASTER_PORT, and leaves
 it there; `prepare` removes them.
@@ -12,14 +12,17 @@ import importlib.machinery
 import importlib.util
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
-import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepytorch_core import config
 from deepytorch_core.bench.baselines import Bind, Call, Setup
 from deepytorch_core.bench.job import BenchError
 
@@ -31,6 +34,7 @@ _PACKAGE = "deepspeed"
 _MODULE = "deepspeed_shm_comm"
 _SOURCES = ("shm_interface.cpp", "shm.cpp")
 _FLAGS = ("-O2", "-fopenmp", "-UC10_USE_GLOG")
+_SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 _SHARED_MEMORY = Path("/dev/shm")
 _RANK_BYTES = 66 << 20
 _ADDRESS = "127.0.0.1"
@@ -40,7 +44,7 @@ _LEVELS = {"float32": (1, "AVX2"), "bfloat16": (2, "AVX-512"), "float16": (2, "A
 
 @contextlib.contextmanager
 def prepare(world_size: int) -> Iterator[Setup]:
-    """Compiles the op unless that was done before (about half a minute, once)."""
+    """Compiles the op and chooses the names of its shared memory, which is removed at the end."""
     folder = _package()
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < world_size * _RANK_BYTES:
@@ -89,20 +93,6 @@ def connect(job: "Job", rank: int) -> Bind:
     return bind
 
 
-def compile_op() -> str:
-    """Compiles the op with torch's own tool if need be; returns the path of the library."""
-    from torch.utils import cpp_extension
-
-    root = _package() / "ops" / "csrc" / "cpu"
-    module: Any = cpp_extension.load(
-        name=_MODULE,
-        sources=[str(root / "comm" / name) for name in _SOURCES],
-        extra_include_paths=[str(root / "includes")],
-        extra_cflags=list(_FLAGS),
-    )
-    return str(module.__file__)
-
-
 def _package() -> Path:
     """The installed package's folder, without importing it: that takes seconds."""
     spec = importlib.util.find_spec(_PACKAGE)
@@ -121,16 +111,57 @@ def _package() -> Path:
 
 
 def _build(folder: Path) -> str:
-    """Runs `compile_op` in a process of its own: loading the op registers it in torch for good."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
+    """Compiles the op unless the cache has it (a minute or two, once); returns its path."""
+    import torch
+
+    cache = config.cache_dir() / f"baselines-{os.geteuid()}"
+    version = metadata.version(_PACKAGE)
+    target = cache / f"{_MODULE}-{version}-torch{torch.__version__}{_SUFFIX}"
+    if target.is_file():
+        return str(target)
+    compiler = config.compiler()
+    if compiler is None:
         raise BenchError(
-            f"DeepSpeed's shared-memory op in {folder} does not compile; it needs a C++ compiler "
-            f"and the package ninja:\n{(done.stdout + done.stderr).rstrip()}"
+            "--baseline deepspeed-shm compiles DeepSpeed's op, and there is no C++ compiler: "
+            "install g++ or clang++, or name one in CXX"
         )
-    return done.stdout.splitlines()[-1]
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Complete before it gets its name, so nobody loads a part of it.
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            made = Path(scratch) / target.name
+            command = [*compiler, *_arguments(folder), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise BenchError(
+                    f"DeepSpeed {version}'s shared-memory op does not compile with "
+                    f"{shlex.join(compiler)}:\n{done.stderr.rstrip()}"
+                )
+            made.replace(target)
+    except OSError as error:
+        raise BenchError(
+            f"{cache} can't be used ({error.strerror}): set DEEPYTORCH_CACHE_DIR to a folder of "
+            "your own"
+        ) from None
+    return str(target)
+
+
+def _arguments(folder: Path) -> list[str]:
+    """DeepSpeed's flags and those that torch adds to an extension."""
+    from torch.utils import cpp_extension
+
+    root = folder / "ops" / "csrc" / "cpu"
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    return [
+        *_FLAGS,
+        *("-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_MODULE}"),
+        "-DTORCH_API_INCLUDE_EXTENSION_H",
+        f"-I{root / 'includes'}",
+        *(flag for path in includes for flag in ("-isystem", path)),
+        *(str(root / "comm" / name) for name in _SOURCES),
+        *(f"-L{path}" for path in cpp_extension.library_paths()),
+        *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
+    ]
 
 
 def _import(path: str) -> Any:
@@ -140,7 +171,3 @@ def _import(path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
-
-
-if __name__ == "__main__":
-    sys.stdout.write(compile_op() + "\n")
