@@ -222,6 +222,7 @@ def first_of_two(rank: int, world_size: int) -> list[tuple[str, str]]:
     """The group's first operation concerns two ranks of four; the others do nothing yet."""
     from deepytorch_core import _core
 
+    _core.reset_statistics()
     tensor = torch.zeros(10)
     if rank == 1:
         dist.send(torch.ones(10), 3)

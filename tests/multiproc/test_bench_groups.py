@@ -31,7 +31,7 @@ def test_one_record_with_both_arms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "world_size"), [(0, 2), (1, 1)])
 def test_numbers_that_make_no_sense_are_refused(count: int, world_size: int) -> None:
-    with pytest.raises(BenchError, match="two or more"):
+    with pytest.raises(BenchError, match="at least one group of two ranks"):
         groups.run(count, world_size)
 
 
