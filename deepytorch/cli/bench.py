@@ -79,6 +79,14 @@ def collectives(
             "--registered", help="Our tensors lie in registered memory, the baseline's do not."
         ),
     ] = False,
+    direct: Annotated[
+        bool,
+        typer.Option(
+            "--direct",
+            help="Call the groups' backends past torch.distributed's Python functions and "
+            "dispatcher, as the op of deepspeed-shm is called.",
+        ),
+    ] = False,
     iterations: Annotated[
         int, typer.Option(help="Timed calls per block; 0 adapts to the operation.")
     ] = 0,
@@ -92,7 +100,7 @@ def collectives(
     """Check and time collectives; prints nccl-tests' columns, the baseline's time and the speed-up.
 
     Each size is first compared with an exact result, then both are timed in turns through
-    torch.distributed. Exits with status 1 when an element was wrong.
+    torch.distributed, unless --direct. Exits with status 1 when an element was wrong.
     """
     from deepytorch_core.bench import job as jobs
 
@@ -105,6 +113,7 @@ def collectives(
         device=device,
         baseline=baseline,
         registered=registered,
+        direct=direct,
         iterations=iterations,
     )
 

@@ -5,6 +5,7 @@ Started by `launch.run`; see `worker` for how.
 
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,10 @@ class Bench:
         self.job = job
         self.groups = worker.Groups(job, rank, store)
         self.ranks = self.groups.ranks
-        self.bind_ours = _through_torch(self.groups.ours)
+        bind = _to_the_backend(self.groups.device) if job.direct else _through_torch
+        self.bind_ours = bind(self.groups.ours)
         self.bind_baseline = (
-            _through_torch(self.groups.baseline)
+            bind(self.groups.baseline)
             if job.baseline in baselines.TORCH_BACKENDS
             else baselines.connect(job, rank)
         )
@@ -75,6 +77,7 @@ class Bench:
             "world_size": world_size,
             "device": job.device,
             "registered": job.registered,
+            "direct": job.direct,
             "algorithm": self._algorithm(op, before),
             "time_us": round(comparison.time_us, 3),
             "baseline": job.baseline,
@@ -177,6 +180,20 @@ def measure(job: Job, rank: int, store: Store, emit: worker.Emit) -> None:
                 record = bench.row(op, num_bytes, dtype)
                 if rank == 0:
                     emit({"record": record})
+
+
+def _to_the_backend(device: torch.device) -> Callable[[dist.ProcessGroup], baselines.Bind]:
+    """Binds to the C++ entry point itself, as a rival's op is called."""
+
+    def bind_group(group: dist.ProcessGroup) -> baselines.Bind:
+        backend = group._get_backend(device)
+
+        def bind(op: Operation, buffers: Buffers) -> timing.Call:
+            return lambda: op.submit(buffers.input, buffers.output, backend).wait()
+
+        return bind
+
+    return bind_group
 
 
 def _through_torch(group: dist.ProcessGroup) -> baselines.Bind:

@@ -85,6 +85,7 @@ class Job(Run):
     """`bench collectives`. `iterations` 0 adapts to the time.
 
     `sizes` are bytes as nccl-tests counts them, or, with `per_rank`, those of one rank's part.
+    `direct` calls a group's backend past torch.distributed's Python functions and dispatcher.
     """
 
     WORKER = "deepytorch_core.bench.collectives"
@@ -94,6 +95,7 @@ class Job(Run):
     dtypes: tuple[str, ...]
     per_rank: bool = False
     registered: bool = False
+    direct: bool = False
     iterations: int = 0
     budget_s: float = 1.0
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 # torch 2.13 renamed them, and warns at each call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -12,15 +14,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 Invoke = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
+Submit = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 
 
 @dataclass(frozen=True)
 class Operation:
     """One collective. `call` gets (input, output, group) and returns when the work is enqueued
-    (GPU) or done (CPU). The sizes of input and output are in shares, None is one per rank."""
+    (GPU) or done (CPU); `submit` gets (input, output, backend) and returns the c10d Work. The sizes
+    of input and output are in shares, None is one per rank."""
 
     name: str
     call: Invoke
+    submit: Submit
     reduces: bool = False
     in_place: bool = False  # input and output are the same tensor
     split: bool = True  # nccl-tests' size covers every rank's share
@@ -36,12 +41,26 @@ class Buffers:
     output: torch.Tensor
 
 
+def _waited_for(options: Any) -> Any:
+    """c10d's options of a call that the caller waits for."""
+    options.asyncOp = False
+    return options
+
+
+_ALL_REDUCE = _waited_for(c10d.AllreduceOptions())
+_ALL_GATHER = _waited_for(c10d.AllgatherOptions())
+_REDUCE_SCATTER = _waited_for(c10d.ReduceScatterOptions())
+_BROADCAST = _waited_for(c10d.BroadcastOptions())
+_ALL_TO_ALL = _waited_for(c10d.AllToAllOptions())
+_BARRIER = _waited_for(c10d.BarrierOptions())
+
 OPERATIONS = {
     op.name: op
     for op in (
         Operation(
             "all_reduce",
             lambda source, _, group: dist.all_reduce(source, group=group),
+            lambda source, _, backend: backend.allreduce([source], _ALL_REDUCE),
             reduces=True,
             in_place=True,
             split=False,
@@ -49,27 +68,39 @@ OPERATIONS = {
         Operation(
             "all_gather",
             lambda source, target, group: _all_gather(target, source, group=group),
+            lambda source, target, backend: backend._allgather_base(target, source, _ALL_GATHER),
             output_shares=None,
         ),
         Operation(
             "reduce_scatter",
             lambda source, target, group: _reduce_scatter(target, source, group=group),
+            lambda source, target, backend: backend._reduce_scatter_base(
+                target, source, _REDUCE_SCATTER
+            ),
             reduces=True,
             input_shares=None,
         ),
         Operation(
             "broadcast",
             lambda source, _, group: dist.broadcast(source, group_src=0, group=group),
+            lambda source, _, backend: backend.broadcast([source], _BROADCAST),
             in_place=True,
             split=False,
         ),
         Operation(
             "all_to_all",
             lambda source, target, group: dist.all_to_all_single(target, source, group=group),
+            lambda source, target, backend: backend.alltoall_base(
+                target, source, [], [], _ALL_TO_ALL
+            ),
             input_shares=None,
             output_shares=None,
         ),
-        Operation("barrier", lambda _source, _target, group: dist.barrier(group=group)),
+        Operation(
+            "barrier",
+            lambda _source, _target, group: dist.barrier(group=group),
+            lambda _source, _target, backend: backend.barrier(_BARRIER),
+        ),
     )
 }
 

@@ -23,6 +23,7 @@ COLLECTIVE_FIELDS = (
     "world_size",
     "device",
     "registered",
+    "direct",
     "algorithm",
     "time_us",
     "baseline",

@@ -118,6 +118,7 @@ def _render_collectives(name: str, records: Sequence[Record]) -> str:
 def _label(record: Record) -> str:
     marks = [
         *(["registered"] if record["registered"] else []),
+        *(["direct call"] if record.get("direct") else []),
         *(["size per rank"] if _is_per_rank(record) else []),
     ]
     return f"{record['op']} ({', '.join(marks)})" if marks else str(record["op"])

@@ -85,6 +85,14 @@ def test_registered_tensors_against_ordinary_ones():
         assert record["registered"]
 
 
+def test_direct_calls_of_every_operation():
+    job = Job(ops=tuple(OPERATIONS), **TINY, direct=True)
+    for record in launch.run(job):
+        check(record, job)
+        assert record["direct"]
+        assert record["algorithm"] != "delegate"
+
+
 def test_registered_needs_a_backend_that_allocates():
     job = Job(ops=("all_reduce",), **TINY, ours="gloo", registered=True)
     with pytest.raises(BenchError, match="--registered.*run without"):

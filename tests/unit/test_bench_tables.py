@@ -19,6 +19,7 @@ def row(num_bytes, **changes):
         "world_size": 2,
         "device": "cpu",
         "registered": False,
+        "direct": False,
         "algorithm": "one_shot",
         "time_us": 10.0,
         "baseline": "gloo",
@@ -136,9 +137,10 @@ def test_sizes_outside_the_usual_columns_still_show():
 
 
 def test_barrier_and_registered_rows():
-    records = [row(1024, registered=True), row(0, op="barrier")]
+    records = [row(1024, registered=True), row(1024, direct=True), row(0, op="barrier")]
     text = tables.render({"cpu.jsonl": records})
     assert "all_reduce (registered)" in text
+    assert "all_reduce (direct call)" in text
     assert "| barrier | float32 | 2 | gloo | **12** (11-13) |  |" in text
 
 

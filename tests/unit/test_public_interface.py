@@ -69,6 +69,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--dtype": "float32",
         "--baseline": "gloo",
         "--registered": False,
+        "--direct": False,
         "--iterations": 0,
         "--json": None,
         "--plot": None,
