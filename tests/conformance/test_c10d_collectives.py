@@ -245,7 +245,9 @@ def barrier(group: Group, rank: int, size: int) -> Any:
 def asynchronous(group: Group, rank: int, size: int) -> Any:
     tensors = [values(count) for count in (5, 70001, 0, 300)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
-    works.append(dist.broadcast(tensors[1], group=group, group_src=0, async_op=True))
+    # A tensor of its own: gloo does not order asynchronous operations on the same one.
+    tensors.append(values(70001))
+    works.append(dist.broadcast(tensors[-1], group=group, group_src=0, async_op=True))
     for work in reversed(works):
         work.wait()
         assert work.is_completed()
@@ -503,6 +505,25 @@ def random_program(rank: int, world_size: int, seed: int) -> None:
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (4, 3)])
 def test_random_programs(world_size: int, seed: int) -> None:
     spawn_ranks(random_program, world_size, seed, backend=BACKEND)
+
+
+def one_tensor_many_operations(rank: int, world_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)  # the same numbers on every rank
+    for _ in range(20):
+        inputs = torch.randint(-4, 5, (world_size, 70001), generator=generator).float()
+        tensor = inputs[rank].clone()
+        works = [
+            dist.all_reduce(tensor, async_op=True),
+            dist.broadcast(tensor, 0, async_op=True),
+            dist.all_reduce(tensor, async_op=True),
+        ]
+        for work in reversed(works):
+            work.wait()
+        assert torch.equal(tensor, inputs.sum(0) * world_size)
+
+
+def test_asynchronous_operations_on_one_tensor_keep_their_order() -> None:
+    spawn_ranks(one_tensor_many_operations, 3, backend=BACKEND)
 
 
 def strides_of_its_own(rank: int, world_size: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -385,10 +386,11 @@ def fsdp2(rank: int, world_size: int, registered_buffers: bool) -> list[float]:
     from deepytorch_core import _core
 
     model: Any = make_model()
+    mesh = init_device_mesh("cpu", (world_size,))
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)
-    fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     if registered_buffers:
         for module in model.modules():
             if hasattr(module, "set_allocate_memory_from_process_group_for_comm"):

@@ -147,6 +147,7 @@ class Segment {
  private:
   struct Shared;
   struct Layout;
+  void meet_all(const WaitContext& wait, WaitStyle style);
   [[noreturn]] void fail(dpt_status status, const std::string& reason);
   std::string missing_ranks() const;
   void check_left(const WaitContext& wait);
