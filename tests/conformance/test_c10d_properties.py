@@ -303,7 +303,8 @@ def compare(results: Results, exact: bool, label: str) -> None:
 
 
 def gloo_has(step: Step) -> bool:
-    if step.dtype not in GLOO_TYPES:
+    # torch 2.11's gloo has no all_to_all of lists.
+    if step.dtype not in GLOO_TYPES or step.op == "all_to_all":
         return False
     if step.lengths is not None and step.op != "all_to_all_single":
         return False

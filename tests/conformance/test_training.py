@@ -82,13 +82,15 @@ def fsdp1(rank: int) -> nn.Module:
 
 
 def fsdp2(rank: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer)
-    return fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def fsdp2_hybrid(rank: int) -> nn.Module:
