@@ -20,6 +20,10 @@ const char* chunked_algorithm(Collective collective) {
   return reduces ? "pipelined" : "exchange";
 }
 
+// Up to here every rank reduces everything itself: one barrier instead of three, and barriers are
+// what costs where ranks share cores.
+size_t one_shot_bytes(bool oversubscribed) { return oversubscribed ? 64 * kKiB : kLatencyBytes; }
+
 // Slots must stay in the L2 cache while all ranks touch them, but a step costs a barrier: dear
 // where ranks share cores and each of them has to be scheduled.
 size_t usual_chunk(size_t bytes, bool oversubscribed) {
@@ -37,10 +41,9 @@ Plan choose(const ChooseRequest& request) {
   if (!request.not_native.empty()) return {"delegate", 0, request.not_native};
   if (request.size == 1) return {"local", 0, "a group of one rank"};
   if (request.collective == DPT_BARRIER) return {"barrier", 0, "one barrier"};
-  // Below this every rank reduces everything itself: one barrier instead of three.
   const bool sums_everywhere =
       request.collective == DPT_ALL_REDUCE || request.collective == DPT_REDUCE;
-  if (sums_everywhere && request.bytes <= kLatencyBytes) {
+  if (sums_everywhere && request.bytes <= one_shot_bytes(request.oversubscribed)) {
     return {"one_shot", 0, "small: one barrier"};
   }
   const char* algorithm = chunked_algorithm(request.collective);

@@ -79,6 +79,10 @@ TEST(Choose, FollowsTheTunerButNotForSmallMessages) {
   EXPECT_EQ(choose(request).reason, "for the test");
   request.bytes = kLatencyBytes;
   EXPECT_STREQ(choose(request).algorithm, "one_shot");
+  request.bytes = 64 << 10;
+  EXPECT_STREQ(choose(request).algorithm, "pipelined");
+  request.oversubscribed = true;
+  EXPECT_STREQ(choose(request).algorithm, "one_shot");
   request.bytes = 1 << 20;
   request.not_native = "tensors on cuda";
   EXPECT_STREQ(choose(request).algorithm, "delegate");

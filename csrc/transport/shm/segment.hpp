@@ -78,7 +78,7 @@ class Segment {
  public:
   static constexpr size_t kMaxChunkBytes = 1 << 20;
   static constexpr size_t kMinChunkBytes = 16 << 10;
-  static constexpr size_t kSmallBytes = 16 << 10;
+  static constexpr size_t kSmallBytes = 64 << 10;
   // One rank's part of a group's staging memory, when every page of it has been touched.
   static constexpr size_t staging_bytes(int size, size_t max_chunk_bytes) {
     return 2 * (kSmallBytes + max_chunk_bytes + max_chunk_bytes / size);
