@@ -143,7 +143,8 @@ GroupTuning::Proposal GroupTuning::propose(Collective collective,
     }
   }
   if (tune_ == DPT_TUNE_PROFILE) return proposal;
-  proposal.measure = true;
+  // A late group whose slots are small would measure a part of the candidates, for everybody.
+  proposal.measure = max_chunk_bytes == Segment::kMaxChunkBytes;
   if (const auto near = decisions.nearest(group_, collective, bucket)) {
     const std::string size = describe_bytes(range_of(near->first).nominal);
     offer(near->second, "at " + size, "measured at " + size + " in this run, the budget is spent");
