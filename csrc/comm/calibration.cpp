@@ -56,6 +56,7 @@ Entry from_shared(const SharedEntry& shared) {
 // The last range that is tried out serves everything above it too.
 SizeRange served_by(Collective collective, int bucket, TuningClass group) {
   SizeRange range = range_of(bucket);
+  range.first = std::max(range.first, latency_bytes(collective, group.oversubscribed) + 1);
   const size_t largest = range_of(kNumBuckets - 1).last;
   if (bucket_of(collective, largest, group) == bucket) range.last = largest;
   return range;

@@ -20,10 +20,6 @@ const char* chunked_algorithm(Collective collective) {
   return reduces ? "pipelined" : "exchange";
 }
 
-// Up to here every rank reduces everything itself: one barrier instead of three, and barriers are
-// what costs where ranks share cores.
-size_t one_shot_bytes(bool oversubscribed) { return oversubscribed ? 64 * kKiB : kLatencyBytes; }
-
 // Slots must stay in the L2 cache while all ranks touch them, but a step costs a barrier: dear
 // where ranks share cores and each of them has to be scheduled.
 size_t usual_chunk(size_t bytes, bool oversubscribed) {
@@ -43,7 +39,8 @@ Plan choose(const ChooseRequest& request) {
   if (request.collective == DPT_BARRIER) return {"barrier", 0, "one barrier"};
   const bool sums_everywhere =
       request.collective == DPT_ALL_REDUCE || request.collective == DPT_REDUCE;
-  if (sums_everywhere && request.bytes <= one_shot_bytes(request.oversubscribed)) {
+  if (sums_everywhere &&
+      request.bytes <= latency_bytes(request.collective, request.oversubscribed)) {
     return {"one_shot", 0, "small: one barrier"};
   }
   const char* algorithm = chunked_algorithm(request.collective);

@@ -30,10 +30,16 @@ SizeRange range_of(int bucket) {
           last ? std::numeric_limits<size_t>::max() : nominal_of(bucket) * 2 - 1};
 }
 
+size_t latency_bytes(Collective collective, bool oversubscribed) {
+  const bool sums_whole = collective == DPT_ALL_REDUCE || collective == DPT_REDUCE;
+  return sums_whole && oversubscribed ? 64 << 10 : kLatencyBytes;
+}
+
 std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass group) {
   // Ranks of an all_to_all may each see another size, and none knows the others'.
   const bool same_size = collective < kNumCollectives && collective != DPT_ALL_TO_ALL;
-  if (bytes <= kLatencyBytes || !same_size || collective == DPT_BARRIER) return std::nullopt;
+  if (!same_size || collective == DPT_BARRIER) return std::nullopt;
+  if (bytes <= latency_bytes(collective, group.oversubscribed)) return std::nullopt;
   // 64 KiB << 2b is the middle of bucket b, half and twice of it are its ends.
   constexpr int kSecond = std::bit_width(2 * kFirstNominal);
   const int above = static_cast<int>(std::bit_width(bytes)) - kSecond;

@@ -35,6 +35,11 @@ struct SizeRange {
 };
 SizeRange range_of(int bucket);
 
+// Up to here nothing is measured for this collective. Above kLatencyBytes that is where every rank
+// reduces everything itself because ranks share cores: it takes one barrier instead of three, and
+// barriers are what costs there.
+size_t latency_bytes(Collective collective, bool oversubscribed);
+
 // The bucket that serves a collective of this size, or nothing where no measurement is made. Sizes
 // whose buffers would be too large to try out belong to the largest bucket that is tried.
 std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass group);

@@ -40,6 +40,10 @@ TEST(Bucket, HoldsTheSizesOfItsRange) {
 
 TEST(Bucket, NothingIsMeasuredWhereLatencyDecidesOrSizesDiffer) {
   EXPECT_EQ(bucket_of(DPT_ALL_REDUCE, kLatencyBytes, kOwnCores), std::nullopt);
+  const TuningClass shared_cores{4, true};
+  EXPECT_EQ(bucket_of(DPT_ALL_REDUCE, 64 << 10, shared_cores), std::nullopt);  // one shot
+  EXPECT_EQ(bucket_of(DPT_ALL_REDUCE, (64 << 10) + 1, shared_cores), 0);
+  EXPECT_EQ(bucket_of(DPT_BROADCAST, 64 << 10, shared_cores), 0);
   EXPECT_EQ(bucket_of(DPT_BARRIER, 1 << 20, kOwnCores), std::nullopt);
   EXPECT_EQ(bucket_of(DPT_SEND, 1 << 20, kOwnCores), std::nullopt);
   EXPECT_EQ(bucket_of(DPT_ALL_TO_ALL, 1 << 20, kOwnCores), std::nullopt);

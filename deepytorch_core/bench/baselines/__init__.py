@@ -24,7 +24,7 @@ Bind = Callable[["Operation", "Buffers"], Call]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rival offers; None is everything that `bench` knows.."""
+    """What a rival offers; None is everything that `bench` knows."""
 
     devices: tuple[str, ...] = ("cpu",)
     ops: tuple[str, ...] | None = None
