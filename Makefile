@@ -28,12 +28,13 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@# On its own, so that nothing else pulls in a second, larger build of it.
 	@$(PIP) torch
-	@$(PIP) scikit-build-core pybind11 cmake ninja
+	@$(PIP) scikit-build-core pybind11 cmake ninja setuptools wheel
 	@# The project's own dependencies, without building it: that is the next step.
 	@$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	  e = p['optional-dependencies']; print(*p['dependencies'], *e['recipes'], *e['dev'], sep='\n')" \
-	  > $(VENV)/requirements.txt
-	@$(PIP) -r $(VENV)/requirements.txt
+	  e = p['optional-dependencies']; e.pop('all'); \
+	  print(*p['dependencies'], *sum(e.values(), []), sep='\n')" > $(VENV)/requirements.txt
+	@# DeepSpeed's own build asks for the torch that is there, so it can't be isolated.
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r $(VENV)/requirements.txt
 	@touch $@
 
 # An editable install knows the files that were there, so a folder that changed installs again.

@@ -52,15 +52,23 @@ def activate(**options: Any) -> None:
 
     Raises ValueError for an unknown option or a wrong value.
     """
+    base = config.Options.from_env() if _active is None else config.current()
+    put_in_force(config.Options.from_mapping(options, base=base))
+
+
+def put_in_force(chosen: config.Options) -> str | None:
+    """`activate` with all options at once; returns why existing groups were left alone, if so.
+
+    None also when there are no groups yet, when deepytorch serves them already, and when the
+    options say that it shall not.
+    """
     global _active
     with _lock:
-        base = config.Options.from_env() if _active is None else config.current()
-        chosen = config.Options.from_mapping(options, base=base)
         config.set_current(chosen)
         if not chosen.enabled:
             deactivate()
             config.set_current(chosen)
-            return
+            return None
         if _active is None:
             for line in config.unknown_variables():
                 say_once(line, level="warning")
@@ -68,10 +76,13 @@ def activate(**options: Any) -> None:
             for hook in _active.hooks:
                 hook.install()
         c10d = sys.modules.get(_C10D)
-        if is_active() and c10d is not None and c10d.is_initialized():
+        if not is_active():
+            return "this torch is not as expected"
+        if c10d is not None and c10d.is_initialized():
             from deepytorch_core import upgrade
 
-            upgrade.upgrade_existing(c10d)
+            return upgrade.upgrade_existing(c10d)
+        return None
 
 
 def deactivate() -> None:

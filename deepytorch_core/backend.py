@@ -78,7 +78,6 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
 
-    profile = config.profile_path(options)
     made = adapter.load().create_backend(
         spec.store,
         spec.rank,
@@ -88,10 +87,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         global_ranks=spec.global_ranks or list(range(spec.size)),
         delegates=factory,
         native=options.enabled and options.collectives != "stock",
-        tune=_tune(options),
-        profile="" if profile is None else str(profile),
-        staging_bytes=(options.staging_mb or 0) << 20,
-        delegate_competes=options.collectives == "auto",
+        **core_settings(options),
     )
     factory.live_options = getattr(made, "options", None)
     backend: Backend = made
@@ -110,6 +106,17 @@ def tell_devices(group: Any, group_config: dict[str, str]) -> None:
     ours = [device for device, name in group_config.items() if name == NAME]
     if ours and "cpu" not in ours:
         group._get_backend(torch.device(ours[0])).serve_accelerator_only(ours[0])
+
+
+def core_settings(options: config.Options) -> dict[str, Any]:
+    """What the options mean to the native core of a group: keywords of `create_backend`."""
+    profile = config.profile_path(options)
+    return {
+        "tune": _tune(options),
+        "profile": "" if profile is None else str(profile),
+        "staging_bytes": (options.staging_mb or 0) << 20,
+        "delegate_competes": options.collectives == "auto",
+    }
 
 
 def _tune(options: config.Options) -> str:

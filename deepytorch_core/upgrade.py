@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepytorch_core import adapter, c10d_patches, config, rewrite
-from deepytorch_core.backend import NAME, default_timeout, tell_devices
+from deepytorch_core.backend import NAME, core_settings, default_timeout, tell_devices
 from deepytorch_core.console import say_once
 
 
@@ -30,30 +30,28 @@ class _Upgraded:
 _upgraded: weakref.WeakKeyDictionary[Any, _Upgraded] = weakref.WeakKeyDictionary()
 
 
-def upgrade_existing(c10d: Any) -> None:
-    """Upgrade the default group and its sub-groups, on all ranks or none; say why not."""
+def upgrade_existing(c10d: Any) -> str | None:
+    """Upgrade the default group and its sub-groups, on all ranks or none.
+
+    Returns why not, after a line that says so; None when they are ours now, or shall not be.
+    """
     default = c10d.GroupMember.WORLD
     if default is None or c10d_patches.is_ours(c10d, default):
-        return
-    name = str(c10d._world.pg_map[default][0])
+        return None
     if config.current().collectives == "stock":
-        return
+        return None
+    name = str(c10d._world.pg_map[default][0])
     machine = c10d_patches.machine(c10d)
     new_config = _new_config(c10d, default, machine)
     if new_config is None:
-        why = "it is no plain torch process group"
-        if type(default) is c10d.ProcessGroup:
-            pairs = rewrite.parse(c10d._world.pg_backend_config[default])
-            why = rewrite.why_not_beside({**pairs, "deepytorch's": NAME}) or (
-                "only gloo for cpu and nccl for cuda can be replaced"
-            )
-        say_once(f"the group made before the import keeps {name}: {why}", level="warning")
-        return
-    store = c10d._world.pg_map[default][1]
-    reason = c10d_patches.decide(store, rank=default.rank(), size=default.size())
-    if reason is not None:
-        say_once(f"the group made before the import keeps {name}: {reason}", level="warning")
-        return
+        reason: str | None = _why_not(c10d, default)
+    else:
+        store = c10d._world.pg_map[default][1]
+        reason = c10d_patches.decide(store, rank=default.rank(), size=default.size())
+    if new_config is None or reason is not None:
+        reason = f"the group made before keeps {name}: {reason}"
+        say_once(reason, level="warning")
+        return reason
     for group in list(c10d._world.pg_map):
         group_name = str(c10d._world.pg_map[group][0])
         # Sub-groups asked for otherwise than the default group: as for new ones (rewrite).
@@ -63,6 +61,16 @@ def upgrade_existing(c10d: Any) -> None:
         if planned is not None:
             _upgrade(c10d, group, planned)
     c10d_patches.announce(new_config, default.size())
+    return None
+
+
+def _why_not(c10d: Any, group: Any) -> str:
+    if type(group) is not c10d.ProcessGroup:
+        return "it is no plain torch process group"
+    pairs = rewrite.parse(c10d._world.pg_backend_config[group])
+    return rewrite.why_not_beside({**pairs, "deepytorch's": NAME}) or (
+        "only gloo for cpu and nccl for cuda can be replaced"
+    )
 
 
 def downgrade_all(c10d: Any) -> None:
@@ -134,6 +142,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
         global_ranks=c10d.get_process_group_ranks(group),
         delegates=stock.__getitem__,
         native=True,
+        **core_settings(config.current()),
     )
 
 

@@ -38,9 +38,21 @@ OUTSIDE_HEADERS = {
 }
 NCCL_PLUGIN_HEADERS = re.compile(r"^nccl")
 
-FRAMEWORKS = {"deepspeed", "megatron", "accelerate", "transformers", "diffusers", "horovod"}
+FRAMEWORKS = {
+    "deepspeed",
+    "megatron",
+    "accelerate",
+    "transformers",
+    "diffusers",
+    "horovod",
+    "tensorflow",
+}
 # What an adapter may import of them: its own, and what that one is itself built on.
-ADAPTER_FRAMEWORKS = {"transformers": {"transformers", "accelerate"}, "horovod": set[str]()}
+ADAPTER_FRAMEWORKS = {
+    "transformers": {"transformers", "accelerate"},
+    "horovod": set[str](),
+    "horovod_tensorflow": {"tensorflow"},
+}
 # Python layer -> our own layers that it may import besides itself.
 PYTHON_LAYERS: dict[str, set[str]] = {
     "deepytorch_core": set(),

@@ -1,0 +1,214 @@
+"""What every adapter keeps to: versions, options that all ranks share, changes that can be undone.
+
+An adapter checks its framework with `require`, calls `join` once the ranks are connected, keeps
+what it changes in a `Changes` that it marks the changed object with, and offers `undo`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from deepytorch_core import activation, config
+from deepytorch_core.config import Options
+from deepytorch_core.errors import OFF_SWITCH
+from deepytorch_core.patching import Patches
+
+# Ranks call an adapter at the same line of the same script.
+HERE_LIMIT_S = 60.0
+
+_num_joined: dict[str, int] = {}
+
+
+class IntegrationError(RuntimeError):
+    """An adapter can't do what it was asked to; one line, with the way out, on every rank."""
+
+
+def require(distribution: str, versions: str, *, tested: str) -> None:
+    """Check that a framework is installed in a version that its adapter knows.
+
+    Args:
+        distribution: its name for pip.
+        versions: the range, as pip writes it: ">=0.17,<1".
+        tested: the version that the tests run with.
+
+    Raises IntegrationError naming the version found and the versions known.
+    """
+    install = f"pip install '{distribution}=={tested}'"
+    try:
+        found = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        raise IntegrationError(f"{distribution} is not installed: {install}") from None
+    # A local build of a release ("2.13.0+cpu") and a pre-release of the next are judged alike.
+    if not SpecifierSet(versions).contains(found.partition("+")[0], prereleases=True):
+        raise IntegrationError(
+            f"{distribution} {found} is not known to this adapter, which is for {versions} "
+            f"(tested with {tested}): {install}, or {OFF_SWITCH}"
+        )
+
+
+class Changes:
+    """What an adapter has changed on objects that are not ours; `undo` puts all of it back.
+
+    A copy of a changed object has nothing to undo: a copied or unpickled `Changes` is empty.
+    """
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._actions: list[Callable[[], None]] = []
+
+    def __reduce__(self) -> tuple[type[Changes], tuple[()]]:
+        return Changes, ()
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of `owner`, which may have had none of this name in its own right."""
+        own = vars(owner)
+        if name in own:
+            before = own[name]
+            self._actions.append(lambda: setattr(owner, name, before))
+        else:
+            self._actions.append(lambda: delattr(owner, name))
+        setattr(owner, name, value)
+
+    def replace(
+        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Replace the function `owner.name` of a module or class by `make(original)`, once."""
+        self._patches.replace(owner, name, make)
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Have `action` called by `undo`, before what was changed earlier is undone."""
+        self._actions.append(action)
+
+    def undo(self) -> None:
+        """Put everything back, the last change first. A second call does nothing."""
+        while self._actions:
+            self._actions.pop()()
+        self._patches.undo()
+
+
+def mark(changed: Any, adapter: str, changes: Changes) -> None:
+    """Note on an object what `adapter` did to it."""
+    object.__setattr__(changed, _attribute(adapter), changes)
+
+
+def is_marked(changed: Any, adapter: str) -> bool:
+    """Whether `adapter` has been applied to this very object."""
+    return _attribute(adapter) in vars(changed)
+
+
+def undo(changed: Any, adapter: str) -> bool:
+    """Undo what `adapter` did to the object; False when that was nothing."""
+    changes = vars(changed).get(_attribute(adapter))
+    if changes is None:
+        return False
+    changes.undo()
+    object.__delattr__(changed, _attribute(adapter))
+    return True
+
+
+def _attribute(adapter: str) -> str:
+    return f"__deepytorch_{adapter}__"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What `join` put in force; `leave` puts the former state back."""
+
+    options: Options
+    _activated: bool
+
+    def leave(self) -> None:
+        """Deactivate deepytorch if it was `join` that had activated it."""
+        if self._activated:
+            activation.deactivate()
+
+
+def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
+    """Put options in force on all ranks, and deepytorch under the groups that exist already.
+
+    Collective over the default group of torch.distributed, which must be initialised. Groups that
+    deepytorch serves already stay as they are, others are upgraded in place. With `enabled` false,
+    here or in the environment, nothing is touched: see `Joined.options.enabled`.
+
+    Args:
+        adapter: its name, for messages.
+        given: options by name (`deepytorch_core.config.Options`); what is not given comes from
+            the environment, or from `deepytorch.activate`.
+
+    Raises IntegrationError, with the same reason on every rank, for an unknown option, a wrong
+    value, options that differ between ranks, or groups that can't be upgraded.
+    """
+    store, rank, size = _connection(adapter)
+    statements = _exchange(adapter, _statement(given or {}), (store, rank, size))
+    for sender, statement in enumerate(statements):
+        if "error" in statement:
+            raise IntegrationError(f"{adapter} on rank {sender}: {statement['error']}")
+    for sender, statement in enumerate(statements):
+        for name, value in statement.items():
+            if value != statements[0][name]:
+                raise IntegrationError(
+                    f"{adapter}: rank 0 was given {name}={statements[0][name]!r} and rank "
+                    f"{sender} {name}={value!r}: give every rank the same options"
+                )
+    options = Options.from_mapping(statements[rank])
+    if not options.enabled:
+        return Joined(options, False)
+    activated = not activation.is_active()
+    reason = activation.put_in_force(options)
+    if reason is not None:
+        if activated:
+            activation.deactivate()
+        raise IntegrationError(f"{adapter}: {reason}; {OFF_SWITCH}")
+    return Joined(options, activated)
+
+
+def _connection(adapter: str) -> tuple[Any, int, int]:
+    from torch.distributed import distributed_c10d as c10d
+
+    if not c10d.is_initialized():
+        raise IntegrationError(
+            f"{adapter}: torch.distributed is not initialised: call init_process_group() first, "
+            "in a process that torchrun or `deepytorch run` has started"
+        )
+    return c10d._get_default_store(), c10d.get_rank(), c10d.get_world_size()
+
+
+def _statement(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in full, or {"error": why not}."""
+    try:
+        environment = Options.from_env()
+        base = config.current() if activation.is_active() else environment
+        options = Options.from_mapping(given, base=base)
+    except ValueError as error:
+        return {"error": str(error)}
+    # The off switch works whatever a file or a script says.
+    return {**options.to_dict(), "enabled": options.enabled and environment.enabled}
+
+
+def _exchange(
+    adapter: str, statement: Mapping[str, Any], connection: tuple[Any, int, int]
+) -> list[dict[str, Any]]:
+    """Every rank's statement, by rank."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    store, rank, size = connection
+    number = _num_joined[adapter] = _num_joined.get(adapter, 0) + 1
+    own = PrefixStore(f"deepytorch/{adapter}/{number}", store)
+    own.set(str(rank), json.dumps(statement))
+    keys = [str(other) for other in range(size)]
+    try:
+        own.wait(keys, timedelta(seconds=HERE_LIMIT_S))
+    except RuntimeError:  # torch's DistStoreError: the time is over
+        absent = ", ".join(key for key in keys if not own.check([key]))
+        raise IntegrationError(
+            f"{adapter}: rank(s) {absent} did not call it within {HERE_LIMIT_S:g} s: use it on "
+            f"every rank or on none; {OFF_SWITCH}"
+        ) from None
+    return [json.loads(value) for value in own.multi_get(keys)]

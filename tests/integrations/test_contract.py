@@ -1,0 +1,164 @@
+"""What all adapters share: versions, options agreed by all ranks, changes that can be undone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepytorch
+from deepytorch.integrations import _contract
+from deepytorch_core.testing import spawn_ranks
+
+
+class Owner:
+    inherited = "of the class"
+
+    def __init__(self) -> None:
+        self.own = 1
+
+
+def test_changes_are_undone_in_reverse_order() -> None:
+    owner, order = Owner(), []
+    changes = _contract.Changes()
+    changes.set(owner, "own", 2)
+    changes.set(owner, "own", 3)
+    changes.set(owner, "inherited", "of the object")
+    changes.on_undo(lambda: order.append(owner.own))
+    assert (owner.own, owner.inherited) == (3, "of the object")
+    changes.undo()
+    changes.undo()
+    assert vars(owner) == {"own": 1}
+    assert owner.inherited == "of the class"
+    assert order == [3]
+
+
+def test_a_mark_belongs_to_one_object_and_goes_with_undo() -> None:
+    module = torch.nn.Linear(2, 2)
+    changes = _contract.Changes()
+    changes.set(module, "forward", lambda x: x)
+    _contract.mark(module, "test", changes)
+    assert _contract.is_marked(module, "test")
+    assert not _contract.is_marked(torch.nn.Linear(2, 2), "test")
+    assert _contract.undo(module, "test")
+    assert not _contract.undo(module, "test")
+    assert vars(module).keys() == vars(torch.nn.Linear(2, 2)).keys()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_nothing_to_undo(again: Any) -> None:
+    module = torch.nn.Linear(2, 2)
+    changes = _contract.Changes()
+    changes.set(module, "note", "changed")
+    _contract.mark(module, "test", changes)
+    _contract.undo(again(module), "test")
+    assert module.note == "changed"
+
+
+@pytest.mark.parametrize(
+    ("distribution", "versions", "said"),
+    [
+        ("no-such-framework", ">=1", "no-such-framework is not installed: pip install"),
+        ("torch", ">=99", f"torch {torch.__version__} is not known to this adapter, which is for"),
+    ],
+)
+def test_a_wrong_version_is_one_line_with_the_remedy(
+    distribution: str, versions: str, said: str
+) -> None:
+    with pytest.raises(_contract.IntegrationError, match=said.replace("+", r"\+")) as error:
+        _contract.require(distribution, versions, tested="1.2.3")
+    assert f"pip install '{distribution}==1.2.3'" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_installed_version_passes() -> None:
+    _contract.require("torch", ">=2.11", tested="2.13.0")
+
+
+def stock_group() -> None:
+    """A group of torch's own; importing this module has activated deepytorch."""
+    deepytorch.deactivate()
+    dist.init_process_group("gloo")
+
+
+def join_and_leave(rank: int, world_size: int) -> tuple[str, int, str]:
+    stock_group()
+    joined = _contract.join("test", {"collectives": "native"})
+    value = torch.full((1000,), float(rank))
+    dist.all_reduce(value)
+    assert value[0].item() == sum(range(world_size))
+    during = dist.get_backend()
+    native = deepytorch.report().native_calls
+    joined.leave()
+    return during, native, dist.get_backend()
+
+
+def test_join_upgrades_the_group_that_exists_and_leave_gives_it_back() -> None:
+    results = spawn_ranks(join_and_leave, 2, fresh=True)
+    assert results == [("deepytorch", 1, "gloo")] * 2
+
+
+def join_with(rank: int, world_size: int, given: list[dict[str, Any]]) -> tuple[str, str, bool]:
+    stock_group()
+    with pytest.raises(_contract.IntegrationError) as error:
+        _contract.join("test", given[rank])
+    return str(error.value), dist.get_backend(), deepytorch.is_active()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            [{}, {"colectives": "native"}],
+            "test on rank 1: unknown option 'colectives' (did you mean collectives?); valid",
+        ),
+        ([{"tune": "perhaps"}, {}], "test on rank 0: tune='perhaps': expected one of"),
+        (
+            [{"staging_mb": 8}, {"staging_mb": 16}],
+            "test: rank 0 was given staging_mb=8 and rank 1 staging_mb=16: give every rank the",
+        ),
+    ],
+)
+def test_wrong_or_different_options_are_the_same_error_on_every_rank(
+    given: list[dict[str, Any]], said: str
+) -> None:
+    for message, backend, active in spawn_ranks(join_with, 2, given, fresh=True):
+        assert message.startswith(said)
+        assert "\n" not in message
+        assert (backend, active) == ("gloo", False)
+
+
+def join_on_rank_0(rank: int, world_size: int) -> str | None:
+    stock_group()
+    _contract.HERE_LIMIT_S = 0.5
+    if rank == 1:
+        return None
+    with pytest.raises(_contract.IntegrationError) as error:
+        _contract.join("test")
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    message, _ = spawn_ranks(join_on_rank_0, 2, fresh=True)
+    assert message is not None
+    assert "rank(s) 1 did not call it within 0.5 s" in message
+
+
+def join_switched_off(rank: int, world_size: int) -> tuple[bool, str]:
+    stock_group()
+    joined = _contract.join("test", {"enabled": True})
+    return joined.options.enabled, dist.get_backend()
+
+
+def test_the_off_switch_wins() -> None:
+    results = spawn_ranks(join_switched_off, 2, fresh=True, env={"DEEPYTORCH_ENABLED": "0"})
+    assert results == [(False, "gloo")] * 2
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    with pytest.raises(_contract.IntegrationError, match="call init_process_group"):
+        _contract.join("test")
