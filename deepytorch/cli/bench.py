@@ -276,7 +276,8 @@ def train_lines(row: "Record") -> list[str]:
         f"{row['steps']} steps in {row['num_blocks']} blocks, "
         f"{row['native_calls']} of {calls} collectives native",
         f"{row['baseline']:<10} {row['baseline_step_time_us'] / 1e3:.2f} ms a step",
-        f"{'deepytorch':<10} {row['step_time_us'] / 1e3:.2f} ms a step",
+        f"{'deepytorch':<10} {row['step_time_us'] / 1e3:.2f} ms a step, the adapter's Python "
+        f"{row['adapter_us']} us of it",
         f"speed-up {row['speedup']:.2f}x (quartiles {low:.2f} to {high:.2f}), losses "
         f"{_difference(row)}",
     ]

@@ -6,6 +6,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -39,7 +40,7 @@ def _fsdp1(
 
 
 def _fsdp2(model: torch.nn.Sequential, device: torch.device, *, ours: bool) -> torch.nn.Module:
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)

@@ -7,22 +7,26 @@ both alike; who waits for its turn sleeps. The first half of the processes is ou
 
 from __future__ import annotations
 
+import cProfile
 import json
 import sys
 from datetime import timedelta
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 import deepytorch
-from deepytorch import workloads
+from deepytorch import integrations, workloads
 from deepytorch.workloads import TrainJob
 from deepytorch_core.bench import ddp, timing, worker
 from deepytorch_core.bench.record import Record
 
 # Untimed steps: optimizers make their state in the first, frameworks settle in the next ones.
 WARMUP_STEPS = 4
+PROFILED_STEPS = 5
 # Sums of more than two ranks depend on their order, and training carries the difference on.
 MAX_LOSS_DIFFERENCE = 1e-3
 
@@ -73,10 +77,13 @@ def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> Non
             times.append(clock(train, plan.repetitions[arm]))
             turns.finished(str(number))
         turns.wait(str(number))
+    calls = {name: n - before.get(name, 0) for name, n in _calls().items()}
+    adapter_us = _adapter_us(train)
     share = {
         "times": times,
+        "adapter_us": adapter_us,
         "losses": [float(loss) for loss in losses],
-        "calls": {name: n - before.get(name, 0) for name, n in _calls().items()},
+        "calls": calls,
     }
     store.set(f"share/{arm}/{rank}", json.dumps(share))
     if process == 0:
@@ -85,6 +92,26 @@ def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> Non
         shares = [json.loads(value) for value in store.multi_get(keys)]
         record = _record(job, shares[: job.world_size], shares[job.world_size :])
         emit({"record": record})
+
+
+def _adapter_us(train: timing.Call) -> float:
+    """Microseconds that the adapters' own Python takes in a step of this thread.
+
+    Own: without what it calls, such as the collectives. The profiler adds to each call, so it is
+    an upper bound. Backward hooks of models on GPUs run in other threads and are not seen.
+    """
+    folder = str(Path(integrations.__file__).parent)
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(PROFILED_STEPS):
+        train()
+    profile.disable()
+    own_s = sum(
+        entry.inlinetime
+        for entry in profile.getstats()
+        if isinstance(entry.code, CodeType) and entry.code.co_filename.startswith(folder)
+    )
+    return own_s * 1e6 / PROFILED_STEPS
 
 
 def _calls() -> dict[str, int]:
@@ -121,6 +148,7 @@ def _record(job: TrainJob, ours: list[dict[str, Any]], baseline: list[dict[str, 
         "batch_size": job.batch_size,
         "world_size": job.world_size,
         "device": job.device,
+        "adapter_us": round(max(share["adapter_us"] for share in ours), 1),
         "native_calls": sum(calls.values()) - calls.get("delegate", 0),
         "delegated_calls": calls.get("delegate", 0),
         "steps": sum(len(block) for block in blocks[timing.OURS]),

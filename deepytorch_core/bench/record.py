@@ -87,6 +87,7 @@ TRAIN_FIELDS = (
     "batch_size",
     "world_size",
     "device",
+    "adapter_us",
     "native_calls",
     "delegated_calls",
     "steps",
@@ -107,7 +108,8 @@ TRAIN_FIELDS = (
     "commit",
 )
 """The fields that `bench train` writes. Times are medians of the slowest rank's step in
-microseconds; calls are those of the timed steps, over all ranks. `wrong` as for `bench ddp`."""
+microseconds; `adapter_us` is what the adapter's own Python takes of it at most, measured apart;
+calls are those of the timed steps, over all ranks. `wrong` as for `bench ddp`."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 # What cannot change a measurement; records themselves are written into the tree.
