@@ -133,8 +133,8 @@ class _ReduceScatter(_Timed, stock.DefaultReduceScatter):
         group: Any,
         op: Any,
         async_op: bool = False,
-    ) -> None:  # type: ignore[override]
+    ) -> Any:
         stock.DefaultReduceScatter.__call__(self, output_tensor, input_tensor, group, op)
-        self.done()
+        self.done()  # FSDP2 has no use for a reduce_scatter's work
         if self._is_last:
             self._trial.end_step(output_tensor.device)

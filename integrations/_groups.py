@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ def median(samples: Sequence[float]) -> float:
 def noise(samples: Sequence[float]) -> float:
     """How far the median can be relied on: the median distance from it, for this many samples."""
     middle = median(samples)
-    return 3 * median([abs(sample - middle) for sample in samples]) / len(samples) ** 0.5
+    return 3 * median([abs(sample - middle) for sample in samples]) / math.sqrt(len(samples))
 
 
 def is_faster(candidate: Sequence[float], standing: Sequence[float]) -> bool:

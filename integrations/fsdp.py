@@ -54,9 +54,7 @@ def register_comm_hook(model: nn.Module, *, compress: str | None = None, **optio
 
     def check() -> dict[str, Any]:
         if compress not in _COMPRESSIONS:
-            raise IntegrationError(
-                f"{_HOOK}: compress={compress!r}: expected one of None, 'bf16'"
-            )
+            raise IntegrationError(f"{_HOOK}: compress={compress!r}: expected one of None, 'bf16'")
         _fsdp1_units(root)
         return {"compress": compress}
 

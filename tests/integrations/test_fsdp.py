@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
 )
 
 import deepytorch
-from deepytorch.integrations import _fsdp_trial, fsdp
+from deepytorch.integrations import fsdp
 from deepytorch_core.testing import spawn_ranks
 
 STEPS = 20
