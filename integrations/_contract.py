@@ -100,17 +100,23 @@ def mark(changed: Any, adapter: str, changes: Changes) -> None:
 
 def is_marked(changed: Any, adapter: str) -> bool:
     """Whether `adapter` has been applied to this very object."""
-    return _attribute(adapter) in vars(changed)
+    return _attribute(adapter) in _own(changed)
 
 
 def undo(changed: Any, adapter: str) -> bool:
     """Undo what `adapter` did to the object; False when that was nothing."""
-    changes = vars(changed).get(_attribute(adapter))
+    changes = _own(changed).get(_attribute(adapter))
     if changes is None:
         return False
     changes.undo()
     object.__delattr__(changed, _attribute(adapter))
     return True
+
+
+def _own(changed: Any) -> Mapping[str, Any]:
+    # Whatever an adapter is given by mistake: not everything has attributes of its own.
+    attributes: Mapping[str, Any] = getattr(changed, "__dict__", {})
+    return attributes
 
 
 def _attribute(adapter: str) -> str:
