@@ -6,7 +6,8 @@ measured again, and the sizes that the job came with too; it stays only if it be
 measurements of those beyond the noise. All ranks decide from the same numbers: the slowest rank's.
 
 Ranks keep in step by counting the forward passes that a reduction follows, of which every rank has
-the same number. Inside DDP's join context they may not, so nothing is measured there.
+the same number. Under DDP's join context they may not, and torch never says that it is over: it
+ends the measurement, on every rank where the context is made.
 """
 
 from __future__ import annotations
@@ -65,21 +66,27 @@ class BucketTuning:
         self._block = 0
         self._step = 0
         self._began: float | None = None
+        self._is_whole = True  # nothing but training since then
         self._in_use = self._base
         self._handle = ddp.register_forward_pre_hook(self)
+        ddp.join_hook = _JoinHook(self, ddp)
 
     def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
         return _Inert, ()  # a copy of the module is not measured
 
     def undo(self, ddp: Any) -> None:
         """Stop measuring, and give the module its own sizes back."""
-        self._handle.remove()
-        self._use(ddp, self._base)
+        self._stop(ddp, self._base)
+
+    def join(self, ddp: Any) -> None:
+        """The same, because ranks may have different numbers of steps from now on."""
+        self._stop(ddp, self._base)
+        decisions.record(WHAT, str(self._base), "measuring ended where a join context began")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, ddp: Any, inputs: Any) -> None:
-        if not torch.is_grad_enabled() or ddp._join_config.enable:
-            self._began = math.nan
+        if not torch.is_grad_enabled():
+            self._is_whole = False
         elif ddp.require_backward_grad_sync:
             self._on_step(ddp)
 
@@ -88,8 +95,8 @@ class BucketTuning:
             torch.accelerator.synchronize()
         if self._began is not None:
             taken = time.perf_counter() - self._began
-            self._end_step(ddp, math.inf if math.isnan(taken) else taken)
-        self._began = time.perf_counter()
+            self._end_step(ddp, taken if self._is_whole else math.inf)
+        self._began, self._is_whole = time.perf_counter(), True
 
     def _end_step(self, ddp: Any, seconds: float) -> None:
         self._step += 1
@@ -127,13 +134,32 @@ class BucketTuning:
             _buckets.rebuild(ddp, layout)
             self._in_use = layout
 
-    def _finish(self, ddp: Any, layout: Layout, rows: list[list[float]]) -> None:
+    def _stop(self, ddp: Any, layout: Layout) -> None:
         self._handle.remove()
+        vars(ddp).pop("join_hook", None)
         self._use(ddp, layout)
+
+    def _finish(self, ddp: Any, layout: Layout, rows: list[list[float]]) -> None:
+        self._stop(ddp, layout)
         # Of what was measured twice, the second time.
         times = {str(one): row for (one, _), row in zip(self._blocks, rows, strict=True)}
         reason = "nothing is faster" if layout == self._base else f"faster than {self._base}"
         decisions.record(WHAT, str(layout), reason, times_ms=_groups.in_ms(times))
+
+
+class _JoinHook:
+    """Stands before the module's own `join_hook` while it is measured."""
+
+    def __init__(self, tuning: BucketTuning, ddp: Any) -> None:
+        self._tuning = tuning
+        self._ddp = ddp
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._ddp, "join_hook")  # the class's, in a copy of the module
+
+    def __call__(self, **kwargs: Any) -> Any:
+        self._tuning.join(self._ddp)
+        return self._ddp.join_hook(**kwargs)
 
 
 class _Inert:

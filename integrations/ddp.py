@@ -222,6 +222,8 @@ def _tune(ddp: DistributedDataParallel, options: Options, changes: Changes) -> N
         why_not = "tune=off" if options.tune == "off" else "deterministic"
     elif dist.get_world_size(ddp.process_group) == 1:
         why_not = "one rank"
+    elif ddp._join_config.enable:
+        why_not = "ranks in a join context may have different numbers of steps"
     elif not layouts:
         why_not = "the gradients fit one bucket"
     if why_not is not None:

@@ -1,21 +1,22 @@
-"""DDP on deepytorch: stock's losses, natively, in registered memory; bucket sizes; and undone."""
+"""DDP on deepytorch: stock's losses, natively, in registered memory; refusals; and undone."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import warnings
+from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import deepytorch
-from deepytorch.integrations import _bucket_tuning, _buckets, ddp
-from deepytorch.integrations._buckets import MIB, Layout
+from deepytorch.integrations import ddp
+from deepytorch.integrations._contract import IntegrationError
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
 STEPS = 20
@@ -28,19 +29,16 @@ def make_model(width: int = 129) -> nn.Module:
     return nn.Sequential(*layers, nn.BatchNorm1d(2 * width), nn.Linear(2 * width, 5))
 
 
-def train(model: nn.Module, rank: int, steps: int = STEPS, *, accumulate: int = 1) -> list[float]:
+def train(model: nn.Module, rank: int, steps: int = STEPS) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = torch.Generator().manual_seed(rank)
     losses = []
-    for step in range(steps):
+    for _ in range(steps):
         x = torch.randn(6, 13, generator=data)
-        last = (step + 1) % accumulate == 0
-        with contextlib.nullcontext() if last else model.no_sync():  # type: ignore
-            loss = (model(x) - x[:, :5]).square().mean()
-            loss.backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = (model(x) - x[:, :5]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -99,16 +97,11 @@ def compressed(rank: int, world_size: int) -> tuple[list[float], list[float], se
     stock_group()
     stock = train(DistributedDataParallel(make_model()), rank)
     model = ddp.prepare_ddp(make_model(), compress="bf16")
-    ours = train(model, rank)
-    native = {row.op: row.bytes / row.calls for row in deepytorch.report().rows}
-    # One average alone: two roundings of bfloat16, whatever the number of ranks.
-    model(torch.ones(2, 13)).sum().backward()
-    local = make_model()
-    local.load_state_dict(model.module.state_dict())
+    ours, native = train(model, rank), native_ops()
     assert ddp.undo(model)
     assert not model._comm_hooks
     train(model, rank, 2)
-    return stock, ours, set(native)
+    return stock, ours, native
 
 
 def test_bf16_gradients_train_as_well() -> None:
@@ -131,128 +124,112 @@ def bf16_average(rank: int, world_size: int) -> None:
     for one in sent[1:]:
         total = total + one
     assert torch.equal(model.module.weight.grad, total.bfloat16().float())
-    assert {row.op: row.bytes // row.calls for row in deepytorch.report().rows}
+    sizes = {row.bytes / row.calls for row in deepytorch.report().rows if row.op == "all_reduce"}
+    assert sizes == {2000}
 
 
 def test_bf16_gradients_are_added_in_float32_and_rounded_once() -> None:
     spawn_ranks(bf16_average, 4, backend="deepytorch", fresh=True)
 
 
-# Bucket sizes on a live module.
+def bad(rank: int, world_size: int) -> list[str]:
+    stock_group()
+    wrapped = DistributedDataParallel(make_model())
+    half = _MixedPrecision(param_dtype=torch.bfloat16)
+    cases: list[tuple[Any, Any, tuple[dict[str, Any], ...]]] = [
+        (ddp.prepare_ddp, wrapped, ({},)),
+        (ddp.prepare_ddp, 3, ({},)),
+        (ddp.prepare_ddp, make_model(), ({}, {"compress": "int8"})),
+        (ddp.prepare_ddp, make_model(), ({"compress": "bf16"}, {})),
+        (ddp.prepare_ddp, make_model(), ({"tune_buckets": "yes"},)),
+        (ddp.prepare_ddp, make_model(), ({"find_unused_params": True},)),
+        (ddp.prepare_ddp, make_model(), ({"collectives": "best"},)),
+        (ddp.prepare_ddp, make_model(), ({"tune_buckets": True, "bucket_cap_mb_list": [1]},)),
+        (ddp.prepare_ddp, make_model(), ({"compress": "bf16", "mixed_precision": half},)),
+        (ddp.tune_buckets, make_model(), ({},)),
+        (ddp.tune_buckets, DistributedDataParallel(make_model(), mixed_precision=half), ({},)),
+        (ddp.tune_buckets, with_built_in_hook(), ({},)),
+    ]
+    said = []
+    for apply, model, keywords in cases:
+        with pytest.raises(IntegrationError) as error:
+            apply(model, **keywords[min(rank, len(keywords) - 1)])
+        said.append(str(error.value))
+        assert (dist.get_backend(), deepytorch.is_active()) == ("gloo", False)
+    assert not ddp.undo(wrapped)
+    return said
 
 
-def relaid(rank: int, world_size: int, kwargs: dict[str, Any], compress: bool) -> list[float]:
-    """Trains with other bucket sizes every few steps; stock's losses when that is never done."""
-    model = ddp.prepare_ddp(
-        make_model(), compress="bf16" if compress else None, bucket_cap_mb=1, **kwargs
-    )
-    accumulate = 2 if kwargs.get("gradient_as_bucket_view") else 1
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = torch.Generator().manual_seed(rank)
-    losses, before = [], vars(model).copy()
-    for step in range(STEPS):
-        if world_size > 1 and step % 5 == 3:  # also between the steps of an accumulation
-            size = 40_000 * (step // 5 + 1)
-            _buckets.rebuild(model, Layout(size // 4, size))
-            assert _buckets.layout_of(model) == Layout(size // 4, size)
-        x = torch.randn(6, 13, generator=data)
-        last = (step + 1) % accumulate == 0
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss = (model(x) - x[:, :5]).square().mean()
-            loss.backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=bool(step % 3))
-        losses.append(loss.item())
-    assert vars(model).keys() == before.keys()
-    return losses
+def with_built_in_hook() -> DistributedDataParallel:
+    model = DistributedDataParallel(make_model())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return model
 
 
-def relaid_or_not(
-    rank: int, world_size: int, kwargs: dict[str, Any], compress: bool
-) -> tuple[list[float], list[float], int]:
-    ours = relaid(rank, world_size, kwargs, compress)
-    buckets = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
-    rebuild, _buckets.rebuild = _buckets.rebuild, lambda *_: None
-    layout_of, _buckets.layout_of = _buckets.layout_of, lambda _: AnyLayout()
-    try:
-        return relaid(rank, world_size, kwargs, compress), ours, buckets
-    finally:
-        _buckets.rebuild, _buckets.layout_of = rebuild, layout_of
+def test_a_wrong_argument_is_one_line_on_every_rank() -> None:
+    expected = [
+        "the module is DistributedDataParallel's already: pass the one inside, or use tune_buckets",
+        "int is no torch.nn.Module",
+        "rank 1: prepare_ddp: compress='int8': expected one of None, 'bf16'",
+        "rank 0 was given compress='bf16' and rank 1 compress=None: give every rank the same",
+        "tune_buckets='yes': expected True or False",
+        "unknown option 'find_unused_params'",
+        "collectives='best': expected one of auto, native, stock",
+        "bucket_cap_mb_list gives every bucket its size: leave it or tune_buckets away",
+        "compress can't be used with this module: DDP's mixed_precision has",
+        "Sequential is no DistributedDataParallel: pass what prepare_ddp returned",
+        "this module's buckets can't be changed: DDP's mixed_precision has",
+        "this module's buckets can't be changed: it has a communication hook that can't be told",
+    ]
+    for said in spawn_ranks(bad, 2, fresh=True):
+        for message, part in zip(said, expected, strict=True):
+            assert part in message
+            assert "\n" not in message
 
 
-class AnyLayout:
-    __hash__ = None  # type: ignore[assignment]
+def switched_off(rank: int, world_size: int) -> None:
+    stock_group()
+    model = ddp.prepare_ddp(make_model(), enabled=False, tune_buckets=True, compress="bf16")
+    before = vars(model).keys()
+    assert before == vars(DistributedDataParallel(make_model())).keys()
+    ddp.tune_buckets(model, enabled=False)
+    assert vars(model).keys() == before
+    assert (model._comm_hooks, dict(model._forward_pre_hooks)) == ([], {})
+    assert dist.get_backend() == "gloo"
+    assert not ddp.undo(model)
 
-    def __eq__(self, other: object) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "compress"),
-    [
-        ({}, True),
-        ({"gradient_as_bucket_view": True}, False),
-        ({"static_graph": True}, False),
-        ({"find_unused_parameters": True}, False),
-    ],
-)
-def test_bucket_sizes_change_between_steps_and_nothing_else(
-    kwargs: dict[str, Any], compress: bool
-) -> None:
-    results = spawn_ranks(relaid_or_not, 2, kwargs, compress, backend="deepytorch", fresh=True)
-    for stock, ours, first_bytes in results:
-        assert ours == stock
-        assert first_bytes == MIB
-
-
-def tune(rank: int, world_size: int, quick: int | None) -> Any:
-    stock = train(make_ddp(), rank, 60)
-    model = make_ddp()
-    base = _buckets.layout_of(model)
-    layouts = [Layout(60_000, 60_000), Layout(10_000, 200_000)]
-    _bucket_tuning.candidates = lambda *_: layouts  # type: ignore[assignment]
-    clock = FakeClock(model, None if quick is None else layouts[quick])
-    _bucket_tuning.time = clock  # type: ignore[assignment]
-    ddp.tune_buckets(model, tune="force")
-    ddp.tune_buckets(model, tune="force")
-    assert len(model._forward_pre_hooks) == 1
-    copied = copy.deepcopy(model.module)
-    assert copied is not model.module
-    steps = 3 * 8 + (16 if quick is not None else 0)
-    ours = train(model, rank, steps + 1)
-    assert not model._forward_pre_hooks
-    chosen = _buckets.layout_of(model)
-    assert_same_on_all_ranks(str(chosen), "chosen")
-    assert ours == stock[: steps + 1]
-    (decision,) = deepytorch.report().decisions
+    # Stock collectives: the hook is there, the memory is torch's.
+    model = ddp.prepare_ddp(make_model(), collectives="stock", compress="bf16")
+    train(model, rank, 3)
+    assert (dist.get_backend(), in_registered_memory()) == ("gloo", 0)
     assert ddp.undo(model)
-    assert _buckets.layout_of(model) == base
-    train(model, rank, 2)
-    return base, chosen, decision, str(deepytorch.report())
 
 
-def make_ddp() -> DistributedDataParallel:
-    return DistributedDataParallel(make_model(), bucket_cap_mb=0.5, gradient_as_bucket_view=True)
+def test_switched_off_and_with_stock_collectives() -> None:
+    spawn_ranks(switched_off, 2, fresh=True)
 
 
-class FakeClock:
-    """Time stands still between steps of the quick layout, and goes on a second in the others."""
+def on_a_mesh_and_a_group(rank: int, world_size: int) -> None:
+    stock_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "other"))
+    group = dist.new_group([0, 2]), dist.new_group([1, 3])
+    for kwargs in (
+        {"process_group": group[rank % 2]},
+        {"device_mesh": mesh["replicate"]},
+    ):
+        model = ddp.prepare_ddp(make_model(), **kwargs)
+        assert dist.get_backend(model.process_group) == "deepytorch"
+        train(model, rank // 2, 3)
+        assert_same_on_all_ranks(model.module.state_dict()["0.weight"], str(list(kwargs)))
+        assert ddp.undo(model)
 
-    def __init__(self, model: Any, quick: Layout | None) -> None:
-        self._model, self._quick, self._now = model, quick, 0.0
 
-    def perf_counter(self) -> float:
-        is_quick = _buckets.layout_of(self._model) == self._quick
-        self._now += 0.4 if is_quick else 0.5
-        return self._now
+def test_sub_groups_and_meshes_made_before_are_upgraded() -> None:
+    spawn_ranks(on_a_mesh_and_a_group, 4, fresh=True)
 
 
-@pytest.mark.parametrize("quick", [None, 0, 1])
-def test_the_faster_sizes_stay_and_no_others(quick: int | None) -> None:
-    results = spawn_ranks(tune, 2, quick, backend="deepytorch", fresh=True)
-    for base, chosen, decision, report in results:
-        assert (chosen == base) == (quick is None)
-        assert (decision["what"], decision["chosen"]) == ("DDP buckets", str(chosen))
-        assert len(decision["times_ms"]) == 3
-        assert f"decision: DDP buckets: {chosen}, " in report
+def test_a_wrong_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "3.0.0")
+    for apply in (ddp.prepare_ddp, ddp.tune_buckets):
+        with pytest.raises(IntegrationError, match=r"torch 3\.0\.0 is not known .*>=2\.11"):
+            apply(make_model())  # type: ignore[arg-type]
