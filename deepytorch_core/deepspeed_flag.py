@@ -17,6 +17,7 @@ import base64
 import contextlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +36,7 @@ ENTRY_POINTS = "deepytorch.integrations"
 
 _FRAMEWORK = "deepspeed"
 _INITIALIZE = "initialize"
+_KEY = re.compile(rf"\b{SECTION}[\"']?\s*:")  # with Hjson's quotes, or none
 IN_ARGS = ("deepspeed_config", "deepscale_config")
 """Attributes of the argument `args` that may hold the configuration."""
 
@@ -143,16 +145,18 @@ def _is_flagged(
 def _mentions_us(source: Any) -> bool:
     """Whether this configuration may have our section: surely so for a mapping.
 
-    The text of a file, or of the base64 that DeepSpeed takes as well, is only searched for the
-    word; the adapter reads it with DeepSpeed's own parser.
+    The text of a file, or of the base64 that DeepSpeed takes as well, is only searched for such
+    a key; the adapter reads it with DeepSpeed's own parser.
     """
     if isinstance(source, Mapping):
         return SECTION in source
     text = os.fspath(source)
     path = Path(text)
     if path.exists():
-        return SECTION in path.read_text()
-    return SECTION.encode() in base64.urlsafe_b64decode(text)
+        found = _KEY.search(path.read_text())
+    else:
+        found = _KEY.search(base64.urlsafe_b64decode(text).decode())
+    return found is not None
 
 
 def _adapter() -> Callable[..., Any]:

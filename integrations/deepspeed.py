@@ -17,16 +17,9 @@ import base64
 import contextlib
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
-
-import deepspeed
-import torch
-import torch.distributed as dist
-from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from deepytorch_core import activation, config, deepspeed_flag
 from deepytorch_core.config import Options
@@ -61,6 +54,10 @@ def initialize(
     that differ between ranks, a version of DeepSpeed that is not known, or process groups that
     can't be upgraded.
     """
+    if not deepspeed_flag.switched_off():
+        require(_NAME, VERSIONS, tested=TESTED)
+    import deepspeed
+
     given = dict(deepytorch) if isinstance(deepytorch, Mapping) else {}
     if isinstance(deepytorch, bool):
         given["enabled"] = deepytorch
@@ -71,8 +68,8 @@ def run_flagged(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Take over a call of `deepspeed.initialize` whose configuration may have our section."""
-    call = inspect.signature(original).bind(*args, **kwargs)
-    source = _configuration(call.arguments)
+    require(_NAME, VERSIONS, tested=TESTED)
+    source = _configuration(inspect.signature(original).bind(*args, **kwargs).arguments)
     if source is None or SECTION not in source:
         result: tuple[Any, ...] = original(*args, **kwargs)
         return result
@@ -97,49 +94,33 @@ def _initialize(
     given: dict[str, Any],
 ) -> tuple[Any, ...]:
     call = inspect.signature(original).bind(*args, **kwargs)
-    result: tuple[Any, ...]
-    if deepspeed_flag.switched_off():
-        result = original(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if not deepspeed_flag.switched_off():
+            source = _configuration(call.arguments) or {}
+            options = {**_section(source), **given}
+            _connect(call, options)
+            joined = join(_NAME, options)
+            if joined.options.enabled:
+                _joined.append(joined)
+                stack.enter_context(_filled(call, source, joined.options))
+        result: tuple[Any, ...] = original(*call.args, **call.kwargs)
         return result
-    require(_NAME, VERSIONS, tested=TESTED)
-    source = _configuration(call.arguments)
-    options = {**_section(source), **given}
-    _connect(call, options)
-    joined = join(_NAME, options)
-    if not joined.options.enabled:
-        result = original(*args, **kwargs)
-        return result
-    _joined.append(joined)
-    model = call.arguments.get("model")
-    if source is not None and model is not None:
-        device = torch.device(get_accelerator().current_device_name())
-        filled = fill_bucket_sizes(source, model, joined.options, device)
-        with _configured(call, filled):
-            result = original(*call.args, **call.kwargs)
-        return result
-    result = original(*args, **kwargs)
-    return result
 
 
 def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """What DeepSpeed will take as its configuration, read the way it does; None if nothing."""
-    in_args = [getattr(given.get("args"), name, None) for name in IN_ARGS]
-    for source in (given.get("config"), given.get("config_params"), *in_args):
-        if source is None:
-            continue
-        if isinstance(source, dict):
-            return source
-        if os.path.exists(source):
-            with open(source) as file:
-                text = file.read()
-        else:
-            text = base64.urlsafe_b64decode(source).decode()
-        parser = importlib.import_module("hjson")
-        read: dict[str, Any] = parser.loads(
-            text, object_pairs_hook=dict_raise_error_on_duplicate_keys
-        )
-        return read
-    return None
+    places = [given.get("config"), given.get("config_params")]
+    places += [getattr(given.get("args"), name, None) for name in IN_ARGS]
+    source = next((place for place in places if place is not None), None)
+    if source is None or isinstance(source, dict):
+        return source
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    path = Path(source)
+    text = path.read_text() if path.exists() else base64.urlsafe_b64decode(source).decode()
+    parser = importlib.import_module("hjson")  # what DeepSpeed reads its files with
+    read: dict[str, Any] = parser.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    return read
 
 
 def _section(source: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -151,39 +132,52 @@ def _section(source: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _connect(call: inspect.BoundArguments, options: Mapping[str, Any]) -> None:
     """Initialise torch.distributed as DeepSpeed is about to do, so that ranks can agree."""
+    import torch.distributed as dist
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
     if activation.is_active() and not dist.is_initialized():
         # The default group is about to be made with ours: let it have the options.
         with contextlib.suppress(ValueError):  # `join` tells all ranks
             chosen = Options.from_mapping(options, base=config.current())
             if chosen.enabled:
                 activation.put_in_force(chosen)
-    # These two arguments have a default in every version known here.
-    defaults = {name: parameter.default for name, parameter in call.signature.parameters.items()}
+    names = ("distributed_port", "dist_init_required")
     comm.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
-        **{
-            name: call.arguments.get(name, defaults[name])
-            for name in ("distributed_port", "dist_init_required")
-        },
+        **{name: call.arguments[name] for name in names if name in call.arguments},
     )
 
 
 @contextlib.contextmanager
-def _configured(call: inspect.BoundArguments, filled: dict[str, Any]) -> Iterator[None]:
-    """While open, the call carries `filled` wherever it carries its configuration."""
-    args = call.arguments.get("args")
+def _filled(
+    call: inspect.BoundArguments, source: dict[str, Any], options: Options
+) -> Iterator[None]:
+    """While open, the configuration in the call has the bucket sizes that it had left open."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    filled = source
+    model = call.arguments.get("model")
+    if model is not None:  # else DeepSpeed is about to ask for it
+        device = torch.device(get_accelerator().current_device_name())
+        filled = fill_bucket_sizes(source, model, options, device)
+    if filled is source:
+        yield
+        return
     for name in ("config", "config_params"):
         if call.arguments.get(name) is not None:
             call.arguments[name] = filled
             yield
             return
-    # DeepSpeed writes to this object, so it has to be this one.
-    name = next(name for name in IN_ARGS if getattr(args, name, None) is not None)
-    before = getattr(args, name)
-    setattr(args, name, filled)
+    # Not in a copy of `args`: DeepSpeed writes to it what the script may read later.
+    args = call.arguments["args"]
+    before = {name: getattr(args, name) for name in IN_ARGS if hasattr(args, name)}
+    for name, value in before.items():
+        if value is not None:
+            setattr(args, name, filled)
     try:
         yield
     finally:
-        for other in IN_ARGS:  # DeepSpeed moves the one under its old name to the new one
-            if getattr(args, other, None) is filled:
-                setattr(args, other, before)
+        for name, value in before.items():
+            setattr(args, name, value)
