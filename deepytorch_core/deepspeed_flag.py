@@ -151,9 +151,8 @@ def _mentions_us(source: Any) -> bool:
     if isinstance(source, Mapping):
         return SECTION in source
     text = os.fspath(source)
-    path = Path(text)
-    if path.exists():
-        found = _KEY.search(path.read_text())
+    if os.path.exists(text):  # false for a text that is too long for a path, unlike Path's
+        found = _KEY.search(Path(text).read_text())
     else:
         found = _KEY.search(base64.urlsafe_b64decode(text).decode())
     return found is not None

@@ -17,6 +17,7 @@ import base64
 import contextlib
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,10 @@ def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
         return source
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-    path = Path(source)
-    text = path.read_text() if path.exists() else base64.urlsafe_b64decode(source).decode()
+    if os.path.exists(source):  # false for a text that is too long for a path, unlike Path's
+        text = Path(source).read_text()
+    else:
+        text = base64.urlsafe_b64decode(source).decode()
     parser = importlib.import_module("hjson")  # what DeepSpeed reads its files with
     read: dict[str, Any] = parser.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     return read
