@@ -130,7 +130,12 @@ class Joined:
             activation.deactivate()
 
 
-def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
+def join(
+    adapter: str,
+    given: Mapping[str, Any] | None = None,
+    *,
+    settings: Callable[[], Mapping[str, Any]] | None = None,
+) -> Joined:
     """Put options in force on all ranks, and deepytorch under the groups that exist already.
 
     Collective over the default group of torch.distributed, which must be initialised. Groups that
@@ -141,12 +146,14 @@ def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
         adapter: its name, for messages.
         given: options by name (`deepytorch_core.config.Options`); what is not given comes from
             the environment, or from `deepytorch.activate`.
+        settings: checks and returns the adapter's own settings by name, in JSON's types; they too
+            must be the same on all ranks. What is wrong with them it raises as ValueError.
 
     Raises IntegrationError, with the same reason on every rank, for an unknown option, a wrong
     value, options that differ between ranks, or groups that can't be upgraded.
     """
     store, rank, size = _connection(adapter)
-    statements = _exchange(adapter, _statement(given or {}), (store, rank, size))
+    statements = _exchange(adapter, _statement(given or {}, settings), (store, rank, size))
     for sender, statement in enumerate(statements):
         if "error" in statement:
             raise IntegrationError(f"{adapter} on rank {sender}: {statement['error']}")
@@ -157,7 +164,8 @@ def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
                     f"{adapter}: rank 0 was given {name}={statements[0][name]!r} and rank "
                     f"{sender} {name}={value!r}: give every rank the same options"
                 )
-    options = Options.from_mapping(statements[rank])
+    own = statements[rank]
+    options = Options.from_mapping({name: own[name] for name in Options.names()})
     if not options.enabled:
         return Joined(options, False)
     activated = not activation.is_active()
@@ -180,16 +188,19 @@ def _connection(adapter: str) -> tuple[Any, int, int]:
     return c10d._get_default_store(), c10d.get_rank(), c10d.get_world_size()
 
 
-def _statement(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in full, or {"error": why not}."""
+def _statement(
+    given: Mapping[str, Any], settings: Callable[[], Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """The options in full and the adapter's own settings, or {"error": why not}."""
     try:
+        own = settings() if settings is not None else {}
         environment = Options.from_env()
         base = config.current() if activation.is_active() else environment
         options = Options.from_mapping(given, base=base)
     except ValueError as error:
         return {"error": str(error)}
     # The off switch works whatever a file or a script says.
-    return {**options.to_dict(), "enabled": options.enabled and environment.enabled}
+    return {**own, **options.to_dict(), "enabled": options.enabled and environment.enabled}
 
 
 def _exchange(
