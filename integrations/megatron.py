@@ -12,11 +12,13 @@ models, schedules, optimizers, checkpoints, and `HyperCommGrid`, whose own argum
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +97,9 @@ _SIZES = {
     "expert": "expert_model_parallel_size",
 }
 
+# Default groups under which a factory is in force; of which there is one at a time.
+_worlds: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 class ProcessGroupFactory:
     """Makes Megatron-core's process groups, each with the backend chosen for it.
@@ -169,9 +174,9 @@ class ProcessGroupFactory:
                     "initialize_model_parallel(), or destroy_model_parallel() first"
                 )
             _check_arguments(parallel_state.initialize_model_parallel, arguments)
-            self._forget_with_undo(parallel_state)
             sizes = {_SIZES[name]: size for name, size in self._sizes.items()}
-            parallel_state.initialize_model_parallel(**sizes, **arguments)
+            with _undone_by(self._changes, parallel_state):
+                parallel_state.initialize_model_parallel(**sizes, **arguments)
             self._check_all_made()
         except BaseException:
             self.undo()
@@ -188,15 +193,18 @@ class ProcessGroupFactory:
         if self._joined is not None:
             return
         _contract.require("megatron-core", _VERSIONS, tested=_TESTED)
+        _forget_other_worlds()
+        joined = _contract.join(_ADAPTER, self._options, settings=self._settings)
+        import torch.distributed as dist
         from megatron.core import parallel_state
 
-        joined = _contract.join(_ADAPTER, self._options, settings=self._settings)
         changes = Changes()
         changes.on_undo(joined.leave)
         if joined.options.enabled and joined.options.collectives != "stock":
             changes.replace(parallel_state, "create_group", self._choosing)
         changes.replace(parallel_state, "initialize_model_parallel", self._checking)
         _contract.mark(parallel_state, _ADAPTER, changes)
+        _worlds.add(dist.GroupMember.WORLD)
         self._joined, self._changes = joined, changes
 
     def undo(self) -> None:
@@ -317,28 +325,46 @@ class ProcessGroupFactory:
                 f"make: leave it out; groups that it makes: {', '.join(sorted(self._made))}"
             )
 
-    def _forget_with_undo(self, parallel_state: Any) -> None:
-        """Have `undo` put Megatron's globals back and destroy the groups made from now on."""
-        from torch.distributed import distributed_c10d as c10d
 
-        found = {
-            name: dict(value) if isinstance(value, dict) else value
-            for name, value in vars(parallel_state).items()
-            if _is_state(name, value)
-        }
-        older = set(c10d._world.pg_map)
+@contextlib.contextmanager
+def _undone_by(changes: Changes, parallel_state: Any) -> Iterator[None]:
+    """Have `changes` destroy the groups made inside, and put Megatron's globals back."""
+    from torch.distributed import distributed_c10d as c10d
 
-        def forget() -> None:
-            made = [group for group in c10d._world.pg_map if group not in older]
-            # Sees to Megatron's buffers, and destroys some groups.
-            parallel_state.destroy_model_parallel()
-            for name, value in found.items():
-                setattr(parallel_state, name, value)
-            for group in made:
-                if group in c10d._world.pg_map:
-                    c10d.destroy_process_group(group)
+    found = {
+        name: (value, dict(value) if isinstance(value, dict) else None)
+        for name, value in vars(parallel_state).items()
+        if _is_state(name, value)
+    }
+    older = set(c10d._world.pg_map)
+    made: list[Any] = []
 
-        self._changes.on_undo(forget)
+    def forget() -> None:
+        # Sees to Megatron's buffers, and destroys some groups.
+        parallel_state.destroy_model_parallel()
+        for name, (value, content) in found.items():
+            setattr(parallel_state, name, value)
+            if content is not None:
+                value.clear()
+                value.update(content)
+        for group in made:
+            if group in c10d._world.pg_map:
+                c10d.destroy_process_group(group)
+
+    changes.on_undo(forget)
+    try:
+        yield
+    finally:
+        made += [group for group in c10d._world.pg_map if group not in older]
+
+
+def _forget_other_worlds() -> None:
+    """Undo a factory of a default group that was destroyed meanwhile: its groups are gone too."""
+    import torch.distributed as dist
+
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and dist.GroupMember.WORLD not in _worlds:
+        _contract.undo(parallel_state, _ADAPTER)
 
 
 def _is_state(name: str, value: Any) -> bool:

@@ -43,10 +43,13 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 def install() -> None:
-    """From now on, in this process. Before megatron.core is imported."""
-    assert not torch.cuda.is_available()
-    stream = Stream()
+    """From now on, in this process. Before megatron.core is imported; twice is once."""
     cuda: Any = torch.cuda
+    if hasattr(cuda, "is_cpu"):
+        return
+    assert not cuda.is_available()
+    cuda.is_cpu = True
+    stream = Stream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *args: None
     cuda.synchronize = lambda *args: None
