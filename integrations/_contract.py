@@ -153,7 +153,8 @@ def join(
         given: options by name (`deepytorch_core.config.Options`); what is not given comes from
             the environment, or from `deepytorch.activate`.
         own: checks what the adapter was given besides and returns what of it all ranks must
-            share, as plain values by name. An IntegrationError from it is raised on every rank.
+            share, in JSON's types by name. A ValueError or IntegrationError from it is raised on
+            every rank.
 
     Raises IntegrationError, with the same reason on every rank, for an unknown option, a wrong
     value, options that differ between ranks, or groups that can't be upgraded.
