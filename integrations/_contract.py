@@ -130,6 +130,25 @@ class Joined:
             activation.deactivate()
 
 
+def arm(given: Mapping[str, Any]) -> bool:
+    """Put options in force in this process, so that groups made from now on have them.
+
+    For adapters that come before their framework makes the process groups; `join` must follow. Does
+    nothing when torch.distributed is initialised, or for wrong options: `join` names those on all
+    ranks.
+
+    Returns whether that activated deepytorch, so that undoing it deactivates.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    statement = _statement(given)
+    if c10d.is_initialized() or "error" in statement:
+        return False
+    was_active = activation.is_active()
+    activation.put_in_force(Options.from_mapping(statement))
+    return activation.is_active() and not was_active
+
+
 def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
     """Put options in force on all ranks, and deepytorch under the groups that exist already.
 
