@@ -133,19 +133,21 @@ class Joined:
 def arm(given: Mapping[str, Any]) -> bool:
     """Put options in force in this process, so that groups made from now on have them.
 
-    For adapters that come before their framework makes the process groups; `join` must follow. Does
-    nothing when torch.distributed is initialised, or for wrong options: `join` names those on all
-    ranks.
+    For adapters that come before their framework makes the process groups; `join` must follow.
+    Nothing happens when torch.distributed is initialised. Wrong options count as none here, as
+    ranks have to meet before `join` can name them on each.
 
     Returns whether that activated deepytorch, so that undoing it deactivates.
     """
     from torch.distributed import distributed_c10d as c10d
 
-    statement = _statement(given)
-    if c10d.is_initialized() or "error" in statement:
+    if c10d.is_initialized():
         return False
     was_active = activation.is_active()
-    activation.put_in_force(Options.from_mapping(statement))
+    statement = _statement(given)
+    activation.put_in_force(
+        Options.from_mapping(_statement({}) if "error" in statement else statement)
+    )
     return activation.is_active() and not was_active
 
 
