@@ -136,6 +136,27 @@ class Joined:
             activation.deactivate()
 
 
+def arm(given: Mapping[str, Any]) -> bool:
+    """Put options in force in this process, so that groups made from now on have them.
+
+    For adapters that come before their framework makes the process groups; `join` must follow.
+    Nothing happens when torch.distributed is initialised. Wrong options count as none here, as
+    ranks have to meet before `join` can name them on each.
+
+    Returns whether that activated deepytorch, so that undoing it deactivates.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    if c10d.is_initialized():
+        return False
+    was_active = activation.is_active()
+    statement = _statement(given, None)
+    activation.put_in_force(
+        Options.from_mapping(_statement({}, None) if "error" in statement else statement)
+    )
+    return activation.is_active() and not was_active
+
+
 def join(
     adapter: str,
     given: Mapping[str, Any] | None = None,
