@@ -60,7 +60,7 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
     ],
 )
 def test_losses_are_nccls(framework: str) -> None:
-    settings = {"timeout_s": 240.0, "fresh": True}
+    settings = {"timeout_s": 120.0, "fresh": True}
     stock = spawn_ranks(_train, WORLD_SIZE, framework, False, env=STOCK, **settings)
     ours = spawn_ranks(_train, WORLD_SIZE, framework, True, **settings)
     for rank in range(WORLD_SIZE):
@@ -112,7 +112,7 @@ def _run_trainer(rank: int, world_size: int, folder: str, ours: bool) -> dict[st
 
 
 def test_the_trainers_losses_are_nccls(tmp_path: Any) -> None:
-    settings = {"timeout_s": 240.0, "fresh": True}
+    settings = {"timeout_s": 120.0, "fresh": True}
     stock = spawn_ranks(_run_trainer, WORLD_SIZE, str(tmp_path), False, env=STOCK, **settings)
     ours = spawn_ranks(_run_trainer, WORLD_SIZE, str(tmp_path), True, **settings)
     assert stock[0]["calls"] == 0
