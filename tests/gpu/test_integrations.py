@@ -68,7 +68,7 @@ def test_losses_are_nccls(framework: str) -> None:
         assert ours[rank]["calls"] > 0
         assert "deepytorch" in ours[rank]["backend"]
         assert ours[rank]["losses"] == stock[rank]["losses"]
-        assert ours[rank]["losses"][-1] < ours[rank]["losses"][0]
+        assert len(set(ours[rank]["losses"])) == STEPS
 
 
 def _run_trainer(rank: int, world_size: int, folder: str, ours: bool) -> dict[str, Any]:
