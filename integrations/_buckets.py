@@ -33,7 +33,7 @@ class Layout:
     others: int
 
     def __str__(self) -> str:
-        return f"{self.first / MIB:g}+{self.others / MIB:g} MiB"
+        return f"{self.first / MIB:.3g}+{self.others / MIB:.3g} MiB"
 
 
 def layout_of(ddp: Any) -> Layout:

@@ -97,8 +97,8 @@ def tune_buckets(ddp: DistributedDataParallel, **options: Any) -> None:
     Collective over the default group. Each candidate trains eight steps; the sizes that the module
     came with stay unless another is faster beyond the noise, twice. All ranks decide together. One
     line tells the result, and `deepytorch.report().decisions` has it with the times. With tune=off,
-    or deterministic, nothing is measured. Results are the same bits whatever the sizes. A second
-    call does nothing.
+    or deterministic, nothing is measured. On the CPU results don't depend on the sizes, but for the
+    last bit in one case (docs/ddp.md). A second call does nothing.
 
     Args:
         ddp: any DistributedDataParallel, between two steps.

@@ -94,7 +94,9 @@ def relaid(rank: int, world_size: int, kwargs: dict[str, Any], compress: str | N
 def test_sizes_change_between_steps_and_nothing_else(
     kwargs: dict[str, Any], compress: str | None
 ) -> None:
-    spawn_ranks(relaid, 2, kwargs, compress, backend="deepytorch")
+    # With three ranks DDP divides a bucket's view otherwise when it is new: by a product.
+    world_size = 2 if kwargs.get("gradient_as_bucket_view") else 3
+    spawn_ranks(relaid, world_size, kwargs, compress, backend="deepytorch")
 
 
 class FakeClock:

@@ -138,6 +138,47 @@ def test_fsdp1_has_stocks_losses(
         assert (placed > 0) == sharded
 
 
+def compressed(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
+    from deepytorch_core import _core
+
+    model = FullyShardedDataParallel(
+        nn.Linear(4000, 1, bias=False),
+        sharding_strategy=strategy,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    fsdp.register_comm_hook(model, compress="bf16")
+    inputs = [
+        torch.randn(1, 4000, generator=torch.Generator().manual_seed(peer))
+        for peer in range(world_size)
+    ]
+    _core.reset_statistics()
+    model(inputs[rank]).sum().backward()
+    # Divided, rounded, added in float32, rounded once more, divided: as FSDP1 averages.
+    before, after = model._gradient_predivide_factor, model._gradient_postdivide_factor
+    total = (inputs[0] / before).bfloat16().float()
+    for one in inputs[1:]:
+        total = total + (one / before).bfloat16().float()
+    expected = total.bfloat16().float() / after
+    gradient = model.module.weight.grad
+    sharded = strategy is not ShardingStrategy.NO_SHARD
+    if sharded:
+        expected = expected.chunk(world_size, dim=1)[rank]
+    assert torch.equal(gradient.flatten(), expected.flatten())
+    op = "reduce_scatter" if sharded else "all_reduce"
+    (row,) = [row for row in deepytorch.report().rows if row.op == op]
+    assert (row.algorithm != "delegate", row.bytes) == (
+        True,
+        8000 // (world_size if sharded else 1),
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_fsdp1_sends_bf16_and_adds_in_float32(strategy: ShardingStrategy, world_size: int) -> None:
+    spawn_ranks(compressed, world_size, strategy, backend="deepytorch")
+
+
 # FSDP2.
 
 
