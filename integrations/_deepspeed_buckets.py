@@ -21,7 +21,8 @@ import torch.distributed as dist
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
-# In elements, as DeepSpeed counts. Below the first DeepSpeed's own work for a bucket would show.
+# In elements, as DeepSpeed counts. Smaller ones would not only cost the collective's latency, but
+# also what DeepSpeed itself does for every bucket, which is not measured here.
 CANDIDATES = (1 << 22, 1 << 24, 1 << 26)
 # A size this much slower per element than the best is as good as the best.
 NEARLY = 1.1
@@ -106,7 +107,7 @@ def _choose(op: str, total: int, kind: tuple[torch.dtype, torch.device]) -> Choi
     if len(sizes) < len(CANDIDATES):
         sizes.append(CANDIDATES[len(sizes)])  # it holds the whole model
     if len(sizes) == 1:
-        return Choice(sizes[0], f"holds all {total} of the model")
+        return Choice(sizes[0], f"that holds all {total} of the model")
     times: dict[int, float] = {}
     spent = 0.0
     for size in sizes:
@@ -117,8 +118,8 @@ def _choose(op: str, total: int, kind: tuple[torch.dtype, torch.device]) -> Choi
         if spent > _LIMIT_S:
             break
     chosen = smallest_good(times)
-    seen = ", ".join(f"{1e9 * took:.3f} ns with {size}" for size, took in times.items())
-    return Choice(chosen, f"{op} takes for each {seen}")
+    seen = ", ".join(f"{1e9 * took:.3f} with {size}" for size, took in times.items())
+    return Choice(chosen, f"{op} takes {seen} ns an element")
 
 
 def smallest_good(times: Mapping[int, float]) -> int:
