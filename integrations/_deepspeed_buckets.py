@@ -3,6 +3,9 @@
 A bucket that is too small pays latency again and again; one that is too big starts late, so it
 can't overlap, and costs memory. So the smallest size is chosen at which the collective is nearly as
 fast per element as at the best size. The ranks measure together, and rank 0's times decide.
+
+`allgather_bucket_size` is not among them: DeepSpeed gathers each group of parameters in one piece
+since torch has `all_gather_into_tensor`, and reads the size no more.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch.distributed as dist
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
-# In elements, as DeepSpeed counts. Below the first DeepSpeed's own work for a bucket would show.
+# In elements, as DeepSpeed counts. Smaller ones would not only cost the collective's latency, but
+# also what DeepSpeed itself does for every bucket, which is not measured here.
 CANDIDATES = (1 << 22, 1 << 24, 1 << 26)
 # A size this much slower per element than the best is as good as the best.
 NEARLY = 1.1
@@ -56,24 +60,17 @@ def fill_bucket_sizes(
     open_keys = _left_open(zero, stage)
     if not open_keys:
         return configuration
-    names = ", ".join(open_keys)
     repeatable = options.deterministic or torch.are_deterministic_algorithms_enabled()
     if options.tune == "off" or repeatable:
-        why = "tune=off" if options.tune == "off" else "deterministic"
-        say_once(f"{names}: DeepSpeed's defaults, as nothing is measured with {why}")
+        why = "tune=off" if options.tune == "off" else "a deterministic run"
+        say_once(f"{', '.join(open_keys)}: DeepSpeed's defaults, as {why} measures nothing")
         return configuration
     total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in _trained(model))
-    dtype = _dtype(configuration, model)
-    choices: dict[str, Choice] = {}
-    for key in open_keys:
-        op = _operation(key, stage)
-        if op not in choices:
-            choices[op] = _choose(op, total, (dtype, device))
-    sizes = {key: choices[_operation(key, stage)].elements for key in open_keys}
-    told = "; ".join(
-        f"{op} {choice.elements} elements ({choice.reason})" for op, choice in choices.items()
-    )
-    say_once(f"{names} set by {told}")
+    kind = _dtype(configuration, model), device
+    choices = {key: _choose(_operation(key, stage), total, kind) for key in open_keys}
+    for key, choice in choices.items():
+        say_once(f"{key} is {choice.elements} elements: {choice.reason}")
+    sizes = {key: choice.elements for key, choice in choices.items()}
     return {**configuration, "zero_optimization": {**zero, **sizes}}
 
 
@@ -81,8 +78,6 @@ def _left_open(zero: Mapping[str, Any], stage: int) -> list[str]:
     keys = ["reduce_bucket_size"]
     if stage == 3:
         keys.append(next((key for key in _PREFETCH if key in zero), _PREFETCH[0]))
-    else:
-        keys.append("allgather_bucket_size")
     return [key for key in keys if zero.get(key, "auto") == "auto"]
 
 
@@ -112,7 +107,7 @@ def _choose(op: str, total: int, kind: tuple[torch.dtype, torch.device]) -> Choi
     if len(sizes) < len(CANDIDATES):
         sizes.append(CANDIDATES[len(sizes)])  # it holds the whole model
     if len(sizes) == 1:
-        return Choice(sizes[0], f"holds all {total} of the model")
+        return Choice(sizes[0], f"that holds all {total} of the model")
     times: dict[int, float] = {}
     spent = 0.0
     for size in sizes:
@@ -123,8 +118,8 @@ def _choose(op: str, total: int, kind: tuple[torch.dtype, torch.device]) -> Choi
         if spent > _LIMIT_S:
             break
     chosen = smallest_good(times)
-    seen = ", ".join(f"{size}: {1e9 * took:.3f}" for size, took in times.items())
-    return Choice(chosen, f"ns per element {seen}")
+    seen = ", ".join(f"{1e9 * took:.3f} with {size}" for size, took in times.items())
+    return Choice(chosen, f"{op} takes {seen} ns an element")
 
 
 def smallest_good(times: Mapping[int, float]) -> int:
