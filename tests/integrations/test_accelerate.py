@@ -1,4 +1,4 @@
-"""Accelerate on deepytorch: the losses of stock Accelerate, by native collectives, undone at will."""
+"""Accelerate on deepytorch: the losses of stock Accelerate by native collectives, and undone."""
 
 from __future__ import annotations
 
