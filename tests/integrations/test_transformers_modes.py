@@ -108,9 +108,7 @@ def fsdp2(rank: int, world_size: int, how: str, folder: Path) -> dict[str, Any]:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         sharding = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         configured = {"use_configured_state": True}
-        trainer = build(
-            how, folder, fsdp=True, fsdp_config=sharding, accelerator_config=configured
-        )
+        trainer = build(how, folder, fsdp=True, fsdp_config=sharding, accelerator_config=configured)
         trainer.train()
         assert isinstance(trainer.model_wrapped, torch.distributed.fsdp.FSDPModule)
         (group,) = trainer.model_wrapped.model.layers[0]._get_fsdp_state()._fsdp_param_groups
