@@ -308,6 +308,20 @@ def test_in_a_single_process_nothing_is_changed() -> None:
         assert not adapter.undo(accelerator)
 
 
+def alone(rank: int, world_size: int) -> tuple[list[str], bool]:
+    with process_state(), pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(adapter._accelerator, "say_once", lambda text, **_: said.append(text))
+        accelerator = adapter.DeepytorchAccelerator()  # no GPU, and not told to use the CPU
+        return said, accelerator.num_processes == 1
+
+
+def test_processes_that_accelerate_leaves_alone_are_told() -> None:
+    for said, is_alone in spawn_ranks(alone, 2):
+        assert is_alone
+        assert said[0].startswith("accelerate: 2 processes were launched but Accelerate trains")
+
+
 def test_a_version_that_is_not_known_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.9.0")
     with process_state():
