@@ -14,8 +14,10 @@ arguments not yet interpreted or only just so, and the same in torch 2.11 to 2.1
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,7 @@ _asked_for: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # Default groups set up so far in this process: a key space of its own for each decision.
 _num_decisions = 0
 _announced: set[str] = set()
+_keep_asked: ContextVar[bool] = ContextVar("keep_asked", default=False)
 
 
 def install(c10d: ModuleType, patches: Patches) -> None:
@@ -67,6 +70,16 @@ def asked_for(group: Any) -> str | None:
 
 def remember(group: Any, asked: str) -> None:
     _asked_for[group] = asked
+
+
+@contextlib.contextmanager
+def as_asked() -> Iterator[None]:
+    """While open, `new_group` makes groups with the very backend it is asked for."""
+    token = _keep_asked.set(True)
+    try:
+        yield
+    finally:
+        _keep_asked.reset(token)
 
 
 def decide(store: Any, *, rank: int, size: int) -> str | None:
@@ -181,7 +194,7 @@ def _sub_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         default = c10d._get_default_group()
         # Only under a default group of ours have all ranks agreed.
-        if is_ours(c10d, default) and not _torchcomms(c10d):
+        if is_ours(c10d, default) and not _torchcomms(c10d) and not _keep_asked.get():
             chosen = rewrite.sub_group(
                 None if backend is None else str(backend),
                 machine(c10d),

@@ -100,17 +100,23 @@ def mark(changed: Any, adapter: str, changes: Changes) -> None:
 
 def is_marked(changed: Any, adapter: str) -> bool:
     """Whether `adapter` has been applied to this very object."""
-    return _attribute(adapter) in vars(changed)
+    return _attribute(adapter) in _own(changed)
 
 
 def undo(changed: Any, adapter: str) -> bool:
     """Undo what `adapter` did to the object; False when that was nothing."""
-    changes = vars(changed).get(_attribute(adapter))
+    changes = _own(changed).get(_attribute(adapter))
     if changes is None:
         return False
     changes.undo()
     object.__delattr__(changed, _attribute(adapter))
     return True
+
+
+def _own(changed: Any) -> Mapping[str, Any]:
+    # Whatever an adapter is given by mistake: not everything has attributes of its own.
+    attributes: Mapping[str, Any] = getattr(changed, "__dict__", {})
+    return attributes
 
 
 def _attribute(adapter: str) -> str:
@@ -144,14 +150,19 @@ def arm(given: Mapping[str, Any]) -> bool:
     if c10d.is_initialized():
         return False
     was_active = activation.is_active()
-    statement = _statement(given)
+    statement = _statement(given, None)
     activation.put_in_force(
-        Options.from_mapping(_statement({}) if "error" in statement else statement)
+        Options.from_mapping(_statement({}, None) if "error" in statement else statement)
     )
     return activation.is_active() and not was_active
 
 
-def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
+def join(
+    adapter: str,
+    given: Mapping[str, Any] | None = None,
+    *,
+    own: Callable[[], Mapping[str, Any]] | None = None,
+) -> Joined:
     """Put options in force on all ranks, and deepytorch under the groups that exist already.
 
     Collective over the default group of torch.distributed, which must be initialised. Groups that
@@ -162,12 +173,15 @@ def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
         adapter: its name, for messages.
         given: options by name (`deepytorch_core.config.Options`); what is not given comes from
             the environment, or from `deepytorch.activate`.
+        own: checks what the adapter was given besides and returns what of it all ranks must
+            share, in JSON's types by name. A ValueError or IntegrationError from it is raised on
+            every rank.
 
     Raises IntegrationError, with the same reason on every rank, for an unknown option, a wrong
     value, options that differ between ranks, or groups that can't be upgraded.
     """
     store, rank, size = _connection(adapter)
-    statements = _exchange(adapter, _statement(given or {}), (store, rank, size))
+    statements = _exchange(adapter, _statement(given or {}, own), (store, rank, size))
     for sender, statement in enumerate(statements):
         if "error" in statement:
             raise IntegrationError(f"{adapter} on rank {sender}: {statement['error']}")
@@ -178,7 +192,7 @@ def join(adapter: str, given: Mapping[str, Any] | None = None) -> Joined:
                     f"{adapter}: rank 0 was given {name}={statements[0][name]!r} and rank "
                     f"{sender} {name}={value!r}: give every rank the same options"
                 )
-    options = Options.from_mapping(statements[rank])
+    options = Options.from_mapping({name: statements[rank][name] for name in Options.names()})
     if not options.enabled:
         return Joined(options, False)
     activated = not activation.is_active()
@@ -201,16 +215,20 @@ def _connection(adapter: str) -> tuple[Any, int, int]:
     return c10d._get_default_store(), c10d.get_rank(), c10d.get_world_size()
 
 
-def _statement(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in full, or {"error": why not}."""
+def _statement(
+    given: Mapping[str, Any], own: Callable[[], Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """The options in full and the adapter's own settings, or {"error": why not}."""
     try:
+        settings = own() if own else {}
         environment = Options.from_env()
         base = config.current() if activation.is_active() else environment
         options = Options.from_mapping(given, base=base)
-    except ValueError as error:
+    except (ValueError, IntegrationError) as error:
         return {"error": str(error)}
     # The off switch works whatever a file or a script says.
-    return {**options.to_dict(), "enabled": options.enabled and environment.enabled}
+    enabled = options.enabled and environment.enabled
+    return {**settings, **options.to_dict(), "enabled": enabled}
 
 
 def _exchange(

@@ -16,8 +16,8 @@ from typing import Any
 from . import _accelerator, _contract
 
 try:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
-    from accelerate.utils import (  # type: ignore[import-untyped]
+    from accelerate import Accelerator
+    from accelerate.utils import (
         DistributedDataParallelKwargs,
         KwargsHandler,
     )

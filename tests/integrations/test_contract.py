@@ -132,6 +132,31 @@ def test_wrong_or_different_options_are_the_same_error_on_every_rank(
         assert (backend, active) == ("gloo", False)
 
 
+def join_with_own(rank: int, world_size: int, own: list[Any]) -> str | dict[str, Any]:
+    stock_group()
+
+    def check() -> dict[str, Any]:
+        if isinstance(own[rank], str):
+            raise _contract.IntegrationError(own[rank])
+        return own[rank]
+
+    try:
+        return _contract.join("test", own=check).options.to_dict()
+    except _contract.IntegrationError as error:
+        assert not deepytorch.is_active()
+        return str(error)
+
+
+def test_what_an_adapter_checks_itself_is_shared_too() -> None:
+    def run(*own: Any) -> list[Any]:
+        return spawn_ranks(join_with_own, 2, list(own), fresh=True)
+
+    assert all("compress" not in options for options in run({"compress": 1}, {"compress": 1}))
+    for message in run({"compress": 1}, {"compress": None}):
+        assert message.startswith("test: rank 0 was given compress=1 and rank 1 compress=None")
+    assert run({}, "no such model") == ["test on rank 1: no such model"] * 2
+
+
 def join_on_rank_0(rank: int, world_size: int) -> str | None:
     stock_group()
     _contract.HERE_LIMIT_S = 0.5
