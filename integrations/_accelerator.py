@@ -43,8 +43,8 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         _contract.require("accelerate", ">=1.10,<2", tested="1.15.0")
     if _contract.is_marked(accelerator, _NAME):
         return True
-    if not _is_distributed():
-        _warn_if_alone(adapter)
+    _warn_if_alone(accelerator, adapter)
+    if not _is_initialized():
         return False
     configurations = _deepspeed_configurations(accelerator)
     options = dict(given)
@@ -68,14 +68,14 @@ def undo(accelerator: Any) -> bool:
     return _contract.undo(accelerator, _NAME)
 
 
-def _is_distributed() -> bool:
+def _is_initialized() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
-def _warn_if_alone(adapter: str) -> None:
-    if config.world_size() > 1:
+def _warn_if_alone(accelerator: Any, adapter: str) -> None:
+    if accelerator.distributed_type == "NO" and config.world_size() > 1:
         say_once(
             f"{adapter}: {config.world_size()} processes were launched but Accelerate trains each "
             "alone; on a machine without GPUs pass cpu=True (Trainer: use_cpu=True) or set "

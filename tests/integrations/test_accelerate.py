@@ -1,4 +1,4 @@
-"""Accelerate on deepytorch: the losses of stock, by native collectives, undone at will."""
+"""Accelerate on deepytorch: the losses of stock Accelerate by native collectives, and undone."""
 
 from __future__ import annotations
 
@@ -306,6 +306,20 @@ def test_in_a_single_process_nothing_is_changed() -> None:
         accelerator = adapter.DeepytorchAccelerator(cpu=True)
         assert not any("deepytorch" in name for name in vars(accelerator))
         assert not adapter.undo(accelerator)
+
+
+def alone(rank: int, world_size: int) -> tuple[list[str], bool]:
+    with process_state(), pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(adapter._accelerator, "say_once", lambda text, **_: said.append(text))
+        accelerator = adapter.DeepytorchAccelerator()  # no GPU, and not told to use the CPU
+        return said, accelerator.num_processes == 1
+
+
+def test_processes_that_accelerate_leaves_alone_are_told() -> None:
+    for said, is_alone in spawn_ranks(alone, 2):
+        assert is_alone
+        assert said[0].startswith("accelerate: 2 processes were launched but Accelerate trains")
 
 
 def test_a_version_that_is_not_known_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

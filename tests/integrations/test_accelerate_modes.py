@@ -203,7 +203,7 @@ def with_flag(rank: int, world_size: int, flag: Any, options: dict[str, Any]) ->
         deepspeed_plugins = {"one": Plugin, "two": Plugin}
 
     class Fake:
-        state = State
+        state, distributed_type = State, DistributedType.DEEPSPEED
 
     dist.init_process_group("gloo", store=rank_store("flag"), rank=rank, world_size=world_size)
     accelerator = Fake()

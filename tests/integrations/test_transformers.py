@@ -1,4 +1,4 @@
-"""transformers' Trainer and TRL's SFTTrainer on deepytorch: the losses of stock, undone."""
+"""transformers' Trainer and TRL's SFTTrainer on deepytorch give the losses of stock ones; undo."""
 
 from __future__ import annotations
 
