@@ -23,6 +23,10 @@ from ._world import ProcessSet, default_device, global_process_set, in_debug, wo
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Their names before torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _TORCH_OPS = {
     ReduceOp.Average: dist.ReduceOp.AVG,
     ReduceOp.Sum: dist.ReduceOp.SUM,
@@ -114,7 +118,7 @@ def all_gather(
     output = tensor.new_empty([sum(rows), *rest])
     own = tensor.detach().contiguous()
     if len(set(rows)) == 1:
-        works = [dist.all_gather_into_tensor(output, own, group=group, async_op=asynchronous)]
+        works = [_all_gather(output, own, group=group, async_op=asynchronous)]
         return Handle(works, lambda: (output, rows))
     # Uneven: gloo has no such all_gather. Every rank's rows go from it to where they belong.
     works = []
@@ -213,7 +217,7 @@ def reduce_scatter(
     output = own.new_empty([own.shape[0] // size, *shape[1:]])
     floors = op is ReduceOp.Average and not (tensor.is_floating_point() or tensor.is_complex())
     torch_op = dist.ReduceOp.SUM if floors else _TORCH_OPS[op]
-    work = dist.reduce_scatter_tensor(output, own, torch_op, group=group, async_op=asynchronous)
+    work = _reduce_scatter(output, own, torch_op, group=group, async_op=asynchronous)
     kept = rows[group.rank()]
 
     def finish() -> torch.Tensor:
@@ -263,7 +267,7 @@ def _exchange(process_set: ProcessSet, numbers: list[list[int]]) -> list[list[in
     if own.shape[0] == size and size > 1:
         dist.all_to_all_single(theirs, own, group=process_set.group)
     else:
-        dist.all_gather_into_tensor(theirs, own, group=process_set.group)
+        _all_gather(theirs, own, group=process_set.group)
     rows: list[list[int]] = theirs.tolist()
     return rows
 
