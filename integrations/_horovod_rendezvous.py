@@ -16,9 +16,8 @@ import time
 import urllib.parse
 from pathlib import Path
 
-from deepytorch_core import config
-
 from deepytorch.integrations._contract import IntegrationError
+from deepytorch_core import config
 
 _PAUSE_S = 0.002
 

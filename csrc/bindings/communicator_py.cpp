@@ -32,7 +32,9 @@ dpt_status with_python(dpt_error* error, Function&& function) {
   try {
     return function();
   } catch (const std::exception& caught) {
-    set_message(error, caught.what());
+    // Python's exceptions have their traceback behind the first line.
+    const std::string text = caught.what();
+    set_message(error, text.substr(0, text.find('\n')).c_str());
     return DPT_ERR_SYSTEM;
   }
 }

@@ -12,9 +12,9 @@ names what to use. `shutdown` undoes `init`. docs/horovod.md is the guide.
 from __future__ import annotations
 
 import deepytorch as _deepytorch  # noqa: F401 (activates)
-
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+
 from . import elastic
 from ._batch_norm import SyncBatchNorm
 from ._built import (

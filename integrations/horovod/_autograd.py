@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepytorch.integrations._horovod_common import ReduceOp
+
 from . import _collectives, _ops
 from ._world import ProcessSet, global_process_set, rank
 

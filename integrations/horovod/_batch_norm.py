@@ -6,6 +6,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deepytorch.integrations._horovod_common import ReduceOp
+
 from ._ops import allreduce
 from ._world import ProcessSet, global_process_set
 

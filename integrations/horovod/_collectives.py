@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+
 from ._join import Entry
 from ._world import ProcessSet, default_device, global_process_set, in_debug, world
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepytorch.integrations._horovod_common import ReduceOp
+
 from . import _collectives
 from ._collectives import Handle
 from ._world import ProcessSet

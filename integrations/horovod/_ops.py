@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepytorch.integrations._horovod_common import ReduceOp, no_such_feature, reduce_op
+
 from . import _autograd, _collectives
 from ._collectives import Handle
 from ._compression import Compression, Compressor

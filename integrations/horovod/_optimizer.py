@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepytorch.integrations._horovod_common import ReduceOp, reduce_op
+
 from . import _ops
 from ._collectives import Handle
 from ._compression import Compression, Compressor

@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_common import HorovodInternalError
+
 from ._fusion import Fusion
 from ._ops import allgather, broadcast_
 from ._world import ProcessSet, default_device, global_process_set, rank

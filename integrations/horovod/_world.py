@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import activation, config
-
 from deepytorch.integrations._contract import IntegrationError, Joined, join, require
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
 from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
+from deepytorch_core import activation, config
 
 _ADAPTER = "horovod"
 _RENDEZVOUS_S = 300.0
