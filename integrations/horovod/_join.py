@@ -33,6 +33,7 @@ _KEPT = 256
 _FOREVER = timedelta(days=365)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.01
 _END = "end"
+_CLOSING_S = 5.0
 _openings = itertools.count(1)
 
 
@@ -57,10 +58,12 @@ class Journal:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         space = f"deepytorch/horovod/join/{next(_openings)}"
         self._store = dist.PrefixStore(space, c10d._get_default_store())
+        self._thread: threading.Thread | None = None
         if self._size > 1:
             # A connection of its own: a store serves one waiting thread at a time.
             listening = (self._store.clone(),)
-            threading.Thread(target=self._listen, args=listening, daemon=True).start()
+            self._thread = threading.Thread(target=self._listen, args=listening, daemon=True)
+            self._thread.start()
 
     def write(self, entry: Entry) -> None:
         """Note a collective of the global set that is about to begin."""
@@ -107,10 +110,11 @@ class Journal:
         return int(entry["last"])
 
     def close(self) -> None:
-        """End the thread."""
-        if self._size > 1:
+        """End the thread, which must not be left waiting when the interpreter ends."""
+        if self._thread is not None:
             with contextlib.suppress(RuntimeError):  # the store's server may have gone first
                 self._store.set(f"{self._number}/wake/{self._rank}", _END)
+            self._thread.join(_CLOSING_S)
 
     def _read(self, key: str) -> Any:
         # Asked again and again: a store's wait can't be interrupted.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_common import HorovodInternalError
@@ -64,17 +63,28 @@ def broadcast_optimizer_state(
     """
     del model
     is_root = rank() == root_rank
-    leaves, spec = _pytree.tree_flatten(optimizer.state_dict() if is_root else None)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    outline = [_Outline.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    outline, spec = broadcast_object((outline, spec), root_rank, process_set=process_set)
+    device = _device_of(optimizer)
+    tensors: list[torch.Tensor] = []
+
+    def outline(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Outline(leaf.shape, leaf.dtype, leaf.device.type == "cpu")
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, _Outline):
+            return leaf
+        tensors.append(leaf.empty(device))
+        return tensors[-1]
+
+    state = _mapped(optimizer.state_dict(), outline) if is_root else None
+    state = broadcast_object(state, root_rank, process_set=process_set)
     if not is_root:
-        device = _device_of(optimizer)
-        leaves = [leaf.empty(device) if isinstance(leaf, _Outline) else leaf for leaf in outline]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        state = _mapped(state, fill)
     Fusion(tensors).broadcast(tensors, root_rank, process_set).wait()
     if not is_root:
-        optimizer.load_state_dict(_pytree.tree_unflatten(leaves, spec))
+        optimizer.load_state_dict(state)
 
 
 def broadcast_object(
@@ -111,14 +121,19 @@ class _Outline:
     def __init__(self, shape: torch.Size, dtype: torch.dtype, on_cpu: bool) -> None:
         self.shape, self.dtype, self.on_cpu = shape, dtype, on_cpu
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Outline:
-        return cls(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
-
     def empty(self, device: torch.device) -> torch.Tensor:
         # Step counts stay on the CPU beside parameters on a GPU.
         where = torch.device("cpu") if self.on_cpu else device
         return torch.empty(self.shape, dtype=self.dtype, device=where)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dictionaries, lists and tuples with every leaf changed."""
+    if isinstance(value, dict):
+        return {key: _mapped(part, change) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(part, change) for part in value)
+    return change(value)
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
