@@ -274,11 +274,13 @@ def export_for_core() -> None:
 
 
 def _distributed(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    try:
-        return int(value)
-    except ValueError:
-        return default
+    """A number of torchrun's, or what another launcher calls it."""
+    column = _LAUNCHERS["torchrun"].index(name)
+    for names in _LAUNCHERS.values():
+        value = os.environ.get(names[column], "")
+        if value.isdecimal():
+            return int(value)
+    return default
 
 
 def rank() -> int:

@@ -242,11 +242,13 @@ def join() -> int:
 
 
 def _begin(entry: Entry, process_set: ProcessSet, name: str | None) -> None:
-    if in_debug():
+    checked = in_debug()
+    if checked:
         entry = (*entry, name)
-        _compare_names(entry, process_set)
     if process_set is global_process_set:
         world().journal.write(entry)
+    if checked:
+        _compare_names(entry, process_set)
 
 
 def _compare_names(entry: Entry, process_set: ProcessSet) -> None:

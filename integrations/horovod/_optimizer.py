@@ -22,7 +22,7 @@ from . import _ops
 from ._collectives import Handle
 from ._compression import Compression, Compressor
 from ._fusion import Fusion
-from ._world import ProcessSet, global_process_set, is_initialized
+from ._world import ProcessSet, global_process_set, is_initialized, world
 
 BUCKET_BYTES = 4 << 20
 
@@ -86,6 +86,7 @@ class Reducer:
         self.buckets = [_Bucket(part) for part in _parts(watched, groups)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.reset()
+        world().reducers.add(self)
         for parameter in watched:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 

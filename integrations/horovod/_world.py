@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import itertools
 import socket
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -92,6 +93,7 @@ class World:
     made_group: bool
     sets: list[ProcessSet] = field(default_factory=list)
     journal: Any = None  # _join.Journal, which builds on this module
+    reducers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of _optimizer
 
 
 _world: World | None = None
@@ -149,12 +151,17 @@ def init(
 
 
 def shutdown() -> None:
-    """Undo `init`: what it made is destroyed, what was there before stays."""
+    """Undo `init`: what it made is destroyed, what was there before stays.
+
+    Optimizers made by DistributedOptimizer go on as ordinary ones.
+    """
     global _world
     ended, _world = _world, None
     if ended is None:
         return
     atexit.unregister(shutdown)
+    for reducer in ended.reducers:
+        reducer.stop()
     ended.journal.close()
     alive = dist.is_initialized() and dist.group.WORLD is ended.group
     for process_set in ended.sets:

@@ -24,8 +24,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 def as_started_by_mpirun(rank: int, size: int, folder: str, job: str = "job") -> None:
     for name in TORCHRUN:
-        os.environ.pop(name, None)
-    os.environ.update(
+        os.environ.pop(name, None)  # noqa: TID251
+    os.environ.update(  # noqa: TID251
         OMPI_COMM_WORLD_RANK=str(rank),
         OMPI_COMM_WORLD_SIZE=str(size),
         OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
