@@ -241,7 +241,7 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
     """
     del name
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(value: Any) -> Any:
         shape = tf.TensorShape([None]).concatenate(value.shape[1:])
         types = [value.dtype, tf.int64]
@@ -264,7 +264,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
     """The root's tensor on every rank; its gradient is the average, the others' is zero."""
     del name
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def spread(value: Any) -> Any:
         def now(values: list[Any]) -> list[Any]:
             return list(_here().broadcast(values, root_rank))
@@ -360,7 +360,7 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     """
     settings = (compression, sparse_as_dense, gradient_predivide_factor)
     kind = type(gradtape)
-    tape = object.__new__(type(kind.__name__, (_TapeMixin, kind), {}))
+    tape: Any = object.__new__(type(kind.__name__, (_TapeMixin, kind), {}))
     vars(tape).update(vars(gradtape))
     tape._reduce = _reducer(reduce_op(op), settings)
     return tape
@@ -431,7 +431,7 @@ def _grouped(
 ) -> list[Any]:
     compressed = [compression.compress(tensor) for tensor in tensors]
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduce(*values: Any) -> Any:
         def now(arrays: list[Any]) -> list[Any]:
             return list(_here().all_reduce(arrays, op, factors))

@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         averaged = _ops.allreduce(grad, op=ReduceOp.Average, process_set=ctx.process_set)
-        return averaged.split(ctx.rows)[ctx.process_set.group.rank()], None, None
+        return torch.split(averaged, ctx.rows)[ctx.process_set.group.rank()], None, None
 
 
 def broadcast(

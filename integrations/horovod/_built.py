@@ -35,7 +35,7 @@ def nccl_built() -> int:
     """NCCL's version as one number (2.27.5 is 22705), 0 where torch has none."""
     if not dist.is_nccl_available():
         return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
     return int(major * 10000 + minor * 100 + patch)
 
 

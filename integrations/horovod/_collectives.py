@@ -123,7 +123,7 @@ def all_gather(
         return Handle(works, lambda: (output, rows))
     # Uneven: gloo has no such all_gather. Every rank's rows go from it to where they belong.
     works = []
-    for member, part in enumerate(output.split(rows)):
+    for member, part in enumerate(torch.split(output, rows)):
         if member == group.rank():
             part.copy_(own)
         if part.numel():
@@ -212,7 +212,7 @@ def reduce_scatter(
     own = tensor.detach().contiguous()
     if more:
         padded = own.new_zeros([size, each + 1, *shape[1:]])
-        for part, whole in zip(own.split(rows), padded, strict=True):
+        for part, whole in zip(torch.split(own, rows), padded, strict=True):
             whole[: part.shape[0]] = part
         own = padded.flatten(0, 1)
     output = own.new_empty([own.shape[0] // size, *shape[1:]])
@@ -328,7 +328,9 @@ def _take_part(entry: Entry) -> None:
 
 
 def _device(kind: str) -> torch.device:
-    return torch.device(kind, None if kind == "cpu" else torch.accelerator.current_device_index())
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _neutral(op: ReduceOp, dtype: torch.dtype) -> float | int:

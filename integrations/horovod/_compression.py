@@ -39,7 +39,7 @@ class _Cast(Compressor):
     dtype: torch.dtype
 
     @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         if not tensor.dtype.is_floating_point:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype

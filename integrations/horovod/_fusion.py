@@ -41,7 +41,7 @@ class Fusion:
             buffer = tensors[indices[0]].new_empty(sum(counts), requires_grad=False)
             parts = [
                 part.view(tensors[index].shape)
-                for part, index in zip(buffer.split(counts), indices, strict=True)
+                for part, index in zip(torch.split(buffer, counts), indices, strict=True)
             ]
             self.buffers.append((indices, buffer, parts))
         self.alone.sort()

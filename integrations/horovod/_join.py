@@ -19,9 +19,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from deepytorch.integrations._horovod_common import HorovodInternalError
@@ -57,7 +58,7 @@ class Journal:
         self._replaying = False
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         space = f"deepytorch/horovod/join/{next(_openings)}"
-        self._store = dist.PrefixStore(space, c10d._get_default_store())
+        self._store: Any = cast(Any, PrefixStore(space, c10d._get_default_store()))
         self._thread: threading.Thread | None = None
         if self._size > 1:
             # A connection of its own: a store serves one waiting thread at a time.

@@ -328,8 +328,10 @@ def alltoall(
 
     Returns the rows received; with `splits` also how many came from each rank, an int32 tensor.
     """
-    received, counts = _autograd.exchange(tensor, _numbers(splits), process_set, name)
-    return _with_splits((received, counts), splits)
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _with_splits(
+        _autograd.exchange(tensor, _numbers(splits), process_set, name), splits
+    )
+    return result
 
 
 def reducescatter_async(

@@ -88,7 +88,8 @@ class Reducer:
         self.reset()
         world().reducers.add(self)
         for parameter in watched:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def stop(self) -> None:
         """Take the hooks away."""
@@ -295,7 +296,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     passes = _positive("backward_passes_per_step", backward_passes_per_step)
     _ = process_set.size() if process_set.process_set_id is not None else process_set.group
     kind = type(optimizer)
-    wrapped = object.__new__(type(kind.__name__, (DistributedMixin, kind), {}))
+    wrapped: Any = object.__new__(type(kind.__name__, (DistributedMixin, kind), {}))
     # A scheduler may have wrapped `step` on the object; that one would not reduce.
     state = {name: value for name, value in vars(optimizer).items() if name != "step"}
     vars(wrapped).update(state)

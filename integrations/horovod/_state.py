@@ -111,7 +111,7 @@ def allgather_object(
     """The objects of all ranks, by rank; they must pickle."""
     data = _to_bytes(obj, default_device(process_set))
     sizes = allgather(torch.tensor([data.numel()], device=data.device), name, process_set)
-    parts = allgather(data, name, process_set).split(sizes.tolist())
+    parts = torch.split(allgather(data, name, process_set), sizes.tolist())
     return [_from_bytes(part) for part in parts]
 
 

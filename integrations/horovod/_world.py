@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from deepytorch.integrations._contract import IntegrationError, Joined, join, require
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
@@ -269,7 +270,7 @@ def _init_group(options: dict[str, Any]) -> None:
     except ValueError as error:
         raise IntegrationError(f"horovod: {error}") from None
     if launched is None:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
         return
     if config.rendezvous_address() is not None and launched.launcher == "torchrun":
         dist.init_process_group()
@@ -277,16 +278,16 @@ def _init_group(options: dict[str, Any]) -> None:
     dist.init_process_group(store=_store(launched), rank=launched.rank, world_size=launched.size)
 
 
-def _store(launched: config.Launched) -> dist.Store:
+def _store(launched: config.Launched) -> Store:
     """A store for ranks whose launcher is not torch's."""
     address = config.rendezvous_address()
-    here = {
+    here: dict[str, Any] = {
         "is_master": launched.rank == 0,
         "world_size": launched.size,
         "timeout": timedelta(seconds=_RENDEZVOUS_S),
     }
     if address is not None:
-        return dist.TCPStore(*address, **here)
+        return TCPStore(*address, **here)
     require_one_node(
         launched,
         "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, for every "
@@ -294,7 +295,7 @@ def _store(launched: config.Launched) -> dist.Store:
     )
     meeting = local_store(launched, "torch")
     if launched.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, wait_for_workers=False, **here)
+        store = TCPStore("127.0.0.1", 0, wait_for_workers=False, **here)
         meeting.set_alive("port", str(store.port))
         meeting.remove_at_exit()
         return store
@@ -304,7 +305,7 @@ def _store(launched: config.Launched) -> dist.Store:
             f"horovod: rank 0 did not come within {_RENDEZVOUS_S:g} s: is it on this node, and did "
             "it call hvd.init()?"
         )
-    return dist.TCPStore("127.0.0.1", int(port), **here)
+    return TCPStore("127.0.0.1", int(port), **here)
 
 
 def _placement() -> Placement:
@@ -314,9 +315,7 @@ def _placement() -> Placement:
     launched = config.launched()
     node = (launched.node if launched is not None else None) or socket.gethostname()
     own, count = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(
-        f"deepytorch/horovod/nodes/{next(_numbers)}", c10d._get_default_store()
-    )
+    store = PrefixStore(f"deepytorch/horovod/nodes/{next(_numbers)}", c10d._get_default_store())
     store.set(str(own), node)
     nodes = [store.get(str(other)).decode() for other in range(count)]
     return Placement.among(own, nodes)
