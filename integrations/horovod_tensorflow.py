@@ -16,7 +16,6 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from deepytorch.integrations._contract import IntegrationError, require
 from deepytorch.integrations._horovod_arrays import ArrayWorld
@@ -26,6 +25,15 @@ from deepytorch.integrations._horovod_common import (
     no_such_feature,
     reduce_op,
 )
+
+_VERSIONS, _TESTED = ">=2.16", "2.21.0"
+
+try:
+    import tensorflow as tf
+except ModuleNotFoundError:
+    raise IntegrationError(
+        f"tensorflow is not installed: pip install 'tensorflow-cpu=={_TESTED}'"
+    ) from None
 
 __all__ = [
     "Adasum",
@@ -69,8 +77,6 @@ Adasum = ReduceOp.Adasum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
-
-_VERSIONS, _TESTED = ">=2.16", "2.21.0"
 
 _world: ArrayWorld | None = None
 

@@ -34,7 +34,7 @@ _KEPT = 256
 _FOREVER = timedelta(days=365)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.01
 _END = "end"
-_CLOSING_S = 5.0
+_CLOSING_S = 2.0
 _openings = itertools.count(1)
 
 
@@ -111,11 +111,21 @@ class Journal:
         return int(entry["last"])
 
     def close(self) -> None:
-        """End the thread, which must not be left waiting when the interpreter ends."""
-        if self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # the store's server may have gone first
-                self._store.set(f"{self._number}/wake/{self._rank}", _END)
-            self._thread.join(_CLOSING_S)
+        """End the threads of all ranks: from now on no `join` can end.
+
+        A thread must not be left waiting when the interpreter ends, nor when the store does: its
+        server may be in rank 0, which waits a moment for the others.
+        """
+        if self._thread is None or not (self._thread.is_alive() or self._rank == 0):
+            return
+        with contextlib.suppress(RuntimeError):  # the store's server may have gone first
+            for peer, ahead in itertools.product(range(self._size), range(2)):
+                self._store.set(f"{self._number + ahead}/wake/{peer}", _END)
+            keys = [f"ended/{peer}" for peer in range(self._size)]
+            end = time.monotonic() + _CLOSING_S
+            while self._rank == 0 and not self._store.check(keys) and time.monotonic() < end:
+                time.sleep(_LONGEST_PAUSE_S)
+        self._thread.join(_CLOSING_S)
 
     def _read(self, key: str) -> Any:
         # Asked again and again: a store's wait can't be interrupted.
@@ -138,6 +148,7 @@ class Journal:
                 store.wait([key], _FOREVER)
                 needed = store.get(key).decode()
                 if needed == _END:
+                    store.set(f"ended/{self._rank}", "")
                     return
                 self._publish(store, number, int(needed))
             except RuntimeError:  # the store's server is gone, so is the job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -218,3 +219,11 @@ def test_torch_is_not_imported(module: str) -> None:
         "assert 'torch' not in sys.modules and 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_tensorflow_its_adapter_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(IntegrationError, match="not installed: pip install 'tensorflow-cpu==2"):
+        importlib.import_module("deepytorch.integrations.horovod_tensorflow")
