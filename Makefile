@@ -15,7 +15,8 @@ export PYTHON
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
-.PHONY: help venv adapter demo test lint test-native test-python sanitize format clean
+.PHONY: help venv adapter demo test lint test-native test-python test-tensorflow sanitize format \
+        clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +74,15 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 
 test-python: venv adapter ## pytest: unit, several processes, conformance, recipes
 	$(BIN)/pytest $(PYTEST_FLAGS)
+
+test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torch (build/tensorflow)
+	@.ci/system python compiler
+	$(PYTHON) -m venv build/tensorflow
+	build/tensorflow/bin/pip install -q tensorflow-cpu==2.21.0 pytest pytest-timeout packaging \
+	  typing_extensions scikit-build-core pybind11 cmake ninja
+	PATH=$(CURDIR)/build/tensorflow/bin:$$PATH \
+	  build/tensorflow/bin/pip install -q --no-build-isolation --no-deps .
+	build/tensorflow/bin/pytest --noconftest tests/integrations/check_horovod_tensorflow.py
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
 	@.ci/system gtest

@@ -1,7 +1,7 @@
 """The torch-free native core (csrc/bindings)."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from typing_extensions import Buffer
 
@@ -39,6 +39,33 @@ class TunedPlan(TypedDict):
 class RegisteredMemory(TypedDict):
     in_use_bytes: int
     reserved_bytes: int
+
+class Store(Protocol):
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, timeout_ms: int, /) -> bytes | None: ...
+
+class Communicator:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        name: str,
+        timeout_s: float = ...,
+        tune: str = ...,
+        profile: str = ...,
+        staging_bytes: int = ...,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_reduce(self, dtype: str, op: str, input: Buffer, output: Buffer) -> None: ...
+    def all_gather(self, dtype: str, input: Buffer, outputs: Sequence[Buffer]) -> None: ...
+    def broadcast(self, dtype: str, buffer: Buffer, root: int) -> None: ...
+    def barrier(self) -> None: ...
+    def close(self) -> None: ...
 
 def dpt_api() -> Any: ...
 def plans() -> list[TunedPlan]: ...

@@ -35,6 +35,16 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "WORLD_SIZE": "number of ranks (set by torchrun); default 1",
         "LOCAL_RANK": "this process's rank on its node (set by torchrun); default 0",
         "LOCAL_WORLD_SIZE": "number of ranks on this node (set by torchrun); default 1",
+        "MASTER_ADDR": "where rank 0 serves the rendezvous store (set by torchrun)",
+        "MASTER_PORT": "the port of the rendezvous store (set by torchrun)",
+        "GROUP_RANK": "this node's number (set by torchrun)",
+        "TORCHELASTIC_RUN_ID": "the job's name (set by torchrun)",
+        "HOROVOD_RANK": "as RANK, set by horovodrun; also HOROVOD_SIZE, HOROVOD_LOCAL_RANK, "
+        "HOROVOD_LOCAL_SIZE and HOROVOD_GLOO_RENDEZVOUS_PORT",
+        "OMPI_COMM_WORLD_RANK": "as RANK, set by Open MPI's mpirun; also OMPI_COMM_WORLD_SIZE, "
+        "OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE and PMIX_NAMESPACE",
+        "PMI_RANK": "as RANK, set by MPICH's and Intel's mpiexec; also PMI_SIZE, MPI_LOCALRANKID "
+        "and MPI_LOCALNRANKS",
     }
 )
 """Variables read besides the options', with what each is for."""
@@ -264,11 +274,13 @@ def export_for_core() -> None:
 
 
 def _distributed(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    try:
-        return int(value)
-    except ValueError:
-        return default
+    """A number of torchrun's, or what another launcher calls it."""
+    column = _LAUNCHERS["torchrun"].index(name)
+    for names in _LAUNCHERS.values():
+        value = os.environ.get(names[column], "")
+        if value.isdecimal():
+            return int(value)
+    return default
 
 
 def rank() -> int:
@@ -289,6 +301,91 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """The number of ranks on this node according to the launcher; 1 without one."""
     return _distributed("LOCAL_WORLD_SIZE", 1)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What the launcher of a job told this process.
+
+    `node` is the node's number or name where the launcher gives one, `job` a name that all local
+    processes of the job share and others don't.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    node: str | None
+    job: str | None
+
+
+# launcher -> its variables for the fields of Launched, in their order; "" where it has none.
+_LAUNCHERS = {
+    "torchrun": (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "TORCHELASTIC_RUN_ID",
+    ),
+    "horovodrun": (
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    ),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",
+        "PMIX_NAMESPACE",
+    ),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", ""),
+}
+
+
+def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
+    """What torchrun, horovodrun, mpirun or mpiexec said, the first that said something.
+
+    None for a process that none of them started. Raises ValueError naming the variable that is no
+    number.
+    """
+    environ = os.environ if environ is None else environ
+
+    def number(name: str) -> int | None:
+        text = environ.get(name, "")
+        if not text:
+            return None
+        if not text.isdecimal():
+            raise ValueError(f"{name}={text!r}: expected a whole number")
+        return int(text)
+
+    for launcher, names in _LAUNCHERS.items():
+        rank, size = number(names[0]), number(names[1])
+        if rank is not None and size is not None:
+            return Launched(
+                launcher,
+                rank,
+                size,
+                local_rank=number(names[2]),
+                local_size=number(names[3]),
+                node=environ.get(names[4]) or None,
+                job=environ.get(names[5]) or None,
+            )
+    return None
+
+
+def rendezvous_address(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Host and port at which rank 0 serves, or shall serve, the store; None if not given."""
+    environ = os.environ if environ is None else environ
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdecimal() else None
 
 
 def cache_dir() -> Path:

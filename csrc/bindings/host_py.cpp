@@ -8,43 +8,14 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "bindings/buffer.hpp"
+#include "bindings/register.hpp"
 #include "host/reduce.hpp"
 
 namespace dpt {
 namespace {
 
 namespace py = pybind11;
-
-// A contiguous buffer of any Python object, held while this lives.
-class Buffer {
- public:
-  Buffer(const py::object& object, int flags) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
-  }
-  ~Buffer() { PyBuffer_Release(&view_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  void* data() const { return view_.buf; }
-  size_t bytes() const { return static_cast<size_t>(view_.len); }
-
- private:
-  Py_buffer view_;
-};
-
-template <typename Enum>
-Enum parse_name(const std::string& name, Enum last, const char* what) {
-  std::string names;
-  for (int i = 0; i <= last; ++i) {
-    const auto value = static_cast<Enum>(i);
-    if (name == name_of(value)) return value;
-    names += std::string(" ") + name_of(value);
-  }
-  throw py::value_error("no " + std::string(what) + " \"" + name + "\"; known:" + names);
-}
-
-DataType parse_dtype(const std::string& name) { return parse_name(name, DPT_COMPLEX128, "dtype"); }
-ReduceOp parse_op(const std::string& name) { return parse_name(name, DPT_BXOR, "reduce op"); }
 
 void expect_bytes(const std::string& which, size_t found, size_t expected) {
   if (found == expected) return;

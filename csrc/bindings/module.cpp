@@ -9,6 +9,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("__version__") = DPT_VERSION;
   m.attr("abi_version") = DPT_ABI_VERSION;
   dpt::register_comm(m);
+  dpt::register_communicator(m);
   dpt::register_topology(m);
   dpt::register_host(m);
 }

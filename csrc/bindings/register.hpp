@@ -5,6 +5,7 @@
 namespace dpt {
 
 void register_comm(pybind11::module_& m);
+void register_communicator(pybind11::module_& m);
 void register_topology(pybind11::module_& m);
 void register_host(pybind11::module_& m);
 

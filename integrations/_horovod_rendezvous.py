@@ -1,0 +1,104 @@
+"""How the ranks of one node find each other when their launcher gives no address: in a folder.
+
+The folder belongs to the user, is named after the job and goes with rank 0. A file is a key. What
+an earlier job of the same name left there does no harm: `LocalStore.get_alive` asks whether the
+writer still lives, and the native core writes under an id of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+import time
+import urllib.parse
+from pathlib import Path
+
+from deepytorch.integrations._contract import IntegrationError
+from deepytorch_core import config
+
+_PAUSE_S = 0.002
+
+
+class LocalStore:
+    """Keys and values that the processes of one job on this node share."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key; readers see the old value or the new one, never a part."""
+        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=".")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(value)
+        os.replace(name, self._path(key))
+
+    def get(self, key: str, timeout_ms: int) -> bytes | None:
+        """The value, waited for up to `timeout_ms`; None when it is still absent then."""
+        end = time.monotonic() + timeout_ms / 1e3
+        while True:
+            try:
+                return self._path(key).read_bytes()
+            except FileNotFoundError:
+                if time.monotonic() >= end:
+                    return None
+            time.sleep(_PAUSE_S)
+
+    def set_alive(self, key: str, value: str) -> None:
+        """Set a key that counts while this process lives."""
+        self.set(key, json.dumps([os.getpid(), _start_of(os.getpid()), value]).encode())
+
+    def get_alive(self, key: str, timeout_s: float) -> str | None:
+        """The value of a writer that lives; None when there is none in time."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            found = self.get(key, 0)
+            if found is not None:
+                pid, start, value = json.loads(found)
+                if _start_of(pid) == start:
+                    return str(value)
+            time.sleep(_PAUSE_S)
+        return None
+
+    def remove_at_exit(self) -> None:
+        """Remove the folder when this process ends; for rank 0."""
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / urllib.parse.quote(key, safe="")
+
+
+def local_store(launched: config.Launched, framework: str) -> LocalStore:
+    """The store that this node's processes of the job share.
+
+    Raises IntegrationError when the folder is another user's.
+    """
+    job = launched.job or f"child-of-{os.getppid()}"
+    user = os.getuid()
+    name = urllib.parse.quote(f"{launched.launcher}-{job}-{framework}", safe="")
+    folder = config.temporary_dir() / f"deepytorch-{user}" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.parent.stat().st_uid != user or folder.parent.stat().st_mode & 0o022:
+        raise IntegrationError(
+            f"horovod: {folder.parent} can be written by others: remove it, or set TMPDIR"
+        )
+    return LocalStore(folder)
+
+
+def require_one_node(launched: config.Launched, remedy: str) -> None:
+    """Raise IntegrationError unless all ranks are on this node, as far as the launcher says."""
+    if launched.local_size not in (None, launched.size):
+        raise IntegrationError(
+            f"horovod: {launched.size} ranks, {launched.local_size} of them on this node: {remedy}"
+        )
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process began, in clock ticks since the machine did; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])

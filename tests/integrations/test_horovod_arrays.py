@@ -1,0 +1,229 @@
+"""The core without torch: the communicator's binding, and what TensorFlow's adapter stands on."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepytorch.integrations._contract import IntegrationError
+from deepytorch.integrations._horovod_arrays import ArrayWorld
+from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations._horovod_rendezvous import LocalStore
+from deepytorch_core import _core
+from deepytorch_core.testing import spawn_ranks
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def as_started_by_mpirun(rank: int, size: int, folder: str, job: str = "job") -> None:
+    for name in TORCHRUN:
+        os.environ.pop(name, None)  # noqa: TID251
+    os.environ.update(  # noqa: TID251
+        OMPI_COMM_WORLD_RANK=str(rank),
+        OMPI_COMM_WORLD_SIZE=str(size),
+        OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+        OMPI_COMM_WORLD_LOCAL_SIZE=str(size),
+        PMIX_NAMESPACE=job,
+        TMPDIR=folder,
+    )
+    import tempfile
+
+    tempfile.tempdir = None  # read again
+
+
+def binding(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    group = _core.Communicator(LocalStore(Path(folder)), rank, world_size, name="plain")
+    assert (group.rank, group.size) == (rank, world_size)
+    result = np.empty(5, np.float32)
+    group.all_reduce("float32", "sum", np.arange(5, dtype=np.float32) + rank, result)
+    outputs = [np.empty(r + 1, np.int32) for r in range(world_size)]
+    group.all_gather("int32", np.full(rank + 1, rank, np.int32), outputs)
+    large = np.full(300_000, float(rank))
+    group.broadcast("float64", large, 1)
+    in_place = bytearray([1, 2, 3])
+    group.all_reduce("uint8", "max", in_place, in_place)
+    group.barrier()
+    errors = []
+    for wrong in (
+        lambda: group.all_reduce("float32", "sum", bytes(8), bytearray(4)),
+        lambda: group.all_reduce("float33", "sum", bytes(8), bytearray(8)),
+        lambda: group.all_reduce("float32", "sum", bytes(8), bytes(8)),
+        lambda: group.all_reduce("float32", "sum", bytes(6), bytearray(6)),
+        lambda: group.broadcast("uint8", bytearray(2), 7),
+        lambda: group.all_gather("uint8", bytes(2), [bytearray(2)]),
+        # The other rank has twice as many: an error on both, and the group goes on.
+        lambda: group.broadcast("uint8", bytearray(2 + 2 * rank), 0),
+    ):
+        with pytest.raises((ValueError, RuntimeError, BufferError)) as error:
+            wrong()
+        errors.append(str(error.value))
+    group.barrier()
+    group.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        group.barrier()
+    rows = [row for row in _core.statistics() if row["group"] == "plain"]
+    return {
+        "sum": result.tolist(),
+        "gathered": [output.tolist() for output in outputs],
+        "broadcast": float(large.min()),
+        "max": list(in_place),
+        "errors": errors,
+        "native": {row["op"] for row in rows if row["algorithm"] != "delegate"},
+    }
+
+
+def test_the_communicator_works_on_plain_buffers(tmp_path: Path) -> None:
+    for found in spawn_ranks(binding, 2, str(tmp_path)):
+        assert found["sum"] == [1.0, 3.0, 5.0, 7.0, 9.0]
+        assert found["gathered"] == [[0], [1, 1]]
+        assert found["broadcast"] == 1.0
+        assert found["max"] == [1, 2, 3]
+        assert found["native"] == {"all_reduce", "all_gather", "broadcast", "barrier"}
+        for error, said in zip(
+            found["errors"],
+            [
+                "the input has 8 bytes, the output 4",
+                'no dtype "float33"; known: bool',
+                "not writable",
+                "6 bytes are no whole number of float32",
+                "root 7 of 2 ranks",
+                "one output per rank (2), got 1",
+                "rank",
+            ],
+            strict=True,
+        ):
+            assert said in error
+
+
+def test_other_threads_run_while_one_waits(tmp_path: Path) -> None:
+    groups: list[Any] = [None, None]
+
+    def take_part(rank: int) -> None:
+        groups[rank] = _core.Communicator(LocalStore(tmp_path), rank, 2, name="threads")
+        groups[rank].barrier()
+
+    other = threading.Thread(target=take_part, args=(1,))
+    other.start()
+    take_part(0)
+    other.join()
+    for group in groups:
+        group.close()
+
+
+class BrokenStore:
+    def set(self, key: str, value: bytes) -> None:
+        raise OSError("the disk is full")
+
+    def get(self, key: str, timeout_ms: int) -> bytes | None:
+        raise OSError("the disk is gone")
+
+
+def test_a_store_that_fails_is_named() -> None:
+    with pytest.raises(RuntimeError, match="rendezvous store: set failed: OSError: the disk is"):
+        _core.Communicator(BrokenStore(), 0, 2, name="broken", timeout_s=2).barrier()
+
+
+@pytest.mark.parametrize("settings", [{"tune": "perhaps"}, {"rank": 2}])
+def test_wrong_settings(settings: dict[str, Any]) -> None:
+    arguments = {"rank": 0, "size": 2, "name": "wrong", **settings}
+    with pytest.raises(ValueError, match="expected off|rank 2 of 2"):
+        _core.Communicator(BrokenStore(), **arguments)
+
+
+def arrays(rank: int, world_size: int, folder: str) -> None:
+    as_started_by_mpirun(rank, world_size, folder)
+    world = ArrayWorld("test", {"timeout_s": 60})
+    assert (world.placement.local_rank, world.placement.cross_size) == (rank, 1)
+    many = [
+        np.full((2, 3), rank, np.float32),
+        np.full((400, 100), rank + 1.0),
+        np.array(rank, np.float32),
+        np.arange(3) + rank,
+        np.array([rank - 2, 5], np.float16),
+    ]
+    sums = world.all_reduce(many, ReduceOp.Sum)
+    assert [result.shape for result in sums] == [array.shape for array in many]
+    assert [float(result.reshape(-1)[0]) for result in sums] == [1.0, 3.0, 1.0, 1.0, -3.0]
+    means = world.all_reduce(many, ReduceOp.Average)
+    assert [float(result.reshape(-1)[0]) for result in means] == [0.5, 1.5, 0.5, 0.0, -1.5]
+    assert world.all_reduce([np.ones(2)], ReduceOp.Sum, (2.0, 0.25))[0].tolist() == [1.0, 1.0]
+    rows, counts = world.all_gather(np.full((2 * rank, 2), rank, np.int16))
+    assert (rows.tolist(), counts) == ([[1, 1], [1, 1]], [0, 2])
+    assert world.broadcast([np.full(3, rank), np.array(rank)], 1)[1] == 1
+    assert world.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    with pytest.raises(HorovodInternalError, match="all_reduce"):
+        world.all_reduce([np.ones(4 + rank)], ReduceOp.Sum)
+    with pytest.raises(HorovodInternalError, match="differ in dtype or beyond"):
+        world.all_gather(np.ones((2, 2 + rank)))
+    world.barrier()
+    world.close()
+
+
+def test_arrays_of_numpy(tmp_path: Path) -> None:
+    spawn_ranks(arrays, 2, str(tmp_path), fresh=True)
+
+
+def opened_with(rank: int, world_size: int, folder: str, given: list[dict[str, Any]]) -> str:
+    as_started_by_mpirun(rank, world_size, folder)
+    with pytest.raises(IntegrationError) as error:
+        ArrayWorld("test", given[rank])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([{}, {"tuning": "off"}], "horovod on rank 1: unknown option 'tuning'"),
+        ([{"staging_mb": 8}, {"staging_mb": 16}], "horovod: rank 0 was given staging_mb=8 and"),
+        ([{"enabled": False}] * 2, "horovod: enabled=false with TensorFlow is not supported"),
+    ],
+)
+def test_options_are_agreed(tmp_path: Path, given: list[dict[str, Any]], said: str) -> None:
+    for message in spawn_ranks(opened_with, 2, str(tmp_path), given, fresh=True):
+        assert message.startswith(said)
+
+
+def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": 0, "SIZE": 8, "LOCAL_RANK": 0, "LOCAL_SIZE": 4}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    with pytest.raises(IntegrationError, match="8 ranks, 4 of them on this node: groups over"):
+        ArrayWorld("test", {})
+
+
+def test_a_store_that_an_earlier_job_left(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.set("port", b'[1, 12345, "1"]')  # process 1 lives, but did not start then
+    assert store.get_alive("port", 0.01) is None
+    store.set_alive("port", "4711")
+    assert store.get_alive("port", 1) == "4711"
+    assert store.get("a/key with anything: ", 1) is None
+    store.set("a/key with anything: ", b"\0value")
+    assert store.get("a/key with anything: ", 1) == b"\0value"
+
+
+@pytest.mark.parametrize("module", ["_horovod_arrays", "_horovod_common"])
+def test_torch_is_not_imported(module: str) -> None:
+    code = (
+        f"import sys, deepytorch.integrations.{module}\n"
+        "from deepytorch_core import _core\n"
+        "assert 'torch' not in sys.modules and 'tensorflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_tensorflow_its_adapter_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(IntegrationError, match="not installed: pip install 'tensorflow-cpu==2"):
+        importlib.import_module("deepytorch.integrations.horovod_tensorflow")
