@@ -5,7 +5,7 @@ The line marked `# deepytorch` is the only one that plain PyTorch would not have
 torchrun --standalone --nproc-per-node 2 docs/examples/ddp_tutorial.py
 """
 
-# ruff: noqa: T201, TID251
+# ruff: noqa: TID251
 import os
 import tempfile
 

@@ -7,7 +7,6 @@ line is deepytorch's: the section of its name. The pictures are made here: 32 x 
 each a pattern of its own under noise.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import argparse

@@ -8,7 +8,6 @@ nothing of it. On a machine without GPUs set DS_ACCELERATOR=cpu and give the lau
 `--num_gpus 2`, or start it with torchrun.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import argparse

@@ -7,7 +7,6 @@ The section "deepytorch" of that JSON sends the collectives through deepytorch. 
 has initialised torch.distributed: its process groups are upgraded where they are.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import argparse

@@ -3,7 +3,6 @@
 torchrun --standalone --nproc-per-node 2 docs/examples/fsdp.py
 """
 
-# ruff: noqa: T201
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -5,7 +5,7 @@ The lines marked `# deepytorch` are the only ones that plain PyTorch would not h
 torchrun --standalone --nproc-per-node 2 docs/examples/fsdp2_tutorial.py --mixed-precision
 """
 
-# ruff: noqa: T201, TID251
+# ruff: noqa: TID251
 import argparse
 import os
 from dataclasses import dataclass

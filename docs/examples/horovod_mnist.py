@@ -5,7 +5,6 @@
 One line differs from a script for Horovod: the import of hvd.
 """
 
-# ruff: noqa: ANN001, ANN201, T201
 import argparse
 
 import torch

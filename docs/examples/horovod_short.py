@@ -3,7 +3,6 @@
 torchrun --standalone --nproc-per-node 2 docs/examples/horovod_short.py
 """
 
-# ruff: noqa: T201
 import torch
 
 import deepytorch.integrations.horovod as hvd  # was: import horovod.torch as hvd

@@ -3,7 +3,6 @@
 mpirun -np 2 python docs/examples/horovod_tensorflow_short.py
 """
 
-# ruff: noqa: T201
 import tensorflow as tf
 
 import deepytorch.integrations.horovod_tensorflow as hvd  # was: import horovod.tensorflow as hvd

@@ -6,8 +6,6 @@ Two replicas of a small GPT; gradients are reduced and the optimizer's state is 
 Megatron's distributed optimizer, over a data-parallel group that deepytorch serves.
 """
 
-# ruff: noqa: T201
-
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import (

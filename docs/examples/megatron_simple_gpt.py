@@ -6,8 +6,6 @@ The form is that of Megatron's quick start. One line differs: the factory's `bui
 `parallel_state.initialize_model_parallel` stood, and takes the same sizes.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, T201
-
 import tempfile
 from collections.abc import Iterator
 from functools import partial

@@ -54,7 +54,7 @@ def main() -> None:
     )
     trainer.train()
     if trainer.is_world_process_zero():
-        print(deepytorch.report())  # noqa: T201
+        print(deepytorch.report())
 
 
 if __name__ == "__main__":
