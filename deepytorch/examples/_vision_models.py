@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from deepytorch_core.console import say_once
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 LIBRARIES = ("torchvision", "timm")
@@ -86,31 +85,29 @@ def _installed(library: str) -> Any:
 
 
 @functools.cache
-def _do_without_compiled_torchvision() -> torch.library.Library | None:
+def _do_without_compiled_torchvision() -> Any:
     """Let a torchvision be imported that was compiled for another build of torch.
 
     It comes about when torch is a CPU build and torchvision is not. Its import describes two
     operators of its compiled part, which classifiers don't use, and fails if they are unknown.
+    They are known as long as what this returns is alive.
     """
     import torch
 
+    own: Any = torch  # what is used of it here has no annotations
     found = find_spec("torchvision")
-    compiled = [
-        path
-        for folder in (found.submodule_search_locations or [] if found else [])
-        for path in Path(folder).glob("_C*.so")
-    ]
+    folders = [] if found is None else found.submodule_search_locations or []
     try:
-        for path in compiled:
-            torch.ops.load_library(path)
+        for folder in folders:
+            for path in Path(folder).glob("_C*.so"):
+                own.ops.load_library(path)
     except OSError:
         say_once(
             "torchvision was built for another torch: using it without its compiled operators, "
             "which classifiers don't need",
             level="warning",
         )
-        # The operators are known as long as this object lives.
-        definitions = torch.library.Library("torchvision", "DEF")
+        definitions = own.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             definitions.define(f"{operator}(Tensor dets, Tensor scores, float threshold) -> Tensor")
         return definitions

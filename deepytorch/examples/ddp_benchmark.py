@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 NUM_CLASSES = 1000
 _SEED = 20
-_SGD = {"lr": 0.001, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -236,9 +235,10 @@ def _training(
     model: Any = network.make(NUM_CLASSES).to(device, dtype).train()
     if group is not None:
         own = [device] if device.type == "cuda" else None
-        cap = {} if given.bucket_cap_mb is None else {"bucket_cap_mb": given.bucket_cap_mb}
-        model = DistributedDataParallel(model, device_ids=own, process_group=group, **cap)
-    optimizer = torch.optim.SGD(model.parameters(), **_SGD)
+        model = DistributedDataParallel(
+            model, device_ids=own, process_group=group, bucket_cap_mb=given.bucket_cap_mb
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
     torch.manual_seed(_SEED + config.rank())
     shape = (given.batch_size, 3, network.image_size, network.image_size)
     images = torch.randn(shape, device=device, dtype=dtype)
@@ -253,7 +253,7 @@ def _training(
             output = model(images)
             # Some models give what auxiliary classifiers say along with it.
             logits = getattr(output, "logits", output)
-            loss = torch.nn.functional.cross_entropy(logits, labels)
+            loss: Any = torch.nn.functional.cross_entropy(logits, labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

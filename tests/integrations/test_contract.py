@@ -132,6 +132,35 @@ def test_wrong_or_different_options_are_the_same_error_on_every_rank(
         assert (backend, active) == ("gloo", False)
 
 
+def join_with_settings(rank: int, world_size: int, settings: list[Any]) -> str:
+    stock_group()
+
+    def own() -> dict[str, Any]:
+        if isinstance(settings[rank], str):
+            raise ValueError(settings[rank])
+        return {"size": settings[rank], "names": {"a": "b"}}
+
+    if settings[rank] == settings[0] == 1:
+        options = _contract.join("test", {"tune": "off"}, settings=own).options
+        return f"{options.tune} {dist.get_backend()}"
+    with pytest.raises(_contract.IntegrationError) as error:
+        _contract.join("test", settings=own)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([1, 1], "off deepytorch"),
+        ([2, 1], "test: rank 0 was given size=2 and rank 1 size=1: give every rank the same"),
+        ([2, "size='x'"], "test on rank 1: size='x'"),
+    ],
+)
+def test_an_adapters_own_settings_are_agreed_too(settings: list[Any], said: str) -> None:
+    for message in spawn_ranks(join_with_settings, 2, settings, fresh=True):
+        assert message.startswith(said)
+
+
 def join_on_rank_0(rank: int, world_size: int) -> str | None:
     stock_group()
     _contract.HERE_LIMIT_S = 0.5
