@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepytorch_core.activation import activate, deactivate, is_active
+from deepytorch_core.activation import activate, activate_on_import, deactivate, is_active
 
 if TYPE_CHECKING:
     from deepytorch_core.report import Report
@@ -25,5 +25,4 @@ def report() -> Report:
     return make()
 
 
-if not is_active():
-    activate()
+activate_on_import()

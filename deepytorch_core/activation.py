@@ -6,13 +6,16 @@ torch.distributed.distributed_c10d and acts right after that module has been exe
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core import config, deepspeed_flag
 from deepytorch_core.console import say, say_once
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.import_hook import ImportHook
@@ -35,10 +38,12 @@ class _Active:
         for hook in self.hooks:
             hook.undo()
         self.patches.undo()
+        deepspeed_flag.disarm("activation")
 
 
 _active: _Active | None = None
 _lock = threading.RLock()
+_left_to_adapter: ContextVar[bool] = ContextVar("left_to_adapter", default=False)
 
 
 def activate(**options: Any) -> None:
@@ -54,6 +59,26 @@ def activate(**options: Any) -> None:
     """
     base = config.Options.from_env() if _active is None else config.current()
     put_in_force(config.Options.from_mapping(options, base=base))
+
+
+def activate_on_import() -> None:
+    """What `import deepytorch` does: `activate`, if it has not been done."""
+    if _active is None and not _left_to_adapter.get():
+        activate()
+
+
+@contextlib.contextmanager
+def left_to_adapter() -> Iterator[None]:
+    """While open, `import deepytorch` does not activate.
+
+    For importing an adapter that nobody but a framework's configuration asked for: what happens
+    next, with which options, is that adapter's to decide together with the other ranks.
+    """
+    token = _left_to_adapter.set(True)
+    try:
+        yield
+    finally:
+        _left_to_adapter.reset(token)
 
 
 def put_in_force(chosen: config.Options) -> str | None:
@@ -75,6 +100,7 @@ def put_in_force(chosen: config.Options) -> str | None:
             _active = _Active()
             for hook in _active.hooks:
                 hook.install()
+            deepspeed_flag.arm("activation")
         c10d = sys.modules.get(_C10D)
         if not is_active():
             return "this torch is not as expected"

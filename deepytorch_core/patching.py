@@ -16,6 +16,14 @@ MARK = "__deepytorch_original__"
 _replacements: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
+def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What stood where `function` stands, if that is a replacement of ours; else `function`."""
+    original: Callable[..., Any] = (
+        getattr(function, MARK) if function in _replacements else function
+    )
+    return original
+
+
 class Patches:
     """A set of replaced attributes.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepytorch_core import activation, config
+from deepytorch_core import activation, config, decisions
 
 _DELEGATE = "delegate"
 
@@ -67,14 +67,16 @@ def report() -> Report:
         active=activation.is_active(),
         options=config.current().to_dict(),
         rows=rows,
-        decisions=tuple(dict(plan) for plan in plans),
+        decisions=(*(dict(plan) for plan in plans), *decisions.made()),
         native_calls=sum(row.calls for row in rows) - delegated,
         delegated_calls=delegated,
     )
 
 
 def _sentence(plan: dict[str, Any]) -> str:
-    """One line for what the tuner settled on: a row of `_core.plans()`."""
+    """One line for a choice: a row of `_core.plans()`, or one of `decisions.made()`."""
+    if "what" in plan:
+        return f"decision: {decisions.sentence(plan)}"
     sizes = f"from {plan['first_bytes']} bytes"
     if plan["last_bytes"] < 1 << 62:
         sizes = f"{plan['first_bytes']} to {plan['last_bytes']} bytes"

@@ -100,17 +100,23 @@ def mark(changed: Any, adapter: str, changes: Changes) -> None:
 
 def is_marked(changed: Any, adapter: str) -> bool:
     """Whether `adapter` has been applied to this very object."""
-    return _attribute(adapter) in vars(changed)
+    return _attribute(adapter) in _own(changed)
 
 
 def undo(changed: Any, adapter: str) -> bool:
     """Undo what `adapter` did to the object; False when that was nothing."""
-    changes = vars(changed).get(_attribute(adapter))
+    changes = _own(changed).get(_attribute(adapter))
     if changes is None:
         return False
     changes.undo()
     object.__delattr__(changed, _attribute(adapter))
     return True
+
+
+def _own(changed: Any) -> Mapping[str, Any]:
+    # Whatever an adapter is given by mistake: not everything has attributes of its own.
+    attributes: Mapping[str, Any] = getattr(changed, "__dict__", {})
+    return attributes
 
 
 def _attribute(adapter: str) -> str:
@@ -130,11 +136,32 @@ class Joined:
             activation.deactivate()
 
 
+def arm(given: Mapping[str, Any]) -> bool:
+    """Put options in force in this process, so that groups made from now on have them.
+
+    For adapters that come before their framework makes the process groups; `join` must follow.
+    Nothing happens when torch.distributed is initialised. Wrong options count as none here, as
+    ranks have to meet before `join` can name them on each.
+
+    Returns whether that activated deepytorch, so that undoing it deactivates.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    if c10d.is_initialized():
+        return False
+    was_active = activation.is_active()
+    statement = _statement(given, None)
+    activation.put_in_force(
+        Options.from_mapping(_statement({}, None) if "error" in statement else statement)
+    )
+    return activation.is_active() and not was_active
+
+
 def join(
     adapter: str,
     given: Mapping[str, Any] | None = None,
     *,
-    settings: Callable[[], Mapping[str, Any]] | None = None,
+    own: Callable[[], Mapping[str, Any]] | None = None,
 ) -> Joined:
     """Put options in force on all ranks, and deepytorch under the groups that exist already.
 
@@ -146,14 +173,15 @@ def join(
         adapter: its name, for messages.
         given: options by name (`deepytorch_core.config.Options`); what is not given comes from
             the environment, or from `deepytorch.activate`.
-        settings: checks and returns the adapter's own settings by name, in JSON's types; they too
-            must be the same on all ranks. What is wrong with them it raises as ValueError.
+        own: checks what the adapter was given besides and returns what of it all ranks must
+            share, in JSON's types by name. A ValueError or IntegrationError from it is raised on
+            every rank.
 
     Raises IntegrationError, with the same reason on every rank, for an unknown option, a wrong
     value, options that differ between ranks, or groups that can't be upgraded.
     """
     store, rank, size = _connection(adapter)
-    statements = _exchange(adapter, _statement(given or {}, settings), (store, rank, size))
+    statements = _exchange(adapter, _statement(given or {}, own), (store, rank, size))
     for sender, statement in enumerate(statements):
         if "error" in statement:
             raise IntegrationError(f"{adapter} on rank {sender}: {statement['error']}")
@@ -164,8 +192,7 @@ def join(
                     f"{adapter}: rank 0 was given {name}={statements[0][name]!r} and rank "
                     f"{sender} {name}={value!r}: give every rank the same options"
                 )
-    own = statements[rank]
-    options = Options.from_mapping({name: own[name] for name in Options.names()})
+    options = Options.from_mapping({name: statements[rank][name] for name in Options.names()})
     if not options.enabled:
         return Joined(options, False)
     activated = not activation.is_active()
@@ -189,18 +216,19 @@ def _connection(adapter: str) -> tuple[Any, int, int]:
 
 
 def _statement(
-    given: Mapping[str, Any], settings: Callable[[], Mapping[str, Any]] | None
+    given: Mapping[str, Any], own: Callable[[], Mapping[str, Any]] | None
 ) -> dict[str, Any]:
     """The options in full and the adapter's own settings, or {"error": why not}."""
     try:
-        own = settings() if settings is not None else {}
+        settings = own() if own else {}
         environment = Options.from_env()
         base = config.current() if activation.is_active() else environment
         options = Options.from_mapping(given, base=base)
-    except ValueError as error:
+    except (ValueError, IntegrationError) as error:
         return {"error": str(error)}
     # The off switch works whatever a file or a script says.
-    return {**own, **options.to_dict(), "enabled": options.enabled and environment.enabled}
+    enabled = options.enabled and environment.enabled
+    return {**settings, **options.to_dict(), "enabled": enabled}
 
 
 def _exchange(

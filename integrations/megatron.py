@@ -194,7 +194,7 @@ class ProcessGroupFactory:
         if self._joined is not None:
             return
         _contract.require("megatron-core", _VERSIONS, tested=_TESTED)
-        joined = _contract.join(_ADAPTER, self._options, settings=self._settings)
+        joined = _contract.join(_ADAPTER, self._options, own=self._settings)
         import torch.distributed as dist
         from megatron.core import parallel_state
 

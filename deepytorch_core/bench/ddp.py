@@ -160,16 +160,16 @@ def _record(
         "speedup": round(comparison.speedup, 3),
         "speedup_spread": [round(value, 3) for value in comparison.spread],
         "improvement_percent": round((comparison.speedup - 1) * 100, 1),
-        "loss": _finite(losses[timing.OURS][-1]),
-        "baseline_loss": _finite(losses[timing.BASELINE][-1]),
-        "loss_difference": _finite(difference),
+        "loss": finite(losses[timing.OURS][-1]),
+        "baseline_loss": finite(losses[timing.BASELINE][-1]),
+        "loss_difference": finite(difference),
         "loss_check": "exact" if difference == 0 else "statistical",
         "wrong": int(difference > limit),
     }
 
 
-def _finite(value: float) -> float | None:
-    """JSON has neither NaN nor infinity."""
+def finite(value: float) -> float | None:
+    """The value, or None for NaN and infinity: JSON has neither."""
     return value if math.isfinite(value) else None
 
 

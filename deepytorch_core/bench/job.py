@@ -70,6 +70,15 @@ class Run:
                 "nccl here"
             )
 
+    @property
+    def num_processes(self) -> int:
+        """How many processes the launcher starts; they are numbered from 0."""
+        return self.world_size
+
+    def environment(self, process: int, store_port: int) -> dict[str, str]:
+        """Environment variables of one process; `store_port` is that of the launcher's store."""
+        return {}
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

@@ -80,10 +80,12 @@ class _Ranks:
         self._ends.append(os.open(self._pipe, os.O_WRONLY))
         try:
             if self._setup.mpiexec is None:
-                for rank in range(self._job.world_size):
-                    self._start(self._command(rank), self._log(rank))
+                for rank in range(self._job.num_processes):
+                    variables = self._job.environment(rank, self._store.port)
+                    self._start(self._command(rank), self._log(rank), variables)
             else:
-                self._start(self._under_mpiexec(self._setup.mpiexec), self._folder / "mpiexec.log")
+                command = self._under_mpiexec(self._setup.mpiexec)
+                self._start(command, self._folder / "mpiexec.log", {})
         except BaseException:
             self.__exit__()
             raise
@@ -137,7 +139,7 @@ class _Ranks:
             command += ["-n", "1", *_WITH_LOG, str(self._log(rank)), *self._command(rank)]
         return command
 
-    def _start(self, command: list[str], log: Path) -> None:
+    def _start(self, command: list[str], log: Path, variables: dict[str, str]) -> None:
         with log.open("wb") as output:
             # A session of its own: Ctrl-C reaches the launcher only, which then ends the ranks.
             process = subprocess.Popen(
@@ -146,7 +148,7 @@ class _Ranks:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=config.child_environment(**self._setup.environment),
+                env=config.child_environment(**self._setup.environment, **variables),
             )
         self._processes.append(process)
 

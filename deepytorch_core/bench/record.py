@@ -78,6 +78,39 @@ DDP_FIELDS = (
 in microseconds, samples_per_s a rank's at each. `wrong` is 1 when the losses differ by more than
 the order of additions explains."""
 
+TRAIN_FIELDS = (
+    "bench",
+    "framework",
+    "framework_version",
+    "parameters",
+    "dtype",
+    "batch_size",
+    "world_size",
+    "device",
+    "adapter_us",
+    "native_calls",
+    "delegated_calls",
+    "steps",
+    "num_blocks",
+    "step_time_us",
+    "baseline",
+    "baseline_step_time_us",
+    "speedup",
+    "speedup_spread",
+    "loss",
+    "baseline_loss",
+    "loss_difference",
+    "loss_check",
+    "wrong",
+    "baseline_settings",
+    "machine",
+    "versions",
+    "commit",
+)
+"""The fields that `bench train` writes. Times are medians of the slowest rank's step in
+microseconds; `adapter_us` is what the adapter's own Python takes of it at most, measured apart;
+calls are those of the timed steps, over all ranks. `wrong` as for `bench ddp`."""
+
 _SOURCE = Path(__file__).resolve().parents[2]
 # What cannot change a measurement; records themselves are written into the tree.
 _NOT_CODE = (":!docs", ":!*.md")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.bench.job import format_size
-from deepytorch_core.bench.record import DDP_FIELDS, Record, read_records
+from deepytorch_core.bench.record import DDP_FIELDS, TRAIN_FIELDS, Record, read_records
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
@@ -41,12 +41,12 @@ def render(files: Mapping[str, Sequence[Record]]) -> str:
     """
     parts: list[str] = []
     for name, records in files.items():
-        trainings = [record for record in records if record.get("bench") == "ddp"]
-        collectives = [record for record in records if record.get("bench") != "ddp"]
-        for group, fields, render_group in (
-            (collectives, NEEDED_FIELDS, _render_collectives),
-            (trainings, DDP_FIELDS, _render_ddp),
+        for kind, fields, render_group in (
+            (None, NEEDED_FIELDS, _render_collectives),
+            ("ddp", DDP_FIELDS, _render_ddp),
+            ("train", TRAIN_FIELDS, _render_train),
         ):
+            group = [record for record in records if record.get("bench") == kind]
             _refuse_incomplete(name, group, fields)
             if group:
                 parts.append(render_group(name, group))
@@ -145,11 +145,6 @@ def _render_ddp(name: str, records: Sequence[Record]) -> str:
     ]
     for record in latest.values():
         buckets = ", registered buckets" if record["registered"] else ""
-        difference = record["loss_difference"]
-        if difference is None:
-            losses = "differ"
-        else:
-            losses = "equal" if difference == 0 else f"within {difference:.0e}"
         label = f"{record['model']}, {record['parameters'] / 1e6:.1f} M, batch "
         lines.append(
             _line(
@@ -159,11 +154,47 @@ def _render_ddp(name: str, records: Sequence[Record]) -> str:
                     f"{record['bytes_per_step'] / 1e6:.1f} MB",
                     record["baseline"],
                     _cell(record),
-                    losses,
+                    _losses(record),
                 ]
             )
         )
     return "\n".join(lines)
+
+
+def _render_train(name: str, records: Sequence[Record]) -> str:
+    # A later run of the same case replaces an earlier one.
+    case = ("framework", "parameters", "batch_size", "world_size", "device", "baseline")
+    latest = {tuple(record[field] for field in case): record for record in records}
+    lines = [
+        _caption(name, list(latest.values()), wrong="runs with differing losses"),
+        "",
+        _line(["training", "ranks", "batch", "against", "steps/s", "native calls", "losses"]),
+        _line(["---", "---:", "---:", "---", "---:", "---:", "---"]),
+    ]
+    for record in latest.values():
+        calls = record["native_calls"] + record["delegated_calls"]
+        lines.append(
+            _line(
+                [
+                    f"{record['framework']} ({record['framework_version']}), "
+                    f"{record['parameters'] / 1e6:.1f} M",
+                    str(record["world_size"]),
+                    str(record["batch_size"]),
+                    record["baseline"],
+                    _cell(record),
+                    f"{100 * record['native_calls'] / max(1, calls):.0f}%",
+                    _losses(record),
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _losses(record: Record) -> str:
+    difference = record["loss_difference"]
+    if difference is None:
+        return "differ"
+    return "equal" if difference == 0 else f"within {difference:.0e}"
 
 
 def _caption(name: str, records: Sequence[Record], wrong: str = "wrong elements") -> str:

@@ -55,7 +55,7 @@ class Groups:
 
     def __init__(self, job: Run, rank: int, store: Store) -> None:
         self.rank = rank
-        self.device = _device(job, rank)
+        self.device = device_of(job, rank)
         if job.ours == "deepytorch":
             from deepytorch_core import backend
 
@@ -68,7 +68,7 @@ class Groups:
         self.baseline = _world(name)
         self.ours: dist.ProcessGroup = dist.new_group(backend=job.ours, timeout=timeout)
         self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
-        self.clock: timing.Clock = _cuda_clock if job.device == "cuda" else timing.wall_clock
+        self.clock: timing.Clock = cuda_clock if job.device == "cuda" else timing.wall_clock
 
 
 def calls_by_algorithm(ours: str, op: str) -> dict[str, int]:
@@ -119,7 +119,8 @@ def serve(
     return 0
 
 
-def _device(job: Run, rank: int) -> torch.device:
+def device_of(job: Run, rank: int) -> torch.device:
+    """The rank's device, made current; raises BenchError when the machine has too few."""
     if job.device != "cuda":
         return torch.device("cpu")
     if torch.cuda.device_count() < job.world_size:
@@ -141,7 +142,7 @@ def _world(name: str) -> dist.ProcessGroup:
     return group
 
 
-def _cuda_clock(call: timing.Call, repetitions: int) -> list[float]:
+def cuda_clock(call: timing.Call, repetitions: int) -> list[float]:
     """A `timing.Clock` for calls that enqueue work on the current stream."""
     # Untyped in torch.
     event_type: Any = torch.cuda.Event

@@ -132,33 +132,29 @@ def test_wrong_or_different_options_are_the_same_error_on_every_rank(
         assert (backend, active) == ("gloo", False)
 
 
-def join_with_settings(rank: int, world_size: int, settings: list[Any]) -> str:
+def join_with_own(rank: int, world_size: int, own: list[Any]) -> str | dict[str, Any]:
     stock_group()
 
-    def own() -> dict[str, Any]:
-        if isinstance(settings[rank], str):
-            raise ValueError(settings[rank])
-        return {"size": settings[rank], "names": {"a": "b"}}
+    def check() -> dict[str, Any]:
+        if isinstance(own[rank], str):
+            raise _contract.IntegrationError(own[rank])
+        return own[rank]
 
-    if settings[rank] == settings[0] == 1:
-        options = _contract.join("test", {"tune": "off"}, settings=own).options
-        return f"{options.tune} {dist.get_backend()}"
-    with pytest.raises(_contract.IntegrationError) as error:
-        _contract.join("test", settings=own)
-    return str(error.value)
+    try:
+        return _contract.join("test", own=check).options.to_dict()
+    except _contract.IntegrationError as error:
+        assert not deepytorch.is_active()
+        return str(error)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ([1, 1], "off deepytorch"),
-        ([2, 1], "test: rank 0 was given size=2 and rank 1 size=1: give every rank the same"),
-        ([2, "size='x'"], "test on rank 1: size='x'"),
-    ],
-)
-def test_an_adapters_own_settings_are_agreed_too(settings: list[Any], said: str) -> None:
-    for message in spawn_ranks(join_with_settings, 2, settings, fresh=True):
-        assert message.startswith(said)
+def test_what_an_adapter_checks_itself_is_shared_too() -> None:
+    def run(*own: Any) -> list[Any]:
+        return spawn_ranks(join_with_own, 2, list(own), fresh=True)
+
+    assert all("compress" not in options for options in run({"compress": 1}, {"compress": 1}))
+    for message in run({"compress": 1}, {"compress": None}):
+        assert message.startswith("test: rank 0 was given compress=1 and rank 1 compress=None")
+    assert run({}, "no such model") == ["test on rank 1: no such model"] * 2
 
 
 def join_on_rank_0(rank: int, world_size: int) -> str | None:

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"]
+DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))
 
 
 def missing_functions(text: str, root: Path) -> list[str]:

@@ -59,10 +59,12 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "deepytorch": {"deepytorch_core"},
     "deepytorch.integrations": {"deepytorch_core", "deepytorch"},
     "deepytorch.recipes": {"deepytorch_core", "deepytorch", "deepytorch.integrations"},
+    "deepytorch.workloads": {"deepytorch_core", "deepytorch", "deepytorch.integrations"},
     "deepytorch.cli": {
         "deepytorch_core",
         "deepytorch",
         "deepytorch.integrations",
+        "deepytorch.workloads",
         "deepytorch.recipes",
     },
 }

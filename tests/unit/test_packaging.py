@@ -66,6 +66,7 @@ def test_entry_points_lead_to_callables() -> None:
         ("console_scripts", "deepytorch"),
         ("torch.backends", "deepytorch"),
         ("torch.distributed.backends", "deepytorch"),
+        ("deepytorch.integrations", "deepspeed"),
     }
     for point in found.values():
         assert callable(point.load()), point

@@ -84,6 +84,15 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--baseline": "gloo",
         "--json": None,
     },
+    "bench train": {
+        "--framework": "ddp",
+        "--device": "cpu",
+        "--world-size": 2,
+        "--parameters": "4M",
+        "--batch-size": 8,
+        "--steps": 40,
+        "--json": None,
+    },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
 }
 TESTING = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import report
+from deepytorch_core import decisions, report
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -76,6 +76,23 @@ def test_text(made: report.Report) -> None:
         "decision: all_reduce of 2 ranks, 524288 to 2097151 bytes: pipelined/128K, measured now "
         "(pipelined/128K 300 us, delegate 1500 us)",
     ]
+
+
+def test_choices_made_in_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decisions, "_made", [])
+    decisions.record("DDP buckets", "4+4 MiB", "faster than 1+25 MiB", times_ms={"4+4 MiB": 2.5})
+    decisions.record("FSDP2 buffers", "in registered memory", "not measured: tune=off")
+    # What was measured is said, the rest is for who asks.
+    line = "DDP buckets: 4+4 MiB, faster than 1+25 MiB (4+4 MiB 2.500 ms)"
+    assert capsys.readouterr().err == f"deepytorch: {line}\n"
+    made = report.report()
+    assert str(made).splitlines()[-2:] == [
+        f"decision: {line}",
+        "decision: FSDP2 buffers: in registered memory, not measured: tune=off",
+    ]
+    assert json.loads(json.dumps(made.to_dict()))["decisions"][-2]["times_ms"] == {"4+4 MiB": 2.5}
 
 
 def test_plain_values(made: report.Report) -> None:

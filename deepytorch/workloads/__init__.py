@@ -1,0 +1,123 @@
+"""What `deepytorch bench train` trains: one small model under each framework, stock and ours.
+
+A module here is one framework. Its `build(job, device, ours)` returns a function that trains one
+step and returns its loss: with `ours` set up the way the framework's page in docs/ says, else as
+its users have it without deepytorch. Nothing else may differ between the two.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from deepytorch_core.bench.job import MIN_BLOCKS, MIN_PARAMETERS, BenchError, Run
+from deepytorch_core.bench.timing import BASELINE
+
+if TYPE_CHECKING:
+    import torch
+
+Step = Callable[[], "torch.Tensor"]
+
+WORKLOADS = {
+    "ddp": "ddp",
+    "fsdp1": "fsdp",
+    "fsdp2": "fsdp",
+    "deepspeed-zero1": "deepspeed",
+    "deepspeed-zero2": "deepspeed",
+    "deepspeed-zero3": "deepspeed",
+    "accelerate-ddp": "accelerate",
+    "accelerate-fsdp2": "accelerate",
+    "megatron": "megatron",
+}
+"""Workload -> the module here that builds it."""
+ON_GPUS_ONLY = {
+    "accelerate-fsdp2": "accelerate leaves FSDP out on CPUs: use --framework fsdp2",
+    "megatron": "Megatron's models are for GPUs",
+}
+
+
+class Workload(Protocol):
+    """What a module here has."""
+
+    def build(self, job: TrainJob, device: torch.device, *, ours: bool) -> Step:
+        """Called on each rank before torch.distributed is initialised, seeds set."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob(Run):
+    """`bench train`. `parameters` is about how many the model has, `batch_size` is a rank's.
+
+    Each rank is two processes, one for each arm, which take turns.
+    """
+
+    WORKER: ClassVar[str] = "deepytorch.workloads.worker"
+
+    framework: str = "ddp"
+    parameters: int = 4 << 20
+    batch_size: int = 8
+    steps: int = 40
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.framework not in WORKLOADS:
+            raise BenchError(f"unknown framework {self.framework!r}; known: {', '.join(WORKLOADS)}")
+        if self.device == "cpu" and self.framework in ON_GPUS_ONLY:
+            raise BenchError(f"{self.framework} on CPUs: {ON_GPUS_ONLY[self.framework]}")
+        stock = "gloo" if self.device == "cpu" else "nccl"
+        if self.baseline != stock:
+            raise BenchError(f"frameworks train on {self.device} over {stock}: --baseline {stock}")
+        if self.world_size < 2:
+            raise BenchError(f"one rank reduces nothing: --world-size {self.world_size}")
+        if self.parameters < MIN_PARAMETERS:
+            raise BenchError(
+                f"--parameters must be at least {MIN_PARAMETERS}, not {self.parameters}"
+            )
+        if self.batch_size < 1:
+            raise BenchError(f"--batch-size must be at least 1, not {self.batch_size}")
+        if self.steps < MIN_BLOCKS:
+            raise BenchError(
+                f"--steps must be at least {MIN_BLOCKS}, one for each block, not {self.steps}"
+            )
+
+    @property
+    def num_processes(self) -> int:
+        return 2 * self.world_size
+
+    def environment(self, process: int, store_port: int) -> dict[str, str]:
+        """What torchrun would set, for one of the two arms."""
+        arm, rank = divmod(process, self.world_size)
+        stock = {"DEEPYTORCH_ENABLED": "0"}
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store_port),
+            # One store serves both arms: torch prefixes a job's keys by this count.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(arm),
+            **(stock if arm == BASELINE else {}),
+        }
+
+
+def version(framework: str) -> str:
+    """The installed version of the package that the workload is about."""
+    module = WORKLOADS[framework]
+    distribution = {"ddp": "torch", "fsdp": "torch", "megatron": "megatron-core"}.get(module)
+    return metadata.version(distribution or module)
+
+
+def load(framework: str) -> Workload:
+    """The workload's module; raises BenchError naming the package that is missing."""
+    try:
+        module: Workload = importlib.import_module(f"{__name__}.{WORKLOADS[framework]}")
+    except ModuleNotFoundError as error:
+        raise BenchError(
+            f"{framework} needs {error.name}: pip install 'deepytorch[all]', or another --framework"
+        ) from None
+    return module

@@ -1,0 +1,170 @@
+"""One process of `bench train`: a rank of one arm. Started by `launch.run`; see `bench.worker`.
+
+The two arms are processes of their own, so stock is stock and ours is what a user gets. They are
+alive at the same time and train in turns, block by block, so what the machine does meanwhile hits
+both alike; who waits for its turn sleeps. The first half of the processes is ours.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+import deepytorch
+from deepytorch import integrations, workloads
+from deepytorch.workloads import TrainJob
+from deepytorch_core.bench import ddp, timing, worker
+from deepytorch_core.bench.record import Record
+
+# Untimed steps: optimizers make their state in the first, frameworks settle in the next ones.
+WARMUP_STEPS = 4
+PROFILED_STEPS = 5
+# Sums of more than two ranks depend on their order, and training carries the difference on.
+MAX_LOSS_DIFFERENCE = 1e-3
+
+
+class Turns:
+    """Lets all processes of both arms go through the blocks one by one, over the store."""
+
+    def __init__(self, store: Store, job: TrainJob) -> None:
+        self._store = store
+        self._limit = timedelta(seconds=job.timeout_s)
+        self._num_ranks = job.world_size
+
+    def finished(self, turn: str) -> None:
+        """Say that this process is done with its part of `turn`."""
+        if self._store.add(f"turn/{turn}/count", 1) == self._num_ranks:
+            self._store.set(f"turn/{turn}/done", "1")
+
+    def wait(self, turn: str) -> None:
+        """Sleep until all ranks of the arm whose `turn` it is have finished it."""
+        self._store.wait([f"turn/{turn}/done"], self._limit)
+
+
+def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> None:
+    """Trains one arm on this process in its turns; rank 0 of ours gives the record to `emit`."""
+    arm, rank = divmod(process, job.world_size)
+    turns = Turns(store, job)
+    device = worker.device_of(job, rank)
+    clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
+    # One arm after the other: both at once would share the cores.
+    if arm == timing.BASELINE:
+        turns.wait("warm-up 0")
+    step = workloads.load(job.framework).build(job, device, ours=arm == timing.OURS)
+    losses: list[torch.Tensor] = []
+
+    def train() -> None:
+        losses.append(step())
+
+    for _ in range(WARMUP_STEPS):
+        train()
+    before = _calls()
+    turns.finished(f"warm-up {arm}")
+    turns.wait("warm-up 1")
+    plan = ddp.schedule(job.steps)
+    times: list[list[float]] = []
+    for number, owner in enumerate(timing.block_order(plan.num_pairs)):
+        if owner == arm:
+            train()  # untimed: absorbs the change of turns
+            times.append(clock(train, plan.repetitions[arm]))
+            turns.finished(str(number))
+        turns.wait(str(number))
+    calls = {name: n - before.get(name, 0) for name, n in _calls().items()}
+    adapter_us = _adapter_us(train)
+    share = {
+        "times": times,
+        "adapter_us": adapter_us,
+        "losses": [float(loss) for loss in losses],
+        "calls": calls,
+    }
+    store.set(f"share/{arm}/{rank}", json.dumps(share))
+    if process == 0:
+        keys = [f"share/{a}/{r}" for a in (0, 1) for r in range(job.world_size)]
+        store.wait(keys, timedelta(seconds=job.timeout_s))
+        shares = [json.loads(value) for value in store.multi_get(keys)]
+        record = _record(job, shares[: job.world_size], shares[job.world_size :])
+        emit({"record": record})
+
+
+def _adapter_us(train: timing.Call) -> float:
+    """Microseconds that the adapters' own Python takes in a step of this thread.
+
+    Own: without what it calls, such as the collectives. The profiler adds to each call, so it is
+    an upper bound. Backward hooks of models on GPUs run in other threads and are not seen.
+    """
+    folder = str(Path(integrations.__file__).parent)
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(PROFILED_STEPS):
+        train()
+    profile.disable()
+    own_s = sum(
+        entry.inlinetime
+        for entry in profile.getstats()
+        if isinstance(entry.code, CodeType) and entry.code.co_filename.startswith(folder)
+    )
+    return own_s * 1e6 / PROFILED_STEPS
+
+
+def _calls() -> dict[str, int]:
+    """Calls so far by the algorithm that served them."""
+    calls: dict[str, int] = {}
+    for row in deepytorch.report().rows:
+        calls[row.algorithm] = calls.get(row.algorithm, 0) + row.calls
+    return calls
+
+
+def _slowest(shares: list[dict[str, Any]]) -> list[list[float]]:
+    """[block][step] in microseconds: a step takes as long as on its slowest rank."""
+    blocks = zip(*(share["times"] for share in shares), strict=True)
+    return [[max(step) for step in zip(*block, strict=True)] for block in blocks]
+
+
+def _record(job: TrainJob, ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> Record:
+    """The fields `TRAIN_FIELDS` of `bench.record`, without the provenance."""
+    blocks = [_slowest(ours), _slowest(baseline)]
+    comparison = timing.compare(blocks)
+    pairs = list(zip(ours, baseline, strict=True))
+    difference = max(ddp.loss_difference(a["losses"], b["losses"]) for a, b in pairs)
+    calls: dict[str, int] = {}
+    for share in ours:
+        for name, count in share["calls"].items():
+            calls[name] = calls.get(name, 0) + count
+    limit = 0.0 if job.world_size == 2 else MAX_LOSS_DIFFERENCE
+    return {
+        "bench": "train",
+        "framework": job.framework,
+        "framework_version": workloads.version(job.framework),
+        "parameters": job.parameters,
+        "dtype": "float32",
+        "batch_size": job.batch_size,
+        "world_size": job.world_size,
+        "device": job.device,
+        "adapter_us": round(max(share["adapter_us"] for share in ours), 1),
+        "native_calls": sum(calls.values()) - calls.get("delegate", 0),
+        "delegated_calls": calls.get("delegate", 0),
+        "steps": sum(len(block) for block in blocks[timing.OURS]),
+        "num_blocks": comparison.num_blocks,
+        "step_time_us": round(comparison.time_us, 1),
+        "baseline": job.baseline,
+        "baseline_step_time_us": round(comparison.baseline_time_us, 1),
+        "speedup": round(comparison.speedup, 3),
+        "speedup_spread": [round(value, 3) for value in comparison.spread],
+        "loss": ddp.finite(ours[0]["losses"][-1]),
+        "baseline_loss": ddp.finite(baseline[0]["losses"][-1]),
+        "loss_difference": ddp.finite(difference),
+        "loss_check": "exact" if difference == 0 else "statistical",
+        "wrong": int(difference > limit),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(worker.serve(sys.argv[1:], TrainJob, measure))

@@ -1,0 +1,43 @@
+"""Choices that were made in Python for this job; `deepytorch.report()` lists them.
+
+What the native tuner settled on is kept by the core, see `_core.plans()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepytorch_core.console import say_once
+
+_made: list[dict[str, Any]] = []
+
+
+def record(
+    what: str, chosen: str, reason: str, *, times_ms: Mapping[str, float] | None = None
+) -> None:
+    """Note a choice, the same on all ranks, and say it in one line.
+
+    Args:
+        what: what was chosen for: "DDP buckets".
+        chosen: the candidate that stays.
+        reason: why that one.
+        times_ms: the candidates' median times in milliseconds; none when nothing was measured,
+            then the line is for option log=debug.
+    """
+    decision = {"what": what, "chosen": chosen, "reason": reason, "times_ms": dict(times_ms or {})}
+    _made.append(decision)
+    say_once(sentence(decision), level="info" if times_ms else "debug")
+
+
+def made() -> tuple[dict[str, Any], ...]:
+    """All choices so far, the oldest first."""
+    return tuple(dict(decision) for decision in _made)
+
+
+def sentence(decision: Mapping[str, Any]) -> str:
+    """A choice as one line."""
+    times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in decision["times_ms"].items())
+    return f"{decision['what']}: {decision['chosen']}, {decision['reason']}" + (
+        f" ({times})" if times else ""
+    )

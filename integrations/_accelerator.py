@@ -1,0 +1,129 @@
+"""What deepytorch does to one `accelerate.Accelerator`, whoever built it.
+
+Shared by the adapters of Accelerate and of transformers, whose Trainer builds an Accelerator. Put
+in place, on that object alone:
+
+* the process groups that exist are upgraded in place (`_contract.join`);
+* DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
+* FSDP2: `prepare` also places the buffers of the sharded model in registered memory.
+
+DDP needs nothing else: its buckets are placed wherever deepytorch serves the group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepytorch_core import activation, config
+from deepytorch_core.console import say_once
+
+from . import _contract, _fsdp2
+
+_NAME = "accelerator"
+_FLAG = "deepytorch"
+
+
+def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bool = False) -> bool:
+    """Put deepytorch under an Accelerator, once; False if it is off or nothing is distributed.
+
+    Collective over the default group. Options of the DeepSpeed configuration's own flag are in
+    force too; `given` wins over them.
+
+    Args:
+        accelerator: the Accelerator, its process group initialised.
+        given: options by name.
+        adapter: the name of the calling adapter, for messages.
+        armed: whether `_contract.arm` has activated deepytorch for this Accelerator.
+
+    Raises IntegrationError as `_contract.join` does, and for a flag that is no JSON object.
+    """
+    if config.current().enabled:
+        _contract.require("accelerate", ">=1.10,<2", tested="1.15.0")
+    if _contract.is_marked(accelerator, _NAME):
+        return True
+    _warn_if_alone(accelerator, adapter)
+    if not _is_initialized():
+        return False
+    configurations = _deepspeed_configurations(accelerator)
+    options = dict(given)
+    for configuration in configurations:
+        options = {**_flag(configuration, adapter), **options}
+    joined = _contract.join(adapter, options)
+    if not joined.options.enabled:
+        return False
+    changes = _contract.Changes()
+    changes.on_undo(activation.deactivate if armed else joined.leave)
+    for configuration in configurations:
+        _write_flag(configuration, options, changes)
+    if getattr(accelerator, "is_fsdp2", False):
+        changes.set(accelerator, "prepare", _preparing_fsdp2(accelerator.prepare, changes))
+    _contract.mark(accelerator, _NAME, changes)
+    return True
+
+
+def undo(accelerator: Any) -> bool:
+    """Put the Accelerator back as it was; False when there was nothing to undo."""
+    return _contract.undo(accelerator, _NAME)
+
+
+def _is_initialized() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _warn_if_alone(accelerator: Any, adapter: str) -> None:
+    if accelerator.distributed_type == "NO" and config.world_size() > 1:
+        say_once(
+            f"{adapter}: {config.world_size()} processes were launched but Accelerate trains each "
+            "alone; on a machine without GPUs pass cpu=True (Trainer: use_cpu=True) or set "
+            "ACCELERATE_USE_CPU=true",
+            level="warning",
+        )
+
+
+def _deepspeed_configurations(accelerator: Any) -> list[dict[str, Any]]:
+    plugins = getattr(accelerator.state, "deepspeed_plugins", None)
+    if plugins is None:
+        return []
+    several = list(plugins.values()) if isinstance(plugins, dict) else [plugins]
+    return [plugin.deepspeed_config for plugin in several]
+
+
+def _flag(configuration: Mapping[str, Any], adapter: str) -> dict[str, Any]:
+    flag = configuration.get(_FLAG, {})
+    if not isinstance(flag, Mapping):
+        raise _contract.IntegrationError(
+            f'{adapter}: the DeepSpeed configuration has "{_FLAG}": {flag!r}; it must be an object '
+            f'of options, such as {{"{_FLAG}": {{"enabled": true}}}}'
+        )
+    return dict(flag)
+
+
+def _write_flag(
+    configuration: dict[str, Any], options: Mapping[str, Any], changes: _contract.Changes
+) -> None:
+    if _FLAG in configuration:
+        before = configuration[_FLAG]
+        changes.on_undo(lambda: configuration.update({_FLAG: before}))
+    else:
+        changes.on_undo(lambda: configuration.pop(_FLAG, None))
+    # Accelerate takes every "auto" in a DeepSpeed configuration for one that it has to fill in, and
+    # fails on ours. They are in force already.
+    told = {name: value for name, value in options.items() if value != "auto"}
+    configuration[_FLAG] = {**told, "enabled": True}
+
+
+def _preparing_fsdp2(
+    original: Callable[..., Any], changes: _contract.Changes
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        prepared = original(*args, **kwargs)
+        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
+            _fsdp2.place_buffers(thing, changes)
+        return prepared
+
+    return prepare

@@ -1,0 +1,161 @@
+"""DeepSpeed's bucket sizes where the configuration leaves them open, measured on the live ranks.
+
+A bucket that is too small pays latency again and again; one that is too big starts late, so it
+can't overlap, and costs memory. So the smallest size is chosen at which the collective is nearly as
+fast per element as at the best size. The ranks measure together, and rank 0's times decide.
+
+`allgather_bucket_size` is not among them: DeepSpeed gathers each group of parameters in one piece
+since torch has `all_gather_into_tensor`, and reads the size no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.config import Options
+from deepytorch_core.console import say_once
+
+# In elements, as DeepSpeed counts. Smaller ones would not only cost the collective's latency, but
+# also what DeepSpeed itself does for every bucket, which is not measured here.
+CANDIDATES = (1 << 22, 1 << 24, 1 << 26)
+# A size this much slower per element than the best is as good as the best.
+NEARLY = 1.1
+_NUM_REPEATS = 3
+# No further size is tried for one collective once this much time has been spent on it.
+_LIMIT_S = 1.0
+
+_PREFETCH = ("stage3_prefetch_bucket_size", "prefetch_bucket_size")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A size in elements, and why."""
+
+    elements: int
+    reason: str
+
+
+def fill_bucket_sizes(
+    configuration: dict[str, Any],
+    model: torch.nn.Module,
+    options: Options,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The configuration with the bucket sizes that it leaves open; collective.
+
+    A size is left open where it is missing or "auto". Stages 1 to 3 of ZeRO have such sizes. With
+    tune=off, deterministic=on or one rank DeepSpeed's own defaults stay in force. A number that is
+    given is never touched, nor is `configuration` itself. `device` is where collectives take place.
+    """
+    zero = configuration.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if not isinstance(zero, dict) or stage not in (1, 2, 3) or dist.get_world_size() == 1:
+        return configuration
+    open_keys = _left_open(zero, stage)
+    if not open_keys:
+        return configuration
+    repeatable = options.deterministic or torch.are_deterministic_algorithms_enabled()
+    if options.tune == "off" or repeatable:
+        why = "tune=off" if options.tune == "off" else "a deterministic run"
+        say_once(f"{', '.join(open_keys)}: DeepSpeed's defaults, as {why} measures nothing")
+        return configuration
+    total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in _trained(model))
+    kind = _dtype(configuration, model), device
+    choices = {key: _choose(_operation(key, stage), total, kind) for key in open_keys}
+    for key, choice in choices.items():
+        say_once(f"{key} is {choice.elements} elements: {choice.reason}")
+    sizes = {key: choice.elements for key, choice in choices.items()}
+    return {**configuration, "zero_optimization": {**zero, **sizes}}
+
+
+def _left_open(zero: Mapping[str, Any], stage: int) -> list[str]:
+    keys = ["reduce_bucket_size"]
+    if stage == 3:
+        keys.append(next((key for key in _PREFETCH if key in zero), _PREFETCH[0]))
+    return [key for key in keys if zero.get(key, "auto") == "auto"]
+
+
+def _operation(key: str, stage: int) -> str:
+    """The collective that DeepSpeed carries such buckets with, by default."""
+    if key != "reduce_bucket_size":
+        return "all_gather"
+    return "reduce_scatter" if stage == 3 else "all_reduce"
+
+
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _dtype(configuration: Mapping[str, Any], model: torch.nn.Module) -> torch.dtype:
+    """What DeepSpeed communicates in, unless told otherwise: the model's type in training."""
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        given = configuration.get(section)
+        if isinstance(given, Mapping) and given.get("enabled"):
+            return dtype
+    return next((parameter.dtype for parameter in _trained(model)), torch.float32)
+
+
+def _choose(op: str, total: int, kind: tuple[torch.dtype, torch.device]) -> Choice:
+    """Measure `op` at the candidate sizes that a model of `total` elements can fill."""
+    sizes = [size for size in CANDIDATES if size < total]
+    if len(sizes) < len(CANDIDATES):
+        sizes.append(CANDIDATES[len(sizes)])  # it holds the whole model
+    if len(sizes) == 1:
+        return Choice(sizes[0], f"that holds all {total} of the model")
+    times: dict[int, float] = {}
+    spent = 0.0
+    for size in sizes:
+        elements = min(size, total)
+        fastest, took = _measure(op, elements, kind)
+        times[size] = fastest / elements
+        spent += took
+        if spent > _LIMIT_S:
+            break
+    chosen = smallest_good(times)
+    seen = ", ".join(f"{1e9 * took:.3f} with {size}" for size, took in times.items())
+    return Choice(chosen, f"{op} takes {seen} ns an element")
+
+
+def smallest_good(times: Mapping[int, float]) -> int:
+    """The smallest size whose time per element is nearly the best."""
+    best = min(times.values())
+    return min(size for size, seconds in times.items() if seconds <= NEARLY * best)
+
+
+def _measure(op: str, elements: int, kind: tuple[torch.dtype, torch.device]) -> tuple[float, float]:
+    """Rank 0's fastest time of one call, and the time that all took, in seconds, on all ranks."""
+    dtype, device = kind
+    call = _call(op, elements, dtype, device)
+    started = time.perf_counter()
+    samples = []
+    for _ in range(1 + _NUM_REPEATS):
+        begun = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        samples.append(time.perf_counter() - begun)
+    # The first one connects, calibrates and touches the memory.
+    told = torch.tensor(
+        [min(samples[1:]), time.perf_counter() - started], dtype=torch.float32, device=device
+    )
+    dist.broadcast(told, src=0)
+    fastest, took = told.tolist()
+    return fastest, took
+
+
+def _call(op: str, elements: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    num_ranks = dist.get_world_size()
+    share = max(1, elements // num_ranks)
+    part = torch.zeros(share, dtype=dtype, device=device)
+    whole = torch.zeros(share * num_ranks, dtype=dtype, device=device)
+    if op == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part)
+    if op == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole)
+    return lambda: dist.all_reduce(whole)

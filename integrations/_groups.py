@@ -1,0 +1,91 @@
+"""What the DDP and FSDP adapters ask of a process group, and measure on it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepytorch_core import rewrite
+from deepytorch_core.backend import NAME
+from deepytorch_core.config import Options
+
+from . import _contract
+from ._contract import IntegrationError
+
+# A candidate has to be this much faster at least, whatever the noise.
+LEAST_GAIN = 0.02
+
+
+def require_torch() -> None:
+    """Raises IntegrationError when this torch is not one that the adapters know."""
+    _contract.require("torch", ">=2.11,<2.16", tested="2.13.0")
+
+
+def require_served(
+    adapter: str, group: dist.ProcessGroup, device: torch.device, options: Options
+) -> None:
+    """Raises IntegrationError when deepytorch does not serve `group` for tensors on `device`."""
+    if options.collectives == "stock":
+        return
+    backends = rewrite.parse(str(dist.get_backend_config(group)))
+    backend = backends.get(device.type)
+    if backend == NAME:
+        return
+    served = f"its group serves by {backend}" if backend else "its group does not serve"
+    raise IntegrationError(
+        f"{adapter}: the model is on {device.type}, which {served} "
+        f"({rewrite.join(backends)}): call init_process_group() without a backend, and new_group() "
+        "too, or pass collectives='stock'"
+    )
+
+
+def buffer(numel: int, like: torch.Tensor, dtype: torch.dtype, group: Any) -> torch.Tensor:
+    """A flat tensor for communication, on the device of `like`; registered memory on the CPU."""
+    if like.device.type == "cpu":
+        backend = group._get_backend(like.device)
+        if backend.supports_tensor_alloc(like.device):
+            made: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=like.device)
+            return made
+    return torch.empty(numel, dtype=dtype, device=like.device)
+
+
+def slowest(
+    times: Sequence[Sequence[float]], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> list[list[float]]:
+    """Every rank's times, as the slowest rank saw them; all ranks of all `groups` get the same.
+
+    Collective over each of the groups in turn. The rows are of one length.
+    """
+    table = torch.tensor(times, dtype=torch.float64, device=device)
+    for group in groups:
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    rows: list[list[float]] = table.tolist()
+    return rows
+
+
+def median(samples: Sequence[float]) -> float:
+    """The median, not above a sample that was not taken (infinity)."""
+    return statistics.median_low(samples)
+
+
+def noise(samples: Sequence[float]) -> float:
+    """How far the median can be relied on: the median distance from it, for this many samples."""
+    middle = median(samples)
+    return 3 * median([abs(sample - middle) for sample in samples]) / math.sqrt(len(samples))
+
+
+def is_faster(candidate: Sequence[float], standing: Sequence[float]) -> bool:
+    """Whether `candidate` beats what stands beyond the noise of both."""
+    gain = median(standing) - median(candidate)
+    threshold = max(LEAST_GAIN * median(standing), noise(candidate) + noise(standing))
+    return gain > threshold
+
+
+def in_ms(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians in milliseconds of samples in seconds."""
+    return {name: 1e3 * median(samples) for name, samples in times.items()}

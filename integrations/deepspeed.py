@@ -1,0 +1,186 @@
+"""DeepSpeed: a section in its JSON, or one other `initialize`.
+
+`{"deepytorch": {"enabled": true, ...options}}` in DeepSpeed's configuration sends the engine's
+collectives through deepytorch; the script stays as it is. `initialize` here does the same from
+Python. The section's names are the options of `deepytorch_core.config.Options`.
+
+Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
+(`deepytorch_core.deepspeed_flag`). Without the section the wrapper only passes the call on. With it
+the process groups that exist are upgraded in place, and bucket sizes that the configuration leaves
+open are filled in (`_deepspeed_buckets`). Left alone: engines, optimizers, ZeRO's own code,
+checkpoints, launchers, the accelerator object. Nothing of ours runs in a step but collectives.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core import activation, config, deepspeed_flag
+from deepytorch_core.config import Options
+from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
+from deepytorch_core.patching import original_of
+
+from ._contract import Joined, join, require
+from ._deepspeed_buckets import fill_bucket_sizes
+
+VERSIONS = ">=0.17,<0.20"
+TESTED = "0.19.8"
+
+_NAME = "deepspeed"
+
+_joined: list[Joined] = []
+
+
+def initialize(
+    *args: Any, deepytorch: Mapping[str, Any] | bool | None = None, **kwargs: Any
+) -> tuple[Any, ...]:
+    """`deepspeed.initialize` on deepytorch: the same arguments, the same four results.
+
+    Collective: every rank calls it. It initialises torch.distributed if nobody has, as DeepSpeed
+    does.
+
+    Args:
+        deepytorch: options by name (see `deepytorch_core.config.Options`), which win over those in
+            the section "deepytorch" of the configuration; True or None for none, False for stock
+            DeepSpeed.
+
+    Raises IntegrationError, the same on every rank, for an unknown option, a wrong value, options
+    that differ between ranks, a version of DeepSpeed that is not known, or process groups that
+    can't be upgraded.
+    """
+    if not deepspeed_flag.switched_off():
+        require(_NAME, VERSIONS, tested=TESTED)
+    import deepspeed
+
+    given = dict(deepytorch) if isinstance(deepytorch, Mapping) else {}
+    if isinstance(deepytorch, bool):
+        given["enabled"] = deepytorch
+    return _initialize(original_of(deepspeed.initialize), args, kwargs, given)
+
+
+def run_flagged(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Take over a call of `deepspeed.initialize` whose configuration may have our section."""
+    require(_NAME, VERSIONS, tested=TESTED)
+    source = _configuration(inspect.signature(original).bind(*args, **kwargs).arguments)
+    if source is None or SECTION not in source:
+        result: tuple[Any, ...] = original(*args, **kwargs)
+        return result
+    return _initialize(original, args, kwargs, {})
+
+
+def undo() -> None:
+    """Give DeepSpeed its `initialize` back, and the process groups their former backends.
+
+    Engines go on with those. From then on a section in a configuration has no effect, until
+    `deepytorch.activate()`. Does nothing when there is nothing to undo.
+    """
+    deepspeed_flag.disarm()
+    while _joined:
+        _joined.pop().leave()
+
+
+def _initialize(
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: dict[str, Any],
+) -> tuple[Any, ...]:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if not deepspeed_flag.switched_off():
+            source = _configuration(call.arguments) or {}
+            options = {**_section(source), **given}
+            _connect(call, options)
+            joined = join(_NAME, options)
+            if joined.options.enabled:
+                _joined.append(joined)
+                stack.enter_context(_filled(call, source, joined.options))
+        result: tuple[Any, ...] = original(*call.args, **call.kwargs)
+        return result
+
+
+def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What DeepSpeed will take as its configuration, read the way it does; None if nothing."""
+    places = [given.get("config"), given.get("config_params")]
+    places += [getattr(given.get("args"), name, None) for name in IN_ARGS]
+    source = next((place for place in places if place is not None), None)
+    if source is None or isinstance(source, dict):
+        return source
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    if os.path.exists(source):  # false for a text that is too long for a path, unlike Path's
+        text = Path(source).read_text()
+    else:
+        text = base64.urlsafe_b64decode(source).decode()
+    parser = importlib.import_module("hjson")  # what DeepSpeed reads its files with
+    read: dict[str, Any] = parser.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    return read
+
+
+def _section(source: Mapping[str, Any] | None) -> dict[str, Any]:
+    section = (source or {}).get(SECTION, {})
+    # What is no mapping can only be meant as the switch; if it is no switch either, the ranks
+    # are told so together, by `join`.
+    return dict(section) if isinstance(section, Mapping) else {"enabled": section}
+
+
+def _connect(call: inspect.BoundArguments, options: Mapping[str, Any]) -> None:
+    """Initialise torch.distributed as DeepSpeed is about to do, so that ranks can agree."""
+    import torch.distributed as dist
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    if activation.is_active() and not dist.is_initialized():
+        # The default group is about to be made with ours: let it have the options.
+        with contextlib.suppress(ValueError):  # `join` tells all ranks
+            chosen = Options.from_mapping(options, base=config.current())
+            if chosen.enabled:
+                activation.put_in_force(chosen)
+    names = ("distributed_port", "dist_init_required")
+    comm.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        **{name: call.arguments[name] for name in names if name in call.arguments},
+    )
+
+
+@contextlib.contextmanager
+def _filled(
+    call: inspect.BoundArguments, source: dict[str, Any], options: Options
+) -> Iterator[None]:
+    """While open, the configuration in the call has the bucket sizes that it had left open."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    filled = source
+    model = call.arguments.get("model")
+    if model is not None:  # else DeepSpeed is about to ask for it
+        device = torch.device(get_accelerator().current_device_name())
+        filled = fill_bucket_sizes(source, model, options, device)
+    if filled is source:
+        yield
+        return
+    for name in ("config", "config_params"):
+        if call.arguments.get(name) is not None:
+            call.arguments[name] = filled
+            yield
+            return
+    # Not in a copy of `args`: DeepSpeed writes to it what the script may read later.
+    args = call.arguments["args"]
+    before = {name: getattr(args, name) for name in IN_ARGS if hasattr(args, name)}
+    for name, value in before.items():
+        if value is not None:
+            setattr(args, name, filled)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)

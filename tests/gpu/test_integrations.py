@@ -1,0 +1,121 @@
+"""Every adapter on GPUs: the losses of 20 steps are NCCL's, and the collectives are ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.testing import needs_gpus, spawn_ranks
+
+WORLD_SIZE = 4
+STEPS = 20
+pytestmark = [pytest.mark.gpu, needs_gpus(WORLD_SIZE), pytest.mark.timeout(600)]
+
+STOCK = {"DEEPYTORCH_ENABLED": "0"}
+
+
+def _device(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, Any]:
+    import deepytorch
+    from deepytorch import workloads
+
+    job = workloads.TrainJob(
+        framework=framework,
+        device="cuda",
+        baseline="nccl",
+        world_size=world_size,
+        parameters=1 << 20,
+    )
+    step = workloads.load(framework).build(job, _device(rank), ours=ours)
+    losses = [step().item() for _ in range(STEPS)]
+    rows = deepytorch.report().rows
+    return {
+        "losses": losses,
+        "backend": dist.get_backend(),
+        "calls": sum(row.calls for row in rows),
+        "delegated": sum(row.calls for row in rows if row.algorithm == "delegate"),
+    }
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "deepspeed-zero1",
+        "deepspeed-zero2",
+        "deepspeed-zero3",
+        "fsdp1",
+        "fsdp2",
+        "ddp",
+        "accelerate-ddp",
+        "accelerate-fsdp2",
+        "megatron",
+    ],
+)
+def test_losses_are_nccls(framework: str) -> None:
+    settings = {"timeout_s": 120.0, "fresh": True}
+    stock = spawn_ranks(_train, WORLD_SIZE, framework, False, env=STOCK, **settings)
+    ours = spawn_ranks(_train, WORLD_SIZE, framework, True, **settings)
+    for rank in range(WORLD_SIZE):
+        assert stock[rank]["calls"] == 0
+        assert ours[rank]["calls"] > 0
+        assert "deepytorch" in ours[rank]["backend"]
+        assert ours[rank]["losses"] == stock[rank]["losses"]
+        assert len(set(ours[rank]["losses"])) == STEPS
+
+
+def _run_trainer(rank: int, world_size: int, folder: str, ours: bool) -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    import deepytorch
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(0, 256, (STEPS * 4 * world_size, 32), generator=generator)
+    data = [{"input_ids": text, "labels": text} for text in texts]
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        max_steps=STEPS,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    if ours:
+        from deepytorch.integrations.transformers import DeepytorchTrainer as Chosen
+    else:
+        Chosen = Trainer
+    trainer = Chosen(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "calls": sum(row.calls for row in deepytorch.report().rows),
+    }
+
+
+def test_the_trainers_losses_are_nccls(tmp_path: Any) -> None:
+    settings = {"timeout_s": 120.0, "fresh": True}
+    stock = spawn_ranks(_run_trainer, WORLD_SIZE, str(tmp_path), False, env=STOCK, **settings)
+    ours = spawn_ranks(_run_trainer, WORLD_SIZE, str(tmp_path), True, **settings)
+    assert stock[0]["calls"] == 0
+    assert ours[0]["calls"] > 0
+    assert len(ours[0]["losses"]) == STEPS
+    assert ours[0]["losses"] == stock[0]["losses"]

@@ -1,0 +1,102 @@
+"""The examples of the Accelerate and transformers guides, and Accelerate's own test script."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerate.test_utils
+import pytest
+
+from deepytorch_core import config
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCH = [
+    *["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
+    *["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"],
+]
+REPORTING = """
+import runpy
+import sys
+{activation}
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+if "deepytorch" in sys.modules:
+    import deepytorch
+    from deepytorch_core.config import rank
+    if rank() == 0:
+        print(deepytorch.report())
+"""
+
+
+def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
+    """What `python -m module` prints, both streams; fails with it when it fails."""
+    variables = {"OMP_NUM_THREADS": "1", "DEEPYTORCH_TUNE": "off", **variables}
+    done = subprocess.run(
+        [sys.executable, "-m", *module, *map(str, arguments)],
+        env=config.child_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def native_calls(output: str) -> int:
+    found = re.search(r"deepytorch active: (\d+) native and 0 delegated", output)
+    assert found is not None, output
+    return int(found[1])
+
+
+@pytest.fixture
+def reporting(tmp_path: Path) -> Path:
+    """Runs a script as it is, then prints the report."""
+    path = tmp_path / "reporting.py"
+    path.write_text(REPORTING.format(activation=""))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("accelerate_ddp.py", ["--cpu"]),
+        ("transformers_trainer.py", ["--use_cpu", "--disable_tqdm", "True", "--output_dir"]),
+    ],
+)
+def test_the_guides_examples_run(name: str, arguments: list[str], tmp_path: Path) -> None:
+    folder = [tmp_path] if "--output_dir" in arguments else []
+    command = ["deepytorch.cli", "run", "--nproc-per-node", "2"]
+    assert native_calls(run(command, EXAMPLES / name, *arguments, *folder)) > 20
+
+
+@pytest.mark.timeout(300)  # two launches, each importing transformers on every rank
+@pytest.mark.parametrize("name", ["accelerate_nlp_example.py", "accelerate_cv_example.py"])
+def test_the_published_examples_learn_the_same_with_their_one_line(
+    name: str, reporting: Path
+) -> None:
+    ours = run(TORCHRUN, reporting, EXAMPLES / name, "--cpu")
+    stock = run(TORCHRUN, EXAMPLES / name, "--cpu", DEEPYTORCH_ENABLED="0")
+    results = re.findall(r"^epoch .*$", ours, re.MULTILINE)
+    assert len(results) == 3
+    assert re.findall(r"^epoch .*$", stock, re.MULTILINE) == results
+    assert native_calls(ours) > 20
+
+
+def test_accelerate_launch_starts_it(reporting: Path) -> None:
+    output = run(LAUNCH, reporting, EXAMPLES / "accelerate_ddp.py", ACCELERATE_USE_CPU="true")
+    assert native_calls(output) > 20
+
+
+def test_accelerates_own_test_script_passes(tmp_path: Path) -> None:
+    """What `accelerate test` runs, on two ranks with deepytorch active."""
+    activated = tmp_path / "activated.py"
+    activated.write_text(REPORTING.format(activation="import deepytorch"))
+    script = Path(accelerate.test_utils.__file__).parent / "scripts" / "test_script.py"
+    output = run(TORCHRUN, activated, script, ACCELERATE_USE_CPU="true")
+    assert "Test reinstantiated state" in output
+    assert native_calls(output) > 100

@@ -1,0 +1,67 @@
+"""The examples of docs/ddp.md and docs/fsdp.md run; the tutorials train as with plain PyTorch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepytorch_core import config
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+MARK = "# deepytorch"
+
+
+def torchrun(script: Path, *arguments: str) -> tuple[str, str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, script, *arguments],
+        env=config.child_environment(OMP_NUM_THREADS="1"),
+        timeout=100,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def losses(printed: str) -> list[str]:
+    """What each rank said of its losses; the ranks' lines come mixed."""
+    return sorted(re.findall(r"rank \d.*?loss \d+\.\d{6}", printed))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_example(name: str) -> None:
+    printed, _ = torchrun(EXAMPLES / f"{name}.py")
+    values = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert values[2] < values[0]
+    assert "(100% native)" in printed
+    what = {"ddp": "DDP buckets", "fsdp": "FSDP2 buffers"}[name]
+    assert f"decision: {what}: " in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "num_marked"),
+    [
+        ("ddp_tutorial", [], 1),
+        ("fsdp2_tutorial", ["--mixed-precision", "--explicit-prefetching"], 2),
+    ],
+)
+def test_tutorial_prints_what_it_prints_without_deepytorch(
+    name: str, arguments: list[str], num_marked: int, tmp_path: Path
+) -> None:
+    lines = (EXAMPLES / f"{name}.py").read_text().splitlines(keepends=True)
+    plain = tmp_path / f"{name}.py"
+    plain.write_text("".join(line for line in lines if not line.rstrip().endswith(MARK)))
+    assert plain.read_text().count("deepytorch.") == 0
+    assert len(lines) - len(plain.read_text().splitlines()) == num_marked
+
+    printed, said = torchrun(EXAMPLES / f"{name}.py", *arguments)
+    expected, said_by_stock = torchrun(plain, *arguments)
+    assert len(losses(printed)) >= 12
+    assert losses(printed) == losses(expected)
+    assert "go through deepytorch for cpu tensors" in said
+    assert "deepytorch:" not in said_by_stock

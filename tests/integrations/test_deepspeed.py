@@ -1,0 +1,487 @@
+"""DeepSpeed's engines on deepytorch: the losses of stock DeepSpeed, by native collectives."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepytorch
+from deepytorch.integrations import _contract, _deepspeed_buckets
+from deepytorch.integrations import deepspeed as adapter
+from deepytorch_core import deepspeed_flag
+from deepytorch_core.patching import original_of
+from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
+
+# One fixture trains in every mode, also on a busy machine.
+pytestmark = pytest.mark.timeout(240)
+
+NUM_STEPS = 20
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
+
+OFFLOAD = {
+    "offload_param": {"device": "cpu"},
+    "offload_optimizer": {"device": "cpu"},
+}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+# name -> (stage, more of the section zero_optimization, more of the configuration)
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 0": (0, {}, {}),
+    "stage 1": (1, {}, {}),
+    "stage 2": (2, {}, {}),
+    "stage 2, reduce_scatter": (2, {"use_multi_rank_bucket_allreduce": False}, {}),
+    "stage 3": (3, {}, {}),
+    "stage 3, offload": (3, OFFLOAD, {"zero_force_ds_cpu_optimizer": False}),
+    "stage 2, accumulation": (2, {}, {"gradient_accumulation_steps": 2}),
+    "stage 3, accumulation": (3, {}, {"gradient_accumulation_steps": 2}),
+    "stage 0, bf16": (0, {}, BF16),
+    "stage 1, bf16": (1, {}, BF16),
+    "stage 2, fp16": (2, {}, FP16),
+    "stage 3, bf16": (3, {}, BF16),
+    "stage 3, fp16": (3, {}, FP16),
+}
+NATIVE = {
+    0: {"all_reduce", "broadcast"},
+    1: {"all_reduce", "all_gather", "broadcast"},
+    2: {"all_reduce", "all_gather", "broadcast"},
+    3: {"reduce_scatter", "all_gather", "broadcast"},
+}
+
+
+def configuration(name: str = "stage 2") -> dict[str, Any]:
+    stage, zero, more = CASES[name]
+    persistent = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, **persistent, **zero},
+        "gradient_clipping": 1.0,
+        **more,
+    }
+
+
+def flagged(name: str = "stage 2", **options: Any) -> dict[str, Any]:
+    return {**configuration(name), "deepytorch": {"enabled": True, **options}}
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
+    )
+
+
+def engine(given: Any, initialize: Callable[..., Any] | None = None) -> Any:
+    import deepspeed
+
+    module = model()
+    made, *_ = (initialize or deepspeed.initialize)(
+        model=module, model_parameters=module.parameters(), config=given
+    )
+    return made
+
+
+def train(made: Any, num_steps: int = NUM_STEPS, seed: int = 0) -> list[float]:
+    generator = torch.Generator().manual_seed(2 * seed + dist.get_rank())
+    dtype = next(made.module.parameters()).dtype
+    losses = []
+    for _ in range(num_steps):
+        inputs = torch.randn(4, 32, generator=generator).to(dtype)
+        targets = torch.randn(4, 8, generator=generator).to(dtype)
+        loss = torch.nn.functional.mse_loss(made(inputs), targets)
+        made.backward(loss)
+        made.step()
+        losses.append(loss.item())
+    return losses
+
+
+def calls(*, native: bool) -> collections.Counter[str]:
+    counted: collections.Counter[str] = collections.Counter()
+    for row in deepytorch.report().rows:
+        if (row.algorithm != "delegate") is native:
+            counted[row.op] += row.calls
+    return counted
+
+
+def stock_group() -> None:
+    """A group of torch's own; importing this module has activated deepytorch."""
+    deepytorch.deactivate()
+    dist.init_process_group("gloo")
+
+
+def compare(folder: Path) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed asks oneDNN, which has fast fp16 on few CPUs; torch has it on all.
+    get_accelerator().is_fp16_supported = lambda: True
+    results = {}
+    for name in CASES:
+        stock = train(engine(configuration(name)))
+        assert dist.get_backend() == "gloo"
+        before, delegated = calls(native=True), calls(native=False)
+        ours = train(engine(flagged(name), adapter.initialize))
+        results[name] = {
+            "stock": stock,
+            "ours": ours,
+            "backend": dist.get_backend(),
+            "native": set(calls(native=True) - before),
+            "delegated": set(calls(native=False) - delegated),
+        }
+        adapter.undo()
+    return results
+
+
+def continue_from_checkpoints(folder: Path) -> list[list[float]]:
+    """For stages 2 and 3, saved by stock and by ours: further losses, and the loader's."""
+    import deepspeed
+
+    def initialize(with_ours: bool) -> Any:
+        chosen = adapter.initialize if with_ours else original_of(deepspeed.initialize)
+        return engine(configuration(name), chosen)
+
+    continued = []
+    for name in ("stage 2", "stage 3"):
+        for saved_by_ours in (False, True):
+            tag = f"{name} {saved_by_ours}"
+            saver = initialize(saved_by_ours)
+            train(saver, 3)
+            saver.save_checkpoint(str(folder), tag=tag)
+            continued.append(train(saver, 3, seed=1))
+            adapter.undo()
+            loader = initialize(not saved_by_ours)
+            path, _ = loader.load_checkpoint(str(folder), tag=tag)
+            assert path is not None
+            continued.append(train(loader, 3, seed=1))
+            adapter.undo()
+    return continued
+
+
+class Arguments:
+    """What argparse makes of `--deepspeed_config`."""
+
+    def __init__(self, path: str) -> None:
+        self.local_rank = -1
+        self.deepspeed_config = path
+
+
+def flag_wherever_it_is(folder: Path) -> dict[str, list[Any]]:
+    import deepspeed
+
+    path = str(folder / f"ds_config_{dist.get_rank()}.json")
+    Path(path).write_text("# Hjson takes comments\n" + json.dumps(flagged(tune="force")))
+    _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
+    given = flagged(tune="force")
+    text = json.dumps(given)
+    args = Arguments(path)
+    ways: dict[str, dict[str, Any]] = {
+        "dict": {"config": given},
+        "file": {"config": path},
+        "base64": {"config": base64.urlsafe_b64encode(text.encode()).decode()},
+        "config_params": {"config_params": given},
+        "args": {"args": args},
+    }
+    seen = {}
+    for name, keywords in ways.items():
+        deepspeed_flag.arm("test")
+        module = model()
+        made, *_ = deepspeed.initialize(
+            model=module, model_parameters=module.parameters(), **keywords
+        )
+        train(made, 1)
+        size = made.zero_reduce_bucket_size()
+        seen[name] = [dist.get_backend(), made.config["deepytorch"]["enabled"], size]
+        assert_same_on_all_ranks(size, name)
+        adapter.undo()
+    assert json.dumps(given) == text
+    assert args.deepspeed_config == path
+    assert args.local_rank == dist.get_rank()
+    return seen
+
+
+def bucket_sizes(folder: Path) -> list[tuple[int, int, int]]:
+    _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
+    measured = []
+    for options, sizes in (
+        ({"tune": "force"}, {"reduce_bucket_size": 12345}),
+        ({"tune": "force"}, {"reduce_bucket_size": "auto", "prefetch_bucket_size": "auto"}),
+        ({"tune": "force", "deterministic": True}, {"reduce_bucket_size": "auto"}),
+        ({"tune": "off"}, {}),
+    ):
+        given = flagged("stage 3", **options)
+        given["zero_optimization"].update(sizes)
+        made = engine(given, adapter.initialize)
+        adapter.undo()
+        measured.append(
+            (
+                made.zero_reduce_bucket_size(),
+                made.zero_prefetch_bucket_size(),
+                made.zero_allgather_bucket_size(),
+            )
+        )
+    return measured
+
+
+def state_of_deepspeed() -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime import engine as engine_module
+
+    owners = {
+        "deepspeed": deepspeed,
+        "comm": deepspeed.comm,
+        "engine": engine_module.DeepSpeedEngine,
+        "accelerator": get_accelerator(),
+    }
+    state = {
+        f"{owner}.{name}": value
+        for owner, holder in owners.items()
+        for name, value in vars(holder).items()
+        # Built by use, whoever uses it.
+        if name not in ("__warningregistry__", "dist", "cdb", "max_mem")
+    }
+    return {**state, "class": type(deepspeed), "loader": deepspeed.__spec__.loader}
+
+
+def apply_and_undo(folder: Path) -> tuple[list[str], str, str, bool, list[str]]:
+    def changed() -> list[str]:
+        now = state_of_deepspeed()
+        names = before.keys() | now.keys()
+        return sorted(name for name in names if now.get(name) is not before.get(name))
+
+    train(engine(configuration()), 1)
+    before = state_of_deepspeed()
+    for _ in range(2):
+        deepspeed_flag.arm("test")
+        for _ in range(2):  # twice is once
+            train(engine(flagged()), 1)
+        during, backend = changed(), dist.get_backend()
+        adapter.undo()
+        adapter.undo()
+    return during, backend, dist.get_backend(), deepytorch.is_active(), changed()
+
+
+def disabled(folder: Path) -> tuple[str, bool]:
+    deepspeed_flag.arm("test")
+    train(engine(flagged(enabled=False)), 1)
+    adapter.undo()
+    return dist.get_backend(), deepytorch.is_active()
+
+
+PARTS = (
+    compare,
+    continue_from_checkpoints,
+    flag_wherever_it_is,
+    bucket_sizes,
+    apply_and_undo,
+    disabled,
+)
+
+
+def run_parts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    stock_group()
+    adapter.undo()
+    results: dict[str, Any] = {}
+    for function in PARTS:
+        try:
+            results[function.__name__] = function(Path(folder))
+        except Exception:
+            results[function.__name__] = traceback.format_exc()
+            break  # the ranks may be out of step
+    return results
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What every rank saw in PARTS. One job for all: what takes long is to start DeepSpeed."""
+    folder = str(tmp_path_factory.mktemp("deepspeed"))
+    return spawn_ranks(run_parts, 2, folder, fresh=True, env=ENVIRONMENT, timeout_s=200)
+
+
+def part(seen: list[Any], function: Callable[[Path], Any]) -> list[Any]:
+    results = [rank.get(function.__name__, "an earlier part failed") for rank in seen]
+    for result in results:
+        assert not isinstance(result, str), result
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_stock_deepspeed(seen: list[Any], name: str) -> None:
+    for results in part(seen, compare):
+        result = results[name]
+        assert result["ours"] == result["stock"]
+        assert len(set(result["stock"])) > 1
+        assert result["backend"] == "deepytorch"
+        assert result["native"] >= NATIVE[CASES[name][0]]
+        assert not result["delegated"]
+
+
+def test_checkpoints_go_from_stock_to_ours_and_back(seen: list[Any]) -> None:
+    for continued in part(seen, continue_from_checkpoints):
+        for stage in (continued[:4], continued[4:]):
+            assert stage[0] == stage[1] == stage[2] == stage[3]
+
+
+def test_the_flag_is_seen_wherever_deepspeed_takes_its_configuration(seen: list[Any]) -> None:
+    for ways in part(seen, flag_wherever_it_is):
+        assert len(ways) == 5
+        for backend, enabled, size in ways.values():
+            assert (backend, enabled) == ("deepytorch", True)
+            assert size in (1 << 8, 1 << 10, 1 << 12)
+
+
+def test_only_open_bucket_sizes_are_filled_and_only_by_measuring(seen: list[Any]) -> None:
+    default = (500_000_000, 50_000_000, 500_000_000)
+    for given, auto, deterministic, off in part(seen, bucket_sizes):
+        assert given[0] == 12345
+        assert {given[1], *auto[:2]} <= {1 << 8, 1 << 10, 1 << 12}
+        assert given[2] == auto[2] == default[2]
+        assert deterministic == off == default
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({10: 1.0, 20: 1.0, 30: 1.0}, 10),
+        ({10: 2.0, 20: 1.05, 30: 1.0}, 20),
+        ({10: 2.0, 20: 1.5, 30: 1.0}, 30),
+        ({10: 1.0, 20: 2.0}, 10),
+    ],
+)
+def test_the_smallest_of_the_good_sizes_is_chosen(times: dict[int, float], chosen: int) -> None:
+    assert _deepspeed_buckets.smallest_good(times) == chosen
+
+
+def test_one_function_is_replaced_and_undo_leaves_deepspeed_as_it_was(seen: list[Any]) -> None:
+    expected = (["deepspeed.initialize"], "deepytorch", "gloo", False, [])
+    assert part(seen, apply_and_undo) == [expected] * 2
+
+
+def test_disabled_is_stock(seen: list[Any]) -> None:
+    assert part(seen, disabled) == [("gloo", False)] * 2
+
+
+def by_name(rank: int, world_size: int) -> tuple[str, set[str], set[str]]:
+    deepytorch.deactivate()
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="deepytorch")
+    train(engine(configuration()), 2)
+    return dist.get_backend(), set(calls(native=True)), set(calls(native=False))
+
+
+def test_the_backend_can_be_named_to_init_distributed() -> None:
+    for backend, native, delegated in spawn_ranks(by_name, 2, fresh=True, env=ENVIRONMENT):
+        assert backend == "deepytorch"
+        assert native >= NATIVE[2]
+        assert not delegated
+
+
+def after_zero_init(rank: int, world_size: int) -> tuple[list[float], list[float], set[str]]:
+    deepytorch.deactivate()
+    import deepspeed
+
+    def made(given: dict[str, Any]) -> Any:
+        with deepspeed.zero.Init(config_dict_or_path=given):
+            module = model()
+        assert dist.is_initialized()
+        return deepspeed.initialize(
+            model=module, model_parameters=module.parameters(), config=given
+        )[0]
+
+    stock = train(made(configuration("stage 3")))
+    deepspeed_flag.arm("test")
+    assert dist.get_backend() == "gloo"
+    return stock, train(made(flagged("stage 3"))), set(calls(native=True))
+
+
+def test_a_group_that_zero_init_has_made_is_upgraded() -> None:
+    for stock, ours, native in spawn_ranks(after_zero_init, 2, fresh=True, env=ENVIRONMENT):
+        assert ours == stock
+        assert native >= NATIVE[3]
+
+
+def fail_with(rank: int, world_size: int, sections: list[Any]) -> tuple[str, str]:
+    stock_group()
+    deepspeed_flag.arm("test")
+    section = sections[rank]
+    if None in sections:
+        _contract.HERE_LIMIT_S = 0.5
+    if section is None:
+        return "", dist.get_backend()
+    with pytest.raises(_contract.IntegrationError) as error:
+        engine({**configuration(), "deepytorch": section})
+    assert not deepytorch.is_active()
+    return str(error.value), dist.get_backend()
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            [{"enabled": True, "colectives": "native"}] * 2,
+            "unknown option 'colectives' (did you mean collectives?); valid options: enabled, co",
+        ),
+        ([{"tune": "perhaps"}] * 2, "deepspeed on rank 0: tune='perhaps': expected one of auto"),
+        (["often"] * 2, "deepspeed on rank 0: enabled='often': expected one of true"),
+        (
+            [{"enabled": True}, {"enabled": False}],
+            "rank 0 was given enabled=True and rank 1 enabled=False: give every rank the same",
+        ),
+        (
+            [{"staging_mb": 8}, {"staging_mb": 16}],
+            "rank 0 was given staging_mb=8 and rank 1 staging_mb=16: give every rank the same",
+        ),
+    ],
+)
+def test_a_wrong_section_is_the_same_line_on_every_rank(sections: list[Any], said: str) -> None:
+    for message, backend in spawn_ranks(fail_with, 2, sections, fresh=True, env=ENVIRONMENT):
+        assert said in message
+        assert "\n" not in message
+        assert backend == "gloo"
+
+
+def test_a_flag_on_some_ranks_only_names_the_others() -> None:
+    seen = spawn_ranks(fail_with, 2, [{"enabled": True}, None], fresh=True, env=ENVIRONMENT)
+    assert "deepspeed: rank(s) 1 did not call it within 0.5 s" in seen[0][0]
+
+
+def switched_off(rank: int, world_size: int) -> tuple[str, bool, int]:
+    stock_group()
+    deepspeed_flag.arm("test")
+    for more in ({}, {"no such option": 1}):
+        train(engine(flagged(**more)), 1)
+        train(engine(flagged(**more), adapter.initialize), 1)
+    return dist.get_backend(), deepytorch.is_active(), deepytorch.report().native_calls
+
+
+def test_switched_off_is_stock() -> None:
+    environment = {**ENVIRONMENT, "DEEPYTORCH_ENABLED": "0"}
+    assert spawn_ranks(switched_off, 2, fresh=True, env=environment) == [("gloo", False, 0)] * 2
+
+
+def test_a_version_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_contract.metadata, "version", lambda name: "0.99.1")
+    with pytest.raises(_contract.IntegrationError) as error:
+        adapter.initialize(model=model(), config=configuration())
+    assert f"deepspeed 0.99.1 is not known to this adapter, which is for {adapter.VERSIONS}" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_without_deepspeed_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise _contract.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(_contract.metadata, "version", version)
+    with pytest.raises(_contract.IntegrationError, match="pip install 'deepspeed=="):
+        adapter.initialize(model=model(), config=configuration())

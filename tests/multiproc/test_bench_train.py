@@ -1,0 +1,31 @@
+"""`bench train` with real ranks and a tiny model."""
+
+import pytest
+
+from deepytorch.workloads import TrainJob
+from deepytorch_core.bench import launch
+from deepytorch_core.bench.record import TRAIN_FIELDS
+
+TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp1", "fsdp2", "accelerate-ddp"])
+def test_both_arms_train_the_same(framework):
+    (record,) = launch.run(TrainJob(**TINY, framework=framework, world_size=2))
+    assert set(record) == set(TRAIN_FIELDS)
+    assert record["wrong"] == 0
+    assert record["loss"] == record["baseline_loss"]
+    assert record["loss_check"] == "exact"
+    assert record["native_calls"] > 0
+    assert record["delegated_calls"] == 0
+    assert record["steps"] == 5
+    assert record["num_blocks"] == 5
+    low, high = record["speedup_spread"]
+    assert 0 < low <= record["speedup"] <= high
+
+
+def test_the_sums_of_three_ranks_may_differ_in_the_last_bits():
+    (record,) = launch.run(TrainJob(**TINY, framework="deepspeed-zero3", world_size=3))
+    assert record["wrong"] == 0
+    assert record["loss_difference"] < 1e-3
+    assert record["native_calls"] > 0
