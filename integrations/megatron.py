@@ -161,9 +161,9 @@ class ProcessGroupFactory:
         unknown group, backend or argument, settings that differ between ranks, and when Megatron
         has groups already.
         """
+        self.install()
         if self._collection is not None:
             return self._collection
-        self.install()
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -190,16 +190,17 @@ class ProcessGroupFactory:
         For frameworks that call it themselves. All ranks call this; a second call does nothing.
         Raises IntegrationError as `build` does; for wrong sizes `initialize_model_parallel` does.
         """
+        _forget_other_worlds()
         if self._joined is not None:
             return
         _contract.require("megatron-core", _VERSIONS, tested=_TESTED)
-        _forget_other_worlds()
         joined = _contract.join(_ADAPTER, self._options, own=self._settings)
         import torch.distributed as dist
         from megatron.core import parallel_state
 
         changes = Changes()
         changes.on_undo(joined.leave)
+        changes.on_undo(self._forget)
         if joined.options.enabled and joined.options.collectives != "stock":
             changes.replace(parallel_state, "create_group", self._choosing)
         changes.replace(parallel_state, "initialize_model_parallel", self._checking)
@@ -218,6 +219,8 @@ class ProcessGroupFactory:
         from megatron.core import parallel_state
 
         _contract.undo(parallel_state, _ADAPTER)
+
+    def _forget(self) -> None:
         self._joined = self._collection = None
         self._made.clear()
 

@@ -305,12 +305,17 @@ def ddp_lines(row: "Record") -> list[str]:
 
 
 def _percentiles(row: "Record", arm: str) -> str:
-    """`8 GPUs -- 1M/8G: p50: 0.073s 440/s p75: ...`; 1M is one machine, R is for ranks on CPUs."""
-    noun, letter = ("GPUs", "G") if row["device"] == "cuda" else ("ranks", "R")
-    times, rates = row[f"{arm}step_time_us"], row[f"{arm}samples_per_s"]
-    parts = [f"{name}: {times[name] / 1e6:.3f}s {rates[name]:.0f}/s" for name in times]
+    """The line for one arm of the record; its field names begin with `arm`."""
+    from deepytorch_core.bench import percentiles
+
     size = row["world_size"]
-    return f"{size} {noun} -- 1M/{size}{letter}: " + " ".join(parts)
+    return percentiles.line(
+        size,
+        percentiles.layout(1, size, row["device"]),
+        device=row["device"],
+        times_us=row[f"{arm}step_time_us"],
+        samples_per_s=row[f"{arm}samples_per_s"],
+    )
 
 
 @app.command()

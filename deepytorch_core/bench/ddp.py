@@ -5,7 +5,6 @@ can be compared step by step. Started by `launch.run`; see `worker` for how.
 """
 
 import math
-import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.job import MIN_BLOCKS, DdpJob
+from deepytorch_core.bench.percentiles import percentiles
 from deepytorch_core.bench.record import Record
 
-PERCENTILES = (50, 75, 90, 95)
 NUM_LAYERS = 8
 STEPS_PER_BLOCK = 4
 # Untimed steps of each arm: DDP lays its buckets out anew in the second.
@@ -80,14 +79,6 @@ def schedule(steps: int) -> timing.Schedule:
     """Blocks for at least `steps` timed steps of each arm, `MIN_BLOCKS` blocks or more."""
     repetitions = max(1, min(STEPS_PER_BLOCK, steps // MIN_BLOCKS))
     return timing.Schedule(math.ceil(steps / repetitions), (repetitions, repetitions))
-
-
-def percentiles(times_us: Sequence[float]) -> dict[str, float]:
-    """`PERCENTILES` of the times by name, interpolated linearly."""
-    if len(times_us) == 1:
-        return {f"p{p}": times_us[0] for p in PERCENTILES}
-    cuts = statistics.quantiles(times_us, n=100, method="inclusive")
-    return {f"p{p}": cuts[p - 1] for p in PERCENTILES}
 
 
 def loss_difference(ours: Sequence[float], baseline: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ workers because of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -37,7 +38,7 @@ def ranks(function: Any, world_size: int, *args: Any, **env: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def stock_world(rank: int, world_size: int) -> Any:
+def stock_world(rank: int, world_size: int, name: str = "world") -> Any:
     """Torch's own gloo, on CPUs that Megatron takes for GPUs; all is put back at the end."""
     if not hasattr(sys, "megatron_on_cpu"):
         runpy.run_path(str(HERE / "megatron_on_cpu.py"))["install"]()
@@ -47,7 +48,7 @@ def stock_world(rank: int, world_size: int) -> Any:
     import deepytorch
 
     deepytorch.deactivate()
-    store = rank_store("world")
+    store = rank_store(name)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         yield parallel_state
@@ -363,13 +364,27 @@ def with_nccl_options(rank: int, world_size: int) -> str:
         value = torch.ones(3)
         dist.all_reduce(value, group=collection.tp)
         assert value.tolist() == [2.0] * 3
-        # No undo: the next call has another world, in which this factory counts for nothing.
         return dist.get_backend(collection.tp)
 
 
-def test_options_for_nccl_are_tolerated_and_a_lost_factory_is_not_in_the_way() -> None:
-    for _ in range(2):
-        assert ranks(with_nccl_options, 2) == ["deepytorch"] * 2
+def test_options_for_nccl_are_tolerated() -> None:
+    assert ranks(with_nccl_options, 2) == ["deepytorch"] * 2
+
+
+def in_two_worlds(rank: int, world_size: int) -> list[str]:
+    from deepytorch.integrations.megatron import ProcessGroupFactory
+
+    found = []
+    lost = ProcessGroupFactory(tensor=2, backend_for={"tp": "stock"})
+    for number, factory in enumerate((lost, ProcessGroupFactory(tensor=2), lost)):
+        with stock_world(rank, world_size, f"world {number}"):  # nothing is undone
+            found.append(dist.get_backend(factory.build().tp))
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_factory_that_lost_its_world_is_not_in_the_way() -> None:
+    assert ranks(in_two_worlds, 2) == [["gloo", "deepytorch", "gloo"]] * 2
 
 
 def on_a_grid(rank: int, world_size: int) -> tuple[str, list[float], set[str]]:
@@ -460,17 +475,21 @@ def test_the_factorys_example_runs() -> None:
     assert re.search(r"reduce_scatter +(pipelined|one_shot)", said), said
 
 
-def run_script(rank: int, world_size: int, script: str, number: int) -> tuple[str, int]:
+def run_script(rank: int, world_size: int, script: str) -> tuple[str, int]:
     """What a script prints that was written for torchrun, and how many native calls it made."""
     pretend_gpus()
-    # As after torchrun's restart number `number`: it has the store, with keys for each.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # noqa: TID251
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # noqa: TID251
     from deepytorch_core import _core
 
     _core.reset_statistics()
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(script, run_name="__main__")
+    init = dist.init_process_group
+    # These ranks meet at a store that has seen other worlds; torchrun's is new for each script.
+    place = {"store": rank_store("script"), "rank": rank, "world_size": world_size}
+    dist.init_process_group = functools.partial(init, **place)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        dist.init_process_group = init
     native = sum(row["calls"] for row in _core.statistics() if row["algorithm"] != "delegate")
     from megatron.core import parallel_state
 
@@ -488,8 +507,8 @@ def test_megatrons_simple_loop_differs_in_one_line(tmp_path: Path) -> None:
     )
     assert changes == 1
     stock.write_text(text)
-    (expected, no_calls), _ = ranks(run_script, 2, str(stock), 1)
-    (said, calls), _ = ranks(run_script, 2, str(ours), 2)
+    (expected, no_calls), _ = ranks(run_script, 2, str(stock))
+    (said, calls), _ = ranks(run_script, 2, str(ours))
     assert said == expected
     assert said.count("Losses reduced") == 5
     assert "Successfully loaded the model" in said
