@@ -8,7 +8,7 @@ its users have it without deepytorch. Nothing else may differ between the two.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -55,6 +55,7 @@ class TrainJob(Run):
     """
 
     WORKER: ClassVar[str] = "deepytorch.workloads.worker"
+    NUM_STORES: ClassVar[int] = 2
 
     framework: str = "ddp"
     parameters: int = 4 << 20
@@ -87,8 +88,8 @@ class TrainJob(Run):
     def num_processes(self) -> int:
         return 2 * self.world_size
 
-    def environment(self, process: int, store_port: int) -> dict[str, str]:
-        """What torchrun would set, for one of the two arms."""
+    def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
+        """What torchrun would set, for one of the two arms; each has a store of its own."""
         arm, rank = divmod(process, self.world_size)
         stock = {"DEEPYTORCH_ENABLED": "0"}
         return {
@@ -97,10 +98,8 @@ class TrainJob(Run):
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store_port),
-            # One store serves both arms: torch prefixes a job's keys by this count.
+            "MASTER_PORT": str(store_ports[arm]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(arm),
             **(stock if arm == BASELINE else {}),
         }
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -48,6 +49,7 @@ class Run:
     """
 
     WORKER: ClassVar[str]  # the module that runs as a rank
+    NUM_STORES: ClassVar[int] = 0  # beyond the one over which the processes meet
 
     world_size: int
     device: str = "cpu"
@@ -75,8 +77,8 @@ class Run:
         """How many processes the launcher starts; they are numbered from 0."""
         return self.world_size
 
-    def environment(self, process: int, store_port: int) -> dict[str, str]:
-        """Environment variables of one process; `store_port` is that of the launcher's store."""
+    def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
+        """Environment variables of one process; the launcher serves `NUM_STORES` stores for it."""
         return {}
 
     def to_json(self) -> str:

@@ -67,13 +67,8 @@ class _Ranks:
         self._ends: list[int] = []
 
     def __enter__(self) -> "_Ranks":
-        self._store = TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._job.timeout_s),
-        )
+        self._store = self._serve_store()
+        self._others = [self._serve_store() for _ in range(self._job.NUM_STORES)]
         os.mkfifo(self._pipe, 0o600)
         # A writing end of our own: the pipe doesn't end before the first rank opens it.
         self._ends = [os.open(self._pipe, os.O_RDONLY | os.O_NONBLOCK)]
@@ -81,7 +76,7 @@ class _Ranks:
         try:
             if self._setup.mpiexec is None:
                 for rank in range(self._job.num_processes):
-                    variables = self._job.environment(rank, self._store.port)
+                    variables = self._job.environment(rank, [one.port for one in self._others])
                     self._start(self._command(rank), self._log(rank), variables)
             else:
                 command = self._under_mpiexec(self._setup.mpiexec)
@@ -127,6 +122,15 @@ class _Ranks:
         """What the rank wrote to its standard output and error."""
         log = self._log(rank)
         return log.read_text(errors="replace") if log.exists() else ""
+
+    def _serve_store(self) -> TCPStore:
+        return TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._job.timeout_s),
+        )
 
     def _command(self, rank: int) -> list[str]:
         arguments = [str(rank), str(self._store.port), str(self._pipe), self._job.to_json()]

@@ -28,9 +28,9 @@ def test_a_wrong_job_is_refused(changes, said):
 
 def test_the_arms_are_jobs_of_their_own():
     job = TrainJob(world_size=2)
-    processes = [job.environment(number, 1234) for number in range(job.num_processes)]
+    processes = [job.environment(number, [1234, 5678]) for number in range(job.num_processes)]
     assert [process["RANK"] for process in processes] == ["0", "1", "0", "1"]
-    assert [process["TORCHELASTIC_RESTART_COUNT"] for process in processes] == ["0", "0", "1", "1"]
+    assert [process["MASTER_PORT"] for process in processes] == ["1234", "1234", "5678", "5678"]
     assert [process.get("DEEPYTORCH_ENABLED") for process in processes] == [None, None, "0", "0"]
 
 
