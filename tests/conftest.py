@@ -25,12 +25,18 @@ def _our_segments() -> set[str]:
     return {path.name for path in _SHARED_MEMORY.glob("*deepytorch*")}
 
 
+def _deepspeeds_buffers() -> set[Path]:
+    return set(_SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> object:
     """Workers end with the session, killed ranks included, and leave no shared memory."""
-    before = _our_segments()
+    before, deepspeeds = _our_segments(), _deepspeeds_buffers()
     yield
     close_idle_workers()
     gc.collect()
+    for buffer in _deepspeeds_buffers() - deepspeeds:
+        buffer.unlink(missing_ok=True)  # every DeepSpeed process on CPUs leaves one
     left = _our_segments() - before
     assert not left, f"left in {_SHARED_MEMORY}: {sorted(left)}"

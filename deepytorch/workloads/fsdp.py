@@ -30,7 +30,7 @@ def _fsdp1(
         auto_wrap_policy=functools.partial(
             size_based_auto_wrap_policy, min_num_params=first.numel()
         ),
-        device_id=device if device.type != "cpu" else None,
+        device_id=device,
     )
     if ours:
         from deepytorch.integrations.fsdp import register_comm_hook

@@ -187,3 +187,23 @@ def test_the_off_switch_wins() -> None:
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
     with pytest.raises(_contract.IntegrationError, match="call init_process_group"):
         _contract.join("test")
+
+
+def train_workload(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, Any]:
+    from deepytorch import workloads
+
+    if not ours:
+        deepytorch.deactivate()
+    job = workloads.TrainJob(framework=framework, world_size=world_size, parameters=4096)
+    step = workloads.load(framework).build(job, torch.device("cpu"), ours=ours)
+    losses = [step().item() for _ in range(20)]
+    return {"losses": losses, "native": deepytorch.report().native_calls}
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp1", "accelerate-ddp", "deepspeed-zero2"])
+def test_what_bench_train_compares_has_the_same_losses(framework: str) -> None:
+    stock = spawn_ranks(train_workload, 2, framework, False, fresh=True)
+    ours = spawn_ranks(train_workload, 2, framework, True, fresh=True)
+    assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock]
+    assert [rank["native"] for rank in stock] == [0, 0]
+    assert all(rank["native"] > 0 for rank in ours)

@@ -10,6 +10,7 @@ import pytest
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import OPERATIONS, BenchError, Job
 
+DEEPSPEEDS_BUFFERS = "deepspeed_allreduce_buffer_*_127.0.0.1_*"
 TINY = {"sizes": (64, 4096), "world_size": 2, "iterations": 1, "budget_s": 0.01}
 
 
@@ -68,6 +69,7 @@ def test_a_failure_under_mpiexec_shows_the_ranks_output():
 
 @pytest.mark.timeout(600)  # where it is installed it may have to be compiled
 def test_deepspeed_shm():
+    before = set(Path("/dev/shm").glob(DEEPSPEEDS_BUFFERS))  # DeepSpeed itself leaves some
     job = Job(
         ops=("all_reduce",),
         **TINY | {"sizes": (64, 4100, 4 << 20)},
@@ -79,4 +81,4 @@ def test_deepspeed_shm():
     check(records, job)
     for record in records:
         assert record["versions"]["deepspeed"]
-    assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_127.0.0.1_*"))
+    assert set(Path("/dev/shm").glob(DEEPSPEEDS_BUFFERS)) <= before

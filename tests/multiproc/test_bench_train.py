@@ -1,7 +1,5 @@
 """`bench train` with real ranks and a tiny model."""
 
-import pytest
-
 from deepytorch.workloads import TrainJob
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.record import TRAIN_FIELDS
@@ -9,9 +7,8 @@ from deepytorch_core.bench.record import TRAIN_FIELDS
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 
 
-@pytest.mark.parametrize("framework", ["ddp", "fsdp1", "fsdp2", "accelerate-ddp"])
-def test_both_arms_train_the_same(framework):
-    (record,) = launch.run(TrainJob(**TINY, framework=framework, world_size=2))
+def test_both_arms_train_the_same():
+    (record,) = launch.run(TrainJob(**TINY, framework="fsdp2", world_size=2))
     assert set(record) == set(TRAIN_FIELDS)
     assert record["wrong"] == 0
     assert record["loss"] == record["baseline_loss"]
@@ -25,7 +22,7 @@ def test_both_arms_train_the_same(framework):
 
 
 def test_the_sums_of_three_ranks_may_differ_in_the_last_bits():
-    (record,) = launch.run(TrainJob(**TINY, framework="deepspeed-zero3", world_size=3))
+    (record,) = launch.run(TrainJob(**TINY, framework="ddp", world_size=3))
     assert record["wrong"] == 0
     assert record["loss_difference"] < 1e-3
     assert record["native_calls"] > 0
