@@ -49,7 +49,10 @@ def register_comm_hook(model: nn.Module, *, compress: str | None = None, **optio
     _groups.require_torch()
     root: Any = model
     if _contract.is_marked(model, _HOOK):
-        _same_again(root, compress)
+        if vars(model)["_deepytorch_compress"] != compress:
+            raise IntegrationError(
+                f"{_HOOK}: called before with another compress: call undo(model) first"
+            )
         return
 
     def check() -> dict[str, Any]:
@@ -71,11 +74,15 @@ def register_comm_hook(model: nn.Module, *, compress: str | None = None, **optio
         raise
     changes = Changes()
     changes.on_undo(joined.leave)
+    changes.set(root, "_deepytorch_compress", compress)
+    buffers: _Buffers = {}
     for unit in units:
+        if compress is None and torch.device(unit.compute_device).type != "cpu":
+            continue  # a hook could only repeat what FSDP1 does there by itself
         # What register_comm_hook sets: one hook for all units, and one state, where each unit
         # has its own group and factors.
         changes.set(unit, "_comm_hook", _reduce)
-        changes.set(unit, "_comm_hook_state", _Reduction.of(unit, compress))
+        changes.set(unit, "_comm_hook_state", _Reduction.of(unit, compress, buffers))
     _contract.mark(model, _HOOK, changes)
 
 
@@ -138,6 +145,8 @@ def undo(model: nn.Module) -> bool:
 
 # FSDP1.
 
+_Buffers = dict[tuple[str, int, torch.dtype], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class _Reduction:
@@ -147,15 +156,28 @@ class _Reduction:
     predivide: float
     postdivide: float
     compress: bool
+    # Of all units: a reduction has ended when the next one begins.
+    buffers: _Buffers
 
     @classmethod
-    def of(cls, unit: Any, compress: str | None) -> _Reduction:
+    def of(cls, unit: Any, compress: str | None, buffers: _Buffers) -> _Reduction:
         return cls(
             unit.process_group,
             unit._gradient_predivide_factor,
             unit._gradient_postdivide_factor,
             compress is not None,
+            buffers,
         )
+
+    def buffer(self, use: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of the size of `like`, the same one for a use every time."""
+        if like.device.type != "cpu":  # other streams may still read the last one
+            return torch.empty(like.numel(), dtype=dtype, device=like.device)
+        key = (use, like.numel(), dtype)
+        found = self.buffers.get(key)
+        if found is None:
+            found = self.buffers[key] = _groups.buffer(like.numel(), like, dtype, self.group)
+        return found
 
     def wire_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         if self.compress and gradient.dtype in _FULL_PRECISION:
@@ -171,7 +193,7 @@ def _reduce(state: _Reduction, gradient: torch.Tensor, shard: torch.Tensor | Non
         sent = gradient
     else:
         # One pass divides, rounds and puts it where the other ranks can read it.
-        sent = _groups.buffer(gradient.numel(), gradient, dtype, state.group)
+        sent = state.buffer("sent", gradient, dtype)
         torch.div(gradient, state.predivide, out=sent)
     result = gradient if shard is None else shard
     if shard is None:
@@ -180,18 +202,16 @@ def _reduce(state: _Reduction, gradient: torch.Tensor, shard: torch.Tensor | Non
     else:
         received = shard
         if dtype != shard.dtype:
-            received = _groups.buffer(shard.numel(), shard, dtype, state.group)
-        _reduce_scatter(received, sent, state.group)
+            received = state.buffer("received", shard, dtype)
+        _reduce_scatter(received, sent, group=state.group)
     if received is not result:
         result.copy_(received)
     if state.postdivide != 1:
         result.div_(state.postdivide)
 
 
-def _reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: Any) -> None:
-    # torch 2.13 has a new name for it and warns of the old one.
-    name = "single" if hasattr(dist, "reduce_scatter_single") else "tensor"
-    getattr(dist, f"reduce_scatter_{name}")(output, flat, group=group)
+# torch 2.13 has a new name for it and warns of the old one.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _fsdp1_units(model: Any) -> list[Any]:
@@ -220,14 +240,6 @@ def _fsdp1_units(model: Any) -> list[Any]:
                 f"{_HOOK}: the model has a hook, {_name(unit._comm_hook)}: FSDP1 takes one"
             )
     return units
-
-
-def _same_again(root: Any, compress: str | None) -> None:
-    state = root._comm_hook_state
-    if isinstance(state, _Reduction) and state.compress != (compress is not None):
-        raise IntegrationError(
-            f"{_HOOK}: called before with another compress: call undo(model) first"
-        )
 
 
 # FSDP2.

@@ -94,7 +94,8 @@ std::vector<at::Tensor> rows_of(const char* which,
   return parts;
 }
 
-// `whole` as `size` equal parts without copying; it must be contiguous.
+// `whole` as `size` equal parts without copying; it must be contiguous. Off the host it stays in one
+// piece, of any layout: the stock backend takes it as it is, and there each view is time that shows.
 std::vector<at::Tensor> parts_of(const char* op,
                                  const at::Tensor& whole,
                                  const at::Tensor& part,
@@ -115,6 +116,7 @@ std::vector<at::Tensor> parts_of(const char* op,
                    std::to_string(part.numel()),
                    " need ",
                    std::to_string(part.numel() * size)});
+  if (!whole.device().is_cpu()) return {whole};
   const at::Tensor flat = whole.view({-1});
   std::vector<at::Tensor> parts;
   parts.reserve(size);
@@ -224,9 +226,8 @@ WorkPtr Backend::_allgather_base(at::Tensor& output,
                                  at::Tensor& input,
                                  const c10d::AllgatherOptions& options) {
   // A strided output cannot be cut into views: gather into a contiguous one and copy back.
-  const at::Tensor whole =
-      output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-  const bool copied = !whole.is_same(output);
+  const bool copied = output.device().is_cpu() && !output.is_contiguous();
+  const at::Tensor whole = copied ? at::empty(output.sizes(), output.options()) : output;
   return submit(
       {.collective = DPT_ALL_GATHER,
        .op_type = c10d::OpType::_ALLGATHER_BASE,
@@ -305,12 +306,13 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
                                       at::Tensor& input,
                                       const c10d::ReduceScatterOptions& options) {
+  const at::Tensor whole = input.device().is_cpu() ? input.contiguous() : input;
   return submit({.collective = DPT_REDUCE_SCATTER,
                  .op_type = c10d::OpType::_REDUCE_SCATTER_BASE,
                  .title = "deepytorch:reduce_scatter",
                  .timeout = options.timeout,
                  .asynchronous = options.asyncOp,
-                 .inputs = parts_of("reduce_scatter", input.contiguous(), output, size_),
+                 .inputs = parts_of("reduce_scatter", whole, output, size_),
                  .outputs = {output},
                  .reduce_op = options.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from deepytorch import cli
 from deepytorch_core import _core
 from deepytorch_core.config import VARIABLES, Options
 
+ROOT = Path(__file__).parents[2]
 FACADE = {
     "activate": "(**options)",
     "deactivate": "()",
@@ -95,6 +98,26 @@ COMMANDS: dict[str, dict[str, Any]] = {
     },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
 }
+INTEGRATIONS = {
+    "accelerate": {"DeepytorchPlugin", "DeepytorchAccelerator", "undo"},
+    "ddp": {"prepare_ddp", "tune_buckets", "undo"},
+    "deepspeed": {"initialize", "undo"},
+    "fsdp": {"register_comm_hook", "apply_fsdp2", "undo"},
+    "horovod": {
+        *("init", "shutdown", "rank", "size", "local_rank", "local_size", "cross_rank"),
+        *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce"),
+        *("allgather", "broadcast", "alltoall", "reducescatter", "join", "barrier"),
+        *("poll", "synchronize", "Compression", "DistributedOptimizer", "broadcast_parameters"),
+        *("broadcast_optimizer_state", "broadcast_object", "elastic"),
+    },
+    "horovod_tensorflow": {
+        *("init", "rank", "size", "allreduce", "allgather"),
+        *("DistributedGradientTape", "broadcast_variables"),
+    },
+    "megatron": {"ProcessGroupFactory"},
+    "transformers": {"DeepytorchMixin", "DeepytorchTrainer", "accelerate_trainer", "undo"},
+}
+"""Names of each adapter; it may have more."""
 TESTING = {
     "RankError",
     "RankTimeoutError",
@@ -197,3 +220,17 @@ def test_changes_are_found(found: dict[str, Any]) -> None:
     frozen = {"timeout_s": 600.0, "log": "info"}
     assert changes(frozen, found)
     assert not changes(frozen, dict(frozen))
+
+
+@pytest.mark.parametrize("adapter", sorted(INTEGRATIONS))
+def test_adapters(adapter: str) -> None:
+    """By their source: importing them all would import every framework."""
+    package = ROOT / "integrations" / adapter
+    file = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    assert not INTEGRATIONS[adapter] - found
