@@ -94,8 +94,9 @@ std::vector<at::Tensor> rows_of(const char* which,
   return parts;
 }
 
-// `whole` as `size` equal parts without copying; it must be contiguous. Off the host it stays in one
-// piece, of any layout: the stock backend takes it as it is, and there each view is time that shows.
+// `whole` as `size` equal parts without copying; it must be contiguous. Off the host it stays in
+// one piece, of any layout: the stock backend takes it as it is, and there each view is time that
+// shows.
 std::vector<at::Tensor> parts_of(const char* op,
                                  const at::Tensor& whole,
                                  const at::Tensor& part,
