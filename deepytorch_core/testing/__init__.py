@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.testing.failures import RankError, RankTimeoutError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
+from deepytorch_core.testing.program import run_program
 from deepytorch_core.testing.worker import place, rank_store
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "close_idle_workers",
     "needs_gpus",
     "rank_store",
+    "run_program",
     "spawn_ranks",
 ]
 

@@ -11,6 +11,7 @@ import accelerate.test_utils
 import pytest
 
 from deepytorch_core import config
+from deepytorch_core.testing import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -35,12 +36,11 @@ if "deepytorch" in sys.modules:
 def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
     """What `python -m module` prints, both streams; fails with it when it fails."""
     variables = {"OMP_NUM_THREADS": "1", "DEEPYTORCH_TUNE": "off", **variables}
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", *module, *map(str, arguments)],
         env=config.child_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         timeout=110,
     )
     assert done.returncode == 0, done.stdout

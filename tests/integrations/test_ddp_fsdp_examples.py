@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from deepytorch_core import config
+from deepytorch_core.testing import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MARK = "# deepytorch"
@@ -17,12 +17,11 @@ MARK = "# deepytorch"
 
 def torchrun(script: Path, *arguments: str) -> tuple[str, str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, *launcher, script, *arguments],
         env=config.child_environment(OMP_NUM_THREADS="1"),
         timeout=100,
         capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

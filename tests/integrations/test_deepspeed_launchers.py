@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from deepytorch_core import config
+from deepytorch_core.testing import run_program
 
 # Each job takes seconds to start, and many more of them on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -31,13 +31,11 @@ OFF = {"DEEPYTORCH_ENABLED": "0"}
 def run(*module_and_arguments: str, **variables: str) -> str:
     """Both outputs of `python -m module arguments`, which must succeed."""
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
-    result = subprocess.run(
+    result = run_program(
         [sys.executable, "-W", "ignore", "-m", *module_and_arguments],
         env=config.child_environment(**environment),
         capture_output=True,
-        text=True,
         timeout=280,
-        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr

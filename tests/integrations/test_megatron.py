@@ -12,7 +12,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core.testing import rank_store, spawn_ranks
+from deepytorch_core.testing import rank_store, run_program, spawn_ranks
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "docs" / "examples"
@@ -459,11 +458,10 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
 
 def test_the_factorys_example_runs() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
+    done = run_program(
         [*launcher, str(HERE / "megatron_on_cpu.py"), str(EXAMPLES / "megatron_factory.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251
         capture_output=True,
-        text=True,
         timeout=110,
     )
     said = done.stdout

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deepytorch.examples import _vision_models, ddp_benchmark
+from deepytorch_core.testing import run_program
 
 MODULE = "deepytorch.examples.ddp_benchmark"
 QUICK = ["--image-size", "32", "--batch-size", "2", "--steps", "4", "--warmup", "2"]
@@ -27,7 +28,7 @@ def run(*arguments: str, ranks: int = 1, **env: str) -> subprocess.CompletedProc
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     path = os.environ.get("PYTHONPATH", "")  # noqa: TID251
-    return subprocess.run(
+    return run_program(
         [*launcher, MODULE, "--device", "cpu", *arguments],
         env={
             **os.environ,  # noqa: TID251
@@ -36,7 +37,6 @@ def run(*arguments: str, ranks: int = 1, **env: str) -> subprocess.CompletedProc
             **env,
         },
         capture_output=True,
-        text=True,
         timeout=110,
     )
 

@@ -125,6 +125,7 @@ TESTING = {
     "close_idle_workers",
     "needs_gpus",
     "rank_store",
+    "run_program",
     "spawn_ranks",
 }
 STATISTICS = {"group", "op", "algorithm", "reason", "calls", "bytes", "time_us"}
