@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import cProfile
 import json
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -168,9 +167,4 @@ def _record(job: TrainJob, ours: list[dict[str, Any]], baseline: list[dict[str, 
 
 
 if __name__ == "__main__":
-    status = worker.serve(sys.argv[1:], TrainJob, measure)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Models hold on to their groups, and a gloo group of torch's own that lives on to the
-    # interpreter's end now and then takes the process down there.
-    os._exit(status)
+    worker.leave(worker.serve(sys.argv[1:], TrainJob, measure))

@@ -178,4 +178,4 @@ def _rounded(values: dict[str, float], digits: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.serve(sys.argv[1:], DdpJob, measure))
+    worker.leave(worker.serve(sys.argv[1:], DdpJob, measure))
