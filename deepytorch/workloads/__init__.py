@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from deepytorch_core.bench.job import MIN_BLOCKS, MIN_PARAMETERS, BenchError, Run
+from deepytorch_core.bench.job import BenchError, TrainingRun
 from deepytorch_core.bench.timing import BASELINE
 
 if TYPE_CHECKING:
@@ -48,19 +48,13 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainJob(Run):
-    """`bench train`. `parameters` is about how many the model has, `batch_size` is a rank's.
-
-    Each rank is two processes, one for each arm, which take turns.
-    """
+class TrainJob(TrainingRun):
+    """`bench train`: each rank is two processes, one for each arm, which take turns."""
 
     WORKER: ClassVar[str] = "deepytorch.workloads.worker"
     NUM_STORES: ClassVar[int] = 2
 
     framework: str = "ddp"
-    parameters: int = 4 << 20
-    batch_size: int = 8
-    steps: int = 40
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,18 +65,6 @@ class TrainJob(Run):
         stock = "gloo" if self.device == "cpu" else "nccl"
         if self.baseline != stock:
             raise BenchError(f"frameworks train on {self.device} over {stock}: --baseline {stock}")
-        if self.world_size < 2:
-            raise BenchError(f"one rank reduces nothing: --world-size {self.world_size}")
-        if self.parameters < MIN_PARAMETERS:
-            raise BenchError(
-                f"--parameters must be at least {MIN_PARAMETERS}, not {self.parameters}"
-            )
-        if self.batch_size < 1:
-            raise BenchError(f"--batch-size must be at least 1, not {self.batch_size}")
-        if self.steps < MIN_BLOCKS:
-            raise BenchError(
-                f"--steps must be at least {MIN_BLOCKS}, one for each block, not {self.steps}"
-            )
 
     @property
     def num_processes(self) -> int:

@@ -134,24 +134,15 @@ class Job(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpJob(Run):
-    """`bench ddp`. `parameters` is about how many the model has, `batch_size` is a rank's."""
+class TrainingRun(Run):
+    """A training: `parameters` is about how many the model has, `batch_size` is a rank's."""
 
-    WORKER = "deepytorch_core.bench.ddp"
-
-    model: str = "mlp"
     parameters: int = 4 << 20
     batch_size: int = 8
     steps: int = 40
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _expect("model", self.model, MODELS)
-        if self.baseline not in TORCH_BACKENDS:
-            raise BenchError(
-                f"DistributedDataParallel has no {self.baseline!r}: use --baseline gloo, or nccl "
-                "with --device cuda"
-            )
         if self.world_size < 2:
             raise BenchError(f"one rank reduces nothing: --world-size {self.world_size}")
         if self.parameters < MIN_PARAMETERS:
@@ -163,6 +154,24 @@ class DdpJob(Run):
         if self.steps < MIN_BLOCKS:
             raise BenchError(
                 f"--steps must be at least {MIN_BLOCKS}, one for each block, not {self.steps}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpJob(TrainingRun):
+    """`bench ddp`."""
+
+    WORKER = "deepytorch_core.bench.ddp"
+
+    model: str = "mlp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect("model", self.model, MODELS)
+        if self.baseline not in TORCH_BACKENDS:
+            raise BenchError(
+                f"DistributedDataParallel has no {self.baseline!r}: use --baseline gloo, or nccl "
+                "with --device cuda"
             )
 
 
