@@ -31,6 +31,17 @@ if "deepytorch" in sys.modules:
     if rank() == 0:
         print(deepytorch.report())
 """
+# torch's gloo deadlocks in about 1 of 4 runs where its group's last reference, DDP's reducer, goes
+# while its thread still drops the last gather: the one holds Python's lock, the other waits for it.
+SETTLING = """
+import time
+import torch.distributed
+destroy = torch.distributed.destroy_process_group
+def destroy_settled(*arguments):
+    time.sleep(0.5)
+    destroy(*arguments)
+torch.distributed.destroy_process_group = destroy_settled
+"""
 
 
 def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
@@ -39,9 +50,7 @@ def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
     done = run_program(
         [sys.executable, "-m", *module, *map(str, arguments)],
         env=config.child_environment(**variables),
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=110,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -77,10 +86,12 @@ def test_the_guides_examples_run(name: str, arguments: list[str], tmp_path: Path
 @pytest.mark.timeout(300)  # two launches, each importing transformers on every rank
 @pytest.mark.parametrize("name", ["accelerate_nlp_example.py", "accelerate_cv_example.py"])
 def test_the_published_examples_learn_the_same_with_their_one_line(
-    name: str, reporting: Path
+    name: str, reporting: Path, tmp_path: Path
 ) -> None:
+    settling = tmp_path / "settling.py"
+    settling.write_text(REPORTING.format(activation=SETTLING))
     ours = run(TORCHRUN, reporting, EXAMPLES / name, "--cpu")
-    stock = run(TORCHRUN, EXAMPLES / name, "--cpu", DEEPYTORCH_ENABLED="0")
+    stock = run(TORCHRUN, settling, EXAMPLES / name, "--cpu", DEEPYTORCH_ENABLED="0")
     results = re.findall(r"^epoch .*$", ours, re.MULTILINE)
     assert len(results) == 3
     assert re.findall(r"^epoch .*$", stock, re.MULTILINE) == results

@@ -21,7 +21,6 @@ def torchrun(script: Path, *arguments: str) -> tuple[str, str]:
         [sys.executable, *launcher, script, *arguments],
         env=config.child_environment(OMP_NUM_THREADS="1"),
         timeout=100,
-        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

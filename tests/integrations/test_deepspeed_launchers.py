@@ -34,7 +34,6 @@ def run(*module_and_arguments: str, **variables: str) -> str:
     result = run_program(
         [sys.executable, "-W", "ignore", "-m", *module_and_arguments],
         env=config.child_environment(**environment),
-        capture_output=True,
         timeout=280,
     )
     assert result.returncode == 0, result.stdout + result.stderr

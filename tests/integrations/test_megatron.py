@@ -461,7 +461,6 @@ def test_the_factorys_example_runs() -> None:
     done = run_program(
         [*launcher, str(HERE / "megatron_on_cpu.py"), str(EXAMPLES / "megatron_factory.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251
-        capture_output=True,
         timeout=110,
     )
     said = done.stdout

@@ -36,7 +36,6 @@ def run(*arguments: str, ranks: int = 1, **env: str) -> subprocess.CompletedProc
             "PYTHONPATH": f"{VISION}{os.pathsep}{path}",
             **env,
         },
-        capture_output=True,
         timeout=110,
     )
 

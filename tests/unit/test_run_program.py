@@ -1,7 +1,8 @@
-"""`run_program` runs a program again only where torch alone took it down."""
+"""`run_program` runs a program again only where torch alone took it down or held it up."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,7 +30,34 @@ sys.exit(0 if len(log.read_text()) == 3 else 1)
 )
 def test_how_often(said: str, runs: int, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    done = run_program([sys.executable, "-c", PROGRAM, log, said], capture_output=True)
+    done = run_program([sys.executable, "-c", PROGRAM, log, said])
     assert len(log.read_text()) == runs
     assert (done.returncode == 0) == (runs == 3)
     assert said in done.stderr
+
+
+HANGING = """
+import subprocess
+import sys
+import time
+from pathlib import Path
+log = Path(sys.argv[1])
+log.write_text(log.read_text() + "x" if log.exists() else "x")
+print(sys.argv[2], flush=True)
+if len(log.read_text()) < 2:
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(100)"])
+"""
+
+
+def test_a_stock_program_that_never_ends_is_run_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    done = run_program([sys.executable, "-c", HANGING, log, "trained"], timeout=2)
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert len(log.read_text()) == 2
+
+
+def test_a_program_of_ours_that_never_ends_is_an_error(tmp_path: Path) -> None:
+    said = "collectives go through deepytorch"
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        run_program([sys.executable, "-c", HANGING, tmp_path / "log", said], timeout=2)
+    assert said in str(caught.value.output)
