@@ -40,6 +40,7 @@ def _group() -> None:
 
 @app.command()
 def collectives(
+    context: typer.Context,
     *,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     world_size: Annotated[
@@ -67,12 +68,13 @@ def collectives(
         str, typer.Option(help="Comma-separated: float32, bfloat16, float16, float64, int32, ...")
     ] = "float32",
     baseline: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="gloo, nccl, deepspeed-shm (DeepSpeed's shared-memory all_reduce; needs "
-            "deepspeed) or mpi (Intel MPI; needs impi-rt and mpi4py)."
+            "deepspeed) or mpi (Intel MPI; needs impi-rt and mpi4py); default: gloo on CPUs, nccl "
+            "on GPUs."
         ),
-    ] = "gloo",
+    ] = None,
     registered: Annotated[
         bool,
         typer.Option(
@@ -87,6 +89,27 @@ def collectives(
             "dispatcher, as the op of deepspeed-shm is called.",
         ),
     ] = False,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="Emulate so many nodes on this machine, in network namespaces (needs root and "
+            "pyroute2); the ranks are then those of the nodes. 0: no emulation."
+        ),
+    ] = 0,
+    ranks_per_node: Annotated[
+        str, typer.Option(help="Ranks of each emulated node; 4,2 for nodes that differ.")
+    ] = "1",
+    link: Annotated[
+        str, typer.Option(help="An emulated node's rate in each direction: 1gbit, 250mbit.")
+    ] = "",
+    flow_cap: Annotated[
+        str, typer.Option(help="What one TCP connection gets of it at most: 250mbit.")
+    ] = "",
+    delay: Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")] = "",
+    order: Annotated[
+        str,
+        typer.Option(help="How ranks are dealt out to the emulated nodes: block, cyclic or random."),
+    ] = "block",
     iterations: Annotated[
         int, typer.Option(help="Timed calls per block; 0 adapts to the operation.")
     ] = 0,
@@ -104,12 +127,27 @@ def collectives(
     """
     from deepytorch_core.bench import job as jobs
 
+    emulated = None
+    if nodes:
+        emulated = jobs.Nodes(
+            ranks_per_node=jobs.parse_ranks_per_node(ranks_per_node, nodes),
+            order=order,
+            link=link,
+            flow_cap=flow_cap,
+            delay=delay,
+        )
+        if not _was_given(context, "world_size"):
+            world_size = sum(emulated.ranks_per_node)
+    else:
+        _refuse_without_nodes(context)
+    baseline = baseline or ("nccl" if device == "cuda" else "gloo")
     job = jobs.Job(
         ops=jobs.parse_names(ops),
         sizes=jobs.parse_sizes(sizes),
         dtypes=jobs.parse_names(dtype),
         per_rank=per_rank,
         world_size=world_size,
+        nodes=emulated,
         device=device,
         baseline=baseline,
         registered=registered,
@@ -141,6 +179,21 @@ def collectives(
         console.err().print(f"[bold red]error:[/] {complaint}")
     if complaints:
         raise typer.Exit(1)
+
+
+def _was_given(context: typer.Context, option: str) -> bool:
+    # By name: typer brings its own copy of click, or uses the one that is installed.
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse_without_nodes(context: typer.Context) -> None:
+    from deepytorch_core.bench.job import BenchError
+
+    for option in ("ranks_per_node", "link", "flow_cap", "delay", "order"):
+        if _was_given(context, option):
+            name = option.replace("_", "-")
+            raise BenchError(f"--{name} is for emulated nodes: give --nodes too")
 
 
 @app.command()
@@ -341,11 +394,15 @@ def groups(
 
 def _shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
     """The same rows, each printed as it comes, in lines that a pipe or a log keeps whole."""
+    from deepytorch_core.bench.record import describe_emulated
+
     out = console.out()
     titles = {**_COLUMNS, "baseline": (f"{baseline} us", 9)}
     first = True
     for row in rows:
         if first:
+            if row["emulated"]:
+                out.print(describe_emulated(row["emulated"]), soft_wrap=True)
             out.print(
                 _line(titles, [title for title, _ in titles.values()]), style="bold", soft_wrap=True
             )

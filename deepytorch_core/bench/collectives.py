@@ -91,6 +91,7 @@ class Bench:
             ),
             "wrong": wrong,
             "baseline_wrong": baseline_wrong,
+            "emulated": None,  # the launcher knows more
         }
 
     def _check(

@@ -1,7 +1,7 @@
 """One rank of a benchmark: how it meets the others, talks to the launcher and ends with it.
 
-Started by `launch.run` as `python -m MODULE RANK PORT PIPE JOB`. PORT is the rendezvous store's,
-PIPE a named pipe that takes JSON lines. Only the launcher reads the pipe, so when it has no reader
+Started by `launch.run` as `python -m MODULE RANK STORE PIPE JOB`. STORE is the rendezvous store's
+HOST:PORT, PIPE a named pipe that takes JSON lines. Only the launcher reads the pipe, so when it has no reader
 any more the launcher is gone.
 """
 
@@ -98,7 +98,8 @@ def serve(
     measure: Callable[[Any, int, Store, Emit], None],
 ) -> int:
     """A rank's process from its arguments to its exit status; see the top of the file."""
-    rank, port = (int(text) for text in arguments[:2])
+    rank = int(arguments[0])
+    host, _, port = arguments[1].rpartition(":")
     # Not blocking: without a launcher it would wait for one.
     pipe = os.open(arguments[2], os.O_WRONLY | os.O_NONBLOCK)
     os.set_blocking(pipe, True)
@@ -111,7 +112,7 @@ def serve(
     # Both arms compute and reduce with one core per rank.
     torch.set_num_threads(1)
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False)
+        store = TCPStore(host, int(port), is_master=False)
         measure(job, rank, store, emit)
     except BenchError as error:
         emit({"error": str(error)})
@@ -140,8 +141,9 @@ def device_of(job: Run, rank: int) -> torch.device:
             f"--world-size {job.world_size} needs as many GPUs; "
             f"this machine has {torch.cuda.device_count()}"
         )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    device = job.seats[rank].device
+    torch.cuda.set_device(device)
+    return torch.device("cuda", device)
 
 
 def _world(name: str) -> dist.ProcessGroup:

@@ -31,6 +31,7 @@ def row(num_bytes, **changes):
         "busbw_gbps": 0.1,
         "wrong": 0,
         "baseline_wrong": 0,
+        "emulated": None,
         "baseline_settings": {},
         "machine": {"name": "2-core AMD EPYC"},
         "versions": {"torch": "2.13.0", "deepytorch": "0.1.0", "python": "3.11"},

@@ -238,7 +238,7 @@ class FakeRun:
         row = dict.fromkeys(COLLECTIVE_FIELDS, 1.5)
         row |= {"op": job.ops[0], "bytes": 4096, "dtype": "float32", "world_size": 2}
         row |= {"speedup_spread": [1.0, 2.0], "wrong": self.wrong, "algorithm": "one_shot"}
-        row |= {"baseline_wrong": self.baseline_wrong}
+        row |= {"baseline_wrong": self.baseline_wrong, "emulated": None}
         row |= {"baseline": "gloo", "registered": False, "machine": {"name": "test"}}
         yield row
 
