@@ -108,7 +108,9 @@ def collectives(
     delay: Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")] = "",
     order: Annotated[
         str,
-        typer.Option(help="How ranks are dealt out to the emulated nodes: block, cyclic or random."),
+        typer.Option(
+            help="How ranks are dealt out to the emulated nodes: block, cyclic or random."
+        ),
     ] = "block",
     iterations: Annotated[
         int, typer.Option(help="Timed calls per block; 0 adapts to the operation.")

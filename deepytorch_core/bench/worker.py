@@ -1,8 +1,8 @@
 """One rank of a benchmark: how it meets the others, talks to the launcher and ends with it.
 
 Started by `launch.run` as `python -m MODULE RANK STORE PIPE JOB`. STORE is the rendezvous store's
-HOST:PORT, PIPE a named pipe that takes JSON lines. Only the launcher reads the pipe, so when it has no reader
-any more the launcher is gone.
+HOST:PORT, PIPE a named pipe that takes JSON lines. Only the launcher reads the pipe, so when it has
+no reader any more the launcher is gone.
 """
 
 import json

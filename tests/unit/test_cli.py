@@ -267,6 +267,42 @@ def test_bench_options_reach_the_job(monkeypatch):
     assert fake.job.ours == "deepytorch"
 
 
+@pytest.mark.parametrize(
+    ("device", "baseline", "expected"),
+    [("cpu", None, "gloo"), ("cuda", None, "nccl"), ("cuda", "gloo", "gloo")],
+)
+def test_bench_on_emulated_nodes(monkeypatch, device, baseline, expected):
+    fake = FakeRun()
+    result = bench(
+        monkeypatch,
+        fake,
+        *("--device", device, "--nodes", "2", "--ranks-per-node", "2", "--link", "24gbit"),
+        *("--flow-cap", "5gbit", "--delay", "1ms", "--order", "cyclic"),
+        *(["--baseline", baseline] if baseline else []),
+    )
+    assert result.exit_code == 0, result.output
+    assert fake.job.world_size == 4
+    assert fake.job.baseline == expected
+    assert fake.job.nodes.ranks_per_node == (2, 2)
+    setting = fake.job.nodes.setting()
+    assert (setting.rate_bps, setting.flow_cap_bps, setting.delay_s) == (24e9, 5e9, 1e-3)
+    assert [seat.node for seat in fake.job.seats] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--link", "1gbit"], "--link is for emulated nodes: give --nodes too"),
+        (["--ranks-per-node", "4"], "--ranks-per-node is for emulated nodes"),
+        (["--nodes", "2", "--world-size", "3"], "--world-size 3 is not what the nodes have"),
+    ],
+)
+def test_bench_refuses_options_of_nodes_that_do_not_fit(monkeypatch, arguments, message):
+    result = bench(monkeypatch, FakeRun(), *arguments)
+    assert result.exit_code != 0
+    assert message in str(result.exception)
+
+
 def test_bench_table_has_the_columns_of_nccl_tests_and_ours(monkeypatch):
     output = bench(monkeypatch, FakeRun()).output
     for column in ("size", "count", "type", "redop", "root", "time us", "algbw", "busbw"):

@@ -11,7 +11,7 @@ nodes share no abstract sockets and no shared memory of ours, but one machine's 
 """
 
 from deepytorch_core.testing.emulation.namespaces import EmulationError, enter
-from deepytorch_core.testing.emulation.network import Network, why_not
+from deepytorch_core.testing.emulation.network import Network, Placement, missing_privilege
 from deepytorch_core.testing.emulation.setting import (
     ORDERS,
     Seat,
@@ -25,11 +25,12 @@ __all__ = [
     "ORDERS",
     "EmulationError",
     "Network",
+    "Placement",
     "Seat",
     "Setting",
     "enter",
+    "missing_privilege",
     "parse_delay",
     "parse_rate",
     "seats",
-    "why_not",
 ]

@@ -7,17 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from deepytorch_core import config
 from deepytorch_core.testing.emulation import links, namespaces
 from deepytorch_core.testing.emulation.namespaces import EmulationError
-from deepytorch_core.testing.emulation.setting import Setting
+from deepytorch_core.testing.emulation.setting import Seat, Setting
 
 _RELAY = Path(__file__).with_name("relay.py")
-# The first that the machine allows. BBR, the default of some machines, paces by its own estimate and
-# leaves half of an HTB link idle; these two fill it.
+# The first that the machine allows. BBR, the default of some machines, paces by its own estimate
+# and leaves half of an HTB link idle; these two fill it.
 _CONGESTION_CONTROLS = ("cubic", "reno")
 _SWITCH_NUMBER = 15000  # beyond every node's: the address of the switch, where stores are served
 
@@ -175,10 +176,22 @@ class Network:
             )
 
 
-def why_not() -> str | None:
-    """Why nodes cannot be emulated on this machine; None if they can."""
+@dataclass(frozen=True)
+class Placement:
+    """A network, and where on it each rank of a job lives."""
+
+    network: Network
+    seats: list[Seat]
+
+    def namespace(self, rank: int) -> int:
+        """The descriptor of the rank's node."""
+        return self.network.descriptor(self.seats[rank].node)
+
+
+def missing_privilege() -> str | None:
+    """Why this process may not make nodes; None if it may, whatever else could be missing."""
     try:
-        Network(1).close()
+        os.close(namespaces.create())
     except EmulationError as error:
         return str(error)
     return None
