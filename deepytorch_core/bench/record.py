@@ -42,9 +42,10 @@ COLLECTIVE_FIELDS = (
     "commit",
 )
 """The fields that `bench collectives` writes. `bytes` is nccl-tests' size, `bytes_per_rank` one
-rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. `emulated` is None
-for ranks on the machine as it is, else the nodes and the network that were emulated: how many ranks
-each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in ms."""
+rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. `emulated` is
+None for ranks on the machine as it is, else the nodes and the network that were emulated: how many
+ranks each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in
+ms."""
 
 DDP_FIELDS = (
     "bench",
