@@ -10,6 +10,7 @@ import typer
 from deepytorch.cli import console
 
 if TYPE_CHECKING:
+    from deepytorch_core.bench.job import Job
     from deepytorch_core.bench.record import Record
 
 app = typer.Typer(help="Measure against a baseline, interleaved in the same run.")
@@ -112,6 +113,14 @@ def collectives(
             help="How ranks are dealt out to the emulated nodes: block, cyclic or random."
         ),
     ] = "block",
+    forecast: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of nodes such as 2,4,8,16,64,512: print what the measured operations "
+            "would take there, by a model fitted to this run or, without --nodes, to the link that "
+            "a job measured last."
+        ),
+    ] = "",
     iterations: Annotated[
         int, typer.Option(help="Timed calls per block; 0 adapts to the operation.")
     ] = 0,
@@ -157,8 +166,11 @@ def collectives(
         iterations=iterations,
     )
 
+    from deepytorch_core.bench import forecast as forecasts
     from deepytorch_core.bench import launch, record
 
+    node_counts = forecasts.parse_nodes(forecast) if forecast else ()
+    earlier = record.read_records(json) if forecast and json is not None and json.exists() else []
     records = []
     for row in _shown(launch.run(job), job.baseline):
         records.append(row)
@@ -172,6 +184,8 @@ def collectives(
         console.err().print(f"written: {path}")
     for line in summary(records):
         console.out().print(line, soft_wrap=True)
+    if node_counts:
+        _show_forecast(job, records, earlier, node_counts, json)
     complaints = [
         f"{count} WRONG ELEMENTS in the results of {arm}"
         for arm, field in (("deepytorch", "wrong"), (f"the baseline {baseline}", "baseline_wrong"))
@@ -181,6 +195,37 @@ def collectives(
         console.err().print(f"[bold red]error:[/] {complaint}")
     if complaints:
         raise typer.Exit(1)
+
+
+def _show_forecast(
+    job: "Job",
+    records: Sequence["Record"],
+    earlier: Sequence["Record"],
+    node_counts: Sequence[int],
+    json: Path | None,
+) -> None:
+    from deepytorch_core import config
+    from deepytorch_core.bench import forecast, record
+    from deepytorch_core.bench.job import BenchError
+    from deepytorch_core.network import link
+
+    if job.nodes is not None:
+        found = forecast.of_run(records, earlier)
+    else:
+        known = link.latest(config.cache_dir() / "network.json")
+        if known is None:
+            raise BenchError(
+                "--forecast without --nodes goes by the link that a job of several nodes measured "
+                "last, and none has: give --nodes 2 and the link's rate"
+            )
+        cases = [(row["op"], row["bytes"]) for row in records]
+        found = forecast.of_link(known, cases, job.world_size)
+    for line in forecast.lines(found, node_counts):
+        console.out().print(line, soft_wrap=True, highlight=False)
+    if json is not None:
+        emulated = records[0]["emulated"]
+        origin = record.provenance()
+        record.write_record(json, {**found.to_record(node_counts), "emulated": emulated, **origin})
 
 
 def _was_given(context: typer.Context, option: str) -> bool:

@@ -109,6 +109,15 @@ def recall(path: Path, key: str) -> Link | None:
         return None
 
 
+def latest(path: Path) -> Link | None:
+    """What was measured last, of whichever pair; None when nothing recent is known."""
+    known = _read(path)
+    found = [
+        (entry["measured_at"], link) for key, entry in known.items() if (link := recall(path, key))
+    ]
+    return max(found, key=lambda pair: float(pair[0]))[1] if found else None
+
+
 def remember(path: Path, key: str, link: Link) -> None:
     """Adds the pair to the file; does nothing where that cannot be written."""
     with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ def chosen(rank: int, world_size: int, folder: Path, names: list[str], *, user_s
     """The settings of each job in turn; with `user_set` the last rank has set one itself."""
     if user_set and rank == world_size - 1:
         config.set_for_nccl({"NCCL_NSOCKS_PERTHREAD": "4"})
-    with mock.patch.object(config, "cache_dir", lambda: folder):
+    with mock.patch.object(config, "cache_dir", return_value=folder):
         return [
             dict(prepare.together(rank_store(name), rank=rank, size=world_size).settings)
             for name in names

@@ -79,6 +79,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--flow-cap": "",
         "--delay": "",
         "--order": "block",
+        "--forecast": "",
         "--iterations": 0,
         "--json": None,
         "--plot": None,

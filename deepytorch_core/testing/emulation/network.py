@@ -20,6 +20,7 @@ _RELAY = Path(__file__).with_name("relay.py")
 # The first that the machine allows. BBR, the default of some machines, paces by its own estimate
 # and leaves half of an HTB link idle; these two fill it.
 _CONGESTION_CONTROLS = ("cubic", "reno")
+_MAX_NODES = 64
 _SWITCH_NUMBER = 15000  # beyond every node's: the address of the switch, where stores are served
 
 T = TypeVar("T")
@@ -35,6 +36,8 @@ class Network:
     """
 
     def __init__(self, num_nodes: int, setting: Setting | None = None) -> None:
+        if not 1 <= num_nodes <= _MAX_NODES:
+            raise EmulationError(f"1 to {_MAX_NODES} nodes can be emulated, not {num_nodes}")
         self.num_nodes = num_nodes
         self.setting = setting or Setting()
         self.congestion_control = ""

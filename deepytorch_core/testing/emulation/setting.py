@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ _UNITS_BPS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit|bps|bit/s)?", re.IGNORECASE)
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", re.IGNORECASE)
-_MAX_NODES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,8 @@ def seats(ranks_per_node: Sequence[int], order: str = "block", *, seed: int = 0)
 
     Raises ValueError for an unknown order, or numbers that make no sense.
     """
-    if not 1 <= len(ranks_per_node) <= _MAX_NODES or min(ranks_per_node) < 1:
-        raise ValueError(
-            f"1 to {_MAX_NODES} nodes of at least one rank each, not {list(ranks_per_node)}"
-        )
+    if not ranks_per_node or min(ranks_per_node) < 1:
+        raise ValueError(f"nodes need at least one rank each, not {list(ranks_per_node)}")
     blocks = [
         [(node, local) for local in range(count)] for node, count in enumerate(ranks_per_node)
     ]
@@ -84,7 +82,8 @@ def seats(ranks_per_node: Sequence[int], order: str = "block", *, seed: int = 0)
         # Shuffled, but local ranks rise with the rank, as every launcher has it.
         nodes = [node for node, _ in flat]
         random.Random(seed).shuffle(nodes)
-        flat = [(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
+        locals_of = [itertools.count() for _ in ranks_per_node]
+        flat = [(node, next(locals_of[node])) for node in nodes]
     elif order != "block":
         raise ValueError(f"unknown order {order!r}; known: {', '.join(ORDERS)}")
     return [Seat(node, local, device[node, local]) for node, local in flat]
