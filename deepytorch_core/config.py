@@ -30,6 +30,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "$XDG_CACHE_HOME/deepytorch, else ~/.cache/deepytorch",
         "DEEPYTORCH_CHUNK_BYTES": "native core: pipeline step of shared-memory algorithms in "
         "bytes, the same on every rank; default: chosen by size",
+        "DEEPYTORCH_NCCL_TABLE": "the tuner plugin for NCCL: the file of algorithms, protocols and "
+        "channels by size; set by deepytorch where there is one",
         "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",
         "CXX": "the C++ compiler for the adapter; default: c++, g++ or clang++, the first found",
         "NCCL_SOCKET_IFNAME": "NCCL's choice of interfaces, to measure the same link; the other "
@@ -403,16 +405,18 @@ def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
                 name, equals, value = line.partition("=")
                 if equals and name.strip().startswith("NCCL_"):
                     found[name.strip()] = value.strip()
-    return found | {name: environ[name] for name in environ if name.startswith("NCCL_")}
+    table = "DEEPYTORCH_NCCL_TABLE"
+    return found | {name: environ[name] for name in environ if name.startswith(("NCCL_", table))}
 
 
 def set_for_nccl(settings: Mapping[str, str]) -> None:
     """Put environment variables in place that NCCL reads when it starts, in this process alone.
 
-    Raises ValueError for one that is set already, or is no variable of NCCL's.
+    Raises ValueError for one that is set already, or that neither NCCL nor our plugin in it reads.
     """
     for name in settings:
-        if name in os.environ or not name.startswith("NCCL_"):
+        known = name.startswith("NCCL_") or name == "DEEPYTORCH_NCCL_TABLE"
+        if name in os.environ or not known:
             raise ValueError(f"{name} is not for deepytorch to set")
     os.environ.update(settings)
 

@@ -82,8 +82,9 @@ def test_a_fit_finds_the_model_and_predicts_other_numbers_of_nodes():
 def test_points_of_other_node_counts_show_how_far_off_the_model_is():
     found = forecast.of_run(measured(2, 4), earlier=measured(4, 4, scale=1.25))
     text = "\n".join(forecast.lines(found, (2, 4)))
-    assert "checked: all_reduce, flat ring, 2 nodes: 3 measured, off by 0% in the median" in text
-    assert "checked: all_reduce, flat ring, 4 nodes: 3 measured, off by 20% in the median" in text
+    against = "predicted against measured: all_reduce, flat ring"
+    assert f"{against}, 2 nodes: 4K +0%, 1M +0%, 16M +0%" in text
+    assert f"{against}, 4 nodes: 4K -20%, 1M -20%, 16M -20%" in text
     other = [{**row, "emulated": {**row["emulated"], "link_mbit": 500.0}} for row in measured(4, 4)]
     assert len(forecast.of_run(measured(2, 4), earlier=other).points) == 3, "another link"
 
@@ -95,6 +96,12 @@ def test_a_fit_to_noise_has_no_negative_parts():
         assert max(model.alpha_us, model.beta_us) > 0
     one = forecast.fit([Point(FLAT, "all_reduce", MIB, shape(2, 1), 9000.0)])
     assert one.time_us(FLAT, "all_reduce", MIB, shape(2, 1)) == pytest.approx(9000.0)
+
+
+def test_one_outlier_does_not_bend_the_model():
+    sizes = (4096, 65536, MIB, 4 * MIB, 16 * MIB)
+    found = forecast.of_run(measured(2, 2, noise=(7.0, 1.0, 1.0, 1.0, 1.0), sizes=sizes))
+    assert found.models["all_reduce", FLAT].beta_us == pytest.approx(TRUE.beta_us)
 
 
 def test_our_own_algorithm_has_a_model_of_its_own():
@@ -120,7 +127,7 @@ def test_a_probe_alone_allows_a_forecast_that_is_not_checked():
     found = forecast.of_link(link, [("all_gather", MIB), ("barrier", 0)], ranks_per_node=8)
     assert found.time_us(HIERARCHICAL, "all_gather", MIB, 2) == pytest.approx(50 + MIB / 2 / 1e3)
     lines = list(forecast.lines(found, (2,)))
-    assert lines[-1].startswith("checked: nothing")
+    assert lines[-1].startswith("predicted against measured: nothing")
     assert any("all_gather" in line and " - " in line for line in lines), "no tree"
 
 
