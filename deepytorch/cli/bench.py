@@ -138,6 +138,7 @@ def collectives(
     """
     from deepytorch_core.bench import job as jobs
 
+    make_job: type[jobs.Job] = jobs.Job
     emulated = None
     if nodes:
         emulated = jobs.Nodes(
@@ -149,10 +150,12 @@ def collectives(
         )
         if not _was_given(context, "world_size"):
             world_size = sum(emulated.ranks_per_node)
+        if device == "cuda":
+            from deepytorch_core.bench.collectives_apart import ApartJob as make_job
     else:
         _refuse_without_nodes(context)
     baseline = baseline or ("nccl" if device == "cuda" else "gloo")
-    job = jobs.Job(
+    job = make_job(
         ops=jobs.parse_names(ops),
         sizes=jobs.parse_sizes(sizes),
         dtypes=jobs.parse_names(dtype),

@@ -51,7 +51,11 @@ def run(job: Run) -> Iterator[Record]:
         network = _network(job)
         if network is not None and job.nodes is not None:
             stack.enter_context(network)
-            origin["emulated"] = {**job.nodes.to_dict(), **network.to_dict()}
+            origin["emulated"] = {
+                **job.nodes.to_dict(),
+                **network.to_dict(),
+                "separate_processes": job.APART,
+            }
         ranks = stack.enter_context(_Ranks(job, setup, folder, network))
         for message in ranks.messages():
             if "error" in message:
@@ -95,7 +99,8 @@ class _Ranks:
                 network, seats = self._network, self._job.seats
                 for rank in range(self._job.num_processes):
                     variables = self._job.environment(rank, [one.port for one in self._others])
-                    node = None if network is None else seats[rank].node
+                    # Several processes of a rank, one for each arm, share its place.
+                    node = None if network is None else seats[rank % len(seats)].node
                     self._start(self._command(rank), self._log(rank), variables, node=node)
             else:
                 command = self._under_mpiexec(self._setup.mpiexec)

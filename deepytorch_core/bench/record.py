@@ -45,7 +45,7 @@ COLLECTIVE_FIELDS = (
 rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. `emulated` is
 None for ranks on the machine as it is, else the nodes and the network that were emulated: how many
 ranks each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in
-ms."""
+ms, and whether the arms were processes of their own."""
 
 DDP_FIELDS = (
     "bench",
@@ -161,6 +161,8 @@ def describe_emulated(emulated: Mapping[str, Any]) -> str:
         parts.append(f"{emulated['delay_ms']:g} ms each way")
     if emulated["order"] != "block":
         parts.append(f"{emulated['order']} order")
+    if emulated.get("separate_processes"):
+        parts.append("each arm in processes of its own")
     return ", ".join(parts)
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,25 @@ class Groups:
     A baseline that is no torch backend has no group here; `baseline` is then gloo's.
     """
 
+    ours: dist.ProcessGroup
+    baseline: dist.ProcessGroup
+
     def __init__(self, job: Run, rank: int, store: Store) -> None:
+        name = job.baseline if job.baseline in TORCH_BACKENDS else "gloo"
+        self._start(job, rank, store, name)
+        self.baseline = _world(name)
+        timeout = timedelta(seconds=job.timeout_s)
+        self.ours = dist.new_group(backend=job.ours, timeout=timeout)
+
+    @classmethod
+    def of_one(cls, job: Run, rank: int, store: Store, name: str) -> Self:
+        """The groups of one arm alone: the default group, of backend `name`, is in both places."""
+        groups = cls.__new__(cls)
+        groups._start(job, rank, store, name)
+        groups.ours = groups.baseline = _world(name)
+        return groups
+
+    def _start(self, job: Run, rank: int, store: Store, name: str) -> None:
         self.rank = rank
         self.device = device_of(job, rank)
         if job.ours == "deepytorch":
@@ -62,12 +80,9 @@ class Groups:
 
             backend.register()
         timeout = timedelta(seconds=job.timeout_s)
-        name = job.baseline if job.baseline in TORCH_BACKENDS else "gloo"
         dist.init_process_group(
             name, store=store, rank=rank, world_size=job.world_size, timeout=timeout
         )
-        self.baseline = _world(name)
-        self.ours: dist.ProcessGroup = dist.new_group(backend=job.ours, timeout=timeout)
         self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
         self.clock: timing.Clock = cuda_clock if job.device == "cuda" else timing.wall_clock
 

@@ -283,6 +283,7 @@ def test_bench_on_emulated_nodes(monkeypatch, device, baseline, expected):
     assert result.exit_code == 0, result.output
     assert fake.job.world_size == 4
     assert fake.job.baseline == expected
+    assert (device == "cuda") == fake.job.APART, "NCCL reads its settings once in a process"
     assert fake.job.nodes.ranks_per_node == (2, 2)
     setting = fake.job.nodes.setting()
     assert (setting.rate_bps, setting.flow_cap_bps, setting.delay_s) == (24e9, 5e9, 1e-3)
