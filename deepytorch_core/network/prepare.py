@@ -12,6 +12,7 @@ verdict is to set nothing.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import secrets
 import socket
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from deepytorch_core import config, decisions
 from deepytorch_core.console import say_once
 from deepytorch_core.network import link as links
-from deepytorch_core.network import nccl_env, probe, rdma
+from deepytorch_core.network import nccl_env, nccl_table, probe, rdma
 from deepytorch_core.network.nccl_env import Choice
 
 if TYPE_CHECKING:
@@ -54,26 +55,48 @@ def before_nccl(store: Any, *, rank: int, size: int, measure: bool = True) -> No
     global _done
     launched = config.launched()
     alone = launched is not None and launched.local_size == launched.size == size
-    if _done or size == 1 or alone:
+    if _done or size == 1:
         return
     _done = True
-    from deepytorch_core import topology  # loads the native core
-
-    machine = topology.discover()
-    has_rdma = _may_use_rdma(machine)
-    choice = together(store, rank=rank, size=size, measure=measure, has_rdma=has_rdma)
-    choice += rdma.choose(machine, set(config.nccl_settings()))
+    choice = _of_table() if alone else _of_nodes(store, rank=rank, size=size, measure=measure)
     if choice.settings:
         config.set_for_nccl(choice.settings)
         decisions.record("NCCL's settings", choice.text, "; ".join(choice.reasons))
         say_once(f"NCCL: set {choice}; DEEPYTORCH_TUNE=off leaves it alone")
 
 
+def _of_nodes(store: Any, *, rank: int, size: int, measure: bool) -> Choice:
+    from deepytorch_core import topology  # loads the native core
+
+    machine = topology.discover()
+    has_rdma = _may_use_rdma(machine)
+    choice = together(store, rank=rank, size=size, measure=measure, has_rdma=has_rdma)
+    return choice + rdma.choose(machine, set(config.nccl_settings()))
+
+
+def _of_table() -> Choice:
+    """What makes NCCL go by the table of measured choices, if there is one that can be used."""
+    try:
+        return nccl_table.choose(config.cache_dir() / nccl_table.FILE, set(config.nccl_settings()))
+    except (OSError, RuntimeError, ValueError) as error:
+        say_once(f"NCCL chooses algorithms by itself: {error}", level="warning")
+        return Choice()
+
+
 def together(
     store: Any, *, rank: int, size: int, measure: bool = True, has_rdma: bool = False
 ) -> Choice:
-    """What all ranks set for TCP, the same on each: the part of `before_nccl` that sets nothing."""
-    here = {"node": _node(), "set": sorted(config.nccl_settings()), "rdma": has_rdma}
+    """What all ranks set in common: for TCP, and the table where it is the same everywhere.
+
+    The part of `before_nccl` that sets nothing.
+    """
+    table = _of_table()
+    here = {
+        "node": _node(),
+        "set": sorted(config.nccl_settings()),
+        "rdma": has_rdma,
+        "table": _digest(table),
+    }
     store.set(f"here/{rank}", json.dumps(here))
     try:
         if rank == 0:
@@ -88,7 +111,14 @@ def together(
         verdict = json.dumps({"settings": {}, "reasons": []})
     # The first verdict stands: ranks with different settings could not talk to each other.
     final = json.loads(store.compare_set("verdict", "", verdict).decode())
-    return Choice(final["settings"], tuple(final["reasons"]))
+    choice = Choice(final["settings"], tuple(final["reasons"]))
+    return choice + table if final.get("table") else choice
+
+
+def _digest(table: Choice) -> str:
+    """Equal for equal tables; "" where there is none to go by."""
+    path = table.settings.get("DEEPYTORCH_NCCL_TABLE")
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
 def _may_use_rdma(machine: Topology) -> bool:
@@ -107,7 +137,12 @@ def _plan(store: Any, size: int) -> dict[str, Any]:
     ranks = [json.loads(text) for text in store.multi_get(keys)]
     by_rdma = all(rank["rdma"] for rank in ranks)
     pairs = [] if by_rdma else plan_for([rank["node"] for rank in ranks])
-    return {"pairs": pairs, "set": sorted({name for rank in ranks for name in rank["set"]})}
+    tables = {rank["table"] for rank in ranks}
+    return {
+        "pairs": pairs,
+        "set": sorted({name for rank in ranks for name in rank["set"]}),
+        "table": len(tables) == 1 and "" not in tables,
+    }
 
 
 def plan_for(nodes: Sequence[str]) -> list[list[int]]:
@@ -161,15 +196,23 @@ def _put(store: Any, number: int, result: dict[str, Any]) -> None:
 
 
 def _judge(store: Any, plan: dict[str, Any]) -> str:
-    """Rank 0's verdict as JSON."""
+    """Rank 0's verdict as JSON; without a measurement of every pair the links say nothing."""
     found = []
     for number in range(len(plan["pairs"])):
         result = json.loads(_wait(store, f"result/{number}", _RESULT_LIMIT_S))
         if "error" in result:
-            raise RuntimeError(result["error"])
-        found.append(links.Link.from_dict(result["link"]))
-    choice = nccl_env.for_sockets(links.worst(found), set(plan["set"])) if found else Choice()
-    return json.dumps({"settings": dict(choice.settings), "reasons": choice.reasons})
+            say_once(f"the network was not measured: {result['error']}", level="debug")
+        else:
+            found.append(links.Link.from_dict(result["link"]))
+    complete = found and len(found) == len(plan["pairs"])
+    choice = nccl_env.for_sockets(links.worst(found), set(plan["set"])) if complete else Choice()
+    return json.dumps(
+        {
+            "settings": dict(choice.settings),
+            "reasons": choice.reasons,
+            "table": plan["table"],
+        }
+    )
 
 
 def _wait(store: Any, key: str, limit_s: float) -> str:

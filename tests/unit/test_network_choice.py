@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
+import torch.distributed
 
-from deepytorch_core import config
+from deepytorch_core import backend, config, delegates
 from deepytorch_core.network import link as links
-from deepytorch_core.network import nccl_env, prepare
+from deepytorch_core.network import nccl_env, nccl_table, prepare
 from deepytorch_core.network.link import Link
 
 
@@ -167,9 +169,66 @@ def test_only_nccls_own_unset_variables_are_set(monkeypatch):
     assert config.nccl_settings()["NCCL_BUFFSIZE"] == "1"
 
 
-def test_one_node_measures_nothing(monkeypatch):
+@pytest.fixture
+def one_node(monkeypatch, tmp_path):
+    """A job of two ranks on one node, and what is set for NCCL in it."""
     monkeypatch.setattr(prepare, "_done", False)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**launched, "DEEPYTORCH_CACHE_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    done: dict[str, str] = {}
+    monkeypatch.setattr(config, "set_for_nccl", done.update)
+    return done
+
+
+def test_one_node_measures_nothing(one_node):
     prepare.before_nccl(None, rank=0, size=2)  # no store: it would fail at the first key
+    assert one_node == {}
+
+
+def test_one_node_goes_by_its_table_and_says_so(one_node, tmp_path, capsys):
+    entry = nccl_table.Entry(
+        collective="all_reduce", first_bytes=0, last_bytes=9, algorithm="tree", protocol="ll"
+    )
+    nccl_table.write(tmp_path / nccl_table.FILE, [entry])
+    prepare.before_nccl(None, rank=0, size=2)
+    assert set(one_node) == {"NCCL_TUNER_PLUGIN", "DEEPYTORCH_NCCL_TABLE"}
+    said = capsys.readouterr().err
+    assert "1 measured choices in" in said
+    assert "DEEPYTORCH_TUNE=off leaves it alone" in said
+    one_node.clear()
+    prepare.before_nccl(None, rank=0, size=2)
+    assert one_node == {}, "once per process"
+
+
+def test_a_broken_table_is_said_and_nothing_is_set(one_node, tmp_path, capsys):
+    (tmp_path / nccl_table.FILE).write_text("{")
+    prepare.before_nccl(None, rank=0, size=2)
+    assert one_node == {}
+    assert "NCCL chooses algorithms by itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [
+        ({}, [True]),
+        ({"tune": "off"}, []),
+        ({"collectives": "stock"}, []),
+        ({"enabled": False}, []),
+        ({"deterministic": True}, [False]),
+    ],
+)
+def test_it_runs_where_a_job_of_gpus_starts_and_the_options_allow(monkeypatch, options, times):
+    """On a machine without GPUs: what it hangs on is replaced."""
+    from torch.distributed import distributed_c10d as c10d
+
+    called: list[bool] = []
+    monkeypatch.setattr(backend, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(
+        prepare, "before_nccl", lambda store, rank, size, measure: called.append(measure)
+    )
+    store = torch.distributed.HashStore()
+    spec = delegates.GroupSpec(store, 0, 2, timedelta(seconds=1), "0", [0, 1])
+    backend._measure_network(spec, config.Options(**{"tune": "auto", **options}))
+    assert called == times
