@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed
 
-from deepytorch_core import backend, config, delegates
+from deepytorch_core import backend, config, decisions, delegates
 from deepytorch_core.network import link as links
 from deepytorch_core.network import nccl_env, nccl_table, prepare
 from deepytorch_core.network.link import Link
@@ -173,6 +173,7 @@ def test_only_nccls_own_unset_variables_are_set(monkeypatch):
 def one_node(monkeypatch, tmp_path):
     """A job of two ranks on one node, and what is set for NCCL in it."""
     monkeypatch.setattr(prepare, "_done", False)
+    monkeypatch.setattr(decisions, "_made", [])
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**launched, "DEEPYTORCH_CACHE_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
@@ -196,6 +197,7 @@ def test_one_node_goes_by_its_table_and_says_so(one_node, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "1 measured choices in" in said
     assert "DEEPYTORCH_TUNE=off leaves it alone" in said
+    assert [decision["what"] for decision in decisions.made()] == ["NCCL's settings"]
     one_node.clear()
     prepare.before_nccl(None, rank=0, size=2)
     assert one_node == {}, "once per process"
