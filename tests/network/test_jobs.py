@@ -20,7 +20,10 @@ from deepytorch_core.testing import rank_store, spawn_ranks
 from deepytorch_core.testing.emulation import ORDERS, Network, Placement, Setting, seats
 
 SETTING = Setting(rate_bps=1e9)
-LIMIT_S = 5.0  # of a group's operation in the tests of failures
+LIMIT_S = 3.0  # of a group's operation where a peer is gone for good
+PATIENCE_S = (
+    20.0  # for all ranks to end after that, on a busy machine; TCP alone would take minutes
+)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,14 @@ def test_collectives_equal_gloos_with_a_delay_and_uneven_nodes() -> None:
             assert all(same)
 
 
-def reduce_until_told(rank: int, world_size: int, started: Path, stop: Path, killed: int) -> str:
+def reduce_until_told(
+    rank: int,
+    world_size: int,
+    started: Path,
+    stop: Path,
+    killed: int = -1,
+    limit_s: float = LIMIT_S,
+) -> str:
     """ "fine", or the error, of all_reduces that go on until the file `stop` exists."""
     backend.register()
     dist.init_process_group(
@@ -106,7 +116,7 @@ def reduce_until_told(rank: int, world_size: int, started: Path, stop: Path, kil
         store=rank_store("job"),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=LIMIT_S),
+        timeout=timedelta(seconds=limit_s),
     )
     rounds = 0
     try:
@@ -121,9 +131,9 @@ def reduce_until_told(rank: int, world_size: int, started: Path, stop: Path, kil
             if data[-1] > 0:
                 return "fine"
             if rounds == 3:
+                (started / str(rank)).touch()
                 if rank == killed:
                     os.kill(os.getpid(), signal.SIGKILL)
-                (started / str(rank)).touch()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -157,7 +167,7 @@ def test_a_link_that_is_down_for_two_seconds(network: Network, tmp_path: Path) -
 
     thread = once_started(started, 4, interrupt)
     ended = spawn_ranks(
-        reduce_until_told, 4, started, stop, -1, placement=placed(network), timeout_s=40
+        reduce_until_told, 4, started, stop, limit_s=10, placement=placed(network), timeout_s=40
     )
     thread.join()
     # Recovered, or failed within the time limit: on all ranks alike, and never wrong data.
@@ -181,7 +191,6 @@ def test_a_black_hole_ends_in_an_error_on_every_rank(network: Network, tmp_path:
             4,
             started,
             tmp_path / "never",
-            -1,
             placement=placed(network),
             timeout_s=40,
         )
@@ -190,7 +199,7 @@ def test_a_black_hole_ends_in_an_error_on_every_rank(network: Network, tmp_path:
         thread.join()
         network.set_blackhole(1, False)
     assert all(text not in ("fine", "WRONG DATA") for text in ended), ended
-    assert took_s < 3 * LIMIT_S, "bounded by the group's time limit, not by TCP's retries"
+    assert took_s < PATIENCE_S
 
 
 def test_a_killed_peer_ends_in_an_error_on_every_other_rank(
@@ -198,7 +207,6 @@ def test_a_killed_peer_ends_in_an_error_on_every_other_rank(
 ) -> None:
     started = tmp_path / "started"
     started.mkdir()
-    begun = time.monotonic()
     ended = spawn_ranks(
         reduce_until_told,
         4,
@@ -211,4 +219,4 @@ def test_a_killed_peer_ends_in_an_error_on_every_other_rank(
     )
     assert ended[3] is None
     assert all(text not in ("fine", "WRONG DATA") for text in ended[:3]), ended
-    assert time.monotonic() - begun < 4 * LIMIT_S
+    assert time.time() - (started / "3").stat().st_mtime < PATIENCE_S

@@ -107,6 +107,19 @@ def with_table(rank: int, world_size: int, folder: Path) -> list:
     return found
 
 
+def without_address(rank: int, world_size: int) -> dict:
+    """The first rank takes an address for its own that it doesn't have."""
+    wrong = "192.0.2.77" if rank == 0 else prepare.own_address()
+    with mock.patch.object(prepare, "own_address", return_value=wrong):
+        return dict(prepare.together(rank_store("job"), rank=rank, size=world_size).settings)
+
+
+def test_what_cannot_be_measured_is_not_set() -> None:
+    with Network(2, Setting(rate_bps=800e6, flow_cap_bps=100e6)) as network:
+        placement = Placement(network, seats([1, 1]))
+        assert spawn_ranks(without_address, 2, placement=placement) == [{}, {}]
+
+
 def test_tables_for_nccl_count_only_where_they_are_equal(tmp_path: Path) -> None:
     with Network(2) as network:
         placement = Placement(network, seats([1, 1]))
