@@ -1,7 +1,8 @@
 """`deepytorch bench`: ours and a baseline, checked and timed in turns in one run."""
 
+import functools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,6 +114,13 @@ def collectives(
             help="How ranks are dealt out to the emulated nodes: block, cyclic or random."
         ),
     ] = "block",
+    baseline_env: Annotated[
+        str,
+        typer.Option(
+            help="NAME=VALUE,...: variables of the baseline's processes alone, such as hand-set "
+            "NCCL_... ones; for emulated nodes on GPUs, where each arm has its own processes."
+        ),
+    ] = "",
     forecast: Annotated[
         str,
         typer.Option(
@@ -138,7 +146,6 @@ def collectives(
     """
     from deepytorch_core.bench import job as jobs
 
-    make_job: type[jobs.Job] = jobs.Job
     emulated = None
     if nodes:
         emulated = jobs.Nodes(
@@ -150,11 +157,19 @@ def collectives(
         )
         if not _was_given(context, "world_size"):
             world_size = sum(emulated.ranks_per_node)
-        if device == "cuda":
-            from deepytorch_core.bench.collectives_apart import ApartJob as make_job
     else:
         _refuse_without_nodes(context)
     baseline = baseline or ("nccl" if device == "cuda" else "gloo")
+    make_job: Callable[..., jobs.Job] = jobs.Job
+    if nodes and device == "cuda":
+        from deepytorch_core.bench.collectives_apart import ApartJob
+
+        variables = jobs.parse_variables(baseline_env)
+        make_job = functools.partial(ApartJob, baseline_environment=variables)
+    elif baseline_env:
+        raise jobs.BenchError(
+            "--baseline-env needs processes of the baseline's own: --device cuda with --nodes"
+        )
     job = make_job(
         ops=jobs.parse_names(ops),
         sizes=jobs.parse_sizes(sizes),

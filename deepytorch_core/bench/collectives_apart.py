@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from deepytorch_core.bench import timing, worker
@@ -27,10 +26,15 @@ from deepytorch_core.bench.turns import Turns
 
 @dataclass(frozen=True, kw_only=True)
 class ApartJob(Job):
-    """`bench collectives` in two processes for each rank."""
+    """`bench collectives` in two processes for each rank.
+
+    `baseline_environment` are variables ("NAME=VALUE") of the baseline's processes alone.
+    """
 
     WORKER: ClassVar[str] = "deepytorch_core.bench.collectives_apart"
     APART: ClassVar[bool] = True
+
+    baseline_environment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,18 +45,28 @@ class ApartJob(Job):
     def num_processes(self) -> int:
         return 2 * self.world_size
 
+    @property
+    def baseline_settings(self) -> dict[str, str]:
+        return dict(_pair(setting) for setting in self.baseline_environment)
+
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """What torchrun would say of the rank, and that the second arm is stock."""
         arm, rank = divmod(process, self.world_size)
         seat = self.seats[rank]
+        stock = {"DEEPYTORCH_ENABLED": "0", **self.baseline_settings}
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(seat.local_rank),
             "LOCAL_WORLD_SIZE": str(sum(other.node == seat.node for other in self.seats)),
             "GROUP_RANK": str(seat.node),
-            **({"DEEPYTORCH_ENABLED": "0"} if arm == timing.BASELINE else {}),
+            **(stock if arm == timing.BASELINE else {}),
         }
+
+
+def _pair(setting: str) -> tuple[str, str]:
+    name, _, value = setting.partition("=")
+    return name, value
 
 
 class Arm(Bench):
@@ -137,8 +151,6 @@ def measure(job: ApartJob, process: int, store: Store, emit: worker.Emit) -> Non
             comparison = timing.compare([share["blocks"] for share in shares])
             wrong = (shares[0]["wrong"], shares[1]["wrong"])
             emit({"record": row_of(job, row, shares[0]["algorithm"], comparison, wrong)})
-    # Ranks of the baseline may still read what rank 0 has put.
-    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -138,6 +138,11 @@ class Run:
         """How many processes the launcher starts; they are numbered from 0."""
         return self.world_size
 
+    @property
+    def baseline_settings(self) -> dict[str, str]:
+        """What the record says of the baseline beyond its name."""
+        return {}
+
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """Environment variables of one process; the launcher serves `NUM_STORES` stores for it."""
         return {}
@@ -276,6 +281,15 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             size *= factor
         sizes.add(last)
     return tuple(sorted(sizes))
+
+
+def parse_variables(text: str) -> tuple[str, ...]:
+    """The settings of "NAME=VALUE,NAME=VALUE", each as it stands; BenchError for anything else."""
+    settings = parse_names(text)
+    for setting in settings:
+        if re.fullmatch(r"[A-Za-z_]\w*=.*", setting) is None:
+            raise BenchError(f"--baseline-env {setting!r}: write NAME=VALUE,NAME=VALUE")
+    return settings
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -60,7 +60,8 @@ def run(job: Run) -> Iterator[Record]:
         for message in ranks.messages():
             if "error" in message:
                 raise BenchError(message["error"])
-            yield {**message["record"], "baseline_settings": dict(setup.settings), **origin}
+            settings = {**setup.settings, **job.baseline_settings}
+            yield {**message["record"], "baseline_settings": settings, **origin}
         sys.stderr.write(ranks.output(0))  # warnings, said once
 
 

@@ -290,9 +290,35 @@ def test_bench_on_emulated_nodes(monkeypatch, device, baseline, expected):
     assert [seat.node for seat in fake.job.seats] == [0, 1, 0, 1]
 
 
+def test_bench_gives_the_baseline_variables_of_its_own(monkeypatch):
+    fake = FakeRun()
+    variables = "NCCL_SOCKET_NTHREADS=4,NCCL_NSOCKS_PERTHREAD=4"
+    result = bench(
+        monkeypatch,
+        fake,
+        *("--device", "cuda", "--nodes", "2", "--ranks-per-node", "1", "--order", "cyclic"),
+        *("--baseline-env", variables),
+    )
+    assert result.exit_code == 0, result.output
+    ours, baseline = (fake.job.environment(process, ()) for process in (0, 2))
+    assert "NCCL_SOCKET_NTHREADS" not in ours
+    assert baseline["NCCL_SOCKET_NTHREADS"] == baseline["NCCL_NSOCKS_PERTHREAD"] == "4"
+    assert baseline["DEEPYTORCH_ENABLED"] == "0"
+    assert ours["RANK"] == baseline["RANK"] == "0"
+    assert fake.job.baseline_settings == dict.fromkeys(
+        ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"), "4"
+    )
+    assert type(fake.job).from_json(fake.job.to_json()) == fake.job
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--baseline-env", "A=1"], "--baseline-env needs processes of the baseline's own"),
+        (
+            ["--device", "cuda", "--nodes", "2", "--baseline-env", "A"],
+            "--baseline-env 'A': write NAME=VALUE",
+        ),
         (["--link", "1gbit"], "--link is for emulated nodes: give --nodes too"),
         (["--ranks-per-node", "4"], "--ranks-per-node is for emulated nodes"),
         (["--nodes", "2", "--world-size", "3"], "--world-size 3 is not what the nodes have"),

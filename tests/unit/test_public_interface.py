@@ -79,6 +79,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--flow-cap": "",
         "--delay": "",
         "--order": "block",
+        "--baseline-env": "",
         "--forecast": "",
         "--iterations": 0,
         "--json": None,
