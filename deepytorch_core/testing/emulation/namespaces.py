@@ -80,9 +80,11 @@ def _show_own_interfaces() -> None:
     fresh = tempfile.mkdtemp(prefix="deepytorch-sysfs-")
     try:
         _mount("sysfs", fresh, kind="sysfs")
-        for folder in _SYSFS_OF_INTERFACES:
-            _mount(f"{fresh}/{folder}", f"/sys/{folder}", flags=_MS_BIND)
-        _check(_libc().umount2(fresh.encode(), _MNT_DETACH), "unmount")
+        try:
+            for folder in _SYSFS_OF_INTERFACES:
+                _mount(f"{fresh}/{folder}", f"/sys/{folder}", flags=_MS_BIND)
+        finally:
+            _check(_libc().umount2(fresh.encode(), _MNT_DETACH), "unmount")
     finally:
         os.rmdir(fresh)
 

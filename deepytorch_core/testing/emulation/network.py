@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -161,14 +161,15 @@ class Network:
 
     def _make_taps(self) -> None:
         with contextlib.ExitStack() as stack:
-            descriptors = []
+            descriptors: list[int] = []
+
+            def make(name: str) -> None:
+                descriptors.append(links.make_tap(name))
+                stack.callback(os.close, descriptors[-1])
+
             for node in range(self.num_nodes):
-                for made in (
-                    self.run(node, lambda: links.make_tap(links.INTERFACE)),
-                    self.on_switch(lambda node=node: links.make_tap(_port(node))),  # type: ignore[misc]
-                ):
-                    stack.callback(os.close, made)
-                    descriptors.append(made)
+                self.run(node, lambda: make(links.INTERFACE))
+                self.on_switch(lambda node=node: make(_port(node)))  # type: ignore[misc]
             # Isolated: it needs no package, and must not find ours beside it.
             command = [sys.executable, "-I", "-S", str(_RELAY), f"{self.setting.delay_s * 1e6:.0f}"]
             self._relay = subprocess.Popen(
@@ -205,7 +206,7 @@ def _port(node: int) -> str:
 
 
 @contextlib.contextmanager
-def _named_errors() -> Any:
+def _named_errors() -> Iterator[None]:
     """Errors of the kernel as ours, saying what could not be emulated."""
     try:
         yield
