@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -393,6 +394,19 @@ def test_report_shows_environment_adapter_and_options():
 
 
 # topology
+
+
+def test_topology_lists_rdma_adapters_and_what_nccl_is_told(tmp_path):
+    machine = json.loads((Path(__file__).parent / "data" / "machine_8_gpus.json").read_text())
+    machine["rdma"][1]["ports"][0] |= {"state": "ACTIVE", "rate_mbps": 25000}
+    machine["gpudirect"] = ""
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine))
+    result = invoke("topology", "--load", str(path))
+    assert result.exit_code == 0, result.output
+    assert "mlx5_1:1  mlx5_core  active  InfiniBand  25 Gbit/s" in result.stdout
+    assert "for NCCL   NCCL_IB_HCA==mlx5_0:1 (without mlx5_1)" in result.stdout
+    assert "remark: no kernel module gives RDMA adapters access to GPU memory" in result.stderr
 
 
 def test_topology_written_and_loaded_shows_the_same(tmp_path):
