@@ -15,8 +15,8 @@ export PYTHON
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
-.PHONY: help venv adapter demo test lint test-native test-python test-tensorflow sanitize format \
-        clean
+.PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
+        sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +74,11 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 
 test-python: venv adapter ## pytest: unit, several processes, conformance, recipes
 	$(BIN)/pytest $(PYTEST_FLAGS)
+
+test-network: venv adapter ## jobs over emulated nodes (network namespaces: needs root)
+	@$(BIN)/python -c "import sys; from deepytorch_core.testing import emulation; \
+	  sys.exit(emulation.missing_privilege())"
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/network
 
 test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torch (build/tensorflow)
 	@.ci/system python compiler

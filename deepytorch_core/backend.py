@@ -74,6 +74,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     spec = GroupSpec.of(dist_options, pg_options, timeout=timeout)
     factory = StockFactory(spec)
     options = config.current()
+    _measure_network(spec, options)
     if not options.enabled and _accelerator() == "cpu":
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
@@ -92,6 +93,24 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     factory.live_options = getattr(made, "options", None)
     backend: Backend = made
     return backend
+
+
+def _measure_network(spec: GroupSpec, options: config.Options) -> None:
+    """Lets the ranks of a job of several nodes measure what is between them, before NCCL starts.
+
+    When the default group is made, because there all ranks are, and once.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    tune = _tune(options)
+    wanted = options.enabled and options.collectives != "stock" and tune != "off"
+    if not wanted or c10d.GroupMember.WORLD is not None:
+        return
+    if _accelerator() == "cuda" and c10d.is_nccl_available():
+        from deepytorch_core.network import prepare
+
+        own = c10d.PrefixStore("deepytorch/network", spec.store)
+        prepare.before_nccl(own, rank=spec.rank, size=spec.size, measure=tune != "profile")
 
 
 def tell_devices(group: Any, group_config: dict[str, str]) -> None:

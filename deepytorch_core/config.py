@@ -8,6 +8,7 @@ environment, the environment over the default. No other Python file reads the en
 # ruff: noqa: TID251
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -29,8 +30,13 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "$XDG_CACHE_HOME/deepytorch, else ~/.cache/deepytorch",
         "DEEPYTORCH_CHUNK_BYTES": "native core: pipeline step of shared-memory algorithms in "
         "bytes, the same on every rank; default: chosen by size",
+        "DEEPYTORCH_NCCL_TABLE": "the tuner plugin for NCCL: the file of algorithms, protocols and "
+        "channels by size; set by deepytorch where there is one",
         "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",
         "CXX": "the C++ compiler for the adapter; default: c++, g++ or clang++, the first found",
+        "NCCL_SOCKET_IFNAME": "NCCL's choice of interfaces, to measure the same link; the other "
+        "NCCL_... variables are looked at for whether they are set: what is set is left alone",
+        "NCCL_CONF_FILE": "NCCL's file of settings; default ~/.nccl.conf, with /etc/nccl.conf",
         "RANK": "this process's global rank (set by torchrun); default 0",
         "WORLD_SIZE": "number of ranks (set by torchrun); default 1",
         "LOCAL_RANK": "this process's rank on its node (set by torchrun); default 0",
@@ -386,6 +392,33 @@ def rendezvous_address(environ: Mapping[str, str] | None = None) -> tuple[str, i
     environ = os.environ if environ is None else environ
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and port.isdecimal() else None
+
+
+def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the user set of NCCL: its environment variables, and what its files of settings say."""
+    environ = os.environ if environ is None else environ
+    own = environ.get("NCCL_CONF_FILE", "") or "~/.nccl.conf"
+    found: dict[str, str] = {}
+    for path in (Path("/etc/nccl.conf"), Path(own).expanduser()):
+        with contextlib.suppress(OSError):
+            for line in path.read_text(errors="replace").splitlines():
+                name, equals, value = line.partition("=")
+                if equals and name.strip().startswith("NCCL_"):
+                    found[name.strip()] = value.strip()
+    table = "DEEPYTORCH_NCCL_TABLE"
+    return found | {name: environ[name] for name in environ if name.startswith(("NCCL_", table))}
+
+
+def set_for_nccl(settings: Mapping[str, str]) -> None:
+    """Put environment variables in place that NCCL reads when it starts, in this process alone.
+
+    Raises ValueError for one that is set already, or that neither NCCL nor our plugin in it reads.
+    """
+    for name in settings:
+        known = name.startswith("NCCL_") or name == "DEEPYTORCH_NCCL_TABLE"
+        if name in os.environ or not known:
+            raise ValueError(f"{name} is not for deepytorch to set")
+    os.environ.update(settings)
 
 
 def cache_dir() -> Path:

@@ -65,6 +65,39 @@ class Nic:
 
 
 @dataclass(frozen=True)
+class RdmaGid:
+    """An address of an RDMA port; `type` is "RoCE v2" or "IB/RoCE v1", "" for InfiniBand."""
+
+    index: int
+    gid: str
+    type: str
+    interface: str
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of an RDMA device: `state` is "ACTIVE" when it can be used, `link_layer` "InfiniBand",
+    "Ethernet" or "Unspecified"; `gids` are those in use."""
+
+    number: int
+    state: str
+    link_layer: str
+    rate_mbps: int
+    gids: tuple[RdmaGid, ...]
+
+
+@dataclass(frozen=True)
+class RdmaDevice:
+    """An RDMA adapter; `driver` is the kernel's: "mlx5_core", "erdma", "efa", ..."""
+
+    name: str
+    driver: str
+    pci: str
+    numa_node: int
+    ports: tuple[RdmaPort, ...]
+
+
+@dataclass(frozen=True)
 class GpuLink:
     """One GPU's view of another: active NVLinks, and how far apart they are on PCIe.
 
@@ -92,7 +125,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Topology:
-    """A machine; `gpu_note` says why `gpus` is empty."""
+    """A machine; `gpu_note` says why `gpus` is empty.
+
+    `gpudirect` is the kernel module by which RDMA devices reach GPU memory, "" without one.
+    """
 
     version: int
     host_name: str
@@ -102,6 +138,8 @@ class Topology:
     numa_nodes: tuple[NumaNode, ...]
     memory: Memory
     nics: tuple[Nic, ...]
+    rdma: tuple[RdmaDevice, ...]
+    gpudirect: str
     gpus: tuple[Gpu, ...]
     gpu_note: str
 
@@ -118,6 +156,7 @@ class Topology:
         fields["nics"] = tuple(
             Nic(**{**nic, "addresses": tuple(nic["addresses"])}) for nic in fields["nics"]
         )
+        fields["rdma"] = tuple(_rdma_device(device) for device in fields["rdma"])
         fields["gpus"] = tuple(
             Gpu(**{**gpu, "links": tuple(GpuLink(**link) for link in gpu["links"])})
             for gpu in fields["gpus"]
@@ -127,6 +166,14 @@ class Topology:
     def to_json(self) -> str:
         """Raises ValueError when a field does not hold what the format allows."""
         return _core.normalize_topology_json(json.dumps(dataclasses.asdict(self)))
+
+
+def _rdma_device(fields: dict[str, Any]) -> RdmaDevice:
+    ports = tuple(
+        RdmaPort(**{**port, "gids": tuple(RdmaGid(**gid) for gid in port["gids"])})
+        for port in fields["ports"]
+    )
+    return RdmaDevice(**{**fields, "ports": ports})
 
 
 def discover() -> Topology:
@@ -174,6 +221,7 @@ def describe(topology: Topology) -> str:
         ("memory", [_memory_text(topology.memory)]),
         ("NUMA", [_numa_text(node) for node in topology.numa_nodes]),
         ("networks", _align([_nic_cells(nic) for nic in topology.nics])),
+        ("RDMA", _rdma_lines(topology)),
         ("GPUs", _align([_gpu_cells(gpu) for gpu in topology.gpus]) or [topology.gpu_note]),
         ("links", _link_matrix(topology.gpus)),
     ]
@@ -211,6 +259,23 @@ def _nic_cells(nic: Nic) -> list[str]:
     state = "up" if nic.is_up else "down"
     where = [nic.name, state, speed, f"mtu {nic.mtu}", _numa_cell(nic.numa_node)]
     return [*where, nic.pci or "virtual", ", ".join(nic.addresses)]
+
+
+def _rdma_lines(topology: Topology) -> list[str]:
+    if not topology.rdma:
+        return []
+    rows = [_rdma_cells(device, port) for device in topology.rdma for port in device.ports]
+    module = topology.gpudirect
+    direct = f"GPU memory by {module}" if module else "no module for GPU memory (nvidia_peermem)"
+    return [*_align(rows), direct]
+
+
+def _rdma_cells(device: RdmaDevice, port: RdmaPort) -> list[str]:
+    speed = f"{port.rate_mbps / 1000:g} Gbit/s" if port.rate_mbps else "speed unknown"
+    gids = [f"{gid.index}: {gid.type} {gid.interface}" for gid in port.gids if gid.type]
+    where = [_numa_cell(device.numa_node), device.pci or "virtual", "; ".join(gids)]
+    state = [port.state.lower(), port.link_layer or "link unknown", speed]
+    return [f"{device.name}:{port.number}", device.driver or "driver unknown", *state, *where]
 
 
 def _gpu_cells(gpu: Gpu) -> list[str]:

@@ -31,10 +31,15 @@ size_t read_chunk_bytes() {
   return bytes;
 }
 
+std::string read_nccl_table() {
+  const char* value = std::getenv("DEEPYTORCH_NCCL_TABLE");
+  return value == nullptr ? "" : value;
+}
+
 }  // namespace
 
 const Env& env() {
-  static const Env instance{read_log_level(), read_chunk_bytes()};
+  static const Env instance{read_log_level(), read_chunk_bytes(), read_nccl_table()};
   return instance;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "base/log.hpp"
 
@@ -13,6 +14,8 @@ struct Env {
   // DEEPYTORCH_CHUNK_BYTES: pipeline step of shared-memory algorithms, a multiple of 64 up to
   // 262144, the same on every rank. Default 0: the tuner's choice.
   size_t chunk_bytes;
+  // DEEPYTORCH_NCCL_TABLE: the file that the tuner plugin for NCCL goes by. Default none.
+  std::string nccl_table;
 };
 
 const Env& env();

@@ -19,6 +19,7 @@
 #include <sstream>
 #include <tuple>
 
+#include "topology/sysfs.hpp"
 #include "topology/topology.hpp"
 
 namespace dpt {
@@ -27,30 +28,6 @@ namespace {
 namespace fs = std::filesystem;
 
 // ---- Files ----
-
-// The first line; "" when the file is absent or its driver refuses (as `speed` of a link down).
-std::string read_line(const fs::path& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-// The number that `text` starts with after blanks, in base 10 or, after "0x", 16.
-std::optional<int64_t> leading_integer(const std::string& text) {
-  const size_t start = text.find_first_not_of(" \t");
-  if (start == std::string::npos) return std::nullopt;
-  const bool is_hex = text.compare(start, 2, "0x") == 0;
-  const char* first = text.data() + start + (is_hex ? 2 : 0);
-  int64_t value = 0;
-  const auto result = std::from_chars(first, text.data() + text.size(), value, is_hex ? 16 : 10);
-  if (result.ec != std::errc()) return std::nullopt;
-  return value;
-}
-
-int64_t read_integer(const fs::path& path, int64_t otherwise) {
-  return leading_integer(read_line(path)).value_or(otherwise);
-}
 
 // The kernel's list format: "0-3,8".
 std::vector<int> parse_list(const std::string& text) {
@@ -75,16 +52,6 @@ int64_t read_kilobytes(const fs::path& path, const std::string& key) {
     return leading_integer(line.substr(found + key.size() + 1)).value_or(0) * 1024;
   }
   return 0;
-}
-
-std::vector<fs::path> list_directory(const fs::path& path) {
-  std::vector<fs::path> entries;
-  std::error_code error;
-  for (fs::directory_iterator it(path, error), end; !error && it != end; it.increment(error)) {
-    entries.push_back(it->path());
-  }
-  std::sort(entries.begin(), entries.end());
-  return entries;
 }
 
 // ---- CPUs ----
@@ -223,28 +190,6 @@ std::string cpu_model(const Roots& roots) {
 
 // ---- Devices ----
 
-int numa_node_of_pci(const Roots& roots, const std::string& pci) {
-  if (pci.empty()) return -1;
-  const fs::path device = fs::path(roots.sys) / "bus/pci/devices" / pci;
-  return static_cast<int>(read_integer(device / "numa_node", -1));
-}
-
-bool is_pci_address(const std::string& name) {  // "0000:3b:00.0"
-  const size_t colon = name.find(':');
-  return colon != std::string::npos && colon >= 4 && name.size() == colon + 8 &&
-         name[colon + 3] == ':' && name[colon + 6] == '.';
-}
-
-// The nearest PCI device above an interface; a virtio interface's own device is not one.
-std::string pci_of_interface(const fs::path& interface) {
-  std::error_code error;
-  std::string pci;
-  for (const fs::path& part : fs::canonical(interface / "device", error)) {
-    if (is_pci_address(part.string())) pci = part.string();
-  }
-  return pci;
-}
-
 std::map<std::string, std::vector<std::string>> addresses_by_interface() {
   std::map<std::string, std::vector<std::string>> addresses;
   ifaddrs* all = nullptr;
@@ -277,7 +222,7 @@ std::vector<Nic> discover_nics(const Roots& roots) {
     const std::string name = interface.filename();
     const std::string state = read_line(interface / "operstate");
     const int64_t flags = read_integer(interface / "flags", 0);
-    const std::string pci = pci_of_interface(interface);
+    const std::string pci = pci_above(interface / "device");
     nics.push_back({
         .name = name,
         .speed_mbps = std::max<int64_t>(read_integer(interface / "speed", 0), 0),
@@ -326,6 +271,8 @@ Topology discover(const Roots& roots) {
   topology.memory = {.total_bytes = read_kilobytes(proc / "meminfo", "MemTotal"),
                      .available_bytes = read_kilobytes(proc / "meminfo", "MemAvailable")};
   topology.nics = discover_nics(roots);
+  topology.rdma = discover_rdma(roots);
+  topology.gpudirect = gpudirect_module(roots);
   topology.gpus = discover_gpus(roots.nvml_library, &topology.gpu_note);
   for (Gpu& gpu : topology.gpus) gpu.numa_node = numa_node_of_pci(roots, gpu.pci);
   return topology;

@@ -46,6 +46,29 @@ struct Nic {
   std::string pci;  // "0000:3b:00.0"; "" for a virtual interface
 };
 
+struct RdmaGid {
+  int index = 0;
+  std::string gid;        // eight groups of four hexadecimal digits
+  std::string type;       // "RoCE v2", "IB/RoCE v1"
+  std::string interface;  // the network interface it belongs to
+};
+
+struct RdmaPort {
+  int number = 0;
+  std::string state;       // "ACTIVE", "DOWN", ...
+  std::string link_layer;  // "InfiniBand", "Ethernet", "Unspecified"
+  int64_t rate_mbps = 0;
+  std::vector<RdmaGid> gids;  // those in use
+};
+
+struct RdmaDevice {
+  std::string name;    // "mlx5_0"
+  std::string driver;  // "mlx5_core", "erdma", "efa"
+  std::string pci;
+  int numa_node = -1;
+  std::vector<RdmaPort> ports;
+};
+
 // How far apart two GPUs are on PCIe, nearest first.
 enum class PciDistance {
   kUnknown,
@@ -81,6 +104,8 @@ struct Topology {
   std::vector<NumaNode> numa_nodes;
   Memory memory;
   std::vector<Nic> nics;
+  std::vector<RdmaDevice> rdma;
+  std::string gpudirect;  // the module by which RDMA devices reach GPU memory, if one is loaded
   std::vector<Gpu> gpus;
   std::string gpu_note;  // why `gpus` is empty
 };
@@ -105,6 +130,10 @@ std::string describe_machine(const Roots& roots = {});
 
 // The GPUs NVML sees and their links, without NUMA nodes; else `note` says why there are none.
 std::vector<Gpu> discover_gpus(const std::string& nvml_library, std::string* note);
+
+// RDMA devices in order of their names, and GPUDirect's kernel module.
+std::vector<RdmaDevice> discover_rdma(const Roots& roots);
+std::string gpudirect_module(const Roots& roots);
 
 // JSON text, the same fields as above. Loading throws Error(DPT_ERR_INVALID) that names the wrong,
 // missing or unknown field by its path, such as "gpus[1].links[0].peer".

@@ -11,7 +11,7 @@
 namespace dpt {
 namespace {
 
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 
 // In the order of PciDistance.
 constexpr std::array<std::string_view, 7> kDistances = {"unknown",
@@ -63,6 +63,32 @@ void visit(Archive& archive, Nic& nic) {
 }
 
 template <typename Archive>
+void visit(Archive& archive, RdmaGid& gid) {
+  archive.field("index", gid.index);
+  archive.field("gid", gid.gid);
+  archive.field("type", gid.type);
+  archive.field("interface", gid.interface);
+}
+
+template <typename Archive>
+void visit(Archive& archive, RdmaPort& port) {
+  archive.field("number", port.number);
+  archive.field("state", port.state);
+  archive.field("link_layer", port.link_layer);
+  archive.field("rate_mbps", port.rate_mbps);
+  archive.field("gids", port.gids);
+}
+
+template <typename Archive>
+void visit(Archive& archive, RdmaDevice& device) {
+  archive.field("name", device.name);
+  archive.field("driver", device.driver);
+  archive.field("pci", device.pci);
+  archive.node_field("numa_node", device.numa_node);
+  archive.field("ports", device.ports);
+}
+
+template <typename Archive>
 void visit(Archive& archive, GpuLink& link) {
   archive.field("peer", link.peer);
   archive.field("nvlinks", link.nvlinks);
@@ -90,6 +116,8 @@ void visit(Archive& archive, Topology& topology) {
   archive.field("numa_nodes", topology.numa_nodes);
   archive.field("memory", topology.memory);
   archive.field("nics", topology.nics);
+  archive.field("rdma", topology.rdma);
+  archive.field("gpudirect", topology.gpudirect);
   archive.field("gpus", topology.gpus);
   archive.field("gpu_note", topology.gpu_note);
 }

@@ -1,7 +1,8 @@
 """`deepytorch bench`: ours and a baseline, checked and timed in turns in one run."""
 
+import functools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from deepytorch.cli import console
 
 if TYPE_CHECKING:
+    from deepytorch_core.bench.job import Job
     from deepytorch_core.bench.record import Record
 
 app = typer.Typer(help="Measure against a baseline, interleaved in the same run.")
@@ -40,6 +42,7 @@ def _group() -> None:
 
 @app.command()
 def collectives(
+    context: typer.Context,
     *,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     world_size: Annotated[
@@ -67,12 +70,13 @@ def collectives(
         str, typer.Option(help="Comma-separated: float32, bfloat16, float16, float64, int32, ...")
     ] = "float32",
     baseline: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="gloo, nccl, deepspeed-shm (DeepSpeed's shared-memory all_reduce; needs "
-            "deepspeed) or mpi (Intel MPI; needs impi-rt and mpi4py)."
+            "deepspeed) or mpi (Intel MPI; needs impi-rt and mpi4py); default: gloo on CPUs, nccl "
+            "on GPUs."
         ),
-    ] = "gloo",
+    ] = None,
     registered: Annotated[
         bool,
         typer.Option(
@@ -87,6 +91,44 @@ def collectives(
             "dispatcher, as the op of deepspeed-shm is called.",
         ),
     ] = False,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="Emulate so many nodes on this machine, in network namespaces (needs root and "
+            "pyroute2); the ranks are then those of the nodes. 0: no emulation."
+        ),
+    ] = 0,
+    ranks_per_node: Annotated[
+        str, typer.Option(help="Ranks of each emulated node; 4,2 for nodes that differ.")
+    ] = "1",
+    link: Annotated[
+        str, typer.Option(help="An emulated node's rate in each direction: 1gbit, 250mbit.")
+    ] = "",
+    flow_cap: Annotated[
+        str, typer.Option(help="What one TCP connection gets of it at most: 250mbit.")
+    ] = "",
+    delay: Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")] = "",
+    order: Annotated[
+        str,
+        typer.Option(
+            help="How ranks are dealt out to the emulated nodes: block, cyclic or random."
+        ),
+    ] = "block",
+    baseline_env: Annotated[
+        str,
+        typer.Option(
+            help="NAME=VALUE,...: variables of the baseline's processes alone, such as hand-set "
+            "NCCL_... ones; for emulated nodes on GPUs, where each arm has its own processes."
+        ),
+    ] = "",
+    forecast: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of nodes such as 2,4,8,16,64,512: print what the measured operations "
+            "would take there, by a model fitted to this run or, without --nodes, to the link that "
+            "a job measured last."
+        ),
+    ] = "",
     iterations: Annotated[
         int, typer.Option(help="Timed calls per block; 0 adapts to the operation.")
     ] = 0,
@@ -104,12 +146,37 @@ def collectives(
     """
     from deepytorch_core.bench import job as jobs
 
-    job = jobs.Job(
+    emulated = None
+    if nodes:
+        emulated = jobs.Nodes(
+            ranks_per_node=jobs.parse_ranks_per_node(ranks_per_node, nodes),
+            order=order,
+            link=link,
+            flow_cap=flow_cap,
+            delay=delay,
+        )
+        if not _was_given(context, "world_size"):
+            world_size = sum(emulated.ranks_per_node)
+    else:
+        _refuse_without_nodes(context)
+    baseline = baseline or ("nccl" if device == "cuda" else "gloo")
+    make_job: Callable[..., jobs.Job] = jobs.Job
+    if nodes and device == "cuda":
+        from deepytorch_core.bench.collectives_apart import ApartJob
+
+        variables = jobs.parse_variables(baseline_env)
+        make_job = functools.partial(ApartJob, baseline_environment=variables)
+    elif baseline_env:
+        raise jobs.BenchError(
+            "--baseline-env needs processes of the baseline's own: --device cuda with --nodes"
+        )
+    job = make_job(
         ops=jobs.parse_names(ops),
         sizes=jobs.parse_sizes(sizes),
         dtypes=jobs.parse_names(dtype),
         per_rank=per_rank,
         world_size=world_size,
+        nodes=emulated,
         device=device,
         baseline=baseline,
         registered=registered,
@@ -117,8 +184,11 @@ def collectives(
         iterations=iterations,
     )
 
+    from deepytorch_core.bench import forecast as forecasts
     from deepytorch_core.bench import launch, record
 
+    node_counts = forecasts.parse_nodes(forecast) if forecast else ()
+    earlier = record.read_records(json) if forecast and json is not None and json.exists() else []
     records = []
     for row in _shown(launch.run(job), job.baseline):
         records.append(row)
@@ -132,6 +202,8 @@ def collectives(
         console.err().print(f"written: {path}")
     for line in summary(records):
         console.out().print(line, soft_wrap=True)
+    if node_counts:
+        _show_forecast(job, records, earlier, node_counts, json)
     complaints = [
         f"{count} WRONG ELEMENTS in the results of {arm}"
         for arm, field in (("deepytorch", "wrong"), (f"the baseline {baseline}", "baseline_wrong"))
@@ -141,6 +213,52 @@ def collectives(
         console.err().print(f"[bold red]error:[/] {complaint}")
     if complaints:
         raise typer.Exit(1)
+
+
+def _show_forecast(
+    job: "Job",
+    records: Sequence["Record"],
+    earlier: Sequence["Record"],
+    node_counts: Sequence[int],
+    json: Path | None,
+) -> None:
+    from deepytorch_core import config
+    from deepytorch_core.bench import forecast, record
+    from deepytorch_core.bench.job import BenchError
+    from deepytorch_core.network import link
+
+    if job.nodes is not None:
+        found = forecast.of_run(records, earlier)
+    else:
+        known = link.latest(config.cache_dir() / "network.json")
+        if known is None:
+            raise BenchError(
+                "--forecast without --nodes goes by the link that a job of several nodes measured "
+                "last, and none has: give --nodes 2 and the link's rate"
+            )
+        cases = [(row["op"], row["bytes"]) for row in records]
+        found = forecast.of_link(known, cases, job.world_size)
+    for line in forecast.lines(found, node_counts):
+        console.out().print(line, soft_wrap=True, highlight=False)
+    if json is not None:
+        emulated = records[0]["emulated"]
+        origin = record.provenance()
+        record.write_record(json, {**found.to_record(node_counts), "emulated": emulated, **origin})
+
+
+def _was_given(context: typer.Context, option: str) -> bool:
+    # By name: typer brings its own copy of click, or uses the one that is installed.
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse_without_nodes(context: typer.Context) -> None:
+    from deepytorch_core.bench.job import BenchError
+
+    for option in ("ranks_per_node", "link", "flow_cap", "delay", "order"):
+        if _was_given(context, option):
+            name = option.replace("_", "-")
+            raise BenchError(f"--{name} is for emulated nodes: give --nodes too")
 
 
 @app.command()
@@ -341,11 +459,15 @@ def groups(
 
 def _shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
     """The same rows, each printed as it comes, in lines that a pipe or a log keeps whole."""
+    from deepytorch_core.bench.record import describe_emulated
+
     out = console.out()
     titles = {**_COLUMNS, "baseline": (f"{baseline} us", 9)}
     first = True
     for row in rows:
         if first:
+            if row["emulated"]:
+                out.print(describe_emulated(row["emulated"]), soft_wrap=True)
             out.print(
                 _line(titles, [title for title, _ in titles.values()]), style="bold", soft_wrap=True
             )

@@ -20,11 +20,17 @@ def topology(
         Path | None, typer.Option(help="Show the topology in this file instead of the machine's.")
     ] = None,
 ) -> None:
-    """Show cores, caches, memory, network interfaces and GPUs, and how they are linked."""
+    """Show cores, caches, memory, networks, RDMA adapters and GPUs, and how they are linked."""
     from deepytorch_core import topology as model
+    from deepytorch_core.network import rdma
 
     found = model.load(load) if load is not None else model.discover()
     console.out().print(model.describe(found), markup=False, soft_wrap=True)
+    for remark in rdma.remarks(found):
+        console.err().print(f"remark: {remark}")
+    choice = rdma.choose(found, set())
+    if choice.settings:
+        console.out().print(f"for NCCL   {choice}", markup=False, soft_wrap=True)
     if json is not None:
         model.dump(found, json)
         console.err().print(f"written: {json}")

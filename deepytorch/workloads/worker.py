@@ -23,30 +23,13 @@ from deepytorch import integrations, workloads
 from deepytorch.workloads import TrainJob
 from deepytorch_core.bench import ddp, timing, worker
 from deepytorch_core.bench.record import Record
+from deepytorch_core.bench.turns import Turns
 
 # Untimed steps: optimizers make their state in the first, frameworks settle in the next ones.
 WARMUP_STEPS = 4
 PROFILED_STEPS = 5
 # Sums of more than two ranks depend on their order, and training carries the difference on.
 MAX_LOSS_DIFFERENCE = 1e-3
-
-
-class Turns:
-    """Lets all processes of both arms go through the blocks one by one, over the store."""
-
-    def __init__(self, store: Store, job: TrainJob) -> None:
-        self._store = store
-        self._limit = timedelta(seconds=job.timeout_s)
-        self._num_ranks = job.world_size
-
-    def finished(self, turn: str) -> None:
-        """Say that this process is done with its part of `turn`."""
-        if self._store.add(f"turn/{turn}/count", 1) == self._num_ranks:
-            self._store.set(f"turn/{turn}/done", "1")
-
-    def wait(self, turn: str) -> None:
-        """Sleep until all ranks of the arm whose `turn` it is have finished it."""
-        self._store.wait([f"turn/{turn}/done"], self._limit)
 
 
 def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> None:

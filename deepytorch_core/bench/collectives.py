@@ -5,7 +5,8 @@ Started by `launch.run`; see `worker` for how.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,75 @@ from deepytorch_core.bench.ops import (
 from deepytorch_core.bench.record import Record
 
 
+@dataclass(frozen=True)
+class Row:
+    """One operation of one size: `share` elements of `dtype` a rank, `num_bytes` as nccl-tests."""
+
+    op: Operation
+    num_bytes: int
+    share: int
+    dtype: str
+    world_size: int
+
+    @property
+    def moves(self) -> bool:
+        return self.op.name != "barrier"
+
+    def buffers(self, allocate: Allocate) -> Buffers:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return make_buffers(self.op, self.share, dtype, self.world_size, allocate)
+
+
+def cases(job: Job) -> Iterator[Row]:
+    """The rows of a job, in order."""
+    for name in job.ops:
+        op = OPERATIONS[name]
+        # A barrier has neither size nor type, so it is one row.
+        for dtype_name in job.dtypes if name != "barrier" else job.dtypes[:1]:
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            for asked in job.sizes if name != "barrier" else (0,):
+                num_bytes = asked * (job.world_size if job.per_rank and op.split else 1)
+                share = share_of(op, num_bytes, dtype, job.world_size)
+                exact = bytes_of(op, share, dtype, job.world_size) if name != "barrier" else 0
+                yield Row(op, exact, share, dtype_name, job.world_size)
+
+
+def row_of(
+    job: Job,
+    row: Row,
+    algorithm: str,
+    comparison: timing.Comparison,
+    wrong: tuple[int, int],
+) -> Record:
+    """The fields `COLLECTIVE_FIELDS` of `record` that the ranks know; `wrong` is (ours, other)."""
+    dtype: torch.dtype = getattr(torch, row.dtype)
+    time_us = comparison.time_us
+    busbw = bandwidth.busbw_gbps(row.op.name, row.num_bytes, time_us, row.world_size)
+    return {
+        "op": row.op.name,
+        "bytes": row.num_bytes,
+        "bytes_per_rank": row.share * dtype.itemsize if row.moves else 0,
+        "per_rank": job.per_rank,
+        "dtype": row.dtype,
+        "world_size": row.world_size,
+        "device": job.device,
+        "registered": job.registered,
+        "direct": job.direct,
+        "algorithm": algorithm,
+        "time_us": round(time_us, 3),
+        "baseline": job.baseline,
+        "baseline_time_us": round(comparison.baseline_time_us, 3),
+        "speedup": round(comparison.speedup, 3),
+        "speedup_spread": [round(value, 3) for value in comparison.spread],
+        "num_blocks": comparison.num_blocks,
+        "algbw_gbps": round(bandwidth.algbw_gbps(row.num_bytes, time_us), 4),
+        "busbw_gbps": round(busbw, 4),
+        "wrong": wrong[timing.OURS],
+        "baseline_wrong": wrong[timing.BASELINE],
+        "emulated": None,  # the launcher knows more
+    }
+
+
 class Bench:
     """Both arms on this rank and the measurement of one row.
 
@@ -33,65 +103,40 @@ class Bench:
     """
 
     def __init__(self, job: Job, rank: int, store: Store) -> None:
-        self.job = job
-        self.groups = worker.Groups(job, rank, store)
-        self.ranks = self.groups.ranks
+        self._set_up(job, worker.Groups(job, rank, store))
         bind = _to_the_backend(self.groups.device) if job.direct else _through_torch
-        self.bind_ours = bind(self.groups.ours)
         self.bind_baseline = (
             bind(self.groups.baseline)
             if job.baseline in baselines.TORCH_BACKENDS
             else baselines.connect(job, rank)
         )
-        self.allocate = _allocate_on(self.groups.device)
+
+    def _set_up(self, job: Job, groups: worker.Groups) -> None:
+        """What an arm needs, be it in one process with the other or apart."""
+        self.job = job
+        self.groups = groups
+        self.ranks = groups.ranks
+        bind = _to_the_backend(groups.device) if job.direct else _through_torch
+        self.bind_ours = bind(groups.ours)
+        self.allocate = _allocate_on(groups.device)
         self.allocate_ours = self._registered_allocate() if job.registered else self.allocate
 
-    def row(self, op: Operation, num_bytes: int, dtype_name: str) -> Record:
-        """Checks and times one operation of one size; the same on every rank."""
-        job, world_size = self.job, self.job.world_size
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        if job.per_rank:
-            num_bytes *= world_size if op.split else 1
-        share = share_of(op, num_bytes, dtype, world_size)
-        shape = (op, share, dtype, world_size)
-        moves = op.name != "barrier"
-        num_bytes = bytes_of(*shape) if moves else 0
-        ours = make_buffers(*shape, self.allocate_ours)
-        baseline = make_buffers(*shape, self.allocate)
+    def record(self, row: Row) -> Record:
+        """Checks and times one row; the same on every rank."""
+        op = row.op
+        ours, baseline = row.buffers(self.allocate_ours), row.buffers(self.allocate)
         calls = (self.bind_ours(op, ours), self.bind_baseline(op, baseline))
         before = self._calls(op)
-        if moves:
-            wrong = self._check(op, ours, share, calls[timing.OURS], arm=timing.OURS)
+        if row.moves:
+            wrong = self._check(op, ours, row.share, calls[timing.OURS], arm=timing.OURS)
             baseline_wrong = self._check(
-                op, baseline, share, calls[timing.BASELINE], arm=timing.BASELINE
+                op, baseline, row.share, calls[timing.BASELINE], arm=timing.BASELINE
             )
         else:
             wrong, baseline_wrong = (self._check_barrier(call) for call in calls)
         comparison = self._time(calls, (ours, baseline))
-        return {
-            "op": op.name,
-            "bytes": num_bytes,
-            "bytes_per_rank": share * dtype.itemsize if moves else 0,
-            "per_rank": job.per_rank,
-            "dtype": dtype_name,
-            "world_size": world_size,
-            "device": job.device,
-            "registered": job.registered,
-            "direct": job.direct,
-            "algorithm": self._algorithm(op, before),
-            "time_us": round(comparison.time_us, 3),
-            "baseline": job.baseline,
-            "baseline_time_us": round(comparison.baseline_time_us, 3),
-            "speedup": round(comparison.speedup, 3),
-            "speedup_spread": [round(value, 3) for value in comparison.spread],
-            "num_blocks": comparison.num_blocks,
-            "algbw_gbps": round(bandwidth.algbw_gbps(num_bytes, comparison.time_us), 4),
-            "busbw_gbps": round(
-                bandwidth.busbw_gbps(op.name, num_bytes, comparison.time_us, world_size), 4
-            ),
-            "wrong": wrong,
-            "baseline_wrong": baseline_wrong,
-        }
+        algorithm = self._algorithm(op, before)
+        return row_of(self.job, row, algorithm, comparison, (wrong, baseline_wrong))
 
     def _check(
         self, op: Operation, buffers: Buffers, share: int, call: timing.Call, *, arm: int
@@ -172,14 +217,10 @@ def measure(job: Job, rank: int, store: Store, emit: worker.Emit) -> None:
     Raises BenchError when the job needs what this machine or backend lacks.
     """
     bench = Bench(job, rank, store)
-    for name in job.ops:
-        op = OPERATIONS[name]
-        # A barrier has neither size nor type, so it is one row.
-        for dtype in job.dtypes if name != "barrier" else job.dtypes[:1]:
-            for num_bytes in job.sizes if name != "barrier" else (0,):
-                record = bench.row(op, num_bytes, dtype)
-                if rank == 0:
-                    emit({"record": record})
+    for row in cases(job):
+        record = bench.record(row)
+        if rank == 0:
+            emit({"record": record})
 
 
 def _to_the_backend(device: torch.device) -> Callable[[dist.ProcessGroup], baselines.Bind]:

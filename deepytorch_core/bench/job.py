@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from deepytorch_core.bench.baselines import BASELINES, LIMITS, TORCH_BACKENDS
+from deepytorch_core.testing.emulation import Seat, Setting, parse_delay, parse_rate, seats
 
 OPERATIONS = (
     "all_reduce",
@@ -42,6 +43,45 @@ class BenchError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Emulated nodes for the ranks of a run: how many ranks each has, their order, and the links.
+
+    `link`, `flow_cap` and `delay` are texts such as "1gbit" and "1ms"; "" is none.
+    """
+
+    ranks_per_node: tuple[int, ...]
+    order: str = "block"
+    link: str = ""
+    flow_cap: str = ""
+    delay: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            self.setting()
+            self.seats()
+        except ValueError as error:
+            raise BenchError(str(error)) from None
+
+    def setting(self) -> Setting:
+        return Setting(
+            rate_bps=parse_rate(self.link) if self.link else None,
+            flow_cap_bps=parse_rate(self.flow_cap) if self.flow_cap else None,
+            delay_s=parse_delay(self.delay) if self.delay else 0.0,
+        )
+
+    def seats(self) -> list[Seat]:
+        return seats(self.ranks_per_node, self.order)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part of a record's field `emulated` that the ranks' places are."""
+        return {
+            "nodes": len(self.ranks_per_node),
+            "ranks_per_node": list(self.ranks_per_node),
+            "order": self.order,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """What every benchmark has: its ranks, and the two arms.
 
@@ -50,6 +90,7 @@ class Run:
 
     WORKER: ClassVar[str]  # the module that runs as a rank
     NUM_STORES: ClassVar[int] = 0  # beyond the one over which the processes meet
+    APART: ClassVar[bool] = False  # each arm has processes of its own
 
     world_size: int
     device: str = "cpu"
@@ -57,6 +98,7 @@ class Run:
     timeout_s: int = 120
     ours: str = "deepytorch"  # another name measures that backend instead: how the tests run
     library: str = ""
+    nodes: Nodes | None = None  # None: all ranks live on this machine as it is
 
     def __post_init__(self) -> None:
         _expect("device", self.device, DEVICES)
@@ -71,11 +113,35 @@ class Run:
                 f"{limits.title} is for {', '.join(limits.devices)} only: use --baseline gloo or "
                 "nccl here"
             )
+        if self.nodes is not None:
+            self._check_nodes(self.nodes)
+
+    def _check_nodes(self, nodes: Nodes) -> None:
+        if sum(nodes.ranks_per_node) != self.world_size:
+            raise BenchError(
+                f"--world-size {self.world_size} is not what the nodes have, "
+                f"{' + '.join(map(str, nodes.ranks_per_node))}: leave it out"
+            )
+        if self.baseline not in TORCH_BACKENDS:
+            raise BenchError(
+                f"{LIMITS[self.baseline].title} does not reach emulated nodes: use --baseline "
+                f"{' or '.join(TORCH_BACKENDS)}"
+            )
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Where each rank lives; without emulated nodes all on one."""
+        return seats((self.world_size,)) if self.nodes is None else self.nodes.seats()
 
     @property
     def num_processes(self) -> int:
         """How many processes the launcher starts; they are numbered from 0."""
         return self.world_size
+
+    @property
+    def baseline_settings(self) -> dict[str, str]:
+        """What the record says of the baseline beyond its name."""
+        return {}
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """Environment variables of one process; the launcher serves `NUM_STORES` stores for it."""
@@ -87,8 +153,8 @@ class Run:
     @classmethod
     def from_json(cls, text: str) -> Self:
         fields: dict[str, Any] = json.loads(text)
-        lists = {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
-        return cls(**(fields | lists))
+        nodes = fields.pop("nodes")
+        return cls(**_tuples(fields), nodes=Nodes(**_tuples(nodes)) if nodes else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +241,16 @@ class DdpJob(TrainingRun):
             )
 
 
+def parse_ranks_per_node(text: str, num_nodes: int) -> tuple[int, ...]:
+    """Ranks of each of `num_nodes` nodes, of "4" (each) or "4,2"."""
+    counts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in counts):
+        raise BenchError(f"--ranks-per-node {text!r}: write 4, or 4,2 for nodes that differ")
+    if num_nodes < 1 or len(counts) not in (1, num_nodes):
+        raise BenchError(f"--ranks-per-node {text} does not fit --nodes {num_nodes}")
+    return tuple(int(part) for part in counts) * (num_nodes if len(counts) == 1 else 1)
+
+
 def parse_size(text: str) -> int:
     """Bytes of "512", "4K", "1M" or "2G" (binary units; a trailing B or iB is allowed)."""
     match = _SIZE.fullmatch(text.strip())
@@ -207,6 +283,15 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def parse_variables(text: str) -> tuple[str, ...]:
+    """The settings of "NAME=VALUE,NAME=VALUE", each as it stands; BenchError for anything else."""
+    settings = parse_names(text)
+    for setting in settings:
+        if re.fullmatch(r"[A-Za-z_]\w*=.*", setting) is None:
+            raise BenchError(f"--baseline-env {setting!r}: write NAME=VALUE,NAME=VALUE")
+    return settings
+
+
 def parse_names(text: str) -> tuple[str, ...]:
     """The names of a comma-separated list, each once, in order."""
     return tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
@@ -224,6 +309,11 @@ def _parse_factor(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise BenchError(f"the factor of a range of sizes must be a number from 2 on, not {text!r}")
     return int(text)
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON's lists as the tuples they were."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
 
 
 def _expect(what: str, name: str, known: tuple[str, ...]) -> None:

@@ -20,6 +20,7 @@ from deepytorch_core import config
 from deepytorch_core.bench import baselines
 from deepytorch_core.bench.job import BenchError, Run
 from deepytorch_core.bench.record import Record, provenance
+from deepytorch_core.testing.emulation import EmulationError, Network
 
 _GRACE_S = 3.0  # how long the other ranks may take to report after the first failure
 # Under mpiexec a rank's output still goes to the rank's own file.
@@ -47,19 +48,40 @@ def run(job: Run) -> Iterator[Record]:
         job = dataclasses.replace(job, library=setup.library)
         origin["versions"] = {**origin["versions"], **setup.versions}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deepytorch-bench-")))
-        ranks = stack.enter_context(_Ranks(job, setup, folder))
+        network = _network(job)
+        if network is not None and job.nodes is not None:
+            stack.enter_context(network)
+            origin["emulated"] = {
+                **job.nodes.to_dict(),
+                **network.to_dict(),
+                "separate_processes": job.APART,
+            }
+        ranks = stack.enter_context(_Ranks(job, setup, folder, network))
         for message in ranks.messages():
             if "error" in message:
                 raise BenchError(message["error"])
-            yield {**message["record"], "baseline_settings": dict(setup.settings), **origin}
+            settings = {**setup.settings, **job.baseline_settings}
+            yield {**message["record"], "baseline_settings": settings, **origin}
         sys.stderr.write(ranks.output(0))  # warnings, said once
+
+
+def _network(job: Run) -> Network | None:
+    if job.nodes is None:
+        return None
+    try:
+        return Network(len(job.nodes.ranks_per_node), job.nodes.setting())
+    except EmulationError as error:
+        raise BenchError(f"--nodes: {error}") from error
 
 
 class _Ranks:
     """The processes of one run, killed and reaped on exit: the ranks, or mpiexec over them."""
 
-    def __init__(self, job: Run, setup: baselines.Setup, folder: Path) -> None:
+    def __init__(
+        self, job: Run, setup: baselines.Setup, folder: Path, network: Network | None = None
+    ) -> None:
         self._job = job
+        self._network = network
         self._setup = setup
         self._folder = folder
         self._pipe = folder / "messages"
@@ -75,9 +97,12 @@ class _Ranks:
         self._ends.append(os.open(self._pipe, os.O_WRONLY))
         try:
             if self._setup.mpiexec is None:
+                network, seats = self._network, self._job.seats
                 for rank in range(self._job.num_processes):
                     variables = self._job.environment(rank, [one.port for one in self._others])
-                    self._start(self._command(rank), self._log(rank), variables)
+                    # Several processes of a rank, one for each arm, share its place.
+                    node = None if network is None else seats[rank % len(seats)].node
+                    self._start(self._command(rank), self._log(rank), variables, node=node)
             else:
                 command = self._under_mpiexec(self._setup.mpiexec)
                 self._start(command, self._folder / "mpiexec.log", {})
@@ -124,16 +149,21 @@ class _Ranks:
         return log.read_text(errors="replace") if log.exists() else ""
 
     def _serve_store(self) -> TCPStore:
-        return TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._job.timeout_s),
-        )
+        def serve() -> TCPStore:
+            return TCPStore(
+                "127.0.0.1",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._job.timeout_s),
+            )
+
+        return serve() if self._network is None else self._network.on_switch(serve)
 
     def _command(self, rank: int) -> list[str]:
-        arguments = [str(rank), str(self._store.port), str(self._pipe), self._job.to_json()]
+        host = "127.0.0.1" if self._network is None else self._network.switch_address
+        store = f"{host}:{self._store.port}"
+        arguments = [str(rank), store, str(self._pipe), self._job.to_json()]
         return [sys.executable, "-m", self._job.WORKER, *arguments]
 
     def _under_mpiexec(self, mpiexec: Path) -> list[str]:
@@ -143,17 +173,22 @@ class _Ranks:
             command += ["-n", "1", *_WITH_LOG, str(self._log(rank)), *self._command(rank)]
         return command
 
-    def _start(self, command: list[str], log: Path, variables: dict[str, str]) -> None:
+    def _start(
+        self, command: list[str], log: Path, variables: dict[str, str], *, node: int | None = None
+    ) -> None:
         with log.open("wb") as output:
             # A session of its own: Ctrl-C reaches the launcher only, which then ends the ranks.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=config.child_environment(**self._setup.environment, **variables),
-            )
+            settings: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": subprocess.STDOUT,
+                "start_new_session": True,
+                "env": config.child_environment(**self._setup.environment, **variables),
+            }
+            if self._network is None or node is None:
+                process = subprocess.Popen(command, **settings)
+            else:
+                process = self._network.start(node, command, **settings)
         self._processes.append(process)
 
     def _raise_failures(self) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.bench.job import format_size
-from deepytorch_core.bench.record import Record
+from deepytorch_core.bench.record import Record, describe_emulated
 
 
 def series(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -56,7 +56,9 @@ def plot(records: Sequence[Record], path: str | Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.suptitle(str(records[0]["machine"]["name"]))
+    title = str(records[0]["machine"]["name"])
+    emulated = records[0].get("emulated")
+    figure.suptitle(f"{title}: {describe_emulated(emulated)}" if emulated else title)
     figure.savefig(path)
 
 

@@ -35,13 +35,17 @@ COLLECTIVE_FIELDS = (
     "busbw_gbps",
     "wrong",
     "baseline_wrong",
+    "emulated",
     "baseline_settings",
     "machine",
     "versions",
     "commit",
 )
 """The fields that `bench collectives` writes. `bytes` is nccl-tests' size, `bytes_per_rank` one
-rank's part of it; with `per_rank` the sizes of the run were asked for as the latter."""
+rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. `emulated` is
+None for ranks on the machine as it is, else the nodes and the network that were emulated: how many
+ranks each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in
+ms, and whether the arms were processes of their own."""
 
 DDP_FIELDS = (
     "bench",
@@ -142,6 +146,24 @@ def read_records(path: str | Path) -> list[Record]:
             raise ValueError(f"{path}:{number} holds a {type(record).__name__}, not a record")
         records.append(record)
     return records
+
+
+def describe_emulated(emulated: Mapping[str, Any]) -> str:
+    """The field `emulated` in words: "emulated 2 nodes of 4 ranks, 1000 Mbit/s, cyclic order"."""
+    counts = emulated["ranks_per_node"]
+    each = counts[0] if len(set(counts)) == 1 else "+".join(map(str, counts))
+    parts = [f"emulated {emulated['nodes']} nodes of {each} ranks"]
+    if emulated["link_mbit"] is not None:
+        parts.append(f"{emulated['link_mbit']:g} Mbit/s")
+    if emulated["flow_cap_mbit"] is not None:
+        parts.append(f"{emulated['flow_cap_mbit']:g} Mbit/s a flow")
+    if emulated["delay_ms"]:
+        parts.append(f"{emulated['delay_ms']:g} ms each way")
+    if emulated["order"] != "block":
+        parts.append(f"{emulated['order']} order")
+    if emulated.get("separate_processes"):
+        parts.append("each arm in processes of its own")
+    return ", ".join(parts)
 
 
 def provenance() -> Record:

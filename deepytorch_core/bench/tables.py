@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.bench.job import format_size
-from deepytorch_core.bench.record import DDP_FIELDS, TRAIN_FIELDS, Record, read_records
+from deepytorch_core.bench.record import (
+    DDP_FIELDS,
+    TRAIN_FIELDS,
+    Record,
+    describe_emulated,
+    read_records,
+)
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
@@ -120,6 +126,7 @@ def _label(record: Record) -> str:
         *(["registered"] if record["registered"] else []),
         *(["direct call"] if record.get("direct") else []),
         *(["size per rank"] if _is_per_rank(record) else []),
+        *([describe_emulated(record["emulated"])] if record.get("emulated") else []),
     ]
     return f"{record['op']} ({', '.join(marks)})" if marks else str(record["op"])
 

@@ -1,8 +1,8 @@
 """One rank of a benchmark: how it meets the others, talks to the launcher and ends with it.
 
-Started by `launch.run` as `python -m MODULE RANK PORT PIPE JOB`. PORT is the rendezvous store's,
-PIPE a named pipe that takes JSON lines. Only the launcher reads the pipe, so when it has no reader
-any more the launcher is gone.
+Started by `launch.run` as `python -m MODULE RANK STORE PIPE JOB`. STORE is the rendezvous store's
+HOST:PORT, PIPE a named pipe that takes JSON lines. Only the launcher reads the pipe, so when it has
+no reader any more the launcher is gone.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,25 @@ class Groups:
     A baseline that is no torch backend has no group here; `baseline` is then gloo's.
     """
 
+    ours: dist.ProcessGroup
+    baseline: dist.ProcessGroup
+
     def __init__(self, job: Run, rank: int, store: Store) -> None:
+        name = job.baseline if job.baseline in TORCH_BACKENDS else "gloo"
+        self._start(job, rank, store, name)
+        self.baseline = _world(name)
+        timeout = timedelta(seconds=job.timeout_s)
+        self.ours = dist.new_group(backend=job.ours, timeout=timeout)
+
+    @classmethod
+    def of_one(cls, job: Run, rank: int, store: Store, name: str) -> Self:
+        """The groups of one arm alone: the default group, of backend `name`, is in both places."""
+        groups = cls.__new__(cls)
+        groups._start(job, rank, store, name)
+        groups.ours = groups.baseline = _world(name)
+        return groups
+
+    def _start(self, job: Run, rank: int, store: Store, name: str) -> None:
         self.rank = rank
         self.device = device_of(job, rank)
         if job.ours == "deepytorch":
@@ -62,12 +80,9 @@ class Groups:
 
             backend.register()
         timeout = timedelta(seconds=job.timeout_s)
-        name = job.baseline if job.baseline in TORCH_BACKENDS else "gloo"
         dist.init_process_group(
             name, store=store, rank=rank, world_size=job.world_size, timeout=timeout
         )
-        self.baseline = _world(name)
-        self.ours: dist.ProcessGroup = dist.new_group(backend=job.ours, timeout=timeout)
         self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
         self.clock: timing.Clock = cuda_clock if job.device == "cuda" else timing.wall_clock
 
@@ -98,7 +113,8 @@ def serve(
     measure: Callable[[Any, int, Store, Emit], None],
 ) -> int:
     """A rank's process from its arguments to its exit status; see the top of the file."""
-    rank, port = (int(text) for text in arguments[:2])
+    rank = int(arguments[0])
+    host, _, port = arguments[1].rpartition(":")
     # Not blocking: without a launcher it would wait for one.
     pipe = os.open(arguments[2], os.O_WRONLY | os.O_NONBLOCK)
     os.set_blocking(pipe, True)
@@ -111,7 +127,7 @@ def serve(
     # Both arms compute and reduce with one core per rank.
     torch.set_num_threads(1)
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False)
+        store = TCPStore(host, int(port), is_master=False)
         measure(job, rank, store, emit)
     except BenchError as error:
         emit({"error": str(error)})
@@ -140,8 +156,9 @@ def device_of(job: Run, rank: int) -> torch.device:
             f"--world-size {job.world_size} needs as many GPUs; "
             f"this machine has {torch.cuda.device_count()}"
         )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    device = job.seats[rank].device
+    torch.cuda.set_device(device)
+    return torch.device("cuda", device)
 
 
 def _world(name: str) -> dist.ProcessGroup:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deepytorch_core import config
-from deepytorch_core.testing import worker
+from deepytorch_core.testing import emulation, worker
 
 _MAX_MESSAGE_BYTES = 65536
 # The second binds today's default group to its functions when it is imported: there is none here.
@@ -58,17 +58,34 @@ class Nursery:
         self._socket = ours
         self._lock = threading.Lock()
 
-    def start(self, place: worker.Place, stacks_path: Path) -> Worker:
-        """Fork one worker. RuntimeError when the nursery could not start or died."""
+    def start(
+        self,
+        place: worker.Place,
+        stacks_path: Path,
+        *,
+        variables: Mapping[str, str],
+        namespace: int | None = None,
+    ) -> Worker:
+        """Fork one worker. RuntimeError when the nursery could not start or died.
+
+        Args:
+            place: who it is.
+            stacks_path: where it writes its stacks when it crashes.
+            variables: its environment variables beyond the nursery's.
+            namespace: a descriptor of the network namespace it lives in; None is this one.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             request = {
                 "rank": place.rank,
                 "world_size": place.world_size,
                 "store_port": place.store_port,
+                "store_host": place.store_host,
+                "variables": dict(variables),
                 "stacks": str(stacks_path),
             }
-            pid = self._ask(request, theirs.fileno())
+            descriptors = [theirs.fileno(), *([] if namespace is None else [namespace])]
+            pid = self._ask(request, *descriptors)
         return Worker(self, pid, place.rank, Connection(ours.detach()), stacks_path)
 
     def reap(self, pid: int) -> int:
@@ -148,7 +165,7 @@ def serve(descriptor: int, preload: list[str]) -> None:
     gc.freeze()
     control = socket.socket(fileno=descriptor)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 2)
         if not message:
             return
         request = json.loads(message)
@@ -158,8 +175,9 @@ def serve(descriptor: int, preload: list[str]) -> None:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _become_worker(request, descriptors[0])
-        os.close(descriptors[0])
+            _become_worker(request, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         control.send(str(pid).encode())
 
 
@@ -171,22 +189,26 @@ def _reap(pid: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _become_worker(request: dict[str, Any], descriptor: int) -> NoReturn:
+def _become_worker(
+    request: dict[str, Any], descriptor: int, namespace: int | None = None
+) -> NoReturn:
     try:
+        if namespace is not None:
+            emulation.enter(namespace)  # first: threads belong to where they are started
+            os.close(namespace)
         os.setsid()  # a group of its own, so that what it starts can be killed with it
         rank, world_size = request["rank"], request["world_size"]
         _padding = mmap.mmap(-1, (rank + 1) * (1 << 22), prot=mmap.PROT_READ)
         os.environ.update(  # noqa: TID251  what torchrun would set; nothing is read
             RANK=str(rank),
-            LOCAL_RANK=str(rank),
             WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR=worker.STORE_HOST,
+            MASTER_ADDR=request["store_host"],
             MASTER_PORT=str(request["store_port"]),
             TORCHELASTIC_USE_AGENT_STORE="True",
             TORCHELASTIC_RESTART_COUNT="0",
+            **request["variables"],
         )
-        place = worker.Place(rank, world_size, request["store_port"])
+        place = worker.Place(rank, world_size, request["store_port"], request["store_host"])
         worker.serve(descriptor, place, request["stacks"])
     except BaseException:
         traceback.print_exc()

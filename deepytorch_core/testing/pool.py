@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from deepytorch_core.testing.emulation import Placement
 from deepytorch_core.testing.failures import Failures
 from deepytorch_core.testing.nursery import Nursery, Worker
 from deepytorch_core.testing.worker import STORE_HOST, Call, FunctionRef, Outcome, Place
@@ -25,20 +26,36 @@ _GRACE_S = 2.0
 
 
 class Pool:
-    """`world_size` warm workers and the store they meet at."""
+    """`world_size` warm workers and the store they meet at.
 
-    def __init__(self, world_size: int, nursery: Nursery) -> None:
+    `placement` is where they live on emulated nodes; None is this machine as it is.
+    """
+
+    def __init__(
+        self, world_size: int, nursery: Nursery, placement: Placement | None = None
+    ) -> None:
         from torch._C._distributed_c10d import TCPStore
 
         self.world_size = world_size
         self._folder = Path(tempfile.mkdtemp(prefix="deepytorch-ranks-"))
+
         # Here and not in a rank, so that the death of a rank doesn't take it away.
-        self._store = TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
+        def serve() -> TCPStore:
+            return TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
+
+        self._store = serve() if placement is None else placement.network.on_switch(serve)
+        host = STORE_HOST if placement is None else placement.network.switch_address
         self._num_calls = 0
         self._workers: list[Worker] = []
         for rank in range(world_size):
-            place = Place(rank, world_size, self._store.port)
-            self._workers.append(nursery.start(place, self._folder / f"stacks-{rank}"))
+            self._workers.append(
+                nursery.start(
+                    Place(rank, world_size, self._store.port, host),
+                    self._folder / f"stacks-{rank}",
+                    variables=_local_variables(rank, world_size, placement),
+                    namespace=None if placement is None else placement.namespace(rank),
+                )
+            )
 
     def close(self) -> None:
         """Kill the workers, and whatever they started, and remove every trace."""
@@ -102,6 +119,19 @@ class Pool:
         return [results[rank] for rank in range(self.world_size)], healthy
 
 
+def _local_variables(rank: int, world_size: int, placement: Placement | None) -> dict[str, str]:
+    """What torchrun would say of the rank's node, and what the node's network needs."""
+    if placement is None:
+        return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+    seat = placement.seats[rank]
+    return {
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(sum(other.node == seat.node for other in placement.seats)),
+        "GROUP_RANK": str(seat.node),
+        **placement.network.environment(seat.node),
+    }
+
+
 def _receive(worker: Worker) -> Outcome | None:
     try:
         if not worker.connection.poll():
@@ -128,6 +158,7 @@ def spawn_ranks(
     expect_dead: set[int] | frozenset[int] = frozenset(),
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
+    placement: Placement | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args, **kwargs)` in `world_size` processes.
@@ -146,6 +177,7 @@ def spawn_ranks(
         expect_dead: ranks that may die by a signal; such a rank's result is None.
         env: additional environment variables of the workers (a pool of its own per setting).
         fresh: use new workers and end them afterwards, for calls that change the process.
+        placement: where the ranks live on emulated nodes; their workers are fresh ones.
         **kwargs: passed on to `fn`.
 
     Returns:
@@ -161,9 +193,14 @@ def spawn_ranks(
     function = _reference(fn)
     payload = pickle.dumps((args, kwargs))
     key = (world_size, tuple(sorted((env or {}).items())))
+    if placement is not None and len(placement.seats) != world_size:
+        raise ValueError(
+            f"spawn_ranks: {world_size} ranks, but {len(placement.seats)} seats for them"
+        )
+    fresh = fresh or placement is not None
     pool = None if fresh else _take_idle(key)
     if pool is None:
-        pool = Pool(world_size, _nursery(key[1]))
+        pool = Pool(world_size, _nursery(key[1]), placement)
     reusable = False
     try:
         results, reusable = pool.call(

@@ -70,6 +70,7 @@ class Place:
     rank: int
     world_size: int
     store_port: int
+    store_host: str = STORE_HOST
     call_number: int = 0
     store: Store | None = None
 
@@ -90,7 +91,7 @@ def rank_store(name: str) -> Store:
         raise RuntimeError("rank_store() works only inside a function run by spawn_ranks")
     if _place.store is None:
         _place.store = TCPStore(
-            STORE_HOST, _place.store_port, is_master=False, timeout=timedelta(seconds=60)
+            _place.store_host, _place.store_port, is_master=False, timeout=timedelta(seconds=60)
         )
     return PrefixStore(f"call{_place.call_number}/{name}", _place.store)
 

@@ -8,8 +8,10 @@ from deepytorch_core.bench.job import (
     BenchError,
     DdpJob,
     Job,
+    Nodes,
     format_size,
     parse_names,
+    parse_ranks_per_node,
     parse_size,
     parse_sizes,
 )
@@ -110,3 +112,51 @@ def test_a_bad_job_says_what_to_change(changes, message):
 def test_a_bad_training_says_what_to_change(changes, message):
     with pytest.raises(BenchError, match=message):
         DdpJob(**{"world_size": 2, **changes})
+
+
+def test_emulated_nodes_survive_their_way_to_the_ranks():
+    nodes = Nodes(ranks_per_node=(4, 2), order="cyclic", link="1gbit", flow_cap="250mbit")
+    original = job(world_size=6, nodes=nodes)
+    assert Job.from_json(original.to_json()) == original
+    assert [seat.node for seat in original.seats] == [0, 1, 0, 1, 0, 0]
+    assert [seat.device for seat in original.seats] == [0, 4, 1, 5, 2, 3]
+    assert [seat.device for seat in job(world_size=3).seats] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks_per_node": (2,), "link": "fast"}, "'fast' is no rate: write 250mbit"),
+        ({"ranks_per_node": (2,), "delay": "1"}, "'1' is no time: write 1ms"),
+        ({"ranks_per_node": (2,), "delay": "2s"}, "a delay of 2"),
+        ({"ranks_per_node": (2,), "link": "1kbit"}, "between 100kbit and"),
+        ({"ranks_per_node": (2,), "flow_cap": "1gbit"}, "a flow cap needs the link's rate"),
+        ({"ranks_per_node": (2,), "order": "snake"}, "'snake'; known: block, cyclic, random"),
+        ({"ranks_per_node": (2, 0)}, "at least one rank each"),
+    ],
+)
+def test_bad_nodes_say_what_to_change(changes, message):
+    with pytest.raises(BenchError, match=message):
+        Nodes(**changes)
+
+
+def test_nodes_must_fit_the_rest():
+    with pytest.raises(BenchError, match="--world-size 2 is not what the nodes have, 2 \\+ 2"):
+        job(nodes=Nodes(ranks_per_node=(2, 2)))
+    with pytest.raises(BenchError, match="MPI does not reach emulated nodes: use --baseline gloo"):
+        job(nodes=Nodes(ranks_per_node=(1, 1)), baseline="mpi")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_nodes", "counts"), [("4", 2, (4, 4)), ("4,2", 2, (4, 2)), (" 3 ", 1, (3,))]
+)
+def test_ranks_per_node(text, num_nodes, counts):
+    assert parse_ranks_per_node(text, num_nodes) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "num_nodes"), [("0", 2), ("x", 2), ("4,2", 3), ("", 2), ("4", -1)]
+)
+def test_what_are_no_ranks_per_node(text, num_nodes):
+    with pytest.raises(BenchError, match="--ranks-per-node"):
+        parse_ranks_per_node(text, num_nodes)

@@ -31,6 +31,7 @@ def row(num_bytes, **changes):
         "busbw_gbps": 0.1,
         "wrong": 0,
         "baseline_wrong": 0,
+        "emulated": None,
         "baseline_settings": {},
         "machine": {"name": "2-core AMD EPYC"},
         "versions": {"torch": "2.13.0", "deepytorch": "0.1.0", "python": "3.11"},
@@ -215,6 +216,19 @@ def test_this_projects_readme_is_fresh(capsys):
     root = Path(__file__).parents[2]
     status = run("--check", root / "README.md", root / "docs" / "results")
     assert status == 0, capsys.readouterr().err
+
+
+def test_emulated_rows_say_so(project):
+    readme, results = project
+    emulated = {"nodes": 2, "ranks_per_node": [4, 4], "order": "cyclic", "link_mbit": 1000.0}
+    emulated |= {"flow_cap_mbit": 250.0, "delay_ms": 1.0, "separate_processes": True}
+    write_record(results / "emulated.jsonl", row(1024, emulated=emulated))
+    write_record(results / "emulated.jsonl", row(1024))
+    assert run("--write", readme, results) == 0
+    assert (
+        "all_reduce (emulated 2 nodes of 4 ranks, 1000 Mbit/s, 250 Mbit/s a flow, 1 ms each way, "
+        "cyclic order, each arm in processes of its own)" in readme.read_text()
+    )
 
 
 def test_series_are_ordered_and_leave_out_barriers():

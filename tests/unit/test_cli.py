@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -238,7 +239,7 @@ class FakeRun:
         row = dict.fromkeys(COLLECTIVE_FIELDS, 1.5)
         row |= {"op": job.ops[0], "bytes": 4096, "dtype": "float32", "world_size": 2}
         row |= {"speedup_spread": [1.0, 2.0], "wrong": self.wrong, "algorithm": "one_shot"}
-        row |= {"baseline_wrong": self.baseline_wrong}
+        row |= {"baseline_wrong": self.baseline_wrong, "emulated": None}
         row |= {"baseline": "gloo", "registered": False, "machine": {"name": "test"}}
         yield row
 
@@ -265,6 +266,69 @@ def test_bench_options_reach_the_job(monkeypatch):
     assert not fake.job.per_rank
     assert fake.job.iterations == 5
     assert fake.job.ours == "deepytorch"
+
+
+@pytest.mark.parametrize(
+    ("device", "baseline", "expected"),
+    [("cpu", None, "gloo"), ("cuda", None, "nccl"), ("cuda", "gloo", "gloo")],
+)
+def test_bench_on_emulated_nodes(monkeypatch, device, baseline, expected):
+    fake = FakeRun()
+    result = bench(
+        monkeypatch,
+        fake,
+        *("--device", device, "--nodes", "2", "--ranks-per-node", "2", "--link", "24gbit"),
+        *("--flow-cap", "5gbit", "--delay", "1ms", "--order", "cyclic"),
+        *(["--baseline", baseline] if baseline else []),
+    )
+    assert result.exit_code == 0, result.output
+    assert fake.job.world_size == 4
+    assert fake.job.baseline == expected
+    assert (device == "cuda") == fake.job.APART, "NCCL reads its settings once in a process"
+    assert fake.job.nodes.ranks_per_node == (2, 2)
+    setting = fake.job.nodes.setting()
+    assert (setting.rate_bps, setting.flow_cap_bps, setting.delay_s) == (24e9, 5e9, 1e-3)
+    assert [seat.node for seat in fake.job.seats] == [0, 1, 0, 1]
+
+
+def test_bench_gives_the_baseline_variables_of_its_own(monkeypatch):
+    fake = FakeRun()
+    variables = "NCCL_SOCKET_NTHREADS=4,NCCL_NSOCKS_PERTHREAD=4"
+    result = bench(
+        monkeypatch,
+        fake,
+        *("--device", "cuda", "--nodes", "2", "--ranks-per-node", "1", "--order", "cyclic"),
+        *("--baseline-env", variables),
+    )
+    assert result.exit_code == 0, result.output
+    ours, baseline = (fake.job.environment(process, ()) for process in (0, 2))
+    assert "NCCL_SOCKET_NTHREADS" not in ours
+    assert baseline["NCCL_SOCKET_NTHREADS"] == baseline["NCCL_NSOCKS_PERTHREAD"] == "4"
+    assert baseline["DEEPYTORCH_ENABLED"] == "0"
+    assert ours["RANK"] == baseline["RANK"] == "0"
+    assert fake.job.baseline_settings == dict.fromkeys(
+        ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"), "4"
+    )
+    assert type(fake.job).from_json(fake.job.to_json()) == fake.job
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--baseline-env", "A=1"], "--baseline-env needs processes of the baseline's own"),
+        (
+            ["--device", "cuda", "--nodes", "2", "--baseline-env", "A"],
+            "--baseline-env 'A': write NAME=VALUE",
+        ),
+        (["--link", "1gbit"], "--link is for emulated nodes: give --nodes too"),
+        (["--ranks-per-node", "4"], "--ranks-per-node is for emulated nodes"),
+        (["--nodes", "2", "--world-size", "3"], "--world-size 3 is not what the nodes have"),
+    ],
+)
+def test_bench_refuses_options_of_nodes_that_do_not_fit(monkeypatch, arguments, message):
+    result = bench(monkeypatch, FakeRun(), *arguments)
+    assert result.exit_code != 0
+    assert message in str(result.exception)
 
 
 def test_bench_table_has_the_columns_of_nccl_tests_and_ours(monkeypatch):
@@ -330,6 +394,19 @@ def test_report_shows_environment_adapter_and_options():
 
 
 # topology
+
+
+def test_topology_lists_rdma_adapters_and_what_nccl_is_told(tmp_path):
+    machine = json.loads((Path(__file__).parent / "data" / "machine_8_gpus.json").read_text())
+    machine["rdma"][1]["ports"][0] |= {"state": "ACTIVE", "rate_mbps": 25000}
+    machine["gpudirect"] = ""
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine))
+    result = invoke("topology", "--load", str(path))
+    assert result.exit_code == 0, result.output
+    assert "mlx5_1:1  mlx5_core  active  InfiniBand  25 Gbit/s" in result.stdout
+    assert "for NCCL   NCCL_IB_HCA==mlx5_0:1 (without mlx5_1)" in result.stdout
+    assert "remark: no kernel module gives RDMA adapters access to GPU memory" in result.stderr
 
 
 def test_topology_written_and_loaded_shows_the_same(tmp_path):

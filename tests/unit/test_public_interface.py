@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
     "ifname": None,
     "compile_budget_s": 120.0,
 }
-OUR_VARIABLES = {"DEEPYTORCH_CACHE_DIR", "DEEPYTORCH_CHUNK_BYTES"}
+OUR_VARIABLES = {"DEEPYTORCH_CACHE_DIR", "DEEPYTORCH_CHUNK_BYTES", "DEEPYTORCH_NCCL_TABLE"}
 COMMANDS: dict[str, dict[str, Any]] = {
     "build": {"--output": None, "--force": False},
     "run": {"--nproc-per-node": None, "--nnodes": None, "--module": False},
@@ -70,9 +70,17 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--sizes": "1K:64M",
         "--per-rank": False,
         "--dtype": "float32",
-        "--baseline": "gloo",
+        "--baseline": None,
         "--registered": False,
         "--direct": False,
+        "--nodes": 0,
+        "--ranks-per-node": "1",
+        "--link": "",
+        "--flow-cap": "",
+        "--delay": "",
+        "--order": "block",
+        "--baseline-env": "",
+        "--forecast": "",
         "--iterations": 0,
         "--json": None,
         "--plot": None,

@@ -1,0 +1,268 @@
+"""Before NCCL starts in a job of several nodes: measure the link once, and set what follows.
+
+Where every node has RDMA adapters that NCCL can use there is nothing to measure: what it is told of
+them each process reads off its own machine (`rdma`). Else NCCL goes by TCP.
+
+All ranks of the job come here when its default group is made. They learn over the store who shares
+a node; one rank of each node measures, nodes in pairs at the same time, as they will train; rank 0
+decides, and every rank does the same. Each step has a time limit: when something does not come, the
+verdict is to set nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepytorch_core import config, decisions
+from deepytorch_core.console import say_once
+from deepytorch_core.network import link as links
+from deepytorch_core.network import nccl_env, nccl_table, probe, rdma
+from deepytorch_core.network.nccl_env import Choice
+
+if TYPE_CHECKING:
+    from deepytorch_core.topology import Topology
+
+_HERE_LIMIT_S = 60.0
+# A probe, and what a node may be late for it.
+_RESULT_LIMIT_S = probe.LIMIT_S + 5.0
+_FILE = "network.json"
+_SIOCGIFADDR = 0x8915
+
+_done = False
+
+
+def before_nccl(store: Any, *, rank: int, size: int, measure: bool = True) -> None:
+    """Choose NCCL's settings for this job, together with all its ranks, once per process.
+
+    Args:
+        store: a torch Store with a key space of its own for this.
+        rank: this process's rank in the default group.
+        size: of the default group.
+        measure: False leaves it at what earlier jobs have measured.
+
+    Never raises for what a network or a machine can be: what can't be measured is not set, and a
+    line at option log=debug says why.
+    """
+    global _done
+    launched = config.launched()
+    alone = launched is not None and launched.local_size == launched.size == size
+    if _done or size == 1:
+        return
+    _done = True
+    choice = _of_table() if alone else _of_nodes(store, rank=rank, size=size, measure=measure)
+    if choice.settings:
+        config.set_for_nccl(choice.settings)
+        decisions.record("NCCL's settings", choice.text, "; ".join(choice.reasons))
+        say_once(f"NCCL: set {choice}; DEEPYTORCH_TUNE=off leaves it alone")
+
+
+def _of_nodes(store: Any, *, rank: int, size: int, measure: bool) -> Choice:
+    from deepytorch_core import topology  # loads the native core
+
+    machine = topology.discover()
+    has_rdma = _may_use_rdma(machine)
+    choice = together(store, rank=rank, size=size, measure=measure, has_rdma=has_rdma)
+    return choice + rdma.choose(machine, set(config.nccl_settings()))
+
+
+def _of_table() -> Choice:
+    """What makes NCCL go by the table of measured choices, if there is one that can be used."""
+    try:
+        return nccl_table.choose(config.cache_dir() / nccl_table.FILE, set(config.nccl_settings()))
+    except (OSError, RuntimeError, ValueError) as error:
+        say_once(f"NCCL chooses algorithms by itself: {error}", level="warning")
+        return Choice()
+
+
+def together(
+    store: Any, *, rank: int, size: int, measure: bool = True, has_rdma: bool = False
+) -> Choice:
+    """What all ranks set in common: for TCP, and the table where it is the same everywhere.
+
+    The part of `before_nccl` that sets nothing.
+    """
+    table = _of_table()
+    here = {
+        "node": _node(),
+        "set": sorted(config.nccl_settings()),
+        "rdma": has_rdma,
+        "table": _digest(table),
+    }
+    store.set(f"here/{rank}", json.dumps(here))
+    try:
+        if rank == 0:
+            store.set("plan", json.dumps(_plan(store, size)))
+        plan = json.loads(_wait(store, "plan", _HERE_LIMIT_S + 5))
+        for number, pair in enumerate(plan["pairs"]):
+            if rank in pair:
+                _measure(store, number, is_receiver=rank == pair[0], measure=measure)
+        verdict = _judge(store, plan) if rank == 0 else _wait(store, "verdict", 2 * _RESULT_LIMIT_S)
+    except (RuntimeError, OSError, ValueError) as error:
+        say_once(f"the network was not measured: {error}", level="debug")
+        verdict = json.dumps({"settings": {}, "reasons": []})
+    # The first verdict stands: ranks with different settings could not talk to each other.
+    final = json.loads(store.compare_set("verdict", "", verdict).decode())
+    choice = Choice(final["settings"], tuple(final["reasons"]))
+    return choice + table if final.get("table") else choice
+
+
+def _digest(table: Choice) -> str:
+    """Equal for equal tables; "" where there is none to go by."""
+    path = table.settings.get("DEEPYTORCH_NCCL_TABLE")
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
+def _may_use_rdma(machine: Topology) -> bool:
+    return bool(rdma.usable(machine)) and not rdma.SWITCHED_OFF & set(config.nccl_settings())
+
+
+def _node() -> str:
+    """Equal for the processes that share a network: this boot of the machine, this namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip()}/{Path('/proc/self/ns/net').readlink()}"
+
+
+def _plan(store: Any, size: int) -> dict[str, Any]:
+    keys = [f"here/{rank}" for rank in range(size)]
+    store.wait(keys, timedelta(seconds=_HERE_LIMIT_S))
+    ranks = [json.loads(text) for text in store.multi_get(keys)]
+    by_rdma = all(rank["rdma"] for rank in ranks)
+    pairs = [] if by_rdma else plan_for([rank["node"] for rank in ranks])
+    tables = {rank["table"] for rank in ranks}
+    return {
+        "pairs": pairs,
+        "set": sorted({name for rank in ranks for name in rank["set"]}),
+        "table": len(tables) == 1 and "" not in tables,
+    }
+
+
+def plan_for(nodes: Sequence[str]) -> list[list[int]]:
+    """Pairs of ranks that measure: the first rank of each node, given the node of each rank.
+
+    Neighbours, each node once; the last of an odd number stays out. None on a single node.
+    """
+    leaders = list({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values())
+    leaders.sort()
+    return [list(pair) for pair in zip(leaders[::2], leaders[1::2], strict=False)]
+
+
+def _measure(store: Any, number: int, *, is_receiver: bool, measure: bool) -> None:
+    """One side's part of a pair; the receiver puts the result, or why there is none."""
+    address = own_address()
+    store.set(f"address/{number}/{int(is_receiver)}", address)
+    theirs = _wait(store, f"address/{number}/{int(not is_receiver)}", _RESULT_LIMIT_S)
+    free_cores = _free_cores()
+    if not is_receiver:
+        offer = json.loads(_wait(store, f"offer/{number}", _RESULT_LIMIT_S))
+        if offer:
+            # What went wrong here the receiver notices too, and reports.
+            try:
+                probe.send((theirs, offer["port"]), bytes.fromhex(offer["secret"]), free_cores)
+            except probe.ProbeError as error:
+                say_once(f"probe of the network: {error}", level="debug")
+        return
+    key = "/".join(sorted([f"{address}@{_node()}", theirs]))
+    path = config.cache_dir() / _FILE
+    known = None if config.current().tune == "force" else links.recall(path, key)
+    if known is not None or not measure:
+        store.set(f"offer/{number}", json.dumps({}))
+        _put(store, number, {"link": known.to_dict()} if known else {"error": "not measured yet"})
+        return
+    try:
+        server = probe.listen(address)
+        secret = secrets.token_bytes(32)
+        offer = {"port": server.getsockname()[1], "secret": secret.hex()}
+        store.set(f"offer/{number}", json.dumps(offer))
+        found = probe.receive(server, secret, free_cores)
+    except (probe.ProbeError, OSError) as error:
+        store.set(f"offer/{number}", json.dumps({}))
+        _put(store, number, {"error": f"{address} from {theirs}: {error}"})
+        return
+    links.remember(path, key, found)
+    _put(store, number, {"link": found.to_dict()})
+
+
+def _put(store: Any, number: int, result: dict[str, Any]) -> None:
+    store.set(f"result/{number}", json.dumps(result))
+
+
+def _judge(store: Any, plan: dict[str, Any]) -> str:
+    """Rank 0's verdict as JSON; without a measurement of every pair the links say nothing."""
+    found = []
+    for number in range(len(plan["pairs"])):
+        result = json.loads(_wait(store, f"result/{number}", _RESULT_LIMIT_S))
+        if "error" in result:
+            say_once(f"the network was not measured: {result['error']}", level="debug")
+        else:
+            found.append(links.Link.from_dict(result["link"]))
+    complete = found and len(found) == len(plan["pairs"])
+    choice = nccl_env.for_sockets(links.worst(found), set(plan["set"])) if complete else Choice()
+    return json.dumps(
+        {
+            "settings": dict(choice.settings),
+            "reasons": choice.reasons,
+            "table": plan["table"],
+        }
+    )
+
+
+def _wait(store: Any, key: str, limit_s: float) -> str:
+    """The key's value; RuntimeError (torch's DistStoreError) when it does not come in time."""
+    store.wait([key], timedelta(seconds=limit_s))
+    text: str = store.get(key).decode()
+    return text
+
+
+def _free_cores() -> float:
+    from deepytorch_core import _core
+
+    return _core.usable_cores() / config.local_world_size()
+
+
+def own_address() -> str:
+    """The address of the interface that carries the job.
+
+    Option `ifname`, else NCCL's own choice by NCCL_SOCKET_IFNAME, else the one that leads to the
+    rendezvous store or, without one, into the world. Raises OSError when there is none.
+    """
+    asked = config.current().ifname or config.nccl_settings().get("NCCL_SOCKET_IFNAME", "")
+    name = matching_interface(asked, [name for _, name in socket.if_nameindex()])
+    if name is not None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
+    host, port = config.rendezvous_address() or ("192.0.2.1", 9)
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect(address)  # sends nothing
+        found: str = asking.getsockname()[0]
+    if found.startswith("127.") or found == "::1":
+        raise OSError(
+            f"the route to {host} leads back into this machine: name the interface between the "
+            "nodes with option ifname"
+        )
+    return found
+
+
+def matching_interface(asked: str, names: Sequence[str]) -> str | None:
+    """The first of `names` that NCCL_SOCKET_IFNAME=`asked` means; None for what excludes only.
+
+    "eth" is a prefix, "=eth0" a whole name, "^lo" what it is not.
+    """
+    if not asked or asked.startswith("^"):
+        return None
+    whole = asked.startswith("=")
+    for wanted in asked.lstrip("=").split(","):
+        for name in names:
+            if name == wanted or (not whole and name.startswith(wanted)):
+                return name
+    return None

@@ -1,0 +1,197 @@
+"""Interfaces, addresses and rates inside the namespaces, set over netlink by pyroute2.
+
+Rates are the kernel's HTB. With a cap per flow, TCP flows are spread over leaves by bits 1 to 4 of
+both ports (bit 0 is left out: the kernel's own choice of ports prefers one parity). Flows with
+equal bits share one cap: of the flows to one listener every sixteenth pair, so 8 flows carry 6.5
+caps on average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core.testing.emulation.namespaces import EmulationError
+
+INTERFACE = "eth0"  # of a node
+SUBNET = "10.77"
+SUBNET6 = "fd00:77::"
+BRIDGE = "br0"
+_IFA_F_NODAD = 0x02
+_IP, _IPV6, _TCP = 0x0800, 0x86DD, 6
+_ROOT_CLASS, _DEFAULT_CLASS, _FIRST_LEAF = 0x10001, 0x10002, 0x10010
+# What an idle link lets through at once: little, lest small messages seem faster than the link, but
+# as much as passes while the kernel's timer is late.
+_BURST_S, _MIN_BURST_BYTES = 60e-6, 15000
+_PORT_BITS = 4
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+_OFFLOADS = 0x01 | 0x02 | 0x04 | 0x08  # checksums, TCP segmentation for IPv4 and IPv6, its ECN
+
+
+def address(host: int) -> str:
+    """The IPv4 address of a node by its number, or of the switch."""
+    return f"{SUBNET}.{host // 250}.{host % 250 + 1}"
+
+
+def address6(host: int) -> str:
+    return f"{SUBNET6}{host + 1:x}"
+
+
+def netlink() -> Any:
+    """pyroute2's connection to the namespace of the calling thread; a context manager."""
+    try:
+        from pyroute2 import IPRoute
+    except ImportError as error:
+        raise EmulationError(
+            "emulated nodes need the package pyroute2: pip install pyroute2"
+        ) from error
+    return IPRoute()
+
+
+def make_switch() -> None:
+    """Makes the bridge that joins the cables, in the namespace of the calling thread."""
+    with netlink() as ip:
+        _up(ip, "lo")
+        # Without a forwarding delay: no spanning tree, the cables form none but stars.
+        ip.link("add", ifname=BRIDGE, kind="bridge", br_forward_delay=0, br_stp_state=0)
+        _up(ip, BRIDGE)
+
+
+def make_veth(ports: dict[str, int]) -> None:
+    """Cables as veth pairs: `ports` names the switch's end, and gives the node's namespace."""
+    with netlink() as ip:
+        for port, namespace in ports.items():
+            peer = {"ifname": INTERFACE, "net_ns_fd": namespace}
+            ip.link("add", ifname=port, kind="veth", peer=peer)
+
+
+def make_tap(name: str) -> int:
+    """A TAP interface in the namespace of the calling thread; it lives as long as the descriptor.
+
+    Raises EmulationError where the machine has no such interfaces.
+    """
+    try:
+        descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+        flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
+        fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _OFFLOADS)
+    except OSError as error:
+        raise EmulationError(
+            f"an emulated delay needs TAP interfaces through /dev/net/tun ({error}): load the "
+            "kernel module tun, or leave the delay out"
+        ) from error
+    return descriptor
+
+
+def plug_in(port: str) -> None:
+    """Joins the switch's end of a cable to the bridge."""
+    with netlink() as ip:
+        (bridge,) = ip.link_lookup(ifname=BRIDGE)
+        ip.link("set", index=_index(ip, port), master=bridge, state="up")
+
+
+def pull_out(port: str) -> None:
+    """Takes the cable's end out of the bridge: the node's link stays up, and nothing arrives."""
+    with netlink() as ip:
+        ip.link("set", index=_index(ip, port), master=0)
+
+
+def set_state(port: str, *, up: bool) -> None:
+    """Takes the carrier of the node's link away, or gives it back."""
+    with netlink() as ip:
+        ip.link("set", index=_index(ip, port), state="up" if up else "down")
+
+
+def set_up_host(interface: str, number: int, congestion_controls: Sequence[str]) -> str:
+    """Addresses and the congestion control of the calling thread's namespace.
+
+    Returns the first of `congestion_controls` that the machine allows namespaces.
+    """
+    with netlink() as ip:
+        _up(ip, "lo")
+        index = _index(ip, interface)
+        ip.addr("add", index=index, address=address(number), prefixlen=16)
+        # Without duplicate detection, which holds an address back for a second.
+        ip.addr("add", index=index, address=address6(number), prefixlen=64, flags=_IFA_F_NODAD)
+        ip.link("set", index=index, state="up")
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    for name in congestion_controls:
+        # Some machines keep all but reno from namespaces.
+        with contextlib.suppress(OSError):
+            control.write_text(name)
+            break
+    return control.read_text().strip()
+
+
+def limit(interface: str, rate_bps: float, flow_cap_bps: float | None = None) -> None:
+    """Limits what the interface sends, in bits per second: in sum and, if asked, each TCP flow."""
+    total = int(rate_bps / 8)
+    with netlink() as ip:
+        index = _index(ip, interface)
+        ip.tc("add", "htb", index, handle="1:", default=_DEFAULT_CLASS & 0xFFFF)
+        _add_class(ip, index, _ROOT_CLASS, 0x10000, (total, total))
+        _add_class(ip, index, _DEFAULT_CLASS, _ROOT_CLASS, (total, total))
+        if flow_cap_bps is not None:
+            _cap_flows(ip, index, total, int(flow_cap_bps / 8))
+
+
+def _cap_flows(ip: Any, index: int, total: int, cap: int) -> None:
+    steps = range(1 << _PORT_BITS)
+    leaf = _FIRST_LEAF
+    # Children get their own `rate` even beyond the parent's: they must borrow all but a little.
+    guaranteed = max(1000, total // (64 * len(steps) ** 2))
+    mask = ((1 << _PORT_BITS) - 1) << 1  # of a port's low byte
+    for source in steps:
+        for target in steps:
+            _add_class(ip, index, leaf, _ROOT_CLASS, (guaranteed, cap))
+            # Where the header has its next protocol, and where the ports begin.
+            for protocol, next_header, ports in ((_IP, 9, 20), (_IPV6, 6, 40)):
+                matches = [
+                    f"{_TCP}/0xff+{next_header}",
+                    f"{source << 1:#x}/{mask:#x}+{ports + 1}",
+                    f"{target << 1:#x}/{mask:#x}+{ports + 3}",
+                ]
+                ip.tc(
+                    "add-filter",
+                    "u32",
+                    index,
+                    parent=0x10000,
+                    prio=1 if protocol == _IP else 2,
+                    protocol=protocol,
+                    target=leaf,
+                    keys=matches,
+                )
+            leaf += 1
+
+
+def _add_class(ip: Any, index: int, handle: int, parent: int, rates: tuple[int, int]) -> None:
+    rate, ceiling = rates  # bytes per second
+    ip.tc(
+        "add-class",
+        "htb",
+        index,
+        handle,
+        parent=parent,
+        rate=rate,
+        ceil=ceiling,
+        burst=max(_MIN_BURST_BYTES, int(rate * _BURST_S)),
+        cburst=max(_MIN_BURST_BYTES, int(ceiling * _BURST_S)),
+        quantum=60000,
+    )
+
+
+def _up(ip: Any, name: str) -> None:
+    ip.link("set", index=_index(ip, name), state="up")
+
+
+def _index(ip: Any, name: str) -> int:
+    found = ip.link_lookup(ifname=name)
+    if not found:
+        raise EmulationError(f"the emulated network has no interface {name} (any more)")
+    return int(found[0])

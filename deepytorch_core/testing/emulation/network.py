@@ -1,0 +1,219 @@
+"""Nodes in network namespaces, joined by cables to a switch; see the package's docstring."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from deepytorch_core import config
+from deepytorch_core.testing.emulation import links, namespaces
+from deepytorch_core.testing.emulation.namespaces import EmulationError
+from deepytorch_core.testing.emulation.setting import Seat, Setting
+
+_RELAY = Path(__file__).with_name("relay.py")
+# The first that the machine allows. BBR, the default of some machines, paces by its own estimate
+# and leaves half of an HTB link idle; these two fill it.
+_CONGESTION_CONTROLS = ("cubic", "reno")
+_MAX_NODES = 64
+_SWITCH_NUMBER = 15000  # beyond every node's: the address of the switch, where stores are served
+
+T = TypeVar("T")
+
+
+class Network:
+    """`num_nodes` emulated nodes and the switch between them; a context manager.
+
+    Everything ends with `close`, and with this process even when it is killed: nothing has a name
+    outside. Each network is apart from all others, and from the machine's own.
+
+    Raises EmulationError, naming what is missing, where nodes cannot be emulated.
+    """
+
+    def __init__(self, num_nodes: int, setting: Setting | None = None) -> None:
+        if not 1 <= num_nodes <= _MAX_NODES:
+            raise EmulationError(f"1 to {_MAX_NODES} nodes can be emulated, not {num_nodes}")
+        self.num_nodes = num_nodes
+        self.setting = setting or Setting()
+        self.congestion_control = ""
+        self._relay: subprocess.Popen[bytes] | None = None
+        self._namespaces: list[int] = []
+        try:
+            self._switch = self._new_namespace()
+            self._nodes = [self._new_namespace() for _ in range(num_nodes)]
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of everything; what still runs inside keeps its namespace until it ends."""
+        if self._relay is not None:
+            assert self._relay.stdin is not None
+            self._relay.stdin.close()
+            self._relay.wait()
+            self._relay = None
+        while self._namespaces:
+            os.close(self._namespaces.pop())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is emulated, for records."""
+        return {**self.setting.to_dict(), "congestion_control": self.congestion_control}
+
+    def address(self, node: int) -> str:
+        """The node's IPv4 address."""
+        return links.address(node)
+
+    def address6(self, node: int) -> str:
+        """The node's IPv6 address."""
+        return links.address6(node)
+
+    @property
+    def switch_address(self) -> str:
+        """Where a store served by `on_switch` is found from every node."""
+        return links.address(_SWITCH_NUMBER)
+
+    def descriptor(self, node: int) -> int:
+        """The node's namespace, to be entered by a process of one's own; valid until `close`."""
+        return self._nodes[node]
+
+    def environment(self, node: int) -> dict[str, str]:
+        """What programs on the node need to know: which interface, and that it is a host."""
+        return {
+            "GLOO_SOCKET_IFNAME": links.INTERFACE,
+            "NCCL_SOCKET_IFNAME": links.INTERFACE,
+            "NCCL_HOSTID": f"deepytorch-node-{node}",
+            "DEEPYTORCH_IFNAME": links.INTERFACE,
+        }
+
+    def run(self, node: int, function: Callable[[], T]) -> T:
+        """Calls `function` in a thread on the node: sockets that it makes belong there."""
+        return namespaces.run_inside(self._nodes[node], function)
+
+    def on_switch(self, function: Callable[[], T]) -> T:
+        """Calls `function` in a thread at the switch, which no node's failure takes away."""
+        return namespaces.run_inside(self._switch, function)
+
+    def start(self, node: int, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        """`subprocess.Popen` on the node; `env` gets the node's variables in addition."""
+        env = {**settings.pop("env", config.child_environment()), **self.environment(node)}
+        return namespaces.run_inside(
+            self._nodes[node],
+            lambda: subprocess.Popen(command, env=env, **settings),
+            private_sysfs=True,
+        )
+
+    def set_link(self, node: int, *, up: bool) -> None:
+        """Takes the carrier of the node's link away, as a pulled cable does, or gives it back."""
+        self.on_switch(lambda: links.set_state(_port(node), up=up))
+
+    def set_blackhole(self, node: int, on: bool) -> None:
+        """Loses all that goes to and from the node while its link stays up, or stops that."""
+        change = links.pull_out if on else links.plug_in
+        self.on_switch(lambda: change(_port(node)))
+
+    def _new_namespace(self) -> int:
+        made = namespaces.create()
+        self._namespaces.append(made)
+        return made
+
+    def _build(self) -> None:
+        ports = {_port(node): namespace for node, namespace in enumerate(self._nodes)}
+        with _named_errors():
+            self.on_switch(links.make_switch)
+            if self.setting.delay_s:
+                self._make_taps()
+            else:
+                self.on_switch(lambda: links.make_veth(ports))
+            self._set_up()
+
+    def _set_up(self) -> None:
+        setting = self.setting
+
+        def at_switch() -> None:
+            for node in range(self.num_nodes):
+                links.plug_in(_port(node))
+                if setting.rate_bps is not None:
+                    links.limit(_port(node), setting.rate_bps)
+            self.congestion_control = links.set_up_host(
+                links.BRIDGE, _SWITCH_NUMBER, _CONGESTION_CONTROLS
+            )
+
+        for node in range(self.num_nodes):
+            self.run(node, lambda node=node: self._set_up_node(node))  # type: ignore[misc]
+        self.on_switch(at_switch)
+
+    def _set_up_node(self, node: int) -> None:
+        links.set_up_host(links.INTERFACE, node, _CONGESTION_CONTROLS)
+        if self.setting.rate_bps is not None:
+            links.limit(links.INTERFACE, self.setting.rate_bps, self.setting.flow_cap_bps)
+
+    def _make_taps(self) -> None:
+        with contextlib.ExitStack() as stack:
+            descriptors: list[int] = []
+
+            def make(name: str) -> None:
+                descriptors.append(links.make_tap(name))
+                stack.callback(os.close, descriptors[-1])
+
+            for node in range(self.num_nodes):
+                self.run(node, lambda: make(links.INTERFACE))
+                self.on_switch(lambda node=node: make(_port(node)))  # type: ignore[misc]
+            # Isolated: it needs no package, and must not find ours beside it.
+            command = [sys.executable, "-I", "-S", str(_RELAY), f"{self.setting.delay_s * 1e6:.0f}"]
+            self._relay = subprocess.Popen(
+                [*command, *map(str, descriptors)],
+                stdin=subprocess.PIPE,
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends it
+            )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A network, and where on it each rank of a job lives."""
+
+    network: Network
+    seats: list[Seat]
+
+    def namespace(self, rank: int) -> int:
+        """The descriptor of the rank's node."""
+        return self.network.descriptor(self.seats[rank].node)
+
+
+def missing_privilege() -> str | None:
+    """Why this process may not make nodes; None if it may, whatever else could be missing."""
+    try:
+        os.close(namespaces.create())
+    except EmulationError as error:
+        return str(error)
+    return None
+
+
+def _port(node: int) -> str:
+    return f"p{node}"
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Errors of the kernel as ours, saying what could not be emulated."""
+    try:
+        yield
+    except EmulationError:
+        raise
+    except Exception as error:  # pyroute2's NetlinkError has no base of its own to name here
+        raise EmulationError(
+            f"the kernel refused a part of the emulated network ({error}): it needs bridges, veth "
+            "and, for rates, sch_htb and cls_u32"
+        ) from error
