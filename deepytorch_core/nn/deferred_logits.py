@@ -14,7 +14,16 @@ import torch
 
 _DESCRIPTIONS = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "grad_fn")
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "layout",
+        "grad_fn",
+    )
 } | {
     torch.Tensor.size,
     torch.Tensor.dim,

@@ -34,8 +34,8 @@ class _Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the head is a matrix product and no more, hooks included."""
-        return type(self.head) is nn.Linear
+        """Whether the head is a matrix product and no more."""
+        return is_linear(self.head)
 
 
 def linear_cross_entropy_sum(
@@ -79,6 +79,11 @@ def linear_cross_entropy_sum(
     call = forward or head.forward
     total: torch.Tensor = _AnyHead.apply(hidden, targets, call, plan, *parameters)  # type: ignore[no-untyped-call]
     return total
+
+
+def is_linear(head: nn.Module) -> bool:
+    """Whether a head is nn.Linear's matrix product; sharding derives classes that still are."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 
 def chunk_size(head: nn.Module, device: torch.device) -> int:
