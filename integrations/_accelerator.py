@@ -29,8 +29,8 @@ _FLAG = "deepytorch"
 def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bool = False) -> bool:
     """Put deepytorch under an Accelerator, once; False if it is off.
 
-    Collective over the default group, if there is one. Options of the DeepSpeed configuration's own flag are in
-    force too; `given` wins over them.
+    Collective over the default group, if there is one. Options of the DeepSpeed configuration's
+    own flag are in force too; `given` wins over them.
 
     Args:
         accelerator: the Accelerator, its process group initialised.
@@ -71,7 +71,7 @@ def _apply_alone(accelerator: Any, given: Mapping[str, Any], adapter: str) -> bo
         options = config.Options.from_mapping(given, base=config.current())
     except ValueError as error:
         raise _contract.IntegrationError(f"{adapter}: {error}") from None
-    if not options.enabled or not config.Options.from_env().enabled:
+    if options.kernels == "off" or not (options.enabled and config.Options.from_env().enabled):
         return False
     changes = _contract.Changes()
     changes.set(accelerator, "prepare", _kernels.preparing(accelerator, options, changes))

@@ -2,10 +2,10 @@
 
 Two seams of one model object: the forward of its output head, which in training with labels returns
 `DeferredLogits`, and its `loss_function`, which computes the loss from what stands behind them. So
-the model's own forward stays, whatever its class, and whoever reads the logits gets the stock ones:
-a metric, a custom loss, a model that scales them first. Evaluation, generation and calls without
-labels run stock. The head is called as a module for the loss, so FSDP2 and ZeRO-3 gather its weights
-then; tied and LoRA-wrapped heads are differentiated as they are.
+the model's own forward stays, whatever its class, and whoever reads the logits gets stock's: a
+metric, a custom loss, a model that scales them first. Evaluation, generation and calls without
+labels run stock. The head is called as a module for the loss, so FSDP2 and ZeRO-3 gather its
+weights then; tied and LoRA-wrapped heads are differentiated as they are.
 """
 
 from __future__ import annotations

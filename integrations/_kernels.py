@@ -1,7 +1,7 @@
 """Option `kernels` in the adapters: fused kernels for the models that a framework is handed.
 
 They come in before the framework wraps, shards or moves a model (`Accelerator.prepare`,
-`deepspeed.initialize`), as `deepytorch_core.nn.kernels` decides, and go out with the adapter's undo.
+`deepspeed.initialize`), as `deepytorch_core.nn.kernels` decides, and go out with its undo.
 """
 
 from __future__ import annotations

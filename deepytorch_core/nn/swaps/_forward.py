@@ -1,4 +1,4 @@
-"""A module's forward replaced on the instance, so that copies and checkpoints stay what they are."""
+"""A module's forward replaced on the instance: copies and checkpoints stay what they are."""
 
 from __future__ import annotations
 
