@@ -258,7 +258,12 @@ def _results(trial: Trial) -> tuple[Any, list[torch.Tensor | None]]:
 
 
 def _measured(place: Place, candidates: list[Candidate], trial: Trial, setting: Setting) -> str:
-    facts = {"autocast": str(setting.autocast), "device": setting.device.type, **place.facts}
+    facts = {
+        "autocast": str(setting.autocast),
+        "device": setting.device.type,
+        "kernels": [candidate.name for candidate in candidates],
+        **place.facts,
+    }
     decision = guard.choose(place.what, candidates, trial, facts=facts)
     if decision.chosen != STOCK or not place.saves_memory:
         return decision.chosen
