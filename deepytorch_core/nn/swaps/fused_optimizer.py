@@ -2,6 +2,12 @@
 
 Adam, AdamW and SGD take `fused=True`; a training that did not ask is switched in place, with its
 state. What somebody chose with foreach= or fused= stays.
+
+NOTE [Strides]. torch's fused kernels walk a parameter, its gradient and its state as flat memory
+and don't check that their strides agree: where they differ the update is silently wrong, which it
+is not in the other forms. They differ after a state of other strides was loaded, or where gradients
+were assigned. So a state is laid out like its parameter when it comes in, and gradients are
+compared before each step.
 """
 
 from __future__ import annotations
@@ -81,11 +87,15 @@ class Fused(Kernel):
         before = [group.get("fused") for group in target.param_groups]
         default = target.defaults.get("fused")
         _set(target, [True] * len(before), True)
-        # Another checkpoint's groups would put the former setting in force again.
-        handle = target.register_load_state_dict_post_hook(_set_again)
+        handles = [
+            # Another checkpoint's groups would put the former setting in force again.
+            target.register_load_state_dict_post_hook(_set_again),
+            target.register_step_pre_hook(match_gradients),
+        ]
 
         def undo() -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             padding = [default] * (len(target.param_groups) - len(before))
             _set(target, [*before, *padding], default)
 
@@ -94,6 +104,24 @@ class Fused(Kernel):
 
 def _set_again(optimizer: Any) -> None:
     _set(optimizer, [True] * len(optimizer.param_groups), True)
+
+
+def match_gradients(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+    """A step pre-hook: lay out gradients like their parameters. See NOTE [Strides]."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def match_state(optimizer: Any) -> None:
+    """Lay out an optimizer's state like the parameters. See NOTE [Strides]."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if like and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _set(optimizer: Any, values: list[Any], default: Any) -> None:
@@ -109,6 +137,7 @@ def _set(optimizer: Any, values: list[Any], default: Any) -> None:
                 where = parameter.device if on_device else torch.device("cpu")
                 state["step"] = state["step"].to(where, torch.float32)
     if any(values):
+        match_state(optimizer)
         # A GradScaler hands its factor to the kernel, in place of a pass over the gradients.
         optimizer._step_supports_amp_scaling = True
         optimizer._need_device_dtype_check_for_fused = True
