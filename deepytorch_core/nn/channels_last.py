@@ -4,6 +4,7 @@ The policy for models whose weights are largely those of 2-D convolutions. Which
 depends on device, dtype and image size, so it is tried on the training's own first batch, before
 the first optimizer step, and kept only if the results are the same and the step is faster. Weights
 keep names, shapes and values; their strides change, in checkpoints too, which load anywhere.
+Dropout fills its mask in the order of memory, so the same random numbers fall on other elements.
 """
 
 from __future__ import annotations
