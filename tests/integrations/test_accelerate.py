@@ -307,6 +307,7 @@ def test_in_a_single_process_only_the_model_is_looked_at() -> None:
         accelerator = adapter.DeepytorchAccelerator(cpu=True, deepytorch_plugin=plugin)
         assert not any("deepytorch" in name for name in vars(accelerator))
         assert not adapter.undo(accelerator)
+    with process_state():
         accelerator = adapter.DeepytorchAccelerator(cpu=True)
         assert "prepare" in vars(accelerator)
         assert adapter.undo(accelerator)
