@@ -4,8 +4,9 @@ Two seams of one model object: the forward of its output head, which in training
 `DeferredLogits`, and its `loss_function`, which computes the loss from what stands behind them. So
 the model's own forward stays, whatever its class, and whoever reads the logits gets stock's: a
 metric, a custom loss, a model that scales them first. Evaluation, generation and calls without
-labels run stock. The head is called as a module for the loss, so FSDP2 and ZeRO-3 gather its
-weights then; tied and LoRA-wrapped heads are differentiated as they are.
+labels run stock. The head is called as a module for the loss, so FSDP2 gathers its weights then;
+tied and LoRA-wrapped heads are differentiated as they are. ZeRO-3's hooks read whatever a module
+returns, so under it the stock loss stays.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deepytorch_core import decisions
 from deepytorch_core.nn.deferred_logits import DeferredLogits
 from deepytorch_core.nn.kernels import (
+    STOCK,
     Kernel,
     Place,
     Probe,
@@ -168,6 +171,7 @@ class HeadForward:
         self.head = head
         self.loss_sum = loss_sum
         self.armed = False
+        self.refused = False
 
     def __call__(
         self,
@@ -179,7 +183,7 @@ class HeadForward:
     ) -> Any:
         if targets is not None:
             return self.loss_sum(hidden, self.head, targets, ignore_index)
-        if not self.armed or args or kwargs or torch.compiler.is_compiling():
+        if not self.armed or args or kwargs or torch.compiler.is_compiling() or self._is_refused():
             return type(self.head).forward(self.head, hidden, *args, **kwargs)
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
@@ -190,6 +194,15 @@ class HeadForward:
             device=hidden.device,
             source=(self, hidden),
         )
+
+    def _is_refused(self) -> bool:
+        if not any(hasattr(one, "ds_id") for one in self.head.parameters()):
+            return False
+        if not self.refused:
+            self.refused = True
+            reason = "ZeRO-3 partitions the head, and its hooks read the logits"
+            decisions.record("loss", STOCK, reason)
+        return True
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""

@@ -1,0 +1,141 @@
+"""kernels under DDP, FSDP2 and ZeRO on two ranks: the head's weights are whole when they count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import deepytorch
+from deepytorch.integrations import _causal_loss as _causal_loss  # registers its kernels
+from deepytorch_core import config
+from deepytorch_core.config import Options
+from deepytorch_core.nn.deferred_logits import DeferredLogits
+from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.testing import spawn_ranks
+
+STEPS = 3
+
+
+def llama(*, tied: bool) -> Any:
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(sizes).train()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    ids = torch.randint(3, 90, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def swap(model: Any) -> None:
+    before = config.current()
+    config.set_current(Options(profile=None, log="error"))
+    try:
+        names = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on").names
+    finally:
+        config.set_current(before)
+    assert "chunked" in names.values()
+
+
+def train(call: Any, model: Any, *, ours: bool) -> list[Any]:
+    """Losses, and logits read after a step, of plain SGD on the parameters."""
+    found: list[Any] = []
+    for step in range(STEPS):
+        output = call(**batch(step))
+        assert isinstance(output.logits, DeferredLogits) == ours
+        output.loss.backward()
+        found.append(output.loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    # Whoever reads the logits gets them, whole weights and all.
+    output = call(**batch(0))
+    found.append(output.logits.detach().float().sum().item())
+    output.loss.backward()
+    return found
+
+
+def under_ddp_and_fsdp2(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, list[list[Any]]] = {}
+    for tied in (False, True):
+        for arm in (False, True):
+            model = llama(tied=tied)
+            if arm:
+                swap(model)
+            ddp = DistributedDataParallel(model)
+            found.setdefault(f"DDP, tied={tied}", []).append(train(ddp, model, ours=arm))
+            model = llama(tied=tied)
+            if arm:
+                swap(model)
+            for layer in model.model.layers:
+                fully_shard(layer)
+            if not tied:
+                fully_shard(model.lm_head)  # a unit of its own: its weights come and go by hooks
+            fully_shard(model)
+            found.setdefault(f"FSDP2, tied={tied}", []).append(train(model, model, ours=arm))
+    return found
+
+
+def test_kernels_under_ddp_and_fsdp2_train_as_stock() -> None:
+    for found in spawn_ranks(under_ddp_and_fsdp2, 2, backend="gloo"):
+        for name, (stock, ours) in found.items():
+            assert ours == pytest.approx(stock, rel=1e-5), name
+
+
+def under_zero(rank: int, world_size: int, stage: int) -> list[Any]:
+    import deepspeed
+
+    deepytorch.deactivate()
+    dist.init_process_group("gloo")
+    found = []
+    for arm in (False, True):
+        section: dict[str, Any] = {"deepytorch": {"enabled": True, "kernels": "on", "log": "error"}}
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+            **(section if arm else {}),
+        }
+        if arm:
+            deepytorch.activate(log="error")
+        model = llama(tied=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        losses: list[Any] = []
+        for step in range(STEPS):
+            output = engine(**batch(step))
+            # ZeRO-3's hooks read what the head returns, so there the stock loss stays.
+            assert isinstance(output.logits, DeferredLogits) == (arm and stage != 3)
+            engine.backward(output.loss)
+            engine.step()
+            losses.append(output.loss.item())
+        output = engine(**batch(0))
+        losses.append(output.logits.detach().float().sum().item())
+        losses.append(bool(optimizer.param_groups[0]["fused"]))
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_kernels_under_zero_train_as_stock(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    for stock, ours in spawn_ranks(under_zero, 2, stage, fresh=True):
+        assert ours[:-1] == pytest.approx(stock[:-1], rel=1e-4)
+        assert (stock[-1], ours[-1]) == (False, True)
