@@ -231,7 +231,7 @@ class LossFromHidden:
         **kwargs: Any,
     ) -> torch.Tensor:
         if not isinstance(logits, DeferredLogits) or logits.shape[-1] != vocab_size:
-            return self.original(
+            found: torch.Tensor = self.original(
                 logits=logits,
                 labels=labels,
                 vocab_size=vocab_size,
@@ -240,6 +240,7 @@ class LossFromHidden:
                 shift_labels=shift_labels,
                 **kwargs,
             )
+            return found
         forward, hidden = logits.source
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -248,10 +249,11 @@ class LossFromHidden:
             hidden.flatten(0, -2), targets=targets, ignore_index=ignore_index
         )
         if num_items_in_batch is None:
-            return loss / (targets != ignore_index).sum()
+            num_items_in_batch = (targets != ignore_index).sum()
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss / num_items_in_batch
+        mean: torch.Tensor = loss / num_items_in_batch
+        return mean
 
 
 class Arm:

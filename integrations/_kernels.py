@@ -17,6 +17,7 @@ from torch import nn
 
 from deepytorch_core import decisions
 from deepytorch_core.config import Options
+from deepytorch_core.nn import channels_last
 from deepytorch_core.nn.kernels import STOCK, Setting, apply_kernels
 
 from . import _causal_loss as _causal_loss  # registers its kernels
@@ -55,6 +56,8 @@ def apply(
         )
         own = _contract.Changes()
         own.on_undo(apply_kernels(setting, options.kernels).undo)
+        if channels_last.is_convolutional(model):
+            own.on_undo(channels_last.choose(model, setting.optimizers, mode=options.kernels))
         _contract.mark(model, _NAME, own)
         changes.on_undo(functools.partial(_undo, model))
 

@@ -38,6 +38,9 @@ def why_not(model: nn.Module) -> str | None:
         return f"{share:.0%} of the parameters are 2-D convolutions"
     if any(hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in model.parameters()):
         return "its parameters are sharded, so they have no layout of their own"
+    if any(one.untyped_storage().nbytes() > one.nbytes for one in model.parameters()):
+        # Of ZeRO or of FSDP1: given other memory, a parameter would no longer be what is updated.
+        return "its parameters are parts of a flat buffer"
     weights = [one.weight for one in convolutions]
     if any(w.is_contiguous(memory_format=_TO) and not w.is_contiguous() for w in weights):
         return "it is in channels_last already"
@@ -155,6 +158,11 @@ class _FirstBatch:
         if self._layout is None or not (model.training and torch.is_grad_enabled()):
             return None
         layout, self._layout = self._layout, None
+        # A framework may have sharded or flattened it since.
+        reason = guard.Ranks(NAME).first_problem(why_not(model))
+        if reason is not None:
+            decisions.record(self._what, guard.STOCK, reason)
+            return None
 
         def run() -> Any:
             # The forward alone: hooks, ours among them, and wrappers are not what is tried.

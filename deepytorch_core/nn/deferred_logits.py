@@ -55,7 +55,7 @@ class DeferredLogits(torch.Tensor):
         source: Any,
     ) -> DeferredLogits:
         """Logits of a known shape and dtype, to be computed under the autocast in force now."""
-        deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, tuple(shape), dtype=dtype, device=device, requires_grad=False
         )
         deferred.source = source
@@ -72,13 +72,13 @@ class DeferredLogits(torch.Tensor):
             kind, dtype = self._autocast or ("cpu", None)
             with torch.autocast(kind, dtype=dtype, enabled=self._autocast is not None):
                 self._made = self._compute()
-        return self._made.to(_plain(self, torch.Tensor.dtype.__get__))
+        return self._made.to(_dtype_of(self))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(self.materialized())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.materialized().__reduce_ex__(protocol)
+        return self.materialized().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(
@@ -98,7 +98,7 @@ class DeferredLogits(torch.Tensor):
         return func(*_materialized(args), **_materialized(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -114,6 +114,11 @@ def _plain(deferred: DeferredLogits, func: Callable[..., Any], *args: Any, **kwa
         return func(deferred, *args, **kwargs)
 
 
+def _dtype_of(deferred: DeferredLogits) -> torch.dtype:
+    with torch._C.DisableTorchFunctionSubclass():
+        return deferred.dtype
+
+
 def _cast(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> torch.dtype | None:
@@ -126,7 +131,7 @@ def _cast(
 
 
 def _recast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits:
-    if dtype == _plain(deferred, torch.Tensor.dtype.__get__):
+    if dtype == _dtype_of(deferred):
         return deferred
     return DeferredLogits.make(
         deferred.materialized,

@@ -179,7 +179,8 @@ def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
 
 def _able(place: Place, setting: Setting, ranks: Ranks) -> list[Kernel]:
     """The kernels that can serve on every rank; the others are reported."""
-    able, dropped = [], {}
+    able: list[Kernel] = []
+    dropped: dict[str, str] = {}
     for kernel in _kernels.values():
         if kernel.kind == place.kind:
             problem = ranks.first_problem(kernel.why_not(place, setting))
@@ -232,7 +233,7 @@ def _first_exact(place: Place, candidates: list[Candidate], trial: Trial) -> str
     """The first candidate that computes the same on every rank; nothing is measured."""
     ranks = Ranks("kernels")
     stock = _results(trial)
-    dropped = {}
+    dropped: dict[str, str] = {}
     for candidate in candidates:
         try:
             candidate.apply()

@@ -139,16 +139,17 @@ class _PlainHead(torch.autograd.Function):
         ]
         with torch.autocast(device, enabled=False):
             loss = _run_plain(inputs, targets, plan, sums)
+        given = [hidden, weight] + ([] if bias is None else [bias])
         found = [
             None if total is None else total.to(like.dtype)
-            for total, like in zip(sums, (hidden, weight, bias), strict=False)
+            for total, like in zip(sums, given, strict=True)
         ]
         _keep(ctx, [*found, None] if bias is None else found)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return (*_scaled(ctx, gradient), None, None)
 
 
@@ -230,7 +231,7 @@ class _AnyHead(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         by_hidden, *by_parameters = _scaled(ctx, gradient)
         return (by_hidden, None, None, None, *by_parameters)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepytorch
 from deepytorch.integrations import _causal_loss as _causal_loss  # registers its kernels
-from deepytorch_core import config
+from deepytorch_core import config, decisions, guard
 from deepytorch_core.config import Options
+from deepytorch_core.nn import channels_last, kernels
 from deepytorch_core.nn.deferred_logits import DeferredLogits
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import Kernel, Place, Probe, Setting, apply_kernels
 from deepytorch_core.testing import spawn_ranks
 
 STEPS = 3
@@ -97,6 +99,104 @@ def test_kernels_under_ddp_and_fsdp2_train_as_stock() -> None:
     for found in spawn_ranks(under_ddp_and_fsdp2, 2, backend="gloo"):
         for name, (stock, ours) in found.items():
             assert ours == pytest.approx(stock, rel=1e-5), name
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = torch.nn.Conv2d(3, 8, 3)
+        self.second = torch.nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).mean((2, 3))
+
+
+def layout_under_ddp(rank: int, world_size: int, fused: bool, folder: Path) -> list[Any]:
+    """Weights after some steps, stock and with channels_last decided in the first of them."""
+    config.set_current(Options(profile=str(folder / "profile.json"), log="error"))
+    # Rank 0 alone would keep it: the slowest rank's times count.
+    times = {"stock": [2.0] * 5, "channels_last": [1.0 if fused or rank == 0 else 3.0] * 5}
+    found: list[Any] = []
+    for arm in (False, True):
+        model = Convolutions()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused or None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(guard, "interleaved", lambda arms, *_, **__: times)
+            if arm:
+                channels_last.choose(model, [optimizer])
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(STEPS):
+                loss = ddp(torch.randn(2, 3, 9, 9, generator=generator)).square().sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        found.append([one.detach().contiguous() for one in model.parameters()])
+        found.append(not model.second.weight.is_contiguous())
+    config.set_current(None)
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_kernels_channels_last_under_ddp_is_one_decision(fused: bool, tmp_path: Path) -> None:
+    """Also in the step of the switch, when DDP's buckets still have the former strides."""
+    for stock, _, ours, switched in spawn_ranks(
+        layout_under_ddp, 2, fused, tmp_path, backend="gloo"
+    ):
+        assert switched == fused
+        for a, b in zip(ours, stock, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Uneven(Kernel):
+    kind = "uneven"
+    name = "uneven"
+
+    def apply(self, target: Any, setting: Setting) -> Any:
+        target.scale = 1.0 + dist.get_rank()  # wrong on rank 1 alone
+        return lambda: setattr(target, "scale", 1.0)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.scale = 1.0
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * self.scale
+
+
+def one_rank_is_wrong(
+    rank: int, world_size: int, mode: str, folder: Path
+) -> tuple[dict[str, str], str, float]:
+    config.set_current(Options(profile=str(folder / "profile.json"), log="error"))
+    model, copied = Scaled(), Scaled()
+
+    def run() -> torch.Tensor:
+        made = copied()
+        made.sum().backward()
+        return made
+
+    place = Place(
+        kind="uneven", what="uneven", targets=(model,), probe=lambda: Probe(copied, copied, run)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_finders", {"uneven": lambda setting: [place]})
+        patch.setattr(kernels, "_kernels", {"uneven": Uneven()})
+        names = apply_kernels(Setting(model=model, device=torch.device("cpu")), mode).names
+    config.set_current(None)
+    return names, str(decisions.made()[-1]["dropped"]), model.scale
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_kernels_wrong_on_one_rank_are_dropped_on_all(mode: str, tmp_path: Path) -> None:
+    ranks = spawn_ranks(one_rank_is_wrong, 2, mode, tmp_path, backend="gloo")
+    for names, dropped, scale in ranks:
+        assert not names
+        assert "rank 1: " in dropped
+        assert scale == 1.0
 
 
 def under_zero(rank: int, world_size: int, stage: int) -> list[Any]:

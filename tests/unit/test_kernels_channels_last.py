@@ -127,6 +127,16 @@ def test_kernels_channels_last_with_a_fused_optimizer_that_has_state(make: Any) 
     assert not is_channels_last(model)
 
 
+def test_kernels_channels_last_is_not_tried_on_what_was_flattened_since() -> None:
+    model = network()
+    channels_last.choose(model)
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())  # as ZeRO keeps them
+    model(torch.randn(2, 3, 9, 7)).sum().backward()
+    assert not is_channels_last(model)
+    assert "parts of a flat buffer" in decisions.made()[-1]["reason"]
+
+
 def test_kernels_channels_last_leaves_other_models() -> None:
     conv = nn.Conv2d(3, 16, 3)
     cases = {

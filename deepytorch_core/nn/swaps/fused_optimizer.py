@@ -150,7 +150,9 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
     """An optimizer of the same kind over new parameters of the same shapes."""
     left = _ELEMENTS.get(setting.device.type, _DEFAULT_ELEMENTS)
     generator = torch.Generator().manual_seed(left)
-    groups, start, gradients = [], [], []
+    groups: list[dict[str, Any]] = []
+    start: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         own = []
         for parameter in group["params"]:
