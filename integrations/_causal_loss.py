@@ -3,10 +3,14 @@
 Two seams of one model object: the forward of its output head, which in training with labels returns
 `DeferredLogits`, and its `loss_function`, which computes the loss from what stands behind them. So
 the model's own forward stays, whatever its class, and whoever reads the logits gets stock's: a
-metric, a custom loss, a model that scales them first. Evaluation, generation and calls without
-labels run stock. The head is called as a module for the loss, so FSDP2 gathers its weights then;
-tied and LoRA-wrapped heads are differentiated as they are. ZeRO-3's hooks read whatever a module
-returns, so under it the stock loss stays.
+metric, a custom loss, a model that scales them first. Where they can't be had any more, because the
+weights have changed since or are sharded, reading them is an error. Evaluation, generation and
+calls without labels run stock.
+
+The head is called as a module for the loss, so FSDP2 gathers its weights then; tied and
+LoRA-wrapped heads are differentiated as they are. ZeRO-3's hooks read whatever a module returns, so
+under it the stock loss stays; so it does, unless asked for, under FSDP2, where a look at the logits
+would need the other ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import decisions
 from deepytorch_core.nn.deferred_logits import DeferredLogits
@@ -37,6 +42,8 @@ from deepytorch_core.nn.loss import IGNORED_LABEL
 KIND = "causal_loss"
 # What the stock loss is called; models with another one keep it.
 _LOSS = "ForCausalLMLoss"
+# Forward passes of training in which the logits are computed as ever, see HeadForward.
+WATCHED = 4
 _TOKENS = {"cpu": 256}
 _DEFAULT_TOKENS = 4096
 # Logits of the trial, in elements.
@@ -140,13 +147,17 @@ class _LossKernel(Kernel):
 
     def apply(self, target: Any, setting: Setting) -> Undo:
         head = target.get_output_embeddings()
-        forward = HeadForward(head, type(self).loss_sum)
+        watches = WATCHED if setting.mode == "auto" else 0
+        if isinstance(target, _ProbeModel):
+            watches = 0
+        forward = HeadForward(head, type(self).loss_sum, watches=watches)
         own = {name: vars(target)[name] for name in _LOSS_NAMES if name in vars(target)}
         vars(head)["forward"] = forward
         target.loss_function = LossFromHidden(target.loss_function)
         handles = [
             target.register_forward_pre_hook(Arm(forward), with_kwargs=True),
             target.register_forward_hook(Disarm(forward), always_call=True),
+            register_optimizer_step_post_hook(_steps),
         ]
 
         def undo() -> None:
@@ -164,14 +175,38 @@ class _LossKernel(Kernel):
 _LOSS_NAMES = ("_loss_function", "loss_function")
 
 
-class HeadForward:
-    """Stands in the head's `forward`."""
+class _Steps:
+    """Counts optimizer steps; a parameter's version does not: fused kernels leave it as it is."""
 
-    def __init__(self, head: Any, loss_sum: LossSum) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.count += 1
+
+
+_steps = _Steps()
+
+
+class HeadForward:
+    """Stands in the head's `forward`.
+
+    In the first training steps the logits are computed as ever, to see whether somebody reads them:
+    who does so in every step would pay for the head twice.
+
+    Args:
+        head: see above.
+        loss_sum: what computes the loss in place of the logits.
+        watches: how many forward passes to watch; 0 where it was asked for without conditions.
+    """
+
+    def __init__(self, head: Any, loss_sum: LossSum, *, watches: int) -> None:
         self.head = head
         self.loss_sum = loss_sum
+        self.watches = watches
+        self.parameters = list(head.parameters())
         self.armed = False
-        self.refused = False
+        self.dropped = False
 
     def __call__(
         self,
@@ -183,30 +218,67 @@ class HeadForward:
     ) -> Any:
         if targets is not None:
             return self.loss_sum(hidden, self.head, targets, ignore_index)
-        if not self.armed or args or kwargs or torch.compiler.is_compiling() or self._is_refused():
+        stands_by = not self.armed or self.dropped or torch.compiler.is_compiling()
+        if stands_by or args or kwargs or self._is_refused():
             return type(self.head).forward(self.head, hidden, *args, **kwargs)
+        if self.watches > 0:
+            self.watches -= 1
+            return self._watched(type(self.head).forward(self.head, hidden))
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
+        made_at = _steps.count
         return DeferredLogits.make(
-            lambda: self.logits(hidden),
+            lambda: self.logits(hidden, made_at),
             shape=(*hidden.shape[:-1], self.head.out_features),
             dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
             device=hidden.device,
-            source=(self, hidden),
+            source=(self.head, hidden, None),
         )
 
-    def _is_refused(self) -> bool:
-        if not any(hasattr(one, "ds_id") for one in self.head.parameters()):
-            return False
-        if not self.refused:
-            self.refused = True
-            reason = "ZeRO-3 partitions the head, and its hooks read the logits"
-            decisions.record("loss", STOCK, reason)
-        return True
+    def _watched(self, logits: torch.Tensor) -> DeferredLogits:
+        def read() -> torch.Tensor:
+            self._drop("somebody reads the logits of training steps")
+            return logits
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return DeferredLogits.make(
+            read,
+            shape=logits.shape,
+            dtype=logits.dtype,
+            device=logits.device,
+            source=(self.head, None, logits),
+        )
+
+    def _drop(self, reason: str) -> None:
+        if not self.dropped:
+            self.dropped = True
+            decisions.record("loss", STOCK, reason)
+
+    def _is_refused(self) -> bool:
+        now = list(self.head.parameters())
+        if any(hasattr(one, "ds_id") for one in now):
+            self._drop("ZeRO-3 partitions the head, and its hooks read the logits")
+        elif len(now) != len(self.parameters):
+            self._drop("the head's parameters are parts of a flat one (FSDP1)")
+        elif self._is_sharded() and self.watches > 0:
+            # Reading logits later would need the other ranks.
+            self._drop("the head's parameters are sharded; kernels=on leaves their logits out")
+        return self.dropped
+
+    def _is_sharded(self) -> bool:
+        """FSDP2 trains other parameter objects than those that it was given."""
+        pairs = zip(self.head.parameters(), self.parameters, strict=False)
+        return any(now is not then for now, then in pairs)
+
+    def logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
+        late = made_at != _steps.count or self._is_sharded()
+        if late and not armed:
+            raise RuntimeError(
+                "the logits of this training step were left out, and can't be computed any more: "
+                "the head's weights have changed since or are sharded. Read them before "
+                "optimizer.step(), or switch kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
+            )
         try:
             found: torch.Tensor = self.head(hidden)
             return found
@@ -230,30 +302,30 @@ class LossFromHidden:
         shift_labels: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        given = {
+            "num_items_in_batch": num_items_in_batch,
+            "ignore_index": ignore_index,
+            "shift_labels": shift_labels,
+            **kwargs,
+        }
         if not isinstance(logits, DeferredLogits) or logits.shape[-1] != vocab_size:
-            found: torch.Tensor = self.original(
-                logits=logits,
-                labels=labels,
-                vocab_size=vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                shift_labels=shift_labels,
-                **kwargs,
-            )
-            return found
-        forward, hidden = logits.source
+            return self._stock(logits, labels, vocab_size, **given)
+        head, hidden, watched = logits.source
+        if watched is not None:
+            return self._stock(watched, labels, vocab_size, **given)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(hidden.device)
-        loss: torch.Tensor = forward.head(
-            hidden.flatten(0, -2), targets=targets, ignore_index=ignore_index
-        )
+        loss: torch.Tensor = head(hidden.flatten(0, -2), targets=targets, ignore_index=ignore_index)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != ignore_index).sum()
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         mean: torch.Tensor = loss / num_items_in_batch
         return mean
+
+    def _stock(self, logits: Any, labels: Any, vocab_size: Any, **given: Any) -> torch.Tensor:
+        return self.original(logits=logits, labels=labels, vocab_size=vocab_size, **given)
 
 
 class Arm:

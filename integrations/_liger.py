@@ -59,7 +59,7 @@ class LigerRMSNorm(Kernel):
 
 def liger_rms_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     function = _operation("rms_norm", "LigerRMSNormFunction")
-    weight = module._parameters["weight"]
+    weight: Any = module.weight
     # Not in place: the gradient it would write over may have other readers.
     found: torch.Tensor = function.apply(x, weight, rms_norm.epsilon(module), 0.0, "llama", False)
     return found
@@ -179,8 +179,7 @@ class LigerLoss(_causal_loss._LossKernel):
         hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, ignore_index: int
     ) -> torch.Tensor:
         function = importlib.import_module("liger_kernel.transformers.functional")
-        weight, bias = head._parameters["weight"], head._parameters["bias"]
         found: torch.Tensor = function.liger_fused_linear_cross_entropy(
-            hidden, weight, targets, bias, ignore_index=ignore_index, reduction="sum"
+            hidden, head.weight, targets, head.bias, ignore_index=ignore_index, reduction="sum"
         )
         return found

@@ -10,6 +10,7 @@ is applied to the model. Everything can be undone.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,12 +40,14 @@ class Setting:
         optimizers: those of torch among them are considered.
         device: where the model will train.
         autocast: the dtype of mixed precision, if there is any.
+        mode: see `apply_kernels`, which sets it.
     """
 
     model: nn.Module
     optimizers: Sequence[Any] = ()
     device: torch.device
     autocast: torch.dtype | None = None
+    mode: str = "auto"
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -165,6 +168,7 @@ def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
     if mode == "off":
         return swapped
     swaps.load()
+    setting = dataclasses.replace(setting, mode=mode)
     ranks = Ranks("kernels")
     for find in _finders.values():
         for place in find(setting):

@@ -135,6 +135,47 @@ def test_kernels_leave_the_logits_to_whoever_reads_them() -> None:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_kernels_say_when_logits_are_read_too_late() -> None:
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    swap(model)
+    early, late = model(**batch()), model(**batch())
+    early.loss.backward()
+    assert early.logits.argmax(-1).shape == (3, 11), "between backward and step"
+    optimizer.step()
+    assert early.logits.argmax(-1).shape == (3, 11), "they were computed in time"
+    with pytest.raises(RuntimeError, match=r"Read them before optimizer.step\(\)"):
+        late.logits.sum()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_kernels_auto_watches_whether_somebody_reads_the_logits(reads: bool) -> None:
+    ours, stock = build("llama"), build("llama")
+    setting = Setting(model=ours, device=torch.device("cpu"), mode="auto")
+    undo = _causal_loss.ChunkedLoss().apply(ours, setting)
+    forward = ours.lm_head.forward
+    for step in range(_causal_loss.WATCHED + 2):
+        output = assert_same_training(ours, stock, num_items_in_batch=9)
+        if reads and step == 1:
+            torch.testing.assert_close(output.logits.detach(), stock(**batch()).logits.detach())
+    assert forward.dropped == reads
+    assert (type(output.logits) is torch.Tensor) == reads
+    if reads:
+        (decision,) = decisions.made()
+        assert decision["reason"] == "somebody reads the logits of training steps"
+    undo()
+
+
+def test_kernels_auto_leaves_a_head_whose_parameters_were_replaced() -> None:
+    ours, stock = build("llama"), build("llama")
+    setting = Setting(model=ours, device=torch.device("cpu"), mode="auto")
+    _causal_loss.ChunkedLoss().apply(ours, setting)
+    ours.lm_head.weight = nn.Parameter(ours.lm_head.weight.detach().clone())
+    output = assert_same_training(ours, stock)
+    assert type(output.logits) is torch.Tensor
+    assert "sharded" in decisions.made()[-1]["reason"]
+
+
 def test_kernels_with_all_labels_ignored_give_what_stock_gives() -> None:
     ours, stock = build("llama"), build("llama")
     swap(ours)

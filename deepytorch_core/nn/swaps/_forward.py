@@ -35,10 +35,12 @@ class ReplacedForward:
 
 def _fits(module: nn.Module, x: Any) -> bool:
     """Whether stock computes in one dtype, on one device: else it promotes in its own way."""
+    # FSDP1 keeps parameters as plain attributes.
+    own = [*module._parameters.values(), *vars(module).values()]
     return isinstance(x, torch.Tensor) and all(
         one.dtype == x.dtype and one.device == x.device
-        for one in module._parameters.values()
-        if one is not None
+        for one in own
+        if isinstance(one, torch.Tensor)
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +96,5 @@ class TorchRMSNorm(Kernel):
 
 
 def _rms_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    weight = module._parameters["weight"]
-    assert weight is not None
+    weight: Any = module.weight
     return F.rms_norm(x, (weight.shape[0],), weight, epsilon(module))
