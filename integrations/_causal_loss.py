@@ -299,6 +299,7 @@ class LossFromHidden:
         vocab_size: Any = None,
         num_items_in_batch: Any = None,
         ignore_index: int = IGNORED_LABEL,
+        *,
         shift_labels: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:

@@ -28,6 +28,7 @@ LEAST_CHUNK = 64
 @dataclass(frozen=True)
 class _Plan:
     head: nn.Module
+    targets: torch.Tensor
     chunk: int
     ignore_index: int
     parameters: tuple[torch.Tensor, ...]
@@ -71,13 +72,13 @@ def linear_cross_entropy_sum(
             "width) and (tokens,)"
         )
     parameters = tuple(one for one in head.parameters() if one.requires_grad)
-    plan = _Plan(head, chunk or chunk_size(head, hidden.device), ignore_index, parameters)
+    plan = _Plan(head, targets, chunk or chunk_size(head, hidden.device), ignore_index, parameters)
     if forward is None and plan.is_plain:
         weight, bias = head.weight, head.bias
-        found: torch.Tensor = _PlainHead.apply(hidden, weight, bias, targets, plan)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _PlainHead.apply(hidden, weight, bias, plan)  # type: ignore[no-untyped-call]
         return found
     call = forward or head.forward
-    total: torch.Tensor = _AnyHead.apply(hidden, targets, call, plan, *parameters)  # type: ignore[no-untyped-call]
+    total: torch.Tensor = _AnyHead.apply(hidden, call, plan, *parameters)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -126,7 +127,6 @@ class _PlainHead(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
         plan: _Plan,
     ) -> torch.Tensor:
         device = hidden.device.type
@@ -138,7 +138,7 @@ class _PlainHead(torch.autograd.Function):
             for one, needed in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
         with torch.autocast(device, enabled=False):
-            loss = _run_plain(inputs, targets, plan, sums)
+            loss = _run_plain(inputs, plan, sums)
         given = [hidden, weight] + ([] if bias is None else [bias])
         found = [
             None if total is None else total.to(like.dtype)
@@ -150,12 +150,11 @@ class _PlainHead(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (*_scaled(ctx, gradient), None, None)
+        return (*_scaled(ctx, gradient), None)
 
 
 def _run_plain(
     inputs: list[torch.Tensor],
-    targets: torch.Tensor,
     plan: _Plan,
     sums: list[torch.Tensor | None],
 ) -> torch.Tensor:
@@ -165,7 +164,7 @@ def _run_plain(
     loss = torch.zeros((), dtype=_sum_dtype(hidden), device=hidden.device)
     for part in _chunks(len(hidden), plan.chunk):
         logits = _float(F.linear(hidden[part], weight, *biases))
-        one, gradient = _loss_and_logits_gradient(logits, targets[part], plan.ignore_index)
+        one, gradient = _loss_and_logits_gradient(logits, plan.targets[part], plan.ignore_index)
         loss += one
         for by_bias in by_biases:
             if by_bias is not None:
@@ -193,7 +192,6 @@ class _AnyHead(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        targets: torch.Tensor,
         call: Callable[[torch.Tensor], torch.Tensor],
         plan: _Plan,
         *parameters: torch.Tensor,
@@ -208,7 +206,7 @@ class _AnyHead(torch.autograd.Function):
                 wanted = [*((rows,) if by_hidden is not None else ()), *plan.parameters]
                 with torch.no_grad():
                     one, by_logits = _loss_and_logits_gradient(
-                        _float(logits).clone(), targets[part], plan.ignore_index
+                        _float(logits).clone(), plan.targets[part], plan.ignore_index
                     )
                 loss = one if loss is None else loss + one
                 parts = _gradients(logits, wanted, by_logits.to(logits.dtype))
@@ -233,7 +231,7 @@ class _AnyHead(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         by_hidden, *by_parameters = _scaled(ctx, gradient)
-        return (by_hidden, None, None, None, *by_parameters)
+        return (by_hidden, None, None, *by_parameters)
 
 
 def _gradients(
