@@ -1,4 +1,4 @@
-"""All ranks decide together, over the rendezvous store, before any of them changes a backend.
+"""All ranks decide together, over the rendezvous store: before any of them changes a backend, say.
 
 If one rank used deepytorch and another the stock backend, both would wait for each other in their
 first collective. That happens when only some ranks import deepytorch, or when the adapter can't be
@@ -45,6 +45,30 @@ def agree(
     # The first verdict stands: a rank that had given up must not be left behind by one that hadn't.
     final = store.compare_set("verdict", "", verdict).decode()
     return None if final == _YES else final
+
+
+def gather(store: Any, *, rank: int, size: int, value: str, here_limit_s: float) -> list[str]:
+    """Every rank's `value`, by rank; the same list, or the same error, on every rank.
+
+    Args:
+        store: a torch Store with a key space of its own for this exchange.
+        here_limit_s: seconds to wait for every rank to come here.
+
+    Raises RuntimeError naming the ranks that did not come.
+    """
+    keys = [f"value/{other}" for other in range(size)]
+    store.set(keys[rank], value)
+    if rank == 0:
+        absent = _absent(store, keys, here_limit_s)
+        verdict = f"{_ranks(absent)} did not come within {here_limit_s:g} s" if absent else _YES
+    elif _absent(store, ["verdict"], 2 * here_limit_s):
+        verdict = "rank 0 came to no decision"
+    else:
+        verdict = store.get("verdict").decode()
+    final = store.compare_set("verdict", "", verdict).decode()
+    if final != _YES:
+        raise RuntimeError(final)
+    return [one.decode() for one in store.multi_get(keys)]
 
 
 def _judge(store: Any, size: int, here_limit_s: float) -> str:

@@ -14,7 +14,12 @@ _made: list[dict[str, Any]] = []
 
 
 def record(
-    what: str, chosen: str, reason: str, *, times_ms: Mapping[str, float] | None = None
+    what: str,
+    chosen: str,
+    reason: str,
+    *,
+    times_ms: Mapping[str, float] | None = None,
+    dropped: Mapping[str, str] | None = None,
 ) -> None:
     """Note a choice, the same on all ranks, and say it in one line.
 
@@ -24,10 +29,13 @@ def record(
         reason: why that one.
         times_ms: the candidates' median times in milliseconds; none when nothing was measured,
             then the line is for option log=debug.
+        dropped: candidates that could not stay whatever their time, and why.
     """
     decision = {"what": what, "chosen": chosen, "reason": reason, "times_ms": dict(times_ms or {})}
+    if dropped:
+        decision["dropped"] = dict(dropped)
     _made.append(decision)
-    say_once(sentence(decision), level="info" if times_ms else "debug")
+    say_once(sentence(decision), level="info" if times_ms or dropped else "debug")
 
 
 def made() -> tuple[dict[str, Any], ...]:
@@ -38,6 +46,9 @@ def made() -> tuple[dict[str, Any], ...]:
 def sentence(decision: Mapping[str, Any]) -> str:
     """A choice as one line."""
     times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in decision["times_ms"].items())
+    dropped = "".join(
+        f"; dropped {name}: {why}" for name, why in decision.get("dropped", {}).items()
+    )
     return f"{decision['what']}: {decision['chosen']}, {decision['reason']}" + (
-        f" ({times})" if times else ""
+        f" ({times}){dropped}" if times else dropped
     )

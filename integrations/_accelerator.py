@@ -5,7 +5,8 @@ in place, on that object alone:
 
 * the process groups that exist are upgraded in place (`_contract.join`);
 * DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
-* FSDP2: `prepare` also places the buffers of the sharded model in registered memory.
+* FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
+* `prepare` first swaps fused kernels in (`_kernels`), also where nothing is distributed.
 
 DDP needs nothing else: its buckets are placed wherever deepytorch serves the group.
 """
@@ -19,17 +20,17 @@ from typing import Any
 from deepytorch_core import activation, config
 from deepytorch_core.console import say_once
 
-from . import _contract, _fsdp2
+from . import _contract, _fsdp2, _kernels
 
 _NAME = "accelerator"
 _FLAG = "deepytorch"
 
 
 def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bool = False) -> bool:
-    """Put deepytorch under an Accelerator, once; False if it is off or nothing is distributed.
+    """Put deepytorch under an Accelerator, once; False if it is off.
 
-    Collective over the default group. Options of the DeepSpeed configuration's own flag are in
-    force too; `given` wins over them.
+    Collective over the default group, if there is one. Options of the DeepSpeed configuration's
+    own flag are in force too; `given` wins over them.
 
     Args:
         accelerator: the Accelerator, its process group initialised.
@@ -45,7 +46,7 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         return True
     _warn_if_alone(accelerator, adapter)
     if not _is_initialized():
-        return False
+        return _apply_alone(accelerator, given, adapter)
     configurations = _deepspeed_configurations(accelerator)
     options = dict(given)
     for configuration in configurations:
@@ -59,6 +60,21 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         _write_flag(configuration, options, changes)
     if getattr(accelerator, "is_fsdp2", False):
         changes.set(accelerator, "prepare", _preparing_fsdp2(accelerator.prepare, changes))
+    changes.set(accelerator, "prepare", _kernels.preparing(accelerator, joined.options, changes))
+    _contract.mark(accelerator, _NAME, changes)
+    return True
+
+
+def _apply_alone(accelerator: Any, given: Mapping[str, Any], adapter: str) -> bool:
+    """What serves a single process too: there are no ranks to agree with."""
+    try:
+        options = config.Options.from_mapping(given, base=config.current())
+    except ValueError as error:
+        raise _contract.IntegrationError(f"{adapter}: {error}") from None
+    if options.kernels == "off" or not (options.enabled and config.Options.from_env().enabled):
+        return False
+    changes = _contract.Changes()
+    changes.set(accelerator, "prepare", _kernels.preparing(accelerator, options, changes))
     _contract.mark(accelerator, _NAME, changes)
     return True
 

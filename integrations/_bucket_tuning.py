@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from deepytorch_core import decisions
+from deepytorch_core.guard import timing
 
 from . import _buckets, _groups
 from ._buckets import MIB, Layout
@@ -123,10 +124,10 @@ class BucketTuning:
 
     def _best(self, rows: list[list[float]]) -> Layout:
         if self._is_second_round:
-            wins = all(_groups.is_faster(rows[-2], base) for base in (rows[0], rows[-1]))
+            wins = all(timing.is_faster(rows[-2], base) for base in (rows[0], rows[-1]))
             return self._blocks[-2][0] if wins else self._base
-        best = min(range(len(rows)), key=lambda index: _groups.median(rows[index]))
-        wins = _groups.is_faster(rows[best], rows[0])
+        best = min(range(len(rows)), key=lambda index: timing.median(rows[index]))
+        wins = timing.is_faster(rows[best], rows[0])
         return self._blocks[best][0] if wins else self._base
 
     def _use(self, ddp: Any, layout: Layout) -> None:
@@ -144,7 +145,7 @@ class BucketTuning:
         # Of what was measured twice, the second time.
         times = {str(one): row for (one, _), row in zip(self._blocks, rows, strict=True)}
         reason = "nothing is faster" if layout == self._base else f"faster than {self._base}"
-        decisions.record(WHAT, str(layout), reason, times_ms=_groups.in_ms(times))
+        decisions.record(WHAT, str(layout), reason, times_ms=timing.in_ms(times))
 
 
 class _JoinHook:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as stock
 
+from deepytorch_core.guard import timing
+
 from . import _groups
 
 # Buffers are new, and memory is mapped, in the first steps of each kind.
@@ -72,8 +74,8 @@ class Trial:
     def _decide(self, device: torch.device) -> None:
         rows = _groups.slowest([self._times[kind] for kind in _KINDS], self._groups, device)
         times = dict(zip(_KINDS, rows, strict=True))
-        ordinary = _groups.is_faster(times[ORDINARY], times[REGISTERED])
-        self._decided(not ordinary, _groups.in_ms(times))
+        ordinary = timing.is_faster(times[ORDINARY], times[REGISTERED])
+        self._decided(not ordinary, timing.in_ms(times))
 
 
 class _Timed:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +14,6 @@ from deepytorch_core.config import Options
 
 from . import _contract
 from ._contract import IntegrationError
-
-# A candidate has to be this much faster at least, whatever the noise.
-LEAST_GAIN = 0.02
 
 
 def require_torch() -> None:
@@ -66,26 +61,3 @@ def slowest(
         dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     rows: list[list[float]] = table.tolist()
     return rows
-
-
-def median(samples: Sequence[float]) -> float:
-    """The median, not above a sample that was not taken (infinity)."""
-    return statistics.median_low(samples)
-
-
-def noise(samples: Sequence[float]) -> float:
-    """How far the median can be relied on: the median distance from it, for this many samples."""
-    middle = median(samples)
-    return 3 * median([abs(sample - middle) for sample in samples]) / math.sqrt(len(samples))
-
-
-def is_faster(candidate: Sequence[float], standing: Sequence[float]) -> bool:
-    """Whether `candidate` beats what stands beyond the noise of both."""
-    gain = median(standing) - median(candidate)
-    threshold = max(LEAST_GAIN * median(standing), noise(candidate) + noise(standing))
-    return gain > threshold
-
-
-def in_ms(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Medians in milliseconds of samples in seconds."""
-    return {name: 1e3 * median(samples) for name, samples in times.items()}

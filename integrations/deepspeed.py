@@ -27,7 +27,8 @@ from deepytorch_core.config import Options
 from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
 from deepytorch_core.patching import original_of
 
-from ._contract import Joined, join, require
+from . import _kernels
+from ._contract import Changes, Joined, join, require
 from ._deepspeed_buckets import fill_bucket_sizes
 
 VERSIONS = ">=0.17,<0.20"
@@ -36,6 +37,7 @@ TESTED = "0.19.8"
 _NAME = "deepspeed"
 
 _joined: list[Joined] = []
+_changes = Changes()
 
 
 def initialize(
@@ -86,6 +88,7 @@ def undo() -> None:
     deepspeed_flag.disarm()
     while _joined:
         _joined.pop().leave()
+    _changes.undo()
 
 
 def _initialize(
@@ -104,6 +107,7 @@ def _initialize(
             if joined.options.enabled:
                 _joined.append(joined)
                 stack.enter_context(_filled(call, source, joined.options))
+                _swap_kernels(call.arguments, joined.options)
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
         return result
 
@@ -150,6 +154,15 @@ def _connect(call: inspect.BoundArguments, options: Mapping[str, Any]) -> None:
         dist_backend=get_accelerator().communication_backend_name(),
         **{name: call.arguments[name] for name in names if name in call.arguments},
     )
+
+
+def _swap_kernels(given: Mapping[str, Any], options: Options) -> None:
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    things = [given.get("model"), given.get("optimizer")]
+    _kernels.apply(things, options, _changes, device=device)
 
 
 @contextlib.contextmanager

@@ -150,6 +150,18 @@ Array parse_groups(const std::string& text) {
   return get<Array>(document, "groups", "the profile");
 }
 
+// What the Python side keeps in the same file; nothing of another format.
+Object other_fields(const std::string& text) {
+  if (text.empty()) return {};
+  const Value document = json::parse(text);
+  if (get<int64_t>(document, "format", "the profile") != kProfileFormat) return {};
+  Object fields = *document.get_if<Object>();
+  std::erase_if(fields, [](const auto& field) {
+    return field.first == "format" || field.first == "groups";
+  });
+  return fields;
+}
+
 }  // namespace
 
 std::optional<TimingTable> find_in_profile(const std::string& text, const ProfileKey& key) {
@@ -181,8 +193,10 @@ std::string merge_into_profile(const std::string& text,
                            {"ranks", {static_cast<int64_t>(key.group.ranks)}},
                            {"oversubscribed", {key.group.oversubscribed}},
                            {"measured", {dump_table(merged)}}}});
-  return json::dump({Object{{"format", {static_cast<int64_t>(kProfileFormat)}},
-                            {"groups", {std::move(groups)}}}});
+  Object profile{{"format", {static_cast<int64_t>(kProfileFormat)}},
+                 {"groups", {std::move(groups)}}};
+  for (auto& field : other_fields(text)) profile.push_back(std::move(field));
+  return json::dump({std::move(profile)});
 }
 
 std::string read_profile(const std::string& path) {

@@ -1,5 +1,6 @@
 // The profile: measured times kept between runs, as a JSON file that people can read.
 //
+// Tables are its list "groups"; the list "decisions" is the Python side's and stays as it is.
 // It holds tables of several machines, versions and group shapes, so a home folder may be shared.
 // Writers replace the whole file by a rename and keep what others put there; of two that write in
 // the same instant the later wins, and the other's times are measured again some day.

@@ -14,6 +14,7 @@ namespace dpt::testing {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 const ProfileKey kKey{"a machine", "1.2.3", {4, true}};
 
@@ -51,6 +52,18 @@ TEST(Profile, GivesBackWhatWasPutIn) {
   // People can read it.
   EXPECT_THAT(text, HasSubstr("\"collective\": \"broadcast\""));
   EXPECT_THAT(text, HasSubstr("\"median_us\": 123.5"));
+}
+
+TEST(Profile, KeepsWhatThePythonSidePutIn) {
+  const std::string before =
+      R"({"format": 1, "groups": [], "decisions": [{"chosen": "inductor", "for": {"n": 2}}]})";
+  const std::string text = merge_into_profile(before, kKey, table_with(DPT_BROADCAST, 2, 10));
+  EXPECT_TRUE(find_in_profile(text, kKey));
+  EXPECT_THAT(text, HasSubstr("\"chosen\": \"inductor\""));
+  EXPECT_THAT(text, HasSubstr("\"n\": 2"));
+  const std::string older = R"({"format": 0, "decisions": []})";
+  EXPECT_THAT(merge_into_profile(older, kKey, table_with(DPT_BROADCAST, 2, 10)),
+              Not(HasSubstr("decisions")));
 }
 
 TEST(Profile, KeepsWhatOthersPutIn) {

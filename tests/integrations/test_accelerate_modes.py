@@ -205,6 +205,9 @@ def with_flag(rank: int, world_size: int, flag: Any, options: dict[str, Any]) ->
     class Fake:
         state, distributed_type = State, DistributedType.DEEPSPEED
 
+        def prepare(self, *things: Any) -> Any:
+            return things
+
     dist.init_process_group("gloo", store=rank_store("flag"), rank=rank, world_size=world_size)
     accelerator = Fake()
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
-from deepytorch.integrations import _bucket_tuning, _buckets, _groups, ddp
+from deepytorch.integrations import _bucket_tuning, _buckets, ddp
 from deepytorch.integrations._buckets import MIB, Layout
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
@@ -260,15 +259,3 @@ def test_candidates() -> None:
     assert default not in _bucket_tuning.candidates(1 << 30, default)
     small = Layout(MIB // 4, MIB // 4)
     assert _bucket_tuning.candidates(MIB // 2, small) == [Layout(MIB // 2, MIB // 2)]
-
-
-def test_faster_is_beyond_the_noise_of_both() -> None:
-    steady, noisy = [1.0] * 6, [0.6, 0.8, 0.98, 1.0, 1.2, 1.4]
-    assert _groups.is_faster([0.9] * 6, steady)
-    assert not _groups.is_faster([0.99] * 6, steady)
-    assert not _groups.is_faster([0.9] * 6, noisy)
-    assert not _groups.is_faster(steady, steady)
-    # Steps that did not count.
-    assert _groups.is_faster([0.9] * 4 + [math.inf] * 2, steady)
-    assert not _groups.is_faster([0.5] + [math.inf] * 5, steady)
-    assert not _groups.is_faster(steady, [math.inf] * 6)

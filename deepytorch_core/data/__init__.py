@@ -1,0 +1,7 @@
+"""Batches: which samples go where, how they are laid out, and what need not be computed twice."""
+
+from deepytorch_core.data.balance import TokenBalancedBatchSampler as TokenBalancedBatchSampler
+from deepytorch_core.data.cache import EncoderCache as EncoderCache
+from deepytorch_core.data.cache import posterior as posterior
+from deepytorch_core.data.cache import sample_posterior as sample_posterior
+from deepytorch_core.data.partition import TokenCost as TokenCost

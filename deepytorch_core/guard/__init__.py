@@ -1,0 +1,316 @@
+"""The guard: a candidate is kept only when it computes the same and is measured faster.
+
+`choose` runs the stock way and each candidate on the same saved inputs. A candidate that fails,
+differs from stock, or doesn't beat it beyond the noise is undone. All ranks come to one answer,
+which is printed in one line, listed by `deepytorch.report()` and kept in the profile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from deepytorch_core import config, decisions
+from deepytorch_core.guard import profile
+from deepytorch_core.guard.numerics import difference
+from deepytorch_core.guard.profile import fingerprint
+from deepytorch_core.guard.ranks import Ranks
+from deepytorch_core.guard.state import (
+    dropout_off,
+    no_saved_tensor_hooks,
+    preserved,
+    random_numbers,
+    same_random_numbers,
+)
+from deepytorch_core.guard.timing import in_ms, interleaved, is_faster, median, noise, synchronize
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Ranks",
+    "Trial",
+    "best",
+    "choose",
+    "difference",
+    "dropout_off",
+    "fingerprint",
+    "first_line",
+    "in_ms",
+    "interleaved",
+    "is_faster",
+    "median",
+    "no_saved_tensor_hooks",
+    "noise",
+    "preserved",
+    "profile",
+    "random_numbers",
+    "same_random_numbers",
+    "synchronize",
+    "why_not_measured",
+]
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way that may replace the stock one. `undo` must work also after `apply` has raised."""
+
+    name: str
+    apply: Callable[[], object]
+    undo: Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is run to judge candidates.
+
+    Args:
+        module: what the candidates change, and whose state must not change.
+        run: computes once on saved inputs, and backward; returns what to compare, in any nest of
+            tuples, lists and dicts. Gradients are read from the parameters' `grad`. It must contain
+            no collectives: a candidate may fail on one rank alone.
+        scaler: a GradScaler that `run` uses.
+        dtype: in what `run` computes, if less exact than its tensors' own (autocast).
+        budget_s: seconds for all candidates together; what doesn't fit is not tried.
+    """
+
+    module: nn.Module
+    run: Callable[[], Any]
+    scaler: Any = None
+    dtype: torch.dtype | None = None
+    budget_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `choose` came to; times in milliseconds, the slowest rank's medians and noise."""
+
+    what: str
+    chosen: str
+    reason: str
+    times_ms: Mapping[str, float] = field(default_factory=dict)
+    noise_ms: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose(
+    what: str,
+    candidates: Sequence[Candidate],
+    trial: Trial,
+    *,
+    facts: Mapping[str, Any] | None = None,
+) -> Decision:
+    """Try `candidates` against what is there, and leave the best in place.
+
+    Collective over all ranks of torch.distributed, which must pass the same candidates. Whatever
+    the trials do to the module's buffers, gradients and random numbers is put back.
+
+    Args:
+        what: what is decided, for the report: "kernels of LlamaForCausalLM".
+        candidates: at most one of them stays.
+        trial: what to run.
+        facts: what the decision depends on beyond the module's structure, the machine and the
+            versions, in JSON's types: shapes, dtypes, options.
+
+    Returns the decision; its `chosen` is "stock" when no candidate stays. Raises what the stock
+    way raises.
+    """
+    ranks = Ranks(what)
+    wanted = profile.key(
+        what,
+        {"module": fingerprint(trial.module), **(facts or {})},
+        world_size=ranks.size,
+    )
+    judge = _Judge(trial, ranks)
+    known = _known(wanted, candidates, ranks)
+    reason = why_not_measured()
+    if known is not None:
+        decision = judge.confirm(what, known)
+    elif reason is not None:
+        decision = Decision(what, STOCK, f"not measured: {reason}")
+    else:
+        decision = judge.measure(what, candidates)
+        if ranks.rank == 0:
+            profile.keep(wanted, _to_json(decision))
+    decisions.record(
+        what,
+        decision.chosen,
+        decision.reason,
+        times_ms=decision.times_ms,
+        dropped=decision.dropped,
+    )
+    return decision
+
+
+def why_not_measured() -> str | None:
+    """Why the options in force forbid to try candidates; None if they don't."""
+    options = config.current()
+    if options.deterministic or torch.are_deterministic_algorithms_enabled():
+        return "deterministic, and the profile has no decision"
+    return "tune=off" if options.tune == "off" else None
+
+
+def best(times: Mapping[str, Sequence[float]], stock: str = STOCK) -> str:
+    """The name with the least median, if that beats `stock` beyond the noise, else `stock`."""
+    fastest = min(times, key=lambda name: median(times[name]))
+    return fastest if is_faster(times[fastest], times[stock]) else stock
+
+
+def _known(
+    wanted: Mapping[str, Any], candidates: Sequence[Candidate], ranks: Ranks
+) -> Candidate | str | None:
+    """What rank 0's profile says: a candidate, or "stock"."""
+    entry = None if config.current().tune == "force" else profile.find(wanted)
+    chosen = ranks.gather(entry and entry["chosen"])[0]
+    if chosen == STOCK:
+        return STOCK
+    return next((one for one in candidates if one.name == chosen), None)
+
+
+def _to_json(decision: Decision) -> dict[str, Any]:
+    return {
+        "chosen": decision.chosen,
+        "reason": decision.reason,
+        "times_ms": {name: round(ms, 4) for name, ms in decision.times_ms.items()},
+        "noise_ms": {name: round(ms, 4) for name, ms in decision.noise_ms.items()},
+        "dropped": dict(decision.dropped),
+    }
+
+
+class _Judge:
+    def __init__(self, trial: Trial, ranks: Ranks) -> None:
+        self._trial = trial
+        self._ranks = ranks
+        self._reference: Any = None
+        self._in_place: Candidate | None = None
+        parameter = next(trial.module.parameters(), None)
+        self._device = parameter.device if parameter is not None else torch.device("cpu")
+
+    def confirm(self, what: str, known: Candidate | str) -> Decision:
+        """Put what the profile says in place, if it still computes the same."""
+        if isinstance(known, str):
+            return Decision(what, known, "from the profile")
+        problem = self._apply(known)
+        if problem is not None:
+            return Decision(what, STOCK, f"the profile's {known.name} failed: {problem}")
+        return Decision(what, known.name, "from the profile")
+
+    def measure(self, what: str, candidates: Sequence[Candidate]) -> Decision:
+        began = time.perf_counter()
+        dropped: dict[str, str] = {}
+        good: list[Candidate] = []
+        for candidate in candidates:
+            spent = time.perf_counter() - began
+            over = spent > self._trial.budget_s
+            problem = self._ranks.first_problem(
+                f"no time left of {self._trial.budget_s:g} s" if over else None
+            )
+            if problem is None:
+                problem = self._apply(candidate)
+                if problem is None:
+                    candidate.undo()
+            if problem is None:
+                good.append(candidate)
+            else:
+                dropped[candidate.name] = problem
+        times: dict[str, list[float]] = {}
+        while good and not times:
+            times, failed = self._times(good)
+            if failed is not None:
+                dropped[failed[0].name] = failed[1]
+                good.remove(failed[0])
+        if not good:
+            return Decision(what, STOCK, "no candidate is left", dropped=dropped)
+        chosen = best(times)
+        for candidate in good:
+            if candidate.name == chosen:
+                candidate.apply()
+        noises = {name: 1e3 * noise(samples) for name, samples in times.items()}
+        return Decision(
+            what,
+            chosen,
+            "nothing is faster" if chosen == STOCK else "faster than stock",
+            in_ms(times),
+            noises,
+            dropped,
+        )
+
+    def _apply(self, candidate: Candidate) -> str | None:
+        """Put in place what computes the same as stock on every rank; returns why not."""
+        if self._reference is None:
+            self._reference = self._results()
+        problem = None
+        try:
+            candidate.apply()
+            found = self._results()
+        except Exception as error:  # whatever a compiler or a kernel may raise
+            problem = first_line(error)
+        else:
+            problem = difference(self._reference[0], found[0], dtype=self._trial.dtype)
+            problem = problem or difference(
+                self._reference[1], found[1], dtype=self._trial.dtype, what="gradient"
+            )
+        problem = self._ranks.first_problem(problem)
+        if problem is not None:
+            candidate.undo()
+        return problem
+
+    def _results(self) -> tuple[Any, list[torch.Tensor | None]]:
+        """Outputs and gradients of a run without dropout."""
+        module = self._trial.module
+        with preserved(module, scaler=self._trial.scaler), dropout_off(module):
+            outputs = tree_map(_copied, self._trial.run())
+            return outputs, [parameter.grad for parameter in module.parameters()]
+
+    def _times(
+        self, good: Sequence[Candidate]
+    ) -> tuple[dict[str, list[float]], tuple[Candidate, str] | None]:
+        """Every rank's slowest samples; or none, the candidate that failed on some rank and why."""
+        arms = {STOCK: self._arm(None), **{one.name: self._arm(one) for one in good}}
+        samples, failed = {}, None
+        with preserved(self._trial.module, scaler=self._trial.scaler):
+            try:
+                samples = interleaved(arms, self._device, budget_s=self._trial.budget_s)
+            except Exception as error:
+                if self._in_place is None:
+                    raise  # stock itself failed
+                failed = [self._in_place.name, first_line(error)]
+            finally:
+                self._switch(None)
+        first = next((one for one in self._ranks.gather(failed) if one is not None), None)
+        if first is not None:
+            return {}, next((one, first[1]) for one in good if one.name == first[0])
+        return self._ranks.slowest(samples), None
+
+    def _switch(self, candidate: Candidate | None) -> None:
+        if self._in_place is not candidate:
+            if self._in_place is not None:
+                self._in_place.undo()
+            self._in_place = candidate
+            if candidate is not None:
+                candidate.apply()
+
+    def _arm(self, candidate: Candidate | None) -> Callable[[], object]:
+        def run() -> None:
+            self._switch(candidate)
+            self._trial.module.zero_grad(set_to_none=True)
+            self._trial.run()
+
+        return run
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

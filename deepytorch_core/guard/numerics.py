@@ -1,0 +1,86 @@
+"""Whether two ways of computing gave the same, as far as their number format can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+# Of the norm of the difference to that of the reference. An element may be this many times further
+# off, relative to the largest: sums in another order, rounded at every step of a block's depth.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 4e-2,
+}
+WORST_ELEMENT = 5.0
+
+
+def difference(
+    reference: Any, found: Any, *, dtype: torch.dtype | None = None, what: str = "output"
+) -> str | None:
+    """None if `found` equals `reference` within tolerance, else what differs and by how much.
+
+    Args:
+        reference: tensors in any nest of tuples, lists and dicts, from the stock way.
+        found: the same from the candidate.
+        dtype: in what the computation was done, if less exact than the tensors' own (autocast).
+        what: how to call them in the answer.
+    """
+    ours, theirs = _tensors(found), _tensors(reference)
+    if len(ours) != len(theirs):
+        return f"{what}: {len(ours)} tensors in place of {len(theirs)}"
+    for index, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+        name = what if len(ours) == 1 else f"{what} {index}"
+        problem = _difference(a, b, dtype)
+        if problem:
+            return f"{name}: {problem}"
+    return None
+
+
+def _tensors(nest: Any) -> list[torch.Tensor | None]:
+    leaves, _ = tree_flatten(nest)
+    return [leaf for leaf in leaves if leaf is None or isinstance(leaf, torch.Tensor)]
+
+
+def _difference(
+    a: torch.Tensor | None, b: torch.Tensor | None, dtype: torch.dtype | None
+) -> str | None:
+    if a is None or b is None:
+        return None if a is b else f"{_shown(b)} in place of {_shown(a)}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{_shown(b)} in place of {_shown(a)}"
+    if not (a.is_floating_point() or a.is_complex()):
+        return None if torch.equal(a, b) else "not equal"
+    if a.numel() == 0:
+        return None
+    limit = max(TOLERANCES.get(one, 1e-9) for one in _formats(a, dtype))
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.detach().to(wide), b.detach().to(wide)
+    finite = torch.isfinite(x)
+    if not torch.equal(finite, torch.isfinite(y)):
+        return "infinite or not a number where the other is finite"
+    x, y = x[finite], y[finite]
+    if x.numel() == 0:
+        return None
+    norm, largest = torch.linalg.vector_norm(x), x.abs().max()
+    error = float(torch.linalg.vector_norm(x - y) / norm.clamp_min(1e-30))
+    worst = float((x - y).abs().max() / largest.clamp_min(1e-30))
+    # What cancels to zero but for rounding has no relative error.
+    if float(largest) < torch.finfo(a.dtype).eps and float((x - y).abs().max()) < limit * 1e-3:
+        return None
+    if error > limit or worst > WORST_ELEMENT * limit:
+        return f"differs by {error:.1e} of its norm, {worst:.1e} at worst (limit {limit:.0e})"
+    return None
+
+
+def _formats(tensor: torch.Tensor, dtype: torch.dtype | None) -> Sequence[torch.dtype]:
+    real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    return [real] if dtype is None else [real, dtype]
+
+
+def _shown(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"

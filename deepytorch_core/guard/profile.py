@@ -1,0 +1,91 @@
+"""Decisions kept between runs, in the profile that the native tuner writes too.
+
+The file is JSON for people to read. Ours is its list `decisions`; what else is in it stays. It is
+replaced in one step; of two processes that write in the same instant the later wins, and what the
+other had found is measured again some day.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch_core import config
+from deepytorch_core.console import say_once
+
+# As in csrc/tuner/profile.hpp: a profile of another format is left alone.
+_FORMAT = 1
+# The oldest go when there are more.
+_MOST_DECISIONS = 500
+
+
+def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
+    """What a decision holds for: `facts` of JSON's types, this machine and these versions."""
+    from deepytorch_core.bench import record
+
+    return {
+        "what": what,
+        "machine": record.machine_info()["name"],
+        "world_size": world_size,
+        "deepytorch": record.package_version(),
+        "torch": str(torch.__version__),
+        **facts,
+    }
+
+
+def fingerprint(module: nn.Module) -> str:
+    """The same for modules of the same structure: classes, names, shapes and dtypes."""
+    found = hashlib.sha256()
+    for name, one in module.named_modules():
+        found.update(f"{name}:{type(one).__module__}.{type(one).__qualname__}\n".encode())
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.update(f"{name}:{parameter.dtype}{tuple(parameter.shape)}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def find(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The decision that the profile holds for `wanted`, or None."""
+    for entry in reversed(_read().get("decisions", [])):
+        if isinstance(entry, dict) and entry.get("for") == dict(wanted) and "chosen" in entry:
+            return entry
+    return None
+
+
+def keep(wanted: Mapping[str, Any], decision: Mapping[str, Any]) -> None:
+    """Write a decision for `wanted`; a profile that can't be written is only reported."""
+    path = config.profile_path()
+    if path is None:
+        return
+    document = _read()
+    if document.get("format", _FORMAT) != _FORMAT:
+        return
+    others = [entry for entry in document.get("decisions", []) if entry.get("for") != dict(wanted)]
+    document = {"format": _FORMAT, "groups": [], **document}
+    document["decisions"] = [*others, {"for": dict(wanted), **decision}][-_MOST_DECISIONS:]
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        say_once(f"the profile {path} can't be written: {error}", level="warning")
+
+
+def _read() -> dict[str, Any]:
+    path = config.profile_path()
+    if path is None or not path.exists():
+        return {}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict) or not isinstance(document.get("decisions", []), list):
+            raise ValueError("it is no object with a list of decisions")
+    except (OSError, ValueError) as error:
+        say_once(f"the profile {path} can't be read, nothing is taken from it: {error}")
+        return {}
+    return document if document.get("format") == _FORMAT else {"format": document.get("format")}

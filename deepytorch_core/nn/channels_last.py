@@ -1,0 +1,185 @@
+"""channels_last for convolutional networks: the layout that convolution kernels compute in.
+
+The policy for models whose weights are largely those of 2-D convolutions. Which layout is faster
+depends on device, dtype and image size, so it is tried on the training's own first batch, before
+the first optimizer step, and kept only if the results are the same and the step is faster. Weights
+keep names, shapes and values; their strides change, in checkpoints too, which load anywhere.
+Dropout fills its mask in the order of memory, so the same random numbers fall on other elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from deepytorch_core import decisions, guard
+from deepytorch_core.guard import Candidate, Trial
+from deepytorch_core.nn.swaps.fused_optimizer import match_gradients, match_state
+
+NAME = "channels_last"
+# Share of the parameters that belong to 2-D convolutions, from which on the layout matters.
+LEAST_SHARE = 0.2
+BUDGET_S = 30.0
+
+_TO = torch.channels_last
+_BACK = torch.contiguous_format
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Why the layout of this model's weights is left alone, or None."""
+    own = [parameter.numel() for parameter in model.parameters()]
+    convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d)]
+    share = sum(one.weight.numel() for one in convolutions) / max(1, sum(own))
+    if share < LEAST_SHARE:
+        return f"{share:.0%} of the parameters are 2-D convolutions"
+    if any(hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in model.parameters()):
+        return "its parameters are sharded, so they have no layout of their own"
+    if any(one.untyped_storage().nbytes() > one.nbytes for one in model.parameters()):
+        # Of ZeRO or of FSDP1: given other memory, a parameter would no longer be what is updated.
+        return "its parameters are parts of a flat buffer"
+    weights = [one.weight for one in convolutions]
+    if any(w.is_contiguous(memory_format=_TO) and not w.is_contiguous() for w in weights):
+        return "it is in channels_last already"
+    if any(isinstance(one, nn.SyncBatchNorm) for one in model.modules()):
+        return "SyncBatchNorm communicates, so a step can't be tried"
+    return None
+
+
+def is_convolutional(model: nn.Module) -> bool:
+    """Whether the policy has anything to say about the model."""
+    return any(isinstance(one, nn.Conv2d) for one in model.modules())
+
+
+class ChannelsLast:
+    """The layout in place: weights, and from then on every 4-D input.
+
+    Args:
+        model: changed in place.
+        optimizers: theirs follow: torch's fused ones need state and gradients of the same strides,
+            see `deepytorch_core.nn.swaps.fused_optimizer`.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._handle: Any = None
+        self._watched: list[Any] = []
+
+    def apply(self) -> None:
+        """Switch to channels_last. A second call does nothing."""
+        if self._handle is None:
+            self._convert(_TO)
+            self._handle = self._model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
+            # DDP's buckets keep the former strides until it has built them anew.
+            self._watched = [
+                one.register_step_pre_hook(match_gradients) for one in self._optimizers
+            ]
+
+    def undo(self) -> None:
+        """Switch back. A second call does nothing."""
+        if self._handle is not None:
+            for handle in (self._handle, *self._watched):
+                handle.remove()
+            self._handle, self._watched = None, []
+            self._convert(_BACK)
+
+    def _convert(self, layout: torch.memory_format) -> None:
+        self._model.to(memory_format=layout)  # type: ignore[call-overload]
+        for parameter in self._model.parameters():
+            if parameter.grad is not None and parameter.dim() == 4:
+                parameter.grad = parameter.grad.contiguous(memory_format=layout)
+        for optimizer in self._optimizers:
+            match_state(optimizer)
+
+
+def _laid_out(value: Any, layout: torch.memory_format = _TO) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 4:
+        return value.contiguous(memory_format=layout)
+    return value
+
+
+def _convert_inputs(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tree_map(_laid_out, args), tree_map(_laid_out, kwargs)
+
+
+def choose(
+    model: nn.Module, optimizers: Sequence[Any] = (), *, mode: str = "auto"
+) -> Callable[[], None]:
+    """Have the layout decided at the model's first training step; returns what undoes it.
+
+    Collective over all ranks of torch.distributed, there and here: every rank trains the model.
+
+    Args:
+        model: before or after it is wrapped in DistributedDataParallel, not sharded.
+        optimizers: of this model.
+        mode: "auto" tries it on the first batch; "on" switches now, without measuring; "off" does
+            nothing.
+    """
+    layout = ChannelsLast(model, optimizers)
+    reason = None if mode != "off" else "kernels=off"
+    reason = reason or guard.Ranks(NAME).first_problem(why_not(model))
+    what = f"memory format of {type(model).__name__}"
+    if reason is not None:
+        decisions.record(what, guard.STOCK, reason)
+        return layout.undo
+    if mode == "on":
+        layout.apply()
+        decisions.record(what, NAME, "kernels=on")
+        return layout.undo
+    handle = model.register_forward_pre_hook(_FirstBatch(what, layout), with_kwargs=True)
+
+    def undo() -> None:
+        handle.remove()
+        layout.undo()
+
+    return undo
+
+
+class _FirstBatch:
+    """A forward pre-hook that decides at the first call with gradients, and then does nothing."""
+
+    def __init__(self, what: str, layout: ChannelsLast) -> None:
+        self._what = what
+        self._layout: ChannelsLast | None = layout
+
+    def __reduce__(self) -> Any:
+        return _FirstBatch._done, ()  # a copy of the model is not measured
+
+    @staticmethod
+    def _done() -> Callable[..., None]:
+        return _nothing
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._layout is None or not (model.training and torch.is_grad_enabled()):
+            return None
+        layout, self._layout = self._layout, None
+        # A framework may have sharded or flattened it since.
+        reason = guard.Ranks(NAME).first_problem(why_not(model))
+        if reason is not None:
+            decisions.record(self._what, guard.STOCK, reason)
+            return None
+
+        def run() -> Any:
+            # The forward alone: hooks, ours among them, and wrappers are not what is tried.
+            given = _convert_inputs(model, args, kwargs) if layout._handle else (args, kwargs)
+            outputs = tree_leaves(model.forward(*given[0], **given[1]))
+            found = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+            torch.autograd.backward([one.float().square().mean() for one in found])
+            return [one.detach() for one in found]
+
+        kind = next(model.parameters()).device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        candidate = Candidate(NAME, layout.apply, layout.undo)
+        trial = Trial(module=model, run=run, dtype=autocast, budget_s=BUDGET_S)
+        shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
+        guard.choose(self._what, [candidate], trial, facts={"shapes": shapes})
+        return _convert_inputs(model, args, kwargs) if layout._handle else None
+
+
+def _nothing(model: nn.Module, args: Any, kwargs: Any) -> None:
+    return None

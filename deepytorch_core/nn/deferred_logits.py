@@ -1,0 +1,152 @@
+"""Logits that are computed when somebody reads them: a loss that needs none never makes any.
+
+In training a causal language model returns logits that hardly anybody looks at. `DeferredLogits`
+stands in their place. It knows shape, dtype and device; any operation on it computes the logits
+then, by the head's stock forward, so every reader gets what stock gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_DESCRIPTIONS = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "layout",
+        "grad_fn",
+    )
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__len__,
+}
+
+
+class DeferredLogits(torch.Tensor):
+    """A tensor whose elements come from `compute` at the first operation that needs them.
+
+    Attributes:
+        source: what the loss is computed from in place of the logits, for whoever made this.
+    """
+
+    source: Any
+    _compute: Callable[[], torch.Tensor]
+    _autocast: tuple[str, torch.dtype] | None
+    _made: torch.Tensor | None
+
+    @staticmethod
+    def make(
+        compute: Callable[[], torch.Tensor],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        source: Any,
+    ) -> DeferredLogits:
+        """Logits of a known shape and dtype, to be computed under the autocast in force now."""
+        deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+            DeferredLogits, tuple(shape), dtype=dtype, device=device, requires_grad=False
+        )
+        deferred.source = source
+        deferred._compute = compute
+        deferred._made = None
+        kind = device.type
+        enabled = torch.is_autocast_enabled(kind)
+        deferred._autocast = (kind, torch.get_autocast_dtype(kind)) if enabled else None
+        return deferred
+
+    def materialized(self) -> torch.Tensor:
+        """The logits, with their gradient where gradients are on. Computed once."""
+        if self._made is None or (torch.is_grad_enabled() and not self._made.requires_grad):
+            kind, dtype = self._autocast or ("cpu", None)
+            with torch.autocast(kind, dtype=dtype, enabled=self._autocast is not None):
+                self._made = self._compute()
+        return self._made.to(_dtype_of(self))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(self.materialized())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialized().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DESCRIPTIONS and isinstance(args[0], DeferredLogits):
+            return _plain(args[0], func, *args[1:], **kwargs)
+        if args and isinstance(args[0], DeferredLogits):
+            dtype = _cast(func, args[1:], kwargs)
+            if dtype is not None:
+                return _recast(args[0], dtype)
+        return func(*_materialized(args), **_materialized(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Whatever came past __torch_function__, such as operations called from C++.
+        return func(*_materialized(args), **_materialized(dict(kwargs or {})))
+
+
+def _plain(deferred: DeferredLogits, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(deferred, *args, **kwargs)
+
+
+def _dtype_of(deferred: DeferredLogits) -> torch.dtype:
+    with torch._C.DisableTorchFunctionSubclass():
+        return deferred.dtype
+
+
+def _cast(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.dtype | None:
+    """The dtype, if `func` does no more than to change it, as mixed-precision wrappers do."""
+    if func is torch.Tensor.float and not args and not kwargs:
+        return torch.float32
+    if func is torch.Tensor.to and not kwargs and len(args) == 1:
+        return args[0] if isinstance(args[0], torch.dtype) else None
+    return None
+
+
+def _recast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits:
+    if dtype == _dtype_of(deferred):
+        return deferred
+    return DeferredLogits.make(
+        deferred.materialized,
+        shape=_plain(deferred, torch.Tensor.size),
+        dtype=dtype,
+        device=_plain(deferred, torch.Tensor.device.__get__),
+        source=deferred.source,
+    )
+
+
+def _materialized(nest: Any) -> Any:
+    if isinstance(nest, DeferredLogits):
+        return nest.materialized()
+    if isinstance(nest, dict):
+        return {key: _materialized(value) for key, value in nest.items()}
+    if isinstance(nest, tuple | list) and type(nest) in (tuple, list):
+        return type(nest)(_materialized(value) for value in nest)
+    return nest

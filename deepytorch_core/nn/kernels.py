@@ -1,0 +1,297 @@
+"""Kernels swapped in for a model's own: where they compute the same, and only while they pay.
+
+A `Place` is where something may be swapped (all RMSNorms of a size, the loss, the optimizer), a
+`Kernel` what may come there. Both are found in registries, one file each in
+`deepytorch_core/nn/swaps`. A kernel is tried on a copy of the place, forward and backward, never on
+the model itself: `deepytorch_core.guard` compares results and times on all ranks, and what it keeps
+is applied to the model. Everything can be undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from deepytorch_core import decisions, guard
+from deepytorch_core.guard import Candidate, Decision, Ranks, Trial
+from deepytorch_core.guard.timing import LEAST_GAIN
+from deepytorch_core.nn import swaps
+
+STOCK = guard.STOCK
+# Trials of one place.
+BUDGET_S = 10.0
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a training runs with.
+
+    Args:
+        model: before it is wrapped, sharded or moved.
+        optimizers: those of torch among them are considered.
+        device: where the model will train.
+        autocast: the dtype of mixed precision, if there is any.
+        mode: see `apply_kernels`, which sets it.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Any] = ()
+    device: torch.device
+    autocast: torch.dtype | None = None
+    mode: str = "auto"
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """As the training computes: under its autocast."""
+        kind = self.device.type
+        with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
+            yield
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A copy to try kernels on.
+
+    Args:
+        module: its parameters' gradients are compared.
+        target: what a kernel is applied to, as it is applied to a place's targets.
+        run: forward and backward, the same each time; returns what else is compared.
+    """
+
+    module: nn.Module
+    target: Any
+    run: Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a kernel may come in.
+
+    Args:
+        kind: kernels of this kind are considered.
+        what: its name in reports.
+        targets: what a kernel is applied to.
+        probe: makes a copy on the training's device; collective calls are not allowed in it.
+        saves_memory: kernels here take so much less memory that equal speed is enough.
+        facts: what a decision depends on beside the probe's structure, in JSON's types.
+    """
+
+    kind: str
+    what: str
+    targets: tuple[Any, ...]
+    probe: Callable[[], Probe]
+    saves_memory: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Kernel(ABC):
+    """One way to compute what a place does."""
+
+    kind: str
+    name: str
+
+    def why_not(self, place: Place, setting: Setting) -> str | None:
+        """Why it can't serve here, or None; asks nothing that takes time."""
+        return None
+
+    @abstractmethod
+    def apply(self, target: Any, setting: Setting) -> Undo:
+        """Put it in; returns what takes it out again. May raise and leave nothing behind."""
+
+
+Finder = Callable[[Setting], Iterable[Place]]
+_finders: dict[str, Finder] = {}
+_kernels: dict[str, Kernel] = {}
+
+_KernelClass = TypeVar("_KernelClass", bound=type[Kernel])
+
+
+def register_place(kind: str) -> Callable[[Finder], Finder]:
+    """A decorator: the function finds the places of this kind in a setting."""
+
+    def keep(find: Finder) -> Finder:
+        _finders[kind] = find
+        return find
+
+    return keep
+
+
+def register_kernel(kernel: _KernelClass) -> _KernelClass:
+    """A decorator of Kernel's subclasses; the first of a kind is preferred with kernels=on."""
+    _kernels[f"{kernel.kind}/{kernel.name}"] = kernel()
+    return kernel
+
+
+class Swapped:
+    """The kernels in place; `undo` takes all of them out."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._undo = contextlib.ExitStack()
+
+    def add(self, place: Place, kernel: Kernel, setting: Setting) -> None:
+        for target in place.targets:
+            self._undo.callback(kernel.apply(target, setting))
+        self.names[place.what] = kernel.name
+
+    def undo(self) -> None:
+        """Put everything back, the last change first. A second call does nothing."""
+        self._undo.close()
+        self.names.clear()
+
+
+def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
+    """Find the places of a setting, and swap in what is exact and pays.
+
+    Collective over all ranks of torch.distributed. The model is not run and no random number of
+    the training's is drawn.
+
+    Args:
+        setting: see there; the same on all ranks.
+        mode: "auto" keeps what is measured faster than stock; "on" the first exact kernel,
+            without measuring; "off" nothing.
+
+    Returns what is in place now, with its `undo`.
+    """
+    if mode not in ("auto", "on", "off"):
+        raise ValueError(f"kernels={mode!r}: expected auto, on or off")
+    swapped = Swapped()
+    if mode == "off":
+        return swapped
+    swaps.load()
+    setting = dataclasses.replace(setting, mode=mode)
+    ranks = Ranks("kernels")
+    for find in _finders.values():
+        for place in find(setting):
+            kernels = _able(place, setting, ranks)
+            if kernels:
+                with guard.preserved(nn.Module()):
+                    chosen = _chosen(place, kernels, setting, mode)
+                if chosen is not None:
+                    swapped.add(place, chosen, setting)
+    return swapped
+
+
+def _able(place: Place, setting: Setting, ranks: Ranks) -> list[Kernel]:
+    """The kernels that can serve on every rank; the others are reported."""
+    able: list[Kernel] = []
+    dropped: dict[str, str] = {}
+    for kernel in _kernels.values():
+        if kernel.kind == place.kind:
+            problem = ranks.first_problem(kernel.why_not(place, setting))
+            if problem is None:
+                able.append(kernel)
+            else:
+                dropped[kernel.name] = problem
+    if not able and dropped:
+        reason = "; ".join(f"{name}: {problem}" for name, problem in dropped.items())
+        decisions.record(place.what, STOCK, reason)
+    return able
+
+
+def _chosen(place: Place, kernels: list[Kernel], setting: Setting, mode: str) -> Kernel | None:
+    problem, probe = None, None
+    try:
+        probe = place.probe()
+    except Exception as error:  # out of memory, a model of another make
+        problem = guard.first_line(error)
+    problem = Ranks("kernels").first_problem(problem)
+    if problem is not None or probe is None:
+        decisions.record(place.what, STOCK, f"it can't be tried: {problem}")
+        return None
+    made = probe
+
+    def run() -> Any:
+        with setting.computing():
+            return made.run()
+
+    candidates = [_candidate(kernel, probe, setting) for kernel in kernels]
+    trial = Trial(module=probe.module, run=run, dtype=setting.autocast, budget_s=BUDGET_S)
+    if mode == "on":
+        name = _first_exact(place, candidates, trial)
+    else:
+        name = _measured(place, candidates, trial, setting)
+    return next((kernel for kernel in kernels if kernel.name == name), None)
+
+
+def _candidate(kernel: Kernel, probe: Probe, setting: Setting) -> Candidate:
+    undos: list[Undo] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    return Candidate(kernel.name, lambda: undos.append(kernel.apply(probe.target, setting)), undo)
+
+
+def _first_exact(place: Place, candidates: list[Candidate], trial: Trial) -> str:
+    """The first candidate that computes the same on every rank; nothing is measured."""
+    ranks = Ranks("kernels")
+    stock = _results(trial)
+    dropped: dict[str, str] = {}
+    for candidate in candidates:
+        try:
+            candidate.apply()
+            found = _results(trial)
+            problem = guard.difference(stock, found, dtype=trial.dtype, what="output or gradient")
+        except Exception as error:  # whatever a kernel may raise
+            problem = guard.first_line(error)
+        finally:
+            candidate.undo()
+        problem = ranks.first_problem(problem)
+        if problem is None:
+            decisions.record(place.what, candidate.name, "kernels=on", dropped=dropped)
+            return candidate.name
+        dropped[candidate.name] = problem
+    decisions.record(place.what, STOCK, "no kernel computes the same", dropped=dropped)
+    return STOCK
+
+
+def _results(trial: Trial) -> tuple[Any, list[torch.Tensor | None]]:
+    with guard.preserved(trial.module), guard.dropout_off(trial.module):
+        outputs = trial.run()
+        return outputs, [parameter.grad for parameter in trial.module.parameters()]
+
+
+def _measured(place: Place, candidates: list[Candidate], trial: Trial, setting: Setting) -> str:
+    facts = {
+        "autocast": str(setting.autocast),
+        "device": setting.device.type,
+        "kernels": [candidate.name for candidate in candidates],
+        **place.facts,
+    }
+    decision = guard.choose(place.what, candidates, trial, facts=facts)
+    if decision.chosen != STOCK or not place.saves_memory:
+        return decision.chosen
+    ranks = Ranks("kernels")
+    key = guard.profile.key(
+        f"{place.what}, for memory",
+        {"module": guard.fingerprint(trial.module), **facts},
+        world_size=ranks.size,
+    )
+    if len(decision.times_ms) > 1:
+        chosen = _no_slower(decision)
+        if ranks.rank == 0:
+            guard.profile.keep(key, {"chosen": chosen})
+    else:
+        entry = guard.profile.find(key) if guard.why_not_measured() != "tune=off" else None
+        chosen = ranks.gather(entry["chosen"] if entry else STOCK)[0]
+    if chosen != STOCK:
+        decisions.record(place.what, chosen, "no slower than stock, and takes less memory")
+    return str(chosen)
+
+
+def _no_slower(decision: Decision) -> str:
+    """The fastest candidate, if it is not slower than stock by what would count as faster."""
+    times = decision.times_ms
+    fastest = min((name for name in times if name != STOCK), key=lambda name: times[name])
+    return fastest if times[fastest] <= times[STOCK] * (1 + LEAST_GAIN) else STOCK

@@ -1,0 +1,11 @@
+"""One file for each place where kernels are swapped, with those that need nothing but torch."""
+
+import importlib
+
+_FILES = ("rms_norm", "swiglu", "fused_optimizer")
+
+
+def load() -> None:
+    """Fill the registries of `deepytorch_core.nn.kernels`."""
+    for name in _FILES:
+        importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,91 @@
+"""A module's forward replaced on the instance: copies and checkpoints stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Function = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class ReplacedForward:
+    """Stands in a module's `forward`: `function(module, x)` where it can serve, else the class's.
+
+    Under torch.compile the class's own is traced, since a compiler fuses it by itself. A copy of
+    the module gets a copy of this that belongs to it.
+
+    Args:
+        module: with no forward of its own on the instance.
+        function: a function of a Python module, so that it pickles.
+    """
+
+    def __init__(self, module: nn.Module, function: Function) -> None:
+        self.module = module
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+        if plain and _fits(self.module, args[0]):
+            return self.function(self.module, args[0])
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _fits(module: nn.Module, x: Any) -> bool:
+    """Whether stock computes in one dtype, on one device: else it promotes in its own way."""
+    # FSDP1 keeps parameters as plain attributes.
+    own = [*module._parameters.values(), *vars(module).values()]
+    return isinstance(x, torch.Tensor) and all(
+        one.dtype == x.dtype and one.device == x.device
+        for one in own
+        if isinstance(one, torch.Tensor)
+    )
+
+
+def why_not(targets: tuple[nn.Module, ...]) -> str | None:
+    """Why the forward of these modules can't be replaced."""
+    if any("forward" in vars(one) for one in targets):
+        return "its forward is replaced already"
+    return None
+
+
+def replace(module: nn.Module, function: Function) -> Callable[[], None]:
+    """Replace the forward; returns what puts it back."""
+    vars(module)["forward"] = ReplacedForward(module, function)
+
+    def undo() -> None:
+        vars(module).pop("forward", None)
+
+    return undo
+
+
+def alike(modules: list[nn.Module]) -> list[tuple[nn.Module, ...]]:
+    """Modules sorted into those of the same class, shapes, dtypes and settings."""
+    groups: dict[str, list[nn.Module]] = {}
+    for one in modules:
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in one.named_parameters()]
+        settings = sorted(
+            (name, value) for name, value in vars(one).items() if isinstance(value, float | int)
+        )
+        groups.setdefault(f"{type(one)} {shapes} {settings}", []).append(one)
+    return [tuple(group) for group in groups.values()]
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether the weights are here: neither on the meta device nor partitioned by ZeRO-3."""
+    return not any(
+        one.is_meta or hasattr(one, "ds_id") or hasattr(one, "device_mesh")
+        for one in module.parameters()
+    )
+
+
+def random_input(
+    module: nn.Module, width: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input of many rows and a gradient for the output, the same each time."""
+    rows = 256 if device.type == "cpu" else 4096
+    generator = torch.Generator().manual_seed(rows + width)
+    x, gradient = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    return x.to(device, dtype), gradient.to(device)

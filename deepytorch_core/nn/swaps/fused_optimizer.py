@@ -1,0 +1,188 @@
+"""torch's own optimizers in their fused form: one kernel for many parameters.
+
+Adam, AdamW and SGD take `fused=True`; a training that did not ask is switched in place, with its
+state. What somebody chose with foreach= or fused= stays.
+
+NOTE [Strides]. torch's fused kernels walk a parameter, its gradient and its state as flat memory
+and don't check that their strides agree: where they differ the update is silently wrong, which it
+is not in the other forms. They differ after a state of other strides was loaded, or where gradients
+were assigned. So a state is laid out like its parameter when it comes in, and gradients are
+compared before each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from deepytorch_core.nn.kernels import (
+    Kernel,
+    Place,
+    Probe,
+    Setting,
+    Undo,
+    register_kernel,
+    register_place,
+)
+
+KIND = "optimizer"
+CLASSES = (Adam, AdamW, SGD)
+# Elements of the copies that are tried.
+_ELEMENTS = {"cpu": 1 << 20}
+_DEFAULT_ELEMENTS = 1 << 25
+_STEPS = 4
+
+
+@register_place(KIND)
+def find(setting: Setting) -> Iterable[Place]:
+    """torch's optimizers that are not fused yet."""
+    for optimizer in setting.optimizers:
+        own = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+        if type(own) in CLASSES and not all(group.get("fused") for group in own.param_groups):
+            yield Place(
+                kind=KIND,
+                what=type(own).__name__,
+                targets=(own,),
+                probe=lambda chosen=own: _probe(chosen, setting),  # type: ignore[misc]
+                facts={"groups": [_facts(group) for group in own.param_groups]},
+            )
+
+
+def _facts(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings that choose another kernel."""
+    names = ("amsgrad", "maximize", "momentum", "nesterov", "capturable")
+    return {name: bool(group[name]) for name in names if name in group}
+
+
+@register_kernel
+class Fused(Kernel):
+    """`fused=True` in every parameter group."""
+
+    kind = KIND
+    name = "fused"
+
+    def why_not(self, place: Place, setting: Setting) -> str | None:
+        (optimizer,) = place.targets
+        if setting.device.type not in _get_fused_kernels_supported_devices():
+            return f"torch has no fused kernel on {setting.device.type}"
+        for group in optimizer.param_groups:
+            for name in ("foreach", "fused"):
+                if group.get(name) is not None:
+                    return f"{name}={group[name]} was asked for"
+            if group.get("differentiable"):
+                return "differentiable=True was asked for"
+            for parameter in group["params"]:
+                if not parameter.is_floating_point():
+                    return f"a parameter is {parameter.dtype}"
+        if any(getattr(one, "sparse", False) for one in setting.model.modules()):
+            return "an embedding has sparse gradients"
+        return None
+
+    def apply(self, target: Any, setting: Setting) -> Undo:
+        before = [group.get("fused") for group in target.param_groups]
+        default = target.defaults.get("fused")
+        _set(target, [True] * len(before), True)
+        handles = [
+            # Another checkpoint's groups would put the former setting in force again.
+            target.register_load_state_dict_post_hook(_set_again),
+            target.register_step_pre_hook(match_gradients),
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            padding = [default] * (len(target.param_groups) - len(before))
+            _set(target, [*before, *padding], default)
+
+        return undo
+
+
+def _set_again(optimizer: Any) -> None:
+    _set(optimizer, [True] * len(optimizer.param_groups), True)
+
+
+def match_gradients(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+    """A step pre-hook: lay out gradients like their parameters. See NOTE [Strides]."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def match_state(optimizer: Any) -> None:
+    """Lay out an optimizer's state like the parameters. See NOTE [Strides]."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if like and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _set(optimizer: Any, values: list[Any], default: Any) -> None:
+    """What the constructor does with `fused`, for an optimizer that exists."""
+    optimizer.defaults["fused"] = default
+    for group, value in zip(optimizer.param_groups, values, strict=True):
+        group["fused"] = value
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                # Fused kernels count on the device, others on the host.
+                on_device = value or group.get("capturable")
+                where = parameter.device if on_device else torch.device("cpu")
+                state["step"] = state["step"].to(where, torch.float32)
+    if any(values):
+        match_state(optimizer)
+        # A GradScaler hands its factor to the kernel, in place of a pass over the gradients.
+        optimizer._step_supports_amp_scaling = True
+        optimizer._need_device_dtype_check_for_fused = True
+    else:
+        vars(optimizer).pop("_step_supports_amp_scaling", None)
+        vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
+
+
+def _probe(optimizer: Any, setting: Setting) -> Probe:
+    """An optimizer of the same kind over new parameters of the same shapes."""
+    left = _ELEMENTS.get(setting.device.type, _DEFAULT_ELEMENTS)
+    generator = torch.Generator().manual_seed(left)
+    groups: list[dict[str, Any]] = []
+    start: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        own = []
+        for parameter in group["params"]:
+            size = parameter.numel()
+            if size and (size <= left or not start):
+                shape = parameter.shape if size <= left else (left,)
+                left -= min(size, left)
+                values, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+                start.append((0.02 * values).to(setting.device, parameter.dtype))
+                gradients.append(gradient.to(setting.device, parameter.dtype))
+                own.append(nn.Parameter(start[-1].clone()))
+        # A learning rate of a warm-up's start would hide what the kernel does.
+        groups.append({**group, "params": own, "lr": 1e-3})
+    groups = [group for group in groups if group["params"]]
+    probed = type(optimizer)(groups)
+    module = nn.ParameterList(parameter for group in groups for parameter in group["params"])
+    own_parameters = list(module)
+
+    def run() -> list[torch.Tensor]:
+        with torch.no_grad():
+            torch._foreach_copy_(own_parameters, start)
+        probed.state.clear()
+        for parameter, gradient in zip(own_parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for _ in range(_STEPS):
+            probed.step()
+        return [
+            # What rounding in half precision leaves of an update is not comparable.
+            (now - then).detach() if now.dtype.itemsize >= 4 else now.detach().clone()
+            for now, then in zip(own_parameters, start, strict=True)
+        ]
+
+    return Probe(module, probed, run)

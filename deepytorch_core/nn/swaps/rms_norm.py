@@ -1,0 +1,100 @@
+"""RMSNorm: models write it as half a dozen operations, torch has it as one.
+
+Any module counts whose class is called ...RMSNorm, with one weight and an epsilon. Whether its
+arithmetic is the usual one (Gemma adds 1 to the weight) is for the comparison to find out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepytorch_core.nn.kernels import (
+    Kernel,
+    Place,
+    Probe,
+    Setting,
+    Undo,
+    register_kernel,
+    register_place,
+)
+from deepytorch_core.nn.swaps import _forward
+
+KIND = "rms_norm"
+
+
+def epsilon(module: nn.Module) -> float | None:
+    """What the module adds to the mean square; None if it does not say."""
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+@register_place(KIND)
+def find(setting: Setting) -> Iterable[Place]:
+    """The RMSNorms of the model, by size."""
+    found = [one for one in setting.model.modules() if _is_rms_norm(one) and _forward.is_whole(one)]
+    for group in _forward.alike(found):
+        weight = group[0].weight
+        assert isinstance(weight, torch.Tensor)
+        yield Place(
+            kind=KIND,
+            what=f"{type(group[0]).__name__}({weight.numel()})",
+            targets=group,
+            probe=lambda first=group[0]: _probe(first, setting),  # type: ignore[misc]
+        )
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    own = list(module.parameters())
+    return (
+        type(module).__name__.endswith("RMSNorm")
+        and type(module) is not nn.RMSNorm  # one operation already
+        and len(own) == 1
+        and own[0].dim() == 1
+        and getattr(module, "weight", None) is own[0]
+        and epsilon(module) is not None
+    )
+
+
+def _probe(module: nn.Module, setting: Setting) -> Probe:
+    probed = copy.deepcopy(module).to(setting.device).train()
+    (weight,) = probed.parameters()
+    # Not as initialised: a weight of ones would hide what is done to it.
+    with torch.no_grad():
+        weight.copy_(torch.linspace(0.5, 1.5, weight.numel()))
+    x, gradient = _forward.random_input(probed, weight.numel(), setting.device, weight.dtype)
+
+    def run() -> list[torch.Tensor | None]:
+        rows = x.clone().requires_grad_()
+        y = probed(rows)
+        torch.autograd.backward(y, gradient.to(y.dtype))
+        return [y, rows.grad]
+
+    return Probe(probed, probed, run)
+
+
+@register_kernel
+class TorchRMSNorm(Kernel):
+    """`torch.nn.functional.rms_norm`, which is one kernel where the device has it."""
+
+    kind = KIND
+    name = "torch"
+
+    def why_not(self, place: Place, setting: Setting) -> str | None:
+        return _forward.why_not(place.targets)
+
+    def apply(self, target: nn.Module, setting: Setting) -> Undo:
+        return _forward.replace(target, _rms_norm)
+
+
+def _rms_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight: Any = module.weight
+    return F.rms_norm(x, (weight.shape[0],), weight, epsilon(module))

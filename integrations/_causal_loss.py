@@ -1,0 +1,370 @@
+"""The loss of transformers' causal language models without the logits, where nobody reads them.
+
+Two seams of one model object: the forward of its output head, which in training with labels returns
+`DeferredLogits`, and its `loss_function`, which computes the loss from what stands behind them. So
+the model's own forward stays, whatever its class, and whoever reads the logits gets stock's: a
+metric, a custom loss, a model that scales them first. Where they can't be had any more, because the
+weights have changed since or are sharded, reading them is an error. Evaluation, generation and
+calls without labels run stock.
+
+The head is called as a module for the loss, so FSDP2 gathers its weights then; tied and
+LoRA-wrapped heads are differentiated as they are. ZeRO-3's hooks read whatever a module returns, so
+under it the stock loss stays; so it does, unless asked for, under FSDP2, where a look at the logits
+would need the other ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from deepytorch_core import decisions
+from deepytorch_core.nn.deferred_logits import DeferredLogits
+from deepytorch_core.nn.kernels import (
+    STOCK,
+    Kernel,
+    Place,
+    Probe,
+    Setting,
+    Undo,
+    register_kernel,
+    register_place,
+)
+from deepytorch_core.nn.linear_cross_entropy import is_linear, linear_cross_entropy_sum
+from deepytorch_core.nn.loss import IGNORED_LABEL
+
+KIND = "causal_loss"
+# What the stock loss is called; models with another one keep it.
+_LOSS = "ForCausalLMLoss"
+# Forward passes of training in which the logits are computed as ever, see HeadForward.
+WATCHED = 4
+_TOKENS = {"cpu": 256}
+_DEFAULT_TOKENS = 4096
+# Logits of the trial, in elements.
+_MOST_LOGITS = 1 << 28
+
+LossSum = Callable[[torch.Tensor, nn.Module, torch.Tensor, int], torch.Tensor]
+"""(tokens, width), the head, (tokens,), what to ignore -> the summed loss."""
+
+
+@register_place(KIND)
+def find(setting: Setting) -> Iterable[Place]:
+    """The causal language models in the model: itself, or the one that PEFT wraps."""
+    for one in setting.model.modules():
+        head = _head_of(one)
+        if head is not None:
+            width, vocabulary = head.in_features, head.out_features
+            yield Place(
+                kind=KIND,
+                what=f"loss of {type(one).__name__}({width}, {vocabulary})",
+                targets=(one,),
+                probe=lambda owner=one: _probe(owner, setting),  # type: ignore[misc]
+                saves_memory=True,
+                facts={"trains_head": any(p.requires_grad for p in head.parameters())},
+            )
+
+
+def _head_of(module: nn.Module) -> Any:
+    """The head of a causal language model of transformers; None for any other module."""
+    if not hasattr(type(module), "loss_function"):
+        return None
+    # First, since asking a model without a head for its loss makes transformers warn.
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if head is None or getattr(module.loss_function, "__name__", None) != _LOSS:
+        return None
+    sizes = [getattr(head, name, None) for name in ("in_features", "out_features")]
+    return head if all(isinstance(size, int) for size in sizes) else None
+
+
+def _probe(owner: Any, setting: Setting) -> Probe:
+    probed = _ProbeModel(owner).to(setting.device).train()
+    head = probed.head
+    kind = setting.device.type
+    wanted = _TOKENS.get(kind, _DEFAULT_TOKENS)
+    tokens = max(64, min(wanted, _MOST_LOGITS // head.out_features))
+    generator = torch.Generator().manual_seed(tokens)
+    dtype = next(head.parameters()).dtype
+    hidden = torch.randn(1, tokens, head.in_features, generator=generator)
+    hidden = hidden.to(setting.device, dtype)
+    labels = torch.randint(0, head.out_features, (1, tokens), generator=generator)
+    labels[:, ::5] = IGNORED_LABEL
+    labels = labels.to(setting.device)
+
+    def run() -> list[torch.Tensor | None]:
+        rows = hidden.clone().requires_grad_()
+        loss = probed(rows, labels=labels)
+        loss.backward()
+        return [loss, rows.grad]
+
+    return Probe(probed, probed, run)
+
+
+class _ProbeModel(nn.Module):
+    """A causal language model's end: a copy of the head, and the stock loss."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.head: Any = copy.deepcopy(owner.get_output_embeddings())
+        self.loss_function = owner.loss_function
+
+    def get_output_embeddings(self) -> nn.Module:
+        head: nn.Module = self.head
+        return head
+
+    def forward(self, hidden: torch.Tensor, *, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden)
+        loss: torch.Tensor = self.loss_function(
+            logits=logits, labels=labels, vocab_size=self.head.out_features
+        )
+        return loss
+
+
+class _LossKernel(Kernel):
+    kind = KIND
+    loss_sum: LossSum
+
+    def why_not(self, place: Place, setting: Setting) -> str | None:
+        (owner,) = place.targets
+        head = owner.get_output_embeddings()
+        if "forward" in vars(head):
+            return "the head's forward is replaced already"
+        if head._forward_hooks or head._forward_pre_hooks:
+            return "somebody has a hook on the head, to see its logits"
+        for one in head.parameters():
+            if one.is_meta:
+                return "the head's weights are not loaded yet"
+            if hasattr(one, "ds_id"):
+                return "the head's weights are partitioned by zero.Init already"
+            if hasattr(one, "device_mesh"):
+                return "the head's weights are a DTensor already"
+        return None
+
+    def apply(self, target: Any, setting: Setting) -> Undo:
+        head = target.get_output_embeddings()
+        watches = WATCHED if setting.mode == "auto" else 0
+        if isinstance(target, _ProbeModel):
+            watches = 0
+        forward = HeadForward(head, type(self).loss_sum, watches=watches)
+        own = {name: vars(target)[name] for name in _LOSS_NAMES if name in vars(target)}
+        vars(head)["forward"] = forward
+        target.loss_function = LossFromHidden(target.loss_function)
+        handles = [
+            target.register_forward_pre_hook(Arm(forward), with_kwargs=True),
+            target.register_forward_hook(Disarm(forward), always_call=True),
+            register_optimizer_step_post_hook(_steps),
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            for name in _LOSS_NAMES:
+                vars(target).pop(name, None)
+            vars(target).update(own)
+            vars(head).pop("forward", None)
+
+        return undo
+
+
+# Where transformers keeps a loss that was set, and where any other object would.
+_LOSS_NAMES = ("_loss_function", "loss_function")
+
+
+class _Steps:
+    """Counts optimizer steps; a parameter's version does not: fused kernels leave it as it is."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.count += 1
+
+
+_steps = _Steps()
+
+
+class HeadForward:
+    """Stands in the head's `forward`.
+
+    In the first training steps the logits are computed as ever, to see whether somebody reads them:
+    who does so in every step would pay for the head twice.
+
+    Args:
+        head: see above.
+        loss_sum: what computes the loss in place of the logits.
+        watches: how many forward passes to watch; 0 where it was asked for without conditions.
+    """
+
+    def __init__(self, head: Any, loss_sum: LossSum, *, watches: int) -> None:
+        self.head = head
+        self.loss_sum = loss_sum
+        self.watches = watches
+        self.parameters = list(head.parameters())
+        self.armed = False
+        self.dropped = False
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        *args: Any,
+        targets: torch.Tensor | None = None,
+        ignore_index: int = IGNORED_LABEL,
+        **kwargs: Any,
+    ) -> Any:
+        if targets is not None:
+            return self.loss_sum(hidden, self.head, targets, ignore_index)
+        stands_by = not self.armed or self.dropped or torch.compiler.is_compiling()
+        if stands_by or args or kwargs or self._is_refused():
+            return type(self.head).forward(self.head, hidden, *args, **kwargs)
+        if self.watches > 0:
+            self.watches -= 1
+            return self._watched(type(self.head).forward(self.head, hidden))
+        kind = hidden.device.type
+        enabled = torch.is_autocast_enabled(kind)
+        made_at = _steps.count
+        return DeferredLogits.make(
+            lambda: self.logits(hidden, made_at),
+            shape=(*hidden.shape[:-1], self.head.out_features),
+            dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
+            device=hidden.device,
+            source=(self.head, hidden, None),
+        )
+
+    def _watched(self, logits: torch.Tensor) -> DeferredLogits:
+        def read() -> torch.Tensor:
+            self._drop("somebody reads the logits of training steps")
+            return logits
+
+        return DeferredLogits.make(
+            read,
+            shape=logits.shape,
+            dtype=logits.dtype,
+            device=logits.device,
+            source=(self.head, None, logits),
+        )
+
+    def _drop(self, reason: str) -> None:
+        if not self.dropped:
+            self.dropped = True
+            decisions.record("loss", STOCK, reason)
+
+    def _is_refused(self) -> bool:
+        now = list(self.head.parameters())
+        if any(hasattr(one, "ds_id") for one in now):
+            self._drop("ZeRO-3 partitions the head, and its hooks read the logits")
+        elif len(now) != len(self.parameters):
+            self._drop("the head's parameters are parts of a flat one (FSDP1)")
+        elif self._is_sharded() and self.watches > 0:
+            # Reading logits later would need the other ranks.
+            self._drop("the head's parameters are sharded; kernels=on leaves their logits out")
+        return self.dropped
+
+    def _is_sharded(self) -> bool:
+        """FSDP2 trains other parameter objects than those that it was given."""
+        pairs = zip(self.head.parameters(), self.parameters, strict=False)
+        return any(now is not then for now, then in pairs)
+
+    def logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
+        """What stock computes, through the module's hooks, so with whole weights."""
+        armed, self.armed = self.armed, False
+        late = made_at != _steps.count or self._is_sharded()
+        if late and not armed:
+            raise RuntimeError(
+                "the logits of this training step were left out, and can't be computed any more: "
+                "the head's weights have changed since or are sharded. Read them before "
+                "optimizer.step(), or switch kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
+            )
+        try:
+            found: torch.Tensor = self.head(hidden)
+            return found
+        finally:
+            self.armed = armed
+
+
+class LossFromHidden:
+    """Stands in the model's `loss_function`; the arguments are transformers' own."""
+
+    def __init__(self, original: Callable[..., torch.Tensor]) -> None:
+        self.original = original
+
+    def __call__(
+        self,
+        logits: Any = None,
+        labels: Any = None,
+        vocab_size: Any = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED_LABEL,
+        *,
+        shift_labels: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        given = {
+            "num_items_in_batch": num_items_in_batch,
+            "ignore_index": ignore_index,
+            "shift_labels": shift_labels,
+            **kwargs,
+        }
+        if not isinstance(logits, DeferredLogits) or logits.shape[-1] != vocab_size:
+            return self._stock(logits, labels, vocab_size, **given)
+        head, hidden, watched = logits.source
+        if watched is not None:
+            return self._stock(watched, labels, vocab_size, **given)
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(hidden.device)
+        loss: torch.Tensor = head(hidden.flatten(0, -2), targets=targets, ignore_index=ignore_index)
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != ignore_index).sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        mean: torch.Tensor = loss / num_items_in_batch
+        return mean
+
+    def _stock(self, logits: Any, labels: Any, vocab_size: Any, **given: Any) -> torch.Tensor:
+        return self.original(logits=logits, labels=labels, vocab_size=vocab_size, **given)
+
+
+class Arm:
+    """A forward pre-hook of the model: from here on its head may leave out the logits."""
+
+    def __init__(self, forward: HeadForward) -> None:
+        self.forward = forward
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            trains = model.training and torch.is_grad_enabled()
+            self.forward.armed = trains and kwargs.get("labels") is not None
+
+
+class Disarm:
+    """A forward hook of the model; also called when its forward has failed."""
+
+    def __init__(self, forward: HeadForward) -> None:
+        self.forward = forward
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.forward.armed = False
+
+
+@register_kernel
+class ChunkedLoss(_LossKernel):
+    """`linear_cross_entropy_sum`: plain torch, on any device, around any head."""
+
+    name = "chunked"
+
+    @staticmethod
+    def loss_sum(
+        hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, ignore_index: int
+    ) -> torch.Tensor:
+        # The forward on the instance is ours.
+        stock = type(head).forward
+        call = None if is_linear(head) else lambda rows: stock(head, rows)
+        return linear_cross_entropy_sum(
+            hidden, head, targets, ignore_index=ignore_index, forward=call
+        )

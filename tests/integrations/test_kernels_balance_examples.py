@@ -1,0 +1,45 @@
+"""The examples of docs/token-balance.md and docs/kernels.md run and say what they should."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from deepytorch_core import config
+from deepytorch_core.testing import run_program
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def run(name: str, *arguments: str, ranks: int, cache: Path) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = torchrun if ranks > 1 else []
+    done = run_program(
+        [sys.executable, *launcher, EXAMPLES / name, *arguments],
+        env=config.child_environment(
+            OMP_NUM_THREADS="1", DEEPYTORCH_PROFILE=str(cache / "profile.json")
+        ),
+        timeout=100,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    return [float(value) for value in re.findall(r"loss (\d\S*)", printed)]
+
+
+def test_token_balance_example_learns_from_even_steps(tmp_path: Path) -> None:
+    printed = run("token_balance.py", ranks=2, cache=tmp_path)
+    before, after = (float(x) for x in re.findall(r"(\d\.\d+) times", printed))
+    assert before > after >= 1.0
+    assert losses(printed)[-1] < losses(printed)[0]
+
+
+def test_kernels_example_says_what_is_in_place(tmp_path: Path) -> None:
+    printed = run("fused_kernels.py", "--cpu", "--kernels", "on", ranks=1, cache=tmp_path)
+    assert losses(printed)[-1] < losses(printed)[0]
+    for decision in ("loss of LlamaForCausalLM(64, 2000): chunked", "AdamW: fused"):
+        assert decision in printed

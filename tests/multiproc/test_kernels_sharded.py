@@ -1,0 +1,255 @@
+"""kernels under DDP, FSDP2 and ZeRO on two ranks: the head's weights are whole when they count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import deepytorch
+from deepytorch.integrations import _causal_loss as _causal_loss  # registers its kernels
+from deepytorch_core import config, decisions, guard
+from deepytorch_core.config import Options
+from deepytorch_core.nn import channels_last, kernels
+from deepytorch_core.nn.deferred_logits import DeferredLogits
+from deepytorch_core.nn.kernels import Kernel, Place, Probe, Setting, apply_kernels
+from deepytorch_core.testing import spawn_ranks
+
+STEPS = 3
+
+
+def llama(*, tied: bool) -> Any:
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(sizes).train()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    ids = torch.randint(3, 90, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def swap(model: Any) -> None:
+    before = config.current()
+    config.set_current(Options(profile=None, log="error"))
+    try:
+        names = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on").names
+    finally:
+        config.set_current(before)
+    assert "chunked" in names.values()
+
+
+def train(call: Any, model: Any, *, ours: bool, late: bool = False) -> list[Any]:
+    """Losses, and logits read after the forward, of plain SGD on the parameters.
+
+    With `late` ours can't give those logits: reading them would need the other ranks.
+    """
+    found: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        output = call(**batch(step))
+        assert isinstance(output.logits, DeferredLogits) == ours
+        output.loss.backward()
+        found.append(output.loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    output = call(**batch(0))
+    if late:
+        with pytest.raises(RuntimeError, match="kernels=off"):
+            output.logits.sum()
+    else:
+        found.append(output.logits.detach().float().sum().item())
+    output.loss.backward()
+    optimizer.step()
+    if ours and not late:
+        output = call(**batch(0))
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="kernels=off"):
+            output.logits.sum()
+    return found
+
+
+def under_ddp_and_fsdp2(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, list[list[Any]]] = {}
+    for tied in (False, True):
+        for arm in (False, True):
+            model = llama(tied=tied)
+            if arm:
+                swap(model)
+            ddp = DistributedDataParallel(model)
+            found.setdefault(f"DDP, tied={tied}", []).append(train(ddp, model, ours=arm))
+            model = llama(tied=tied)
+            if arm:
+                swap(model)
+            for layer in model.model.layers:
+                fully_shard(layer)
+            if not tied:
+                fully_shard(model.lm_head)  # a unit of its own: its weights come and go by hooks
+            fully_shard(model)
+            losses = train(model, model, ours=arm, late=arm)
+            found.setdefault(f"FSDP2, tied={tied}", []).append(losses)
+    return found
+
+
+def test_kernels_under_ddp_and_fsdp2_train_as_stock() -> None:
+    for found in spawn_ranks(under_ddp_and_fsdp2, 2, backend="gloo"):
+        for name, (stock, ours) in found.items():
+            compared = stock[: len(ours)]
+            assert len(compared) >= STEPS
+            assert ours == pytest.approx(compared, rel=1e-5), name
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = torch.nn.Conv2d(3, 8, 3)
+        self.second = torch.nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).mean((2, 3))
+
+
+def layout_under_ddp(rank: int, world_size: int, fused: bool, folder: Path) -> list[Any]:
+    """Weights after some steps, stock and with channels_last decided in the first of them."""
+    config.set_current(Options(profile=str(folder / "profile.json"), log="error"))
+    # Rank 0 alone would keep it: the slowest rank's times count.
+    times = {"stock": [2.0] * 5, "channels_last": [1.0 if fused or rank == 0 else 3.0] * 5}
+    found: list[Any] = []
+    for arm in (False, True):
+        model = Convolutions()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused or None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(guard, "interleaved", lambda arms, *_, **__: times)
+            if arm:
+                channels_last.choose(model, [optimizer])
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(STEPS):
+                loss = ddp(torch.randn(2, 3, 9, 9, generator=generator)).square().sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        found.append([one.detach().contiguous() for one in model.parameters()])
+        found.append(not model.second.weight.is_contiguous())
+    config.set_current(None)
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_kernels_channels_last_under_ddp_is_one_decision(fused: bool, tmp_path: Path) -> None:
+    """Also in the step of the switch, when DDP's buckets still have the former strides."""
+    for stock, _, ours, switched in spawn_ranks(
+        layout_under_ddp, 2, fused, tmp_path, backend="gloo"
+    ):
+        assert switched == fused
+        for a, b in zip(ours, stock, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Uneven(Kernel):
+    kind = "uneven"
+    name = "uneven"
+
+    def apply(self, target: Any, setting: Setting) -> Any:
+        target.scale = 1.0 + dist.get_rank()  # wrong on rank 1 alone
+        return lambda: setattr(target, "scale", 1.0)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.scale = 1.0
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * self.scale
+
+
+def one_rank_is_wrong(
+    rank: int, world_size: int, mode: str, folder: Path
+) -> tuple[dict[str, str], str, float]:
+    config.set_current(Options(profile=str(folder / "profile.json"), log="error"))
+    model, copied = Scaled(), Scaled()
+
+    def run() -> torch.Tensor:
+        made = copied()
+        made.sum().backward()
+        return made
+
+    place = Place(
+        kind="uneven", what="uneven", targets=(model,), probe=lambda: Probe(copied, copied, run)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_finders", {"uneven": lambda setting: [place]})
+        patch.setattr(kernels, "_kernels", {"uneven": Uneven()})
+        names = apply_kernels(Setting(model=model, device=torch.device("cpu")), mode).names
+    config.set_current(None)
+    return names, str(decisions.made()[-1]["dropped"]), model.scale
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_kernels_wrong_on_one_rank_are_dropped_on_all(mode: str, tmp_path: Path) -> None:
+    ranks = spawn_ranks(one_rank_is_wrong, 2, mode, tmp_path, backend="gloo")
+    for names, dropped, scale in ranks:
+        assert not names
+        assert "rank 1: " in dropped
+        assert scale == 1.0
+
+
+def under_zero(rank: int, world_size: int) -> list[tuple[list[Any], list[Any]]]:
+    import deepspeed
+
+    deepytorch.deactivate()
+    dist.init_process_group("gloo")
+    arms: dict[bool, list[list[Any]]] = {False: [], True: []}
+    for arm, stage in ((False, 2), (False, 3), (True, 2), (True, 3)):
+        section: dict[str, Any] = {"deepytorch": {"enabled": True, "kernels": "on", "log": "error"}}
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+            **(section if arm else {}),
+        }
+        if arm:
+            deepytorch.activate(log="error")
+        model = llama(tied=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        losses: list[Any] = []
+        for step in range(STEPS):
+            output = engine(**batch(step))
+            # ZeRO-3's hooks read what the head returns, so there the stock loss stays.
+            assert isinstance(output.logits, DeferredLogits) == (arm and stage != 3)
+            engine.backward(output.loss)
+            engine.step()
+            losses.append(output.loss.item())
+        output = engine(**batch(0))
+        losses.append(output.logits.detach().float().sum().item())
+        losses.append(bool(optimizer.param_groups[0]["fused"]))
+        arms[arm].append(losses)
+    return list(zip(arms[False], arms[True], strict=True))
+
+
+def test_kernels_under_zero_train_as_stock() -> None:
+    # DeepSpeed may have to compile something first.
+    for stages in spawn_ranks(under_zero, 2, fresh=True, timeout_s=110):
+        for stock, ours in stages:
+            assert ours[:-1] == pytest.approx(stock[:-1], rel=1e-4)
+            assert (stock[-1], ours[-1]) == (False, True)

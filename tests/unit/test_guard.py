@@ -1,0 +1,304 @@
+"""The guard: state comes back, numbers are compared, only what wins stays, decisions are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepytorch_core import config, decisions, guard
+from deepytorch_core.config import Options
+from deepytorch_core.guard import Candidate, Trial, timing
+
+
+@pytest.fixture(autouse=True)
+def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(decisions, "_made", [])
+    before = config._current
+    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
+    yield tmp_path / "profile.json"
+    config.set_current(before)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+class Swapped:
+    """A candidate that replaces `module.forward`."""
+
+    def __init__(self, module: nn.Module, make: Callable[..., Any]) -> None:
+        self.module = module
+        self.make = make
+        self.log: list[str] = []
+
+    def apply(self) -> None:
+        self.log.append("apply")
+        self.module.forward = self.make(type(self.module).forward.__get__(self.module))
+
+    def undo(self) -> None:
+        self.log.append("undo")
+        vars(self.module).pop("forward", None)
+
+    def named(self, name: str) -> Candidate:
+        return Candidate(name, self.apply, self.undo)
+
+
+def test_guard_puts_state_back() -> None:
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    grad = model[0].weight.grad
+    mean = model[1].running_mean
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    random.seed(5)
+    with guard.preserved(model, scaler=scaler):
+        assert model[0].weight.grad is None
+        scaler.scale(model(torch.randn(4, 8)).sum()).backward()
+        scaler._scale.fill_(3.0)
+        model.eval()
+        model[1].running_mean = torch.zeros(8)
+        random.random()
+    assert model[0].weight.grad is grad
+    assert torch.equal(grad, torch.ones_like(grad))
+    assert model[2].weight is None if hasattr(model[2], "weight") else True
+    assert all(parameter.grad is None for parameter in list(model.parameters())[1:])
+    assert model.training
+    assert model[1].running_mean is mean
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert scaler._scale is None or float(scaler._scale) == 8.0
+    after = (torch.rand(1).item(), random.random())
+    torch.manual_seed(5)
+    random.seed(5)
+    assert after == (torch.rand(1).item(), random.random())
+
+
+def test_guard_trials_stay_out_of_checkpointing() -> None:
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(1) or x, lambda x: x):
+        with guard.no_saved_tensor_hooks():
+            (torch.ones(2, requires_grad=True) ** 2).sum().backward()
+        assert not packed
+        (torch.ones(2, requires_grad=True) ** 2).sum()
+    assert packed
+
+
+def test_guard_dropout_off_keeps_batch_statistics() -> None:
+    model = network()
+    with guard.dropout_off(model):
+        model(torch.randn(4, 8))
+        assert not model[2].training
+    assert model[1].num_batches_tracked == 1
+    assert model[2].training
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_guard_tolerance_goes_by_dtype(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(37, 5, dtype=dtype, generator=generator)
+    real = dtype.to_real() if dtype.is_complex else dtype
+    limit = guard.numerics.TOLERANCES[real]
+    assert guard.difference(a, a.clone()) is None
+    near = (a.to(torch.complex128 if dtype.is_complex else torch.float64) * (1 + limit / 4)).to(
+        dtype
+    )
+    assert guard.difference([a], [near]) is None
+    # One wrong element among many.
+    wrong = a.clone()
+    wrong[3, 2] += 10 * limit * float(a.abs().max())
+    assert "at worst" in str(guard.difference({"a": a}, {"a": wrong}))
+    assert guard.difference(a, near, dtype=torch.bfloat16) is None
+
+
+def test_guard_sees_what_is_not_the_same() -> None:
+    a = torch.ones(3)
+    assert "in place of" in str(guard.difference(a, a.double()))
+    assert "in place of" in str(guard.difference(a, a[:2]))
+    assert "2 tensors in place of 1" in str(guard.difference(a, [a, a]))
+    assert "infinite" in str(guard.difference(a, a / 0))
+    assert guard.difference(a / 0, a / 0) is None
+    assert "not equal" in str(guard.difference(torch.arange(3), torch.arange(3) + 1))
+    assert guard.difference([None, a], [None, a]) is None
+    assert "nothing" in str(guard.difference([a], [None]))
+
+
+def test_faster_is_beyond_the_noise_of_both_in_the_guard() -> None:
+    steady, noisy = [1.0] * 6, [0.6, 0.8, 0.98, 1.0, 1.2, 1.4]
+    assert timing.is_faster([0.9] * 6, steady)
+    assert not timing.is_faster([0.99] * 6, steady)
+    assert not timing.is_faster([0.9] * 6, noisy)
+    assert not timing.is_faster(steady, steady)
+    # Steps that did not count.
+    assert timing.is_faster([0.9] * 4 + [math.inf] * 2, steady)
+    assert not timing.is_faster([0.5] + [math.inf] * 5, steady)
+    assert not timing.is_faster(steady, [math.inf] * 6)
+
+
+def test_guard_takes_arms_in_turns() -> None:
+    order: list[str] = []
+    arms = {name: lambda name=name: order.append(name) or time.sleep(0.002) for name in "ab"}
+    samples = timing.interleaved(arms, torch.device("cpu"), rounds=4)
+    assert [len(row) for row in samples.values()] == [4, 4]
+    assert "".join(order) == "aabb" + "abbaabba"
+    few = timing.interleaved(arms, torch.device("cpu"), rounds=9, budget_s=1e-9)
+    assert [len(row) for row in few.values()] == [2, 2]
+
+
+class _Slow(nn.Module):
+    """Waits as long as `forward` is the class's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return x @ self.weight
+
+
+def _trial(model: nn.Module, inputs: torch.Tensor, **more: Any) -> Trial:
+    def run() -> torch.Tensor:
+        output = model(inputs)
+        output.square().sum().backward()
+        return output
+
+    return Trial(module=model, run=run, **more)
+
+
+def _fast(stock: Any) -> Any:
+    return lambda x: x @ stock.__self__.weight
+
+
+def _raising(stock: Any) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel\nsecond line")
+
+    return forward
+
+
+def test_guard_keeps_the_fastest_that_is_right(own_profile: Path) -> None:
+    model = _Slow()
+    tried = {
+        "fast": Swapped(model, _fast),
+        "wrong": Swapped(model, lambda stock: lambda x: x @ stock.__self__.weight * 1.01),
+        "wrong gradient": Swapped(
+            model, lambda stock: lambda x: x @ stock.__self__.weight.detach() + 0 * x @ model.weight
+        ),
+        "failing": Swapped(model, _raising),
+    }
+    candidates = [one.named(name) for name, one in tried.items()]
+    inputs = torch.randn(3, 4)
+    decision = guard.choose("a test", candidates, _trial(model, inputs))
+    assert decision.chosen == "fast"
+    assert decision.times_ms["fast"] < decision.times_ms["stock"]
+    assert set(decision.dropped) == {"wrong", "wrong gradient", "failing"}
+    assert decision.dropped["failing"] == "RuntimeError: no such kernel"
+    assert decision.dropped["wrong gradient"].startswith("gradient")
+    assert tried["fast"].log[-1] == "apply"
+    assert all(one.log[-1] == "undo" for name, one in tried.items() if name != "fast")
+    assert model.weight.grad is None
+    (recorded,) = decisions.made()
+    assert recorded["chosen"] == "fast"
+    assert "dropped failing: RuntimeError: no such kernel" in decisions.sentence(recorded)
+    (entry,) = json.loads(own_profile.read_text())["decisions"]
+    assert entry["chosen"] == "fast"
+    assert entry["for"]["what"] == "a test"
+    assert entry["dropped"]["wrong"]
+
+
+def test_guard_takes_decisions_from_the_profile(own_profile: Path) -> None:
+    model = _Slow()
+    inputs = torch.randn(3, 4)
+    guard.choose("kept", [Swapped(model, _fast).named("fast")], _trial(model, inputs))
+    vars(model).pop("forward")
+    config.set_current(Options(profile=str(own_profile), deterministic=True, log="error"))
+    again = Swapped(model, _fast)
+    decision = guard.choose("kept", [again.named("fast")], _trial(model, inputs))
+    assert (decision.chosen, decision.reason) == ("fast", "from the profile")
+    assert again.log == ["apply"]
+    # Known, but wrong by now.
+    wrong = Swapped(model, lambda stock: lambda x: x @ stock.__self__.weight * 2)
+    vars(model).pop("forward")
+    decision = guard.choose("kept", [wrong.named("fast")], _trial(model, inputs))
+    assert decision.chosen == "stock"
+    assert wrong.log == ["apply", "undo"]
+    # Another structure is another question, and a deterministic run asks nothing.
+    other = network()
+    decision = guard.choose("kept", [Swapped(other, _fast).named("fast")], _trial(other, inputs))
+    assert decision.reason.startswith("not measured: deterministic")
+
+
+def test_guard_leaves_stock_where_nothing_wins_or_no_time_is_left() -> None:
+    model = nn.Linear(4, 4)
+    same = Swapped(model, lambda stock: lambda x: (time.sleep(0.003), stock(x))[1])
+    decision = guard.choose("slower", [same.named("same")], _trial(model, torch.randn(2, 4)))
+    assert (decision.chosen, decision.reason) == ("stock", "nothing is faster")
+    assert same.log[-1] == "undo"
+    late = Swapped(model, _fast)
+    trial = _trial(model, torch.randn(2, 4), budget_s=-1.0)
+    decision = guard.choose("late", [late.named("late")], trial)
+    assert decision.dropped["late"].startswith("no time left")
+    assert not late.log
+
+
+def test_guard_drops_what_fails_only_while_timed() -> None:
+    model = nn.Linear(4, 4)
+    calls = []
+
+    def sometimes(stock: Any) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) > 2:
+                raise MemoryError("full")
+            return stock(x)
+
+        return forward
+
+    decision = guard.choose(
+        "late failure", [Swapped(model, sometimes).named("s")], _trial(model, torch.randn(2, 4))
+    )
+    assert decision.chosen == "stock"
+    assert decision.dropped == {"s": "MemoryError: full"}
+    assert "forward" not in vars(model)
+
+
+def test_guard_lets_errors_of_the_stock_way_out() -> None:
+    model = nn.Linear(4, 4)
+    trial = _trial(model, torch.randn(2, 3))
+    with pytest.raises(RuntimeError, match="shapes"):
+        guard.choose("broken", [Swapped(model, _fast).named("x")], trial)
+    with contextlib.suppress(RuntimeError):
+        guard.choose("broken", [Swapped(model, _fast).named("x")], trial)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1, "decisions": 3}', '{"format": 99}'])
+def test_guard_believes_no_broken_profile(own_profile: Path, text: str) -> None:
+    own_profile.write_text(text)
+    assert guard.profile.find({"what": "x"}) is None
+    guard.profile.keep({"what": "x"}, {"chosen": "a"})
+    if "99" in text:
+        assert own_profile.read_text() == text
+    else:
+        assert guard.profile.find({"what": "x"})["chosen"] == "a"
+
+
+def test_guard_keeps_what_the_tuner_wrote(own_profile: Path) -> None:
+    own_profile.write_text('{"format": 1, "groups": [{"machine": "m"}], "more": 2}')
+    guard.profile.keep({"what": "x"}, {"chosen": "a"})
+    guard.profile.keep({"what": "x"}, {"chosen": "b"})
+    document = json.loads(own_profile.read_text())
+    assert document["groups"] == [{"machine": "m"}]
+    assert document["more"] == 2
+    assert [entry["chosen"] for entry in document["decisions"]] == ["b"]

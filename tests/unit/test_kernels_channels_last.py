@@ -1,0 +1,159 @@
+"""kernels: channels_last is tried on the first batch, and fused optimizers stay right with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepytorch_core import config, decisions, guard
+from deepytorch_core.config import Options
+from deepytorch_core.nn import channels_last
+from deepytorch_core.nn.kernels import Setting, apply_kernels
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decisions, "_made", [])
+    before = config._current
+    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
+    yield
+    config.set_current(before)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),  # its gradient would be zero but for rounding
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(6 * 4 * 3, 5),
+    )
+
+
+def is_channels_last(model: nn.Module) -> bool:
+    weight = model[3].weight
+    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        torch.manual_seed(step)
+        x, y = torch.randn(4, 3, 9, 7), torch.randint(0, 5, (4,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+    def interleaved(arms: Any, device: Any, **_: Any) -> dict[str, list[float]]:
+        for call in arms.values():
+            call()
+        return {name: [seconds[name]] * 5 for name in arms}
+
+    monkeypatch.setattr(guard, "interleaved", interleaved)
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_kernels_channels_last_is_kept_if_faster_and_trains_the_same(
+    wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, {"stock": 2.0, "channels_last": 1.0 if wins else 3.0})
+    model, reference = network(), network()
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (model, reference)]
+    undo = channels_last.choose(model, optimizers[:1])
+    assert not is_channels_last(model), "before there is a batch"
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 3, 9, 7)).isfinite().all(), torch.tensor(True))
+        reference(torch.ones(2, 3, 9, 7))
+    assert not is_channels_last(model), "nor by a batch without gradients"
+    losses = train(model, optimizers[0], range(4))
+    assert losses == pytest.approx(train(reference, optimizers[1], range(4)), rel=1e-5)
+    assert is_channels_last(model) == wins
+    for name, value in model.state_dict().items():
+        # BatchNorm has counted its batches once each: the trials left no trace.
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-4, atol=1e-5)
+    undo()
+    assert not is_channels_last(model)
+    assert not model._forward_pre_hooks
+    assert train(model, optimizers[0], range(4, 6)) == pytest.approx(
+        train(reference, optimizers[1], range(4, 6)), rel=1e-5
+    )
+    (decision,) = decisions.made()
+    assert decision["chosen"] == ("channels_last" if wins else "stock")
+    assert set(decision["times_ms"]) == {"stock", "channels_last"}
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_kernels_channels_last_with_a_fused_optimizer_that_has_state(make: Any) -> None:
+    """torch's fused kernels take mixed strides for what they are not; the state has to follow."""
+    model, reference = network(), network()
+    keywords = {"lr": 0.01, **({"momentum": 0.9} if make is torch.optim.SGD else {})}
+    ours, stock = (make(one.parameters(), **keywords) for one in (model, reference))
+    setting = Setting(model=nn.Linear(1, 1), optimizers=[ours], device=torch.device("cpu"))
+    assert apply_kernels(setting, "on").names
+    train(model, ours, range(2))
+    undo = channels_last.choose(model, [ours], mode="on")
+    assert is_channels_last(model)
+    train(model, ours, range(2, 4))
+    # A checkpoint with the former strides.
+    contiguous = copy.deepcopy(ours.state_dict())
+    for state in contiguous["state"].values():
+        state.update({name: value.contiguous() for name, value in state.items()})
+    ours.load_state_dict(contiguous)
+    train(model, ours, range(4, 5))
+    # Gradients of other strides, as DDP's buckets give them in the step after the switch.
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.contiguous()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    ours.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    train(reference, stock, range(5))
+    stock.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    undo()
+    assert not is_channels_last(model)
+
+
+def test_kernels_channels_last_is_not_tried_on_what_was_flattened_since() -> None:
+    model = network()
+    channels_last.choose(model)
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())  # as ZeRO keeps them
+    model(torch.randn(2, 3, 9, 7)).sum().backward()
+    assert not is_channels_last(model)
+    assert "parts of a flat buffer" in decisions.made()[-1]["reason"]
+
+
+def test_kernels_channels_last_leaves_other_models() -> None:
+    conv = nn.Conv2d(3, 16, 3)
+    cases = {
+        "0% of the parameters": nn.Linear(4, 4),
+        "in channels_last already": nn.Sequential(conv).to(memory_format=torch.channels_last),
+        "SyncBatchNorm communicates": nn.Sequential(nn.Conv2d(3, 16, 3), nn.SyncBatchNorm(16)),
+    }
+    for reason, model in cases.items():
+        channels_last.choose(model, mode="on")
+        assert reason in decisions.made()[-1]["reason"]
+        assert not model._forward_pre_hooks
+
+
+def test_kernels_channels_last_of_a_copy_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    channels_last.choose(model)
+    copied = copy.deepcopy(model)
+    monkeypatch.setattr(guard, "choose", lambda *_, **__: pytest.fail("measured"))
+    copied(torch.randn(2, 3, 9, 7)).sum().backward()
+    assert not is_channels_last(copied)
