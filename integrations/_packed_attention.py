@@ -82,8 +82,10 @@ def _attention_over(stock: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 def stock_attention(stock: str, module: torch.nn.Module) -> Callable[..., Any]:
     """The attention that transformers calls `stock`, for this module of a model."""
-    # "eager" is written out in each model's file.
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    # "eager" is written out in each model's file; sharding derives classes elsewhere.
+    files = (sys.modules[base.__module__] for base in type(module).__mro__)
+    written = (getattr(file, "eager_attention_forward", None) for file in files)
+    eager = next((forward for forward in written if forward is not None), None)
     interface: Any = AttentionInterface
     forward: Callable[..., Any] = interface().get_interface(stock, eager)
     return forward

@@ -126,15 +126,15 @@ def _stop_planning(planning: WeakKeyDictionary[Any, Any]) -> None:
 def _found(prepared: Any) -> tuple[Any, Any]:
     """What a training loop calls inside its wrappers, and the transformers model in that."""
     transformers = sys.modules.get("transformers.modeling_utils")
-    module: Any = prepared
-    while transformers is not None and isinstance(module, torch.nn.Module):
-        if isinstance(module, transformers.PreTrainedModel):
-            return module, module
-        if hasattr(module, "get_base_model"):  # peft's
-            base = module.get_base_model()
-            is_ours = isinstance(base, transformers.PreTrainedModel)
-            return (module, base) if is_ours else (None, None)
-        module = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+    outer = model = prepared
+    while transformers is not None and isinstance(model, torch.nn.Module):
+        if isinstance(model, transformers.PreTrainedModel):
+            return outer, model
+        base_of: Any = getattr(model, "get_base_model", None)  # peft's
+        if base_of is not None:
+            model = base_of()
+            continue
+        outer = model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
     return None, None
 
 
