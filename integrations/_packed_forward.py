@@ -96,19 +96,20 @@ class PackedForward:
 
         return remove
 
+    # What is planned on the CPU is no part of a compiled forward pass.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(
         self, outer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         planned = kwargs.pop(BATCH_KEY, None)
         if getattr(outer, "_is_replica", False):
             return args, kwargs  # of nn.DataParallel, whose threads share these hooks
-        if not self._model.training:
-            self._attentions.use_stock()
-            self._calls.append(None)
-            return args, kwargs
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if call.get("attention_mask") is None or call.get("cu_seq_lens_q") is not None:
-            # Nothing is padded, or somebody has packed it: then our attention needs no more.
+        is_packed = call.get("cu_seq_lens_q") is not None
+        if not self._model.training and not is_packed:
+            self._attentions.use_stock()
+        if not self._model.training or is_packed or call.get("attention_mask") is None:
+            # What somebody else has packed our attention takes as it is.
             self._calls.append(None)
             return args, kwargs
         obstacle = _obstacle(call)
@@ -126,6 +127,7 @@ class PackedForward:
         _packed_attention.enter_packed()
         return (), packed
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, outer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if getattr(outer, "_is_replica", False):
             return output
@@ -173,7 +175,7 @@ class PackedForward:
         """The arguments for one packed row in place of those for a padded batch."""
         ids, labels = call["input_ids"], call.get("labels")
         device = ids.device
-        shape = self.shapes.fit(packing.num_tokens, len(packing.lengths), packing.longest)
+        shape = self.shapes.fit(packing.num_tokens, packing.shape[0], packing.longest)
         filling = shape.num_tokens - packing.num_tokens
         empty = shape.num_sequences - len(packing.lengths) - (1 if filling else 0)
         lengths = (0, *packing.lengths, *([0] * empty), *([filling] if filling else []))

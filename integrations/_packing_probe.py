@@ -69,12 +69,16 @@ def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Co
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
+    config: Any = model.config
+    settings = dict(vars(config))  # some models note there what kind of labels they have met
     model.eval()
     try:
         yield
     finally:
         for module, training in modes.items():
             module.training = training
+        vars(config).clear()
+        vars(config).update(settings)
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -17,17 +17,16 @@ import torch
 from deepytorch_core import config, decisions
 from deepytorch_core.agreement import agree
 from deepytorch_core.console import say_once
+from deepytorch_core.data import Shapes
 
 from . import _contract
 
 if TYPE_CHECKING:
-    from ._packed_forward import Conventions
+    from ._packed_forward import Conventions, PackedForward
 
 _NAME = "padding_free"
 _WHAT = "padding-free"
 
-# Of each model: whether its loss shifts labels, and the loaders that plan for it.
-_attached: WeakKeyDictionary[Any, tuple[bool, WeakKeyDictionary[Any, Any]]] = WeakKeyDictionary()
 _num_agreed = 0
 
 
@@ -79,12 +78,11 @@ def attach(
 
 def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
     """Have data loaders plan the packing of their batches for a model that `attach` has changed."""
-    outer, _ = _found(prepared)
-    if outer not in _attached:
+    attached = _attachment(prepared)
+    if attached is None:
         return
     from ._packed_forward import PlanningCollate
 
-    shifted, planning = _attached[outer]
     for loader in loaders:
         if type(loader).__name__ == "DataLoaderDispatcher":
             continue  # Accelerate cuts its batches up, for which a plan is of no use
@@ -93,8 +91,23 @@ def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
             loader = getattr(loader, name, None) or loader
         collate = getattr(loader, "collate_fn", None)
         if collate is not None and not isinstance(collate, PlanningCollate):
-            planning[loader] = collate
+            attached.planning[loader] = collate
+            shifted = attached.forward.conventions.shifted
             loader.collate_fn = PlanningCollate(collate, shifted)
+
+
+def use_few_shapes(prepared: Any, limit: int, *, max_length: int) -> bool:
+    """Fill packed rows up to at most `limit` sizes, as CUDA graphs and static shapes need it.
+
+    Args:
+        prepared: a model that `attach` has changed; else nothing happens, which returns False.
+        limit: most sizes; see `deepytorch_core.data.Shapes`.
+        max_length: tokens that no sequence exceeds.
+    """
+    attached = _attachment(prepared)
+    if attached is not None:
+        attached.forward.shapes = Shapes(limit, max_length=max_length)
+    return attached is not None
 
 
 def detach(prepared: Any) -> bool:
@@ -103,24 +116,35 @@ def detach(prepared: Any) -> bool:
     return outer is not None and _contract.undo(outer, _NAME)
 
 
+class _Attached(_contract.Changes):
+    """What `attach` did to one model and, weakly, to the loaders that plan for it."""
+
+    def __init__(self, forward: PackedForward) -> None:
+        super().__init__()
+        self.forward = forward
+        # A Trainer makes a loader for every evaluation: none is kept.
+        self.planning: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.on_undo(self._stop_planning)
+
+    def _stop_planning(self) -> None:
+        for loader, collate in self.planning.items():
+            loader.collate_fn = collate
+            if getattr(loader, "_iterator", None) is not None:
+                loader._iterator = None  # persistent workers have a copy of the collate function
+
+
+def _attachment(prepared: Any) -> _Attached | None:
+    outer, _ = _found(prepared)
+    attached = vars(outer).get(f"__deepytorch_{_NAME}__") if outer is not None else None
+    return attached if isinstance(attached, _Attached) else None
+
+
 def _install(outer: Any, model: Any, conventions: Conventions, *, strict: bool) -> None:
     from ._packed_forward import PackedForward
 
-    changes = _contract.Changes()
-    # Weak: a Trainer makes a loader for every evaluation.
-    planning: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-    changes.on_undo(lambda: _attached.pop(outer, None) and None)
-    changes.on_undo(lambda: _stop_planning(planning))
-    changes.on_undo(PackedForward(model, outer, conventions, strict=strict).install(outer))
-    _contract.mark(outer, _NAME, changes)
-    _attached[outer] = conventions.shifted, planning
-
-
-def _stop_planning(planning: WeakKeyDictionary[Any, Any]) -> None:
-    for loader, collate in planning.items():
-        loader.collate_fn = collate
-        if getattr(loader, "_iterator", None) is not None:
-            loader._iterator = None  # persistent workers have a copy of the collate function
+    attached = _Attached(PackedForward(model, outer, conventions, strict=strict))
+    attached.on_undo(attached.forward.install(outer))
+    _contract.mark(outer, _NAME, attached)
 
 
 def _found(prepared: Any) -> tuple[Any, Any]:

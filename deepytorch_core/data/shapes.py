@@ -1,18 +1,20 @@
-"""Few shapes for many batches, so that compiled code is compiled a few times only.
+"""Few shapes for many batches, for code that is made anew for every shape.
 
-Packed batches differ in their number of tokens, sequences and longest sequence. Eager code doesn't
-mind. Compiled code does: there the totals are rounded up to a handful of sizes, and what is left
-over is filled with tokens that form sequences of their own and are trained on nothing.
+Packed batches differ in their number of tokens. Eager code doesn't mind, and `torch.compile` makes
+code for all of them after the second. CUDA graphs and code compiled with static shapes do mind:
+for them the totals are rounded up to a handful of sizes, and what is left over is filled with
+tokens that form a sequence of their own and are trained on nothing.
 """
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import NamedTuple
 
 _MULTIPLE = 64  # tokens; matrix units like it, and it costs next to nothing
-_MAX_WASTE = 0.25  # of a shape's tokens, before another shape is made
-_HEADROOM = 1.15  # what a new shape has above the batch that it is made for
-_GROWTH = 1.6  # the least that the largest shape grows by
+_NUM_WATCHED = 12  # batches, before the sizes are chosen
+_HEADROOM = 1.05  # of a size above the batch that it is chosen after
+_TOP_HEADROOM = 1.3  # of the last size, as larger batches are still to come
 
 
 class Shape(NamedTuple):
@@ -29,53 +31,65 @@ class Shapes:
     Args:
         limit: most shapes to use; None takes every batch as it is, with only the longest length
             rounded up to a power of two.
+        max_length: with a limit, tokens that no sequence exceeds.
 
-    With a limit the first batches of a run settle the shapes. They are as tight as the limit
-    allows: a batch fills at least three quarters of its shape while another shape may be made.
-    A batch larger than all of them is always taken, by a larger shape in place of the largest.
+    With a limit the first 12 batches take the largest shape, which holds as many of the longest
+    sequences as the first batch has rows. Then those sizes are chosen that would have had the least
+    filling. A batch larger than all is taken too, in a shape more.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        if limit is not None and limit < 2:
-            raise ValueError(f"limit={limit}: expected at least 2, or None")
+    def __init__(self, limit: int | None = None, *, max_length: int | None = None) -> None:
+        if limit is not None and (limit < 2 or max_length is None or max_length < 1):
+            raise ValueError(
+                f"limit={limit}, max_length={max_length}: expected a limit of at least 2, and the "
+                "tokens of the longest sequence"
+            )
         self.limit = limit
+        self._longest = max_length or 0
+        self._watched: list[int] = []
         self._sizes: list[int] = []
         self._num_sequences = 0
-        self._max_length = 0
 
     def fit(self, num_tokens: int, num_sequences: int, longest: int) -> Shape:
         """The shape for a batch of so many tokens and sequences.
 
-        Its `num_sequences` counts one more than the batch has, which holds the filling.
+        With a limit, its `num_sequences` is one more than any batch has, for the filling.
         """
         if self.limit is None:
             return Shape(num_tokens, num_sequences, _power_of_two(longest))
-        size = self._size(num_tokens)
         self._num_sequences = max(self._num_sequences, num_sequences + 1)
-        needed = max(longest, size - num_tokens)  # the filling is a sequence too
-        if needed > self._max_length:
-            # Only the number of blocks that a kernel starts depends on it: better grown seldom.
-            self._max_length = _power_of_two(2 * needed)
-        return Shape(size, self._num_sequences, self._max_length)
+        self._longest = max(self._longest, longest)
+        rows = self._num_sequences - 1
+        largest = _rounded(max(rows * self._longest, num_tokens))
+        if len(self._watched) < _NUM_WATCHED:
+            self._watched.append(num_tokens)
+            if len(self._watched) == _NUM_WATCHED:
+                self._sizes = _least_filling(self._watched, self.limit - 1, largest)
+            return self._shape(largest)
+        return self._shape(
+            min((size for size in self._sizes if size >= num_tokens), default=largest)
+        )
 
-    def _size(self, num_tokens: int) -> int:
-        assert self.limit is not None
-        fitting = min((size for size in self._sizes if size >= num_tokens), default=None)
-        if fitting is None:
-            largest = max(self._sizes, default=0)
-            if len(self._sizes) == self.limit:
-                self._sizes.remove(largest)
-            return self._add(max(num_tokens * _HEADROOM, largest * _GROWTH))
-        # The last place is kept for a batch larger than all.
-        wasteful = num_tokens < (1 - _MAX_WASTE) * fitting
-        if wasteful and len(self._sizes) < self.limit - 1:
-            return self._add(num_tokens * _HEADROOM)
-        return fitting
+    def _shape(self, num_tokens: int) -> Shape:
+        # The filling is a sequence too, and how long it can be is known: one length for all.
+        return Shape(num_tokens, self._num_sequences, _power_of_two(num_tokens))
 
-    def _add(self, size: float) -> int:
-        rounded = -(-int(size) // _MULTIPLE) * _MULTIPLE
-        self._sizes.append(rounded)
-        return rounded
+
+def _least_filling(batches: list[int], num_sizes: int, largest: int) -> list[int]:
+    """The sizes that take these batches, or the largest shape does, with the fewest tokens."""
+    top = _rounded(max(batches) * _TOP_HEADROOM)
+    candidates = sorted({_rounded(tokens * _HEADROOM) for tokens in batches} - {top})
+
+    def filled(sizes: tuple[int, ...]) -> int:
+        return sum(min((s for s in sizes if s >= batch), default=top) for batch in batches)
+
+    choices = combinations(candidates, min(num_sizes - 1, len(candidates)))
+    sizes = [*min(choices, key=filled), top]
+    return [size for size in sizes if size < largest]
+
+
+def _rounded(num_tokens: float) -> int:
+    return -(-int(num_tokens) // _MULTIPLE) * _MULTIPLE
 
 
 def _power_of_two(number: int) -> int:
