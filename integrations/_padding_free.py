@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepytorch_core import config, decisions
+from deepytorch_core import decisions
 from deepytorch_core.agreement import agree
 from deepytorch_core.console import say_once
 from deepytorch_core.data import Shapes
@@ -53,7 +53,7 @@ def attach(
 
     Raises IntegrationError, on every rank, when `choice` is "on" and the model can't.
     """
-    if choice == "off" or not config.current().enabled:
+    if choice == "off":
         return False
     outer, model = _found(prepared)
     if outer is None:
