@@ -21,9 +21,7 @@ from deepytorch_core.data import Packing, Shapes, plan
 
 from . import _packed_attention, _unpacked_output
 from ._contract import IntegrationError
-
-BATCH_KEY = "deepytorch_packing"
-"""Where a batch of a planning loader carries its `Packing`."""
+from ._padding_free import BATCH_KEY
 
 # Arguments with one entry a token, which are packed.
 _PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids")

@@ -24,6 +24,9 @@ from . import _contract
 if TYPE_CHECKING:
     from ._packed_forward import Conventions, PackedForward
 
+BATCH_KEY = "deepytorch_packing"
+"""Where a batch of a loader that plans carries its `deepytorch_core.data.Packing`."""
+
 _NAME = "padding_free"
 _WHAT = "padding-free"
 

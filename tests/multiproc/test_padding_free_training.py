@@ -210,7 +210,11 @@ def with_accelerate(rank: int, world_size: int, choice: str, mode: str) -> dict[
             )
             accelerator = Accelerator(fsdp_plugin=sharding, kwargs_handlers=[plugin])
         losses, seen = train(accelerator)
-        return {"losses": losses, "tokens": sum(seen), "undone": accelerate_adapter.undo(accelerator)}
+        return {
+            "losses": losses,
+            "tokens": sum(seen),
+            "undone": accelerate_adapter.undo(accelerator),
+        }
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])

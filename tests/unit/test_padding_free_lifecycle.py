@@ -16,7 +16,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import deepytorch
 from deepytorch.integrations import _contract, _padding_free
-from deepytorch.integrations._packed_forward import BATCH_KEY, PlanningCollate
+from deepytorch.integrations._packed_forward import PlanningCollate
+from deepytorch.integrations._padding_free import BATCH_KEY
 from deepytorch_core import decisions
 
 LONGEST = 20
