@@ -49,7 +49,10 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         return True
     _warn_if_alone(accelerator, adapter)
     if not _is_initialized():
-        return _apply_alone(accelerator, _contract.alone(adapter, given), adapter)
+        applied = _apply_alone(accelerator, _contract.alone(adapter, given), adapter)
+        if armed:
+            activation.deactivate()  # there are no groups for it to serve
+        return applied
     configurations = _deepspeed_configurations(accelerator)
     options = dict(given)
     for configuration in configurations:

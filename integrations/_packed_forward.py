@@ -106,7 +106,9 @@ class PackedForward:
         is_packed = call.get("cu_seq_lens_q") is not None
         if not self._model.training and not is_packed:
             self._attentions.use_stock()
-        if not self._model.training or is_packed or call.get("attention_mask") is None:
+        generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
+        is_padded = call.get("attention_mask") is not None and not is_packed and not generates
+        if not self._model.training or not is_padded:
             # What somebody else has packed our attention takes as it is.
             self._calls.append(None)
             return args, kwargs

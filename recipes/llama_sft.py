@@ -73,7 +73,7 @@ class Config:
     num_layers: int = 4
     num_heads: int = 4
     data: str | None = None
-    max_length: int = 256
+    max_length: int = 512
     steps: int = 50
     batch_size: int = 4
     accumulation: int = 1

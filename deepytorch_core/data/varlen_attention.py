@@ -60,7 +60,7 @@ def varlen_attention(
         return attend(query, key, value, sequences, weighting)
     if dropout == 0.0 and torch.compiler.is_compiling():
         out, _ = torch.ops.deepytorch.varlen_attention_cpu(
-            query, key, value, cu_seq_lens, before, after, scale
+            query, key, value, cu_seq_lens, before=before, after=after, scale=scale
         )
         result: Tensor = out
         return result
@@ -202,6 +202,7 @@ def _varlen_attention_cpu(
     key: Tensor,
     value: Tensor,
     cu_seq_lens: Tensor,
+    *,
     before: int,
     after: int,
     scale: float | None,
@@ -236,6 +237,7 @@ def _(
     key: Tensor,
     value: Tensor,
     cu_seq_lens: Tensor,
+    *,
     before: int,
     after: int,
     scale: float | None,
@@ -247,16 +249,13 @@ def _(
 @torch.library.custom_op("deepytorch::varlen_attention_cpu_backward", mutates_args=())
 def _varlen_attention_cpu_backward(
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    cu_seq_lens: Tensor,
+    saved: list[Tensor],
+    *,
     before: int,
     after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, out, log_sums, cu_seq_lens = saved
     num_key_heads = key.shape[1]
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     contiguous = torch.contiguous_format
@@ -283,16 +282,13 @@ def _varlen_attention_cpu_backward(
 @_varlen_attention_cpu_backward.register_fake
 def _(
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    cu_seq_lens: Tensor,
+    saved: list[Tensor],
+    *,
     before: int,
     after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, *_ = saved
     contiguous = torch.contiguous_format
     return (
         torch.empty_like(query, memory_format=contiguous),
@@ -301,16 +297,22 @@ def _(
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seq_lens, *ctx.rest = inputs
+def _remember(
+    ctx: Any,
+    inputs: tuple[Tensor, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    query, key, value, cu_seq_lens = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seq_lens)
+    ctx.seen = keyword_only_inputs
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.ops.deepytorch.varlen_attention_cpu_backward(
-        grad_out, *ctx.saved_tensors, *ctx.rest
+        grad_out, list(ctx.saved_tensors), **ctx.seen
     )
-    return (*grads, None, None, None, None)
+    return (*grads, None)
 
 
 _varlen_attention_cpu.register_autograd(_backward, setup_context=_remember)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepytorch_core.data import varlen_attention
 
 LENGTHS = [7, 1, 0, 13, 4]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def bounds(lengths: list[int]) -> Tensor:

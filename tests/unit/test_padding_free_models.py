@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from deepytorch.integrations import _contract, _padding_free
 from deepytorch_core import decisions
@@ -158,6 +159,26 @@ def test_padding_free_models_run_stock_when_they_do_not_train() -> None:
         ours = model.generate(**inputs, max_new_tokens=4, do_sample=False)
         assert torch.equal(ours, stock.generate(**inputs, max_new_tokens=4, do_sample=False))
     assert set(seen) == {attention}
+
+
+def test_padding_free_models_generate_stock_while_they_train() -> None:
+    stock, model = build("llama"), build("llama")
+    assert _padding_free.attach(model, "on", adapter="test")
+    inputs = {name: batch_of()[name][:2] for name in ("input_ids", "attention_mask")}
+    ours = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert torch.equal(ours, stock.generate(**inputs, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize(("name", "shifted"), [("bert", False), ("llama", True)])
+def test_padding_free_finds_out_which_label_belongs_to_a_token(name: str, shifted: bool) -> None:
+    """Also where all labels are as likely, so that no loss tells."""
+    model = build(name).bfloat16()
+    for parameter in model.get_output_embeddings().parameters():
+        parameter.data.zero_()
+    assert _padding_free.attach(model, "on", adapter="test")
+    collate = DataLoader([0], collate_fn=lambda _: batch_of(name))
+    _padding_free.plan_batches(model, [collate])
+    assert collate.collate_fn.shifted == shifted  # type: ignore[attr-defined]
 
 
 def test_padding_free_output_is_unpacked_when_it_is_read() -> None:
