@@ -6,7 +6,8 @@ in place, on that object alone:
 * the process groups that exist are upgraded in place (`_contract.join`);
 * DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
 * FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
-* `prepare` first swaps fused kernels in (`_kernels`), also where nothing is distributed.
+* `prepare` also swaps fused kernels in (`_kernels`) and has transformers models train without
+  padding (`_padding_free`), in a process that trains by itself too.
 
 DDP needs nothing else: its buckets are placed wherever deepytorch serves the group.
 """
@@ -16,18 +17,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 from deepytorch_core import activation, config
+from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
-from . import _contract, _fsdp2, _kernels
+from . import _contract, _fsdp2, _kernels, _padding_free
 
 _NAME = "accelerator"
 _FLAG = "deepytorch"
 
 
 def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bool = False) -> bool:
-    """Put deepytorch under an Accelerator, once; False if it is off.
+    """Put deepytorch under an Accelerator, once; False if it is off or there is nothing to do.
 
     Collective over the default group, if there is one. Options of the DeepSpeed configuration's
     own flag are in force too; `given` wins over them.
@@ -46,7 +49,10 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         return True
     _warn_if_alone(accelerator, adapter)
     if not _is_initialized():
-        return _apply_alone(accelerator, given, adapter)
+        applied = _apply_alone(accelerator, _contract.alone(adapter, given), adapter)
+        if armed:
+            activation.deactivate()  # there are no groups for it to serve
+        return applied
     configurations = _deepspeed_configurations(accelerator)
     options = dict(given)
     for configuration in configurations:
@@ -60,23 +66,31 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         _write_flag(configuration, options, changes)
     if getattr(accelerator, "is_fsdp2", False):
         changes.set(accelerator, "prepare", _preparing_fsdp2(accelerator.prepare, changes))
-    changes.set(accelerator, "prepare", _kernels.preparing(accelerator, joined.options, changes))
+    _set_policies(accelerator, joined.options, adapter, changes)
     _contract.mark(accelerator, _NAME, changes)
     return True
 
 
-def _apply_alone(accelerator: Any, given: Mapping[str, Any], adapter: str) -> bool:
+def _apply_alone(accelerator: Any, options: Options, adapter: str) -> bool:
     """What serves a single process too: there are no ranks to agree with."""
-    try:
-        options = config.Options.from_mapping(given, base=config.current())
-    except ValueError as error:
-        raise _contract.IntegrationError(f"{adapter}: {error}") from None
-    if options.kernels == "off" or not (options.enabled and config.Options.from_env().enabled):
-        return False
     changes = _contract.Changes()
-    changes.set(accelerator, "prepare", _kernels.preparing(accelerator, options, changes))
+    if not options.enabled or not _set_policies(accelerator, options, adapter, changes):
+        return False
     _contract.mark(accelerator, _NAME, changes)
     return True
+
+
+def _set_policies(
+    accelerator: Any, options: Options, adapter: str, changes: _contract.Changes
+) -> bool:
+    """Have `prepare` apply what is not about communication; False if all of it is off."""
+    if options.padding_free != "off":
+        packed = _preparing_packed(accelerator, options.padding_free, adapter, changes)
+        changes.set(accelerator, "prepare", packed)
+    if options.kernels != "off":  # outermost: kernels go in before anything wraps the model
+        swapped = _kernels.preparing(accelerator, options, changes)
+        changes.set(accelerator, "prepare", swapped)
+    return options.padding_free != "off" or options.kernels != "off"
 
 
 def undo(accelerator: Any) -> bool:
@@ -143,3 +157,55 @@ def _preparing_fsdp2(
         return prepared
 
     return prepare
+
+
+def _preparing_packed(
+    accelerator: Any, choice: str, adapter: str, changes: _contract.Changes
+) -> Callable[..., Any]:
+    original = accelerator.prepare
+    models: WeakSet[Any] = WeakSet()
+    loaders: WeakSet[Any] = WeakSet()
+
+    @functools.wraps(original)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        from torch.nn import Module
+        from torch.utils.data import DataLoader
+
+        prepared = original(*args, **kwargs)
+        things = prepared if isinstance(prepared, tuple | list) else (prepared,)
+        # A Trainer prepares its loaders first and its model later.
+        loaders.update(thing for thing in things if isinstance(thing, DataLoader))
+        for model in models:
+            _padding_free.plan_batches(model, loaders)
+        for model in (thing for thing in things if isinstance(thing, Module)):
+            if _padding_free.attach(
+                model,
+                choice,
+                adapter=adapter,
+                loaders=loaders,
+                precision=_precision(accelerator),
+                obstacle=_cuts_sequences(accelerator),
+            ):
+                models.add(model)
+        return prepared
+
+    def detach() -> None:
+        for model in models:
+            _padding_free.detach(model)
+
+    changes.on_undo(detach)
+    return prepare
+
+
+def _precision(accelerator: Any) -> Any:
+    import torch
+
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    return computed.get(str(accelerator.mixed_precision))
+
+
+def _cuts_sequences(accelerator: Any) -> str | None:
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if any(getattr(parallel, name, False) for name in ("cp_enabled", "sp_enabled")):
+        return "its sequences are cut up between ranks"
+    return None

@@ -204,6 +204,17 @@ def join(
     return Joined(options, activated)
 
 
+def alone(adapter: str, given: Mapping[str, Any]) -> Options:
+    """The options that `join` would put in force, for a process that trains by itself.
+
+    Raises IntegrationError for an unknown option or a wrong value.
+    """
+    statement = _statement(given, None)
+    if "error" in statement:
+        raise IntegrationError(f"{adapter}: {statement['error']}")
+    return Options.from_mapping(statement)
+
+
 def _connection(adapter: str) -> tuple[Any, int, int]:
     from torch.distributed import distributed_c10d as c10d
 

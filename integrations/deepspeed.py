@@ -7,8 +7,9 @@ Python. The section's names are the options of `deepytorch_core.config.Options`.
 Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
 (`deepytorch_core.deepspeed_flag`). Without the section the wrapper only passes the call on. With it
 the process groups that exist are upgraded in place, and bucket sizes that the configuration leaves
-open are filled in (`_deepspeed_buckets`). Left alone: engines, optimizers, ZeRO's own code,
-checkpoints, launchers, the accelerator object. Nothing of ours runs in a step but collectives.
+open are filled in (`_deepspeed_buckets`); an engine's transformers model trains without padding
+(`_padding_free`, by hooks). Left alone: optimizers, ZeRO's own code, checkpoints, launchers, the
+accelerator object.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from deepytorch_core import activation, config, deepspeed_flag
 from deepytorch_core.config import Options
 from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
 from deepytorch_core.patching import original_of
 
-from . import _kernels
+from . import _kernels, _padding_free
 from ._contract import Changes, Joined, join, require
 from ._deepspeed_buckets import fill_bucket_sizes
 
@@ -38,6 +40,7 @@ _NAME = "deepspeed"
 
 _joined: list[Joined] = []
 _changes = Changes()
+_packed: WeakSet[Any] = WeakSet()
 
 
 def initialize(
@@ -82,10 +85,12 @@ def run_flagged(
 def undo() -> None:
     """Give DeepSpeed its `initialize` back, and the process groups their former backends.
 
-    Engines go on with those. From then on a section in a configuration has no effect, until
-    `deepytorch.activate()`. Does nothing when there is nothing to undo.
+    Engines go on with those, and with padding. From then on a section in a configuration has no
+    effect, until `deepytorch.activate()`. Does nothing when there is nothing to undo.
     """
     deepspeed_flag.disarm()
+    while _packed:
+        _padding_free.detach(_packed.pop())
     while _joined:
         _joined.pop().leave()
     _changes.undo()
@@ -98,6 +103,7 @@ def _initialize(
     given: dict[str, Any],
 ) -> tuple[Any, ...]:
     call = inspect.signature(original).bind(*args, **kwargs)
+    padding_free = "off"
     with contextlib.ExitStack() as stack:
         if not deepspeed_flag.switched_off():
             source = _configuration(call.arguments) or {}
@@ -106,10 +112,15 @@ def _initialize(
             joined = join(_NAME, options)
             if joined.options.enabled:
                 _joined.append(joined)
+                padding_free = joined.options.padding_free
                 stack.enter_context(_filled(call, source, joined.options))
                 _swap_kernels(call.arguments, joined.options)
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
-        return result
+    engine, _, loader, *_ = result
+    loaders = [] if loader is None else [loader]
+    if _padding_free.attach(engine, padding_free, adapter=_NAME, loaders=loaders):
+        _packed.add(engine)
+    return result
 
 
 def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:

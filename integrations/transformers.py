@@ -4,18 +4,20 @@ The seam is `Trainer.create_accelerator_and_postprocess`, where a Trainer builds
 right after it deepytorch is put under that Accelerator (`_accelerator`). By inheritance
 (`DeepytorchMixin`, before the Trainer in the list of bases), or for one Trainer that exists
 (`accelerate_trainer`). Left alone is all else: arguments, data, loss, optimizer, callbacks and
-checkpoints.
+checkpoints. For training loops without a Trainer `pack_batches` has a model train without padding.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepytorch_core import config
 
-from . import _accelerator, _contract
+from . import _accelerator, _contract, _padding_free
+from ._contract import IntegrationError
+from ._padding_free import BATCH_KEY
 
 try:
     from transformers import Trainer
@@ -23,7 +25,15 @@ except ModuleNotFoundError:
     _contract.require("transformers", ">=4.55,<6", tested="5.23.0")
     raise
 
-__all__ = ["DeepytorchMixin", "DeepytorchTrainer", "accelerate_trainer", "undo"]
+__all__ = [
+    "BATCH_KEY",
+    "DeepytorchMixin",
+    "DeepytorchTrainer",
+    "IntegrationError",
+    "accelerate_trainer",
+    "pack_batches",
+    "undo",
+]
 
 _NAME = "transformers"
 _SEAM = "create_accelerator_and_postprocess"
@@ -87,11 +97,37 @@ def accelerate_trainer(trainer: _Trainer, **options: Any) -> _Trainer:
     return trainer
 
 
-def undo(trainer: Trainer) -> bool:
-    """Put the Trainer, its Accelerator and the process groups back as they were.
+def pack_batches(model: Any, padding_free: str = "auto", *, loaders: Iterable[Any] = ()) -> bool:
+    """Have a model train without padding in a loop of your own; `undo` takes it away again.
 
-    Returns False when there was nothing to undo. Collective: all ranks must call it.
+    For loops without Accelerator, Trainer or DeepSpeed, whose adapters do it by themselves. The
+    loop goes on as it is: it passes padded batches, and gets the loss of padded batches. All ranks
+    must call it, after the model has been put on its device and wrapped.
+
+    Args:
+        model: a transformers model, or a wrapper of one: peft's, DistributedDataParallel.
+        padding_free: auto keeps the padding of models that need it, and says so; on makes an
+            error of that; off does nothing.
+        loaders: `DataLoader`s whose collate function makes a dict with `input_ids`,
+            `attention_mask` and, as the case may be, `labels`, [batch, length] each. They add the
+            plan of each batch under `BATCH_KEY`, to be passed to the model with the rest. A model
+            that gets no plan makes one, for which it waits for the device.
+
+    Returns whether the model trains without padding. Raises IntegrationError, on every rank, if
+    it can't and `padding_free` is "on".
     """
+    return _padding_free.attach(model, padding_free, adapter=_NAME, loaders=loaders)
+
+
+def undo(changed: Any) -> bool:
+    """Put a Trainer, its Accelerator and the process groups back as they were.
+
+    Or a model of `pack_batches`, and its loaders. Returns False when there was nothing to undo.
+    Collective: all ranks must call it.
+    """
+    if not hasattr(changed, "accelerator"):
+        return _padding_free.detach(changed)
+    trainer: Trainer = changed
     return _contract.undo(trainer, _NAME) or _accelerator.undo(trainer.accelerator)
 
 

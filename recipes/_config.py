@@ -108,6 +108,8 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
         (hint,) = [option for option in typing.get_args(hint) if option is not type(None)]
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
+        if isinstance(value, bool) and {"on", "off"} <= set(choices):
+            value = "on" if value else "off"  # YAML reads these words as booleans
         if value in choices:
             return value
         raise RecipeError(f"{key} must be one of {', '.join(map(str, choices))}, not {value!r}")

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from deepytorch.recipes._config import RecipeError
+from deepytorch_core.data import Packing, plan
 
 # Modules that import without side effects on every platform and document themselves well.
 _MODULES = """
@@ -63,6 +64,7 @@ class Batch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     labels: torch.Tensor
+    packing: Packing  # where the tokens lie, for models that train without padding
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on ``device``."""
@@ -70,6 +72,7 @@ class Batch:
             self.input_ids.to(device, non_blocking=True),
             self.attention_mask.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
+            self.packing.to(device, non_blocking=True),
         )
 
     def counts(self) -> torch.Tensor:
@@ -252,10 +255,13 @@ def collate(examples: list[Example], pad_token_id: int) -> Batch:
     def padded(rows: list[list[int]], value: int) -> torch.Tensor:
         return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
 
+    attention_mask = padded([[1] * len(example.input_ids) for example in examples], 0)
+    labels = padded([example.labels for example in examples], IGNORED_LABEL)
     return Batch(
         input_ids=padded([example.input_ids for example in examples], pad_token_id),
-        attention_mask=padded([[1] * len(example.input_ids) for example in examples], 0),
-        labels=padded([example.labels for example in examples], IGNORED_LABEL),
+        attention_mask=attention_mask,
+        labels=labels,
+        packing=plan(attention_mask, labels),
     )
 
 

@@ -22,14 +22,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
+from deepytorch.integrations.transformers import BATCH_KEY, IntegrationError, pack_batches
 from deepytorch.recipes import _compare
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes._data import (
-    IGNORED_LABEL,
     Batch,
     InstructionPair,
     byte_tokenizer,
@@ -74,7 +73,7 @@ class Config:
     num_layers: int = 4
     num_heads: int = 4
     data: str | None = None
-    max_length: int = 256
+    max_length: int = 512
     steps: int = 50
     batch_size: int = 4
     accumulation: int = 1
@@ -82,6 +81,7 @@ class Config:
     warmup_steps: int = 5
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    padding_free: Literal["auto", "on", "off"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     sample_tokens: int = 120
     loss_tolerance: float = 1e-4
@@ -116,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: Config, process: Process) -> int:
     """Train once on ``config.backend``, save the checkpoint and print a sample."""
     tokenizer, batches, held_out = prepare_data(config, process)
-    trainer = Trainer(config, tokenizer, process, group=None)
+    padding_free = "off" if config.backend == "stock" else config.padding_free
+    trainer = Trainer(config, tokenizer, process, group=None, padding_free=padding_free)
     run_dir = make_run_dir(config.output_dir, config.name) if process.is_main else None
     log = ScalarLog(run_dir and run_dir / "tensorboard")
     with StepProgress(config.steps, enabled=process.is_main) as progress:
@@ -150,8 +151,8 @@ def compare(config: Config, process: Process) -> int:
     stock_group = dist.new_group(backend=stock_backend(process.device), group_desc="stock arm")
     our_group = dist.new_group(backend="deepytorch", group_desc="deepytorch arm")
     tokenizer, batches, held_out = prepare_data(config, process)
-    stock = Trainer(config, tokenizer, process, group=stock_group)
-    ours = Trainer(config, tokenizer, process, group=our_group)
+    stock = Trainer(config, tokenizer, process, group=stock_group, padding_free="off")
+    ours = Trainer(config, tokenizer, process, group=our_group, padding_free=config.padding_free)
     run_dir = make_run_dir(config.output_dir, config.name) if process.is_main else None
     logs = {arm: ScalarLog(run_dir and run_dir / "tensorboard" / arm) for arm in _compare.ARMS}
     comparison = _compare.Comparison(
@@ -197,7 +198,13 @@ class Trainer:
     """A model in DDP over one process group, its optimizer and its schedule."""
 
     def __init__(
-        self, config: Config, tokenizer: Any, process: Process, *, group: dist.ProcessGroup | None
+        self,
+        config: Config,
+        tokenizer: Any,
+        process: Process,
+        *,
+        group: dist.ProcessGroup | None,
+        padding_free: str,
     ) -> None:
         self.config, self.process, self.group = config, process, group
         torch.manual_seed(config.seed)  # every trainer starts from the same weights
@@ -209,6 +216,7 @@ class Trainer:
             process_group=group,
             gradient_as_bucket_view=True,
         )
+        self.packs = packs_batches(self.ddp, padding_free)
         # A model from scratch learns from large steps; a trained one forgets with them.
         learning_rate = config.learning_rate or (2e-5 if config.model else 2e-3)
         self.optimizer = torch.optim.AdamW(
@@ -231,7 +239,7 @@ class Trainer:
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with nullcontext() if last else self.ddp.no_sync():
-                share = self.loss_sum(batch) / counts[0]
+                share = self.loss_share(batch, counts[0])
                 # DDP averages gradients over the ranks, and the shares are to be summed.
                 torch.autograd.backward(share * self.process.world_size)
             loss_share += share.detach()
@@ -241,19 +249,30 @@ class Trainer:
         self.schedule.step()
         return StepResult(loss_share, counts[1], learning_rate)
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Cross-entropy of the next token, summed over the answers' tokens of the batch."""
+    def loss_share(self, batch: Batch, num_targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of the next token over the answers' tokens of the batch: sum / number."""
         bf16 = self.config.precision == "bf16"
+        plan = {BATCH_KEY: batch.packing} if self.packs else {}
         with torch.autocast(self.process.device.type, dtype=torch.bfloat16, enabled=bf16):
-            logits = self.ddp(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-            ).logits
-        return F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(),
-            batch.labels[:, 1:].flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
-        )
+            # The model's own loss in place of one made of its logits: without padding nobody
+            # needs logits of [batch, longest, vocabulary].
+            loss: torch.Tensor = self.ddp(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                labels=batch.labels,
+                num_items_in_batch=num_targets,
+                use_cache=False,
+                **plan,
+            ).loss
+        return loss
+
+
+def packs_batches(model: Any, padding_free: str) -> bool:
+    """Whether ``model`` trains without padding from now on."""
+    try:
+        return pack_batches(model, padding_free)
+    except IntegrationError as error:
+        raise RecipeError(str(error)) from error
 
 
 def prepare_data(config: Config, process: Process) -> tuple[Any, Iterator[Batch], InstructionPair]:

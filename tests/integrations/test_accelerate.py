@@ -303,17 +303,19 @@ def test_a_plugin_in_the_subclass_and_in_the_list_is_passed_twice() -> None:
 
 def test_in_a_single_process_only_the_model_is_looked_at() -> None:
     with process_state():
-        plugin = adapter.DeepytorchPlugin(kernels="off")
+        plugin = adapter.DeepytorchPlugin(padding_free="off", kernels="off")
         accelerator = adapter.DeepytorchAccelerator(cpu=True, deepytorch_plugin=plugin)
         assert not any("deepytorch" in name for name in vars(accelerator))
         assert not adapter.undo(accelerator)
-    with process_state():
+        found = set(vars(accelerator))
         accelerator = adapter.DeepytorchAccelerator(cpu=True)
         assert "prepare" in vars(accelerator)
         assert adapter.undo(accelerator)
-        assert not any(
-            name in vars(accelerator) for name in ("prepare", "__deepytorch_accelerator__")
-        )
+        assert set(vars(accelerator)) == found
+        with pytest.raises(_contract.IntegrationError, match="accelerate: padding_free='perhaps'"):
+            Accelerator(
+                cpu=True, kwargs_handlers=[adapter.DeepytorchPlugin(padding_free="perhaps")]
+            )
 
 
 def alone(rank: int, world_size: int) -> tuple[list[str], bool]:

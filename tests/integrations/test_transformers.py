@@ -192,11 +192,11 @@ def fine_tune(rank: int, world_size: int, how: str, folder: Path, packing: bool)
             "processing_class": tokenizer,
         }
         if how == "mixin":
-            trainer = MixinSFT(**given, deepytorch={"kernels": "off"})
+            trainer = MixinSFT(**given, deepytorch={"padding_free": "off"})
         else:
             trainer = PlainSFT(**given)
         if how == "existing":
-            adapter.accelerate_trainer(trainer)
+            adapter.accelerate_trainer(trainer, padding_free="off")  # which is not bit for bit
         trainer.train()
         after = native_ops()
         return {

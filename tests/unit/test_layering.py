@@ -50,6 +50,8 @@ FRAMEWORKS = {
 # What an adapter may import of them: its own, and what that one is itself built on.
 ADAPTER_FRAMEWORKS = {
     "transformers": {"transformers", "accelerate"},
+    "_packed_attention": {"transformers"},
+    "_packing_probe": {"transformers"},
     "horovod": set[str](),
     "horovod_tensorflow": {"tensorflow"},
 }

@@ -123,7 +123,10 @@ INTEGRATIONS = {
         *("DistributedGradientTape", "broadcast_variables"),
     },
     "megatron": {"ProcessGroupFactory"},
-    "transformers": {"DeepytorchMixin", "DeepytorchTrainer", "accelerate_trainer", "undo"},
+    "transformers": {
+        *("BATCH_KEY", "DeepytorchMixin", "DeepytorchTrainer", "IntegrationError"),
+        *("accelerate_trainer", "pack_batches", "undo"),
+    },
 }
 """Names of each adapter; it may have more."""
 TESTING = {

@@ -1,0 +1,96 @@
+"""Few shapes for many batches, for code that is made anew for every shape.
+
+Packed batches differ in their number of tokens. Eager code doesn't mind, and `torch.compile` makes
+code for all of them after the second. CUDA graphs and code compiled with static shapes do mind:
+for them the totals are rounded up to a handful of sizes, and what is left over is filled with
+tokens that form a sequence of their own and are trained on nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+_MULTIPLE = 64  # tokens; matrix units like it, and it costs next to nothing
+_NUM_WATCHED = 12  # batches, before the sizes are chosen
+_HEADROOM = 1.05  # of a size above the batch that it is chosen after
+_TOP_HEADROOM = 1.3  # of the last size, as larger batches are still to come
+
+
+class Shape(NamedTuple):
+    """What a packed batch is filled up to."""
+
+    num_tokens: int
+    num_sequences: int
+    max_length: int
+
+
+class Shapes:
+    """Chooses the shape of each packed batch.
+
+    Args:
+        limit: most shapes to use; None takes every batch as it is, with only the longest length
+            rounded up to a power of two.
+        max_length: with a limit, tokens that no sequence exceeds.
+
+    With a limit the first 12 batches take the largest shape, which holds as many of the longest
+    sequences as the first batch has rows. Then those sizes are chosen that would have had the least
+    filling. A batch larger than all is taken too, in a shape more.
+    """
+
+    def __init__(self, limit: int | None = None, *, max_length: int | None = None) -> None:
+        if limit is not None and (limit < 2 or max_length is None or max_length < 1):
+            raise ValueError(
+                f"limit={limit}, max_length={max_length}: expected a limit of at least 2, and the "
+                "tokens of the longest sequence"
+            )
+        self.limit = limit
+        self._longest = max_length or 0
+        self._watched: list[int] = []
+        self._sizes: list[int] = []
+        self._num_sequences = 0
+
+    def fit(self, num_tokens: int, num_sequences: int, longest: int) -> Shape:
+        """The shape for a batch of so many tokens and sequences.
+
+        With a limit, its `num_sequences` is one more than any batch has, for the filling.
+        """
+        if self.limit is None:
+            return Shape(num_tokens, num_sequences, _power_of_two(longest))
+        self._num_sequences = max(self._num_sequences, num_sequences + 1)
+        self._longest = max(self._longest, longest)
+        rows = self._num_sequences - 1
+        largest = _rounded(max(rows * self._longest, num_tokens))
+        if len(self._watched) < _NUM_WATCHED:
+            self._watched.append(num_tokens)
+            if len(self._watched) == _NUM_WATCHED:
+                self._sizes = _least_filling(self._watched, self.limit - 1, largest)
+            return self._shape(largest)
+        return self._shape(
+            min((size for size in self._sizes if size >= num_tokens), default=largest)
+        )
+
+    def _shape(self, num_tokens: int) -> Shape:
+        # The filling is a sequence too, and how long it can be is known: one length for all.
+        return Shape(num_tokens, self._num_sequences, _power_of_two(num_tokens))
+
+
+def _least_filling(batches: list[int], num_sizes: int, largest: int) -> list[int]:
+    """The sizes that take these batches, or the largest shape does, with the fewest tokens."""
+    top = _rounded(max(batches) * _TOP_HEADROOM)
+    candidates = sorted({_rounded(tokens * _HEADROOM) for tokens in batches} - {top})
+
+    def filled(sizes: tuple[int, ...]) -> int:
+        return sum(min((s for s in sizes if s >= batch), default=top) for batch in batches)
+
+    choices = combinations(candidates, min(num_sizes - 1, len(candidates)))
+    sizes = [*min(choices, key=filled), top]
+    return [size for size in sizes if size < largest]
+
+
+def _rounded(num_tokens: float) -> int:
+    return -(-int(num_tokens) // _MULTIPLE) * _MULTIPLE
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,283 @@
+"""One model's forward pass without padding: what goes in is packed, what comes out is unpacked.
+
+Works by hooks on the module whose forward pass the training loop calls, so the loop, its loader and
+its labels stay as they are. Packed is only what is trained: in eval mode, and in `generate`, the
+model runs with its own attention on the padded batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepytorch_core import decisions
+from deepytorch_core.data import Packing, Shapes, plan
+
+from . import _packed_attention, _unpacked_output
+from ._contract import IntegrationError
+from ._padding_free import BATCH_KEY
+
+# Arguments with one entry a token, which are packed.
+_PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids")
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How a model counts; found out by the probe."""
+
+    shifted: bool  # the loss compares a token with the label after it
+    first_position: int | None  # positions count a row's tokens from here; None: columns
+    max_positions: int | None  # rows of the table of learned positions, if there is one
+
+
+class PlanningCollate:
+    """A collate function that also plans the packing of its batch, on the CPU."""
+
+    def __init__(self, collate: Callable[[Any], Any], shifted: bool) -> None:
+        self.collate = collate
+        self.shifted = shifted
+
+    def __call__(self, features: Any) -> Any:
+        batch = self.collate(features)
+        if not isinstance(batch, MutableMapping) or BATCH_KEY in batch:
+            return batch
+        ids, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", "labels"))
+        if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+            return batch
+        if ids.shape == mask.shape and isinstance(labels, Tensor | None):
+            batch[BATCH_KEY] = plan(mask, labels, shifted=self.shifted)
+        return batch
+
+
+class PackedForward:
+    """The hooks of one model.
+
+    Args:
+        model: the transformers model whose configuration names the attention.
+        outer: the module that the training loop calls inside its wrappers: the model, or a
+            PeftModel around it.
+        conventions: see there.
+        strict: whether a batch that can't be packed is an error; else it stays padded.
+    """
+
+    def __init__(
+        self, model: Any, outer: torch.nn.Module, conventions: Conventions, *, strict: bool
+    ) -> None:
+        self.shapes = Shapes()
+        self._model = model
+        self.conventions = conventions
+        self._strict = strict
+        self._names = list(inspect.signature(outer.forward).parameters)
+        self._attentions = Attentions(model)
+        # Of the calls under way, the innermost last: the packing and the row's tokens, or None.
+        self._calls: list[tuple[Packing, int, bool] | None] = []
+        self._said: set[str] = set()
+
+    def install(self, outer: torch.nn.Module) -> Callable[[], None]:
+        """Put the hooks on `outer`; returns what takes them off again."""
+        self._attentions.use_packed()
+        handles = (
+            outer.register_forward_pre_hook(self._before, with_kwargs=True),
+            outer.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        )
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+            self._attentions.use_stock()
+
+        return remove
+
+    # What is planned on the CPU is no part of a compiled forward pass.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(
+        self, outer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        planned = kwargs.pop(BATCH_KEY, None)
+        if getattr(outer, "_is_replica", False):
+            return args, kwargs  # of nn.DataParallel, whose threads share these hooks
+        call = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        is_packed = call.get("cu_seq_lens_q") is not None
+        if not self._model.training and not is_packed:
+            self._attentions.use_stock()
+        generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
+        is_padded = call.get("attention_mask") is not None and not is_packed and not generates
+        if not self._model.training or not is_padded:
+            # What somebody else has packed our attention takes as it is.
+            self._calls.append(None)
+            return args, kwargs
+        obstacle = _obstacle(call)
+        packing = None
+        if obstacle is None:
+            packing = self._packing(call, planned)
+            obstacle = packing.obstacle
+        if packing is None or obstacle is not None:
+            self._stay_padded(obstacle)
+        if packing is None or obstacle is not None or (packing.is_full and not self.shapes.limit):
+            self._calls.append(None)
+            return args, kwargs
+        packed = self.pack(call, packing)
+        self._calls.append((packing, packed["input_ids"].shape[1], "labels" in packed))
+        _packed_attention.enter_packed()
+        return (), packed
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, outer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if getattr(outer, "_is_replica", False):
+            return output
+        call = self._calls.pop() if self._calls else None
+        _packed_attention.leave_packed()
+        self._attentions.use_packed()
+        if call is None or output is None:
+            return output
+        packing, row, with_loss = call
+        return _unpacked_output.unpacked(output, packing, row, lazily=with_loss)
+
+    def _packing(self, call: dict[str, Any], planned: Packing | None) -> Packing:
+        mask, labels, ids = call["attention_mask"], call.get("labels"), call["input_ids"]
+        if planned is None or planned.shape != tuple(ids.shape):
+            # Waits for the device: nobody has counted the tokens on the CPU.
+            planned = plan(mask, labels, shifted=self.conventions.shifted)
+        elif planned.obstacle is None:
+            planned = planned.to(ids.device, non_blocking=True)
+            self._check_unchanged(planned, mask, labels)
+        return planned.to(ids.device, non_blocking=True)
+
+    def _check_unchanged(self, packing: Packing, mask: Tensor, labels: Tensor | None) -> None:
+        """Fail, without waiting for a device, if a batch was changed after it was collated."""
+        same = (packing.pack(mask) != 0).all() & ((mask != 0).sum() == packing.num_tokens)
+        if labels is not None and packing.num_targets is not None:
+            targets = labels[:, 1:] if self.conventions.shifted else labels
+            packed = packing.pack_labels(labels, shifted=self.conventions.shifted)
+            same = same & ((targets != -100).sum() == (packed != -100).sum())
+        torch._assert_async(
+            same,
+            "padding_free: attention_mask or labels were changed after the data loader had made "
+            "the batch: change them in the collate function, or set padding_free=off",
+        )
+
+    def _stay_padded(self, obstacle: str | None) -> None:
+        if obstacle is None:
+            return
+        if self._strict:
+            raise IntegrationError(f"padding_free=on: {obstacle}; or set padding_free=auto or off")
+        if obstacle not in self._said:
+            self._said.add(obstacle)
+            decisions.record("padding-free", "batch stays padded", obstacle)
+
+    def pack(self, call: dict[str, Any], packing: Packing) -> dict[str, Any]:
+        """The arguments for one packed row in place of those for a padded batch."""
+        ids, labels = call["input_ids"], call.get("labels")
+        device = ids.device
+        shape = self.shapes.fit(packing.num_tokens, packing.shape[0], packing.longest)
+        filling = shape.num_tokens - packing.num_tokens
+        empty = shape.num_sequences - len(packing.lengths) - (1 if filling else 0)
+        lengths = (0, *packing.lengths, *([0] * empty), *([filling] if filling else []))
+        bounds = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+        packed = {key: value for key, value in call.items() if value is not None}
+        packed["input_ids"] = _filled(packing.pack(ids), filling, 0)
+        packed["attention_mask"] = _filled(torch.ones_like(packed["input_ids"]), 0, 0)
+        if filling:
+            packed["attention_mask"][:, packing.num_tokens :] = 0
+        packed["position_ids"] = _filled(self._positions(call, packing), filling, 0)
+        if call.get("token_type_ids") is not None:
+            packed["token_type_ids"] = _filled(packing.pack(call["token_type_ids"]), filling, 0)
+        if labels is not None:
+            targets = packing.pack_labels(labels, shifted=self.conventions.shifted)
+            packed["labels"] = _filled(targets, filling, -100)
+        packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = bounds
+        packed["max_length_q"] = packed["max_length_k"] = shape.max_length
+        if "use_cache" in self._names or getattr(self._model.config, "use_cache", False):
+            packed["use_cache"] = False
+        return packed
+
+    def _positions(self, call: dict[str, Any], packing: Packing) -> Tensor:
+        given, rule = call.get("position_ids"), self.conventions
+        if given is not None:
+            return packing.pack(given.expand(packing.shape))
+        limit = rule.max_positions
+        if limit is not None and packing.longest + (rule.first_position or 0) > limit:
+            raise ValueError(
+                f"a sequence of {packing.longest} tokens is longer than the {limit} positions "
+                f"that {type(self._model).__name__} has: truncate it"
+            )
+        if rule.first_position is None:
+            return packing.columns()
+        return packing.ranks_in_row() + rule.first_position
+
+
+class Attentions:
+    """The attention that each configuration of a model names, and ours in its place."""
+
+    def __init__(self, model: Any) -> None:
+        configs = {id(model.config): model.config}
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation_internal"):
+                configs[id(config)] = config
+        self._stock = [
+            (config, config._attn_implementation_internal) for config in configs.values()
+        ]
+
+    @property
+    def names(self) -> set[str | None]:
+        """What they are called."""
+        return {name for _, name in self._stock}
+
+    def use(self, name_for: Callable[[str], str]) -> None:
+        """Have the model look up another name in place of each."""
+        for config, name in self._stock:
+            config._attn_implementation_internal = name_for(name or "eager")
+
+    def use_packed(self) -> None:
+        """Have the model take either its own attention or ours, by what a call brings."""
+        self.use(_packed_attention.register)
+
+    def use_stock(self) -> None:
+        """Have the model take its own attention."""
+        for config, name in self._stock:
+            config._attn_implementation_internal = name
+
+    @contextmanager
+    def used(self, name_for: Callable[[str], str]) -> Iterator[None]:
+        """`use` while open."""
+        self.use(name_for)
+        try:
+            yield
+        finally:
+            self.use_stock()
+
+
+def _filled(row: Tensor, filling: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(row, (0, filling), value=value) if filling else row
+
+
+def _obstacle(call: dict[str, Any]) -> str | None:
+    """Why a call can't be packed, whatever its batch."""
+    ids = call.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return "the model is called without input_ids of shape [batch, length]"
+    mask = call["attention_mask"]
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return f"attention_mask isn't a tensor of shape {tuple(ids.shape)} like input_ids"
+    labels = call.get("labels")
+    if labels is not None and tuple(labels.shape) != tuple(ids.shape):
+        return f"labels have the shape {tuple(labels.shape)}, input_ids have {tuple(ids.shape)}"
+    for name, value in call.items():
+        if name in _PER_TOKEN or value is None or value is False:
+            continue
+        if name in ("use_cache", "output_attentions"):
+            return f"the model is called with {name}={value}"
+        if name == "logits_to_keep" and value == 0:
+            continue
+        if name in ("logits_to_keep", "past_key_values", "inputs_embeds", "cache_position"):
+            return f"the model is called with {name}"
+        if isinstance(value, Tensor) and value.dim():
+            return f"the model is called with {name}, which can't be packed"
+    return None

@@ -1,0 +1,254 @@
+"""Whether a model gives the same on one packed row as on a padded batch, found out by trying.
+
+Three tries on a few tokens, in eval mode, none of them trained on. First, which tokens every
+attention of the model sees, from the masks that transformers makes, far beyond the few tokens of
+the other tries. Then logits and loss, packed against padded. Last, that what one sequence holds has
+no effect on another, which noise can't hide in low precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from deepytorch_core.data import plan
+
+from . import _packed_attention
+from ._packed_forward import Attentions, Conventions, PackedForward
+
+_CHECK = "deepytorch_mask_check"
+_SEEN_UP_TO = 1 << 15
+_LENGTHS = (7, 12, 1, 9)
+_WIDTH = 12
+# Largest difference of packed and padded logits, as a part of the largest logit.
+_NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+_TF32_NOISE = 1e-2  # float32 on CUDA may be multiplied in less
+_MASKED_BY_LENGTH = ("dynamic", "longrope")
+
+
+class Unsupported(Exception):
+    """The model has to keep its padding; the message says why."""
+
+
+def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Conventions:
+    """Find out how to pack for a model.
+
+    Args:
+        model: a transformers model, on its device.
+        call: runs its forward pass; not `model` itself where a wrapper gathers its parameters.
+        precision: the least precise dtype that it computes in.
+
+    Raises Unsupported.
+    """
+    if not getattr(model, "_can_set_attn_implementation", bool)():
+        raise Unsupported(f"{type(model).__name__} has an attention of its own")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise Unsupported("it is an encoder and a decoder, which see each other")
+    scaling = getattr(model.config, "rope_parameters", None) or {}
+    rope = scaling.get("rope_type") if isinstance(scaling, dict) else None
+    if rope in _MASKED_BY_LENGTH:
+        raise Unsupported(f"its position encoding ({rope}) depends on the padded length")
+    attentions = Attentions(model)
+    with _evaluating(model), torch.no_grad():
+        try:
+            _check_masks(model, call, attentions)
+            return _compare(model, call, attentions, precision)
+        except Unsupported:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise Unsupported(f"a packed row fails: {type(error).__name__}: {reason}") from error
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    config: Any = model.config
+    settings = dict(vars(config))  # some models note there what kind of labels they have met
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        vars(config).clear()
+        vars(config).update(settings)
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _check_masks(model: Any, call: Callable[..., Any], attentions: Attentions) -> None:
+    checked: list[Any] = []
+    masks: Any = AttentionMaskInterface
+    interface: Any = AttentionInterface
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        made = masks()["sdpa"](*args, **{**kwargs, **skips})
+        made.mask_function = kwargs.get("mask_function")
+        return made
+
+    def attention(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, made: Any, **kwargs: Any
+    ) -> Any:
+        function = getattr(made, "mask_function", None)
+        if function is None:
+            raise Unsupported(f"{type(module).__name__} makes an attention mask of its own")
+        said = _packed_attention.sees(module, kwargs)
+        if (function, said) not in checked:
+            checked.append((function, said))
+            _check_mask(function, said, type(module).__name__)
+        plain = _packed_attention.stock_attention("sdpa", module)
+        kwargs = {name: kwargs[name] for name in ("scaling", "is_causal") if name in kwargs}
+        return plain(module, query, key, value, made, **kwargs)
+
+    masks.register(_CHECK, mask)
+    interface.register(_CHECK, attention)
+    with attentions.used(lambda _: _CHECK):
+        ids = torch.ones(1, 4, dtype=torch.int64, device=_device(model))
+        call(input_ids=ids, **_uncached(model))
+    if not checked:
+        raise Unsupported(f"{type(model).__name__} doesn't use transformers' attention interface")
+
+
+def _check_mask(
+    function: Callable[..., Tensor], said: tuple[bool, tuple[int, int] | None], name: str
+) -> None:
+    causal, window = said
+    last = _SEEN_UP_TO - 1
+    query = torch.tensor([0, 1, 2, 63, 511, 4095, last // 2, last]).unsqueeze(1)
+    key = torch.arange(_SEEN_UP_TO).unsqueeze(0)
+    zero = torch.zeros((), dtype=torch.int64)
+    truly = function(zero, zero, query, key).expand(query.shape[0], key.shape[1])
+    distance = key - query
+    expected = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        expected = expected & (distance >= -window[0]) & (distance <= window[1])
+    if not torch.equal(truly.cpu(), expected):
+        raise Unsupported(f"{name} masks more than causality and a sliding window")
+
+
+def _compare(
+    model: Any, call: Callable[..., Any], attentions: Attentions, precision: torch.dtype
+) -> Conventions:
+    batch = _batch(model)
+    try:
+        padded = call(**batch, **_uncached(model))
+    except (ValueError, RuntimeError, TypeError):
+        raise Unsupported("it takes no labels of each token") from None
+    logits, loss = _results(padded, (len(_LENGTHS), _WIDTH))
+    tolerance = _NOISE.get(precision, 1e-4)
+    if logits.is_cuda and precision == torch.float32:
+        tolerance = _TF32_NOISE
+    real = batch["attention_mask"] != 0
+    bound = tolerance * max(float(logits[real].abs().max()), 1e-3)
+    loss_bound = max(tolerance * abs(float(loss)), 1e-6)
+    table = _position_table(model)
+    shifted = _shifts_labels(call, batch, model)
+    difference = loss_difference = float("nan")
+    for first_position in (None, *_first_positions(table)):
+        limit = None if table is None else int(table.num_embeddings)
+        conventions = Conventions(shifted, first_position, limit)
+        with attentions.used(_packed_attention.register):
+            row, packing = _run_packed(model, call, batch, conventions)
+        difference = float((packing.unpack(row.logits) - logits)[real].abs().max())
+        loss_difference = abs(float(row.loss) - float(loss))
+        if difference <= bound and loss_difference <= loss_bound:
+            _check_apart(model, call, attentions, (batch, conventions))
+            return conventions
+    if difference <= bound:
+        raise Unsupported(f"the loss of a packed row differs by {loss_difference:.2g}")
+    raise Unsupported(f"logits of a packed row differ by {difference:.2g}")
+
+
+def _shifts_labels(call: Callable[..., Any], batch: dict[str, Tensor], model: Any) -> bool:
+    """Whether the loss compares a token with the next label: then it never sees a row's first."""
+    labels = torch.full_like(batch["labels"], -100)
+    labels[:2, 0] = batch["labels"][:2, 0]
+    loss = call(**{**batch, "labels": labels}, **_uncached(model)).loss
+    return not bool(loss.isfinite()) or float(loss) == 0
+
+
+def _check_apart(model: Any, call: Callable[..., Any], attentions: Attentions, tried: Any) -> None:
+    """What the first sequence holds has no effect on the others."""
+    batch, conventions = tried
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][0] = changed["input_ids"][0].flip(0)
+    with attentions.used(_packed_attention.register):
+        before, _ = _run_packed(model, call, batch, conventions)
+        after, _ = _run_packed(model, call, changed, conventions)
+    apart = (before.logits - after.logits)[:, _LENGTHS[0] :].abs().max()
+    if float(apart) > 1e-6 * float(before.logits.abs().max()):
+        raise Unsupported("sequences of a packed row have an effect on each other")
+
+
+def _run_packed(
+    model: Any, call: Callable[..., Any], batch: dict[str, Tensor], conventions: Conventions
+) -> Any:
+    packing = plan(batch["attention_mask"], batch["labels"], shifted=conventions.shifted)
+    packing = packing.to(batch["input_ids"].device)
+    forward = PackedForward(model, model, conventions, strict=True)
+    with _packed_attention.packed_forward():
+        return call(**forward.pack(dict(batch), packing)), packing
+
+
+def _batch(model: Any) -> dict[str, Tensor]:
+    """Padded on either side, a whole row, a single token; labels at tokens only."""
+    device, generator = _device(model), torch.Generator().manual_seed(0)
+    size = (len(_LENGTHS), _WIDTH)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    # Not the first ids, which may mean something to a model: padding, for one.
+    ids = torch.randint(min(4, vocabulary - 1), vocabulary, size, generator=generator)
+    mask = torch.zeros(size, dtype=torch.int64)
+    for row, length in enumerate(_LENGTHS):
+        mask[row, :length] = 1
+    mask[-1] = mask[-1].flip(0)
+    outputs = getattr(model.config, "num_labels", 2)
+    classes = vocabulary if _predicts_tokens(model) else outputs
+    labels = torch.randint(0, classes, size, generator=generator)
+    labels[mask == 0] = -100
+    labels[-1, _WIDTH - _LENGTHS[-1]] = -100  # else a causal model predicts it from padding
+    ids[mask == 0] = getattr(model.config, "pad_token_id", None) or 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _predicts_tokens(model: Any) -> bool:
+    return model.get_output_embeddings() is not None
+
+
+def _uncached(model: Any) -> dict[str, bool]:
+    return {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
+
+
+def _results(output: Any, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
+    if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != size:
+        raise Unsupported("its output has no logits for each token")
+    if not isinstance(loss, Tensor) or loss.dim() or not bool(loss.isfinite()):
+        raise Unsupported("it gives no loss for labels of each token")
+    return logits, loss
+
+
+def _position_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
+    """The table of learned positions, by the names that it goes by."""
+    names = ("position_embeddings", "embed_positions", "wpe", "position_embedding")
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in names and isinstance(module, torch.nn.Embedding):
+            return module
+    return None
+
+
+def _first_positions(table: torch.nn.Embedding | None) -> tuple[int, ...]:
+    """Where models that count the tokens of a row begin."""
+    if table is None or table.padding_idx is None:
+        return (0,)
+    return (table.padding_idx + 1, 0)

@@ -1,0 +1,210 @@
+"""Training without padding, for transformers models under any framework (option `padding_free`).
+
+`attach` looks at one model, all ranks together, and puts hooks on it if a packed row gives what the
+padded batch gives (`_packing_probe`, `_packed_forward`). Data loaders given to it plan the packing
+of their batches on the CPU; a batch that comes from elsewhere is planned in the forward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from deepytorch_core import decisions
+from deepytorch_core.agreement import agree
+from deepytorch_core.console import say_once
+from deepytorch_core.data import Shapes
+
+from . import _contract
+
+if TYPE_CHECKING:
+    from ._packed_forward import Conventions, PackedForward
+
+BATCH_KEY = "deepytorch_packing"
+"""Where a batch of a loader that plans carries its `deepytorch_core.data.Packing`."""
+
+_NAME = "padding_free"
+_WHAT = "padding-free"
+
+_num_agreed = 0
+
+
+def attach(
+    prepared: Any,
+    choice: str,
+    *,
+    adapter: str,
+    loaders: Iterable[Any] = (),
+    precision: torch.dtype | None = None,
+    obstacle: str | None = None,
+) -> bool:
+    """Train a model without padding if that changes nothing but the time; False if it can't be.
+
+    Collective over the default group, if there is one. A model that has it already keeps it.
+
+    Args:
+        prepared: the model, in whatever its framework wraps it in, on its device.
+        choice: option `padding_free`: auto, on, off.
+        adapter: the caller's name, for messages.
+        loaders: data loaders whose batches the model is to get.
+        precision: the least precise dtype that the model computes in; None for its parameters'.
+        obstacle: why the caller knows that it can't be, the same on all ranks.
+
+    Raises IntegrationError, on every rank, when `choice` is "on" and the model can't.
+    """
+    if choice == "off":
+        return False
+    outer, model = _found(prepared)
+    if outer is None:
+        if choice == "on":
+            raise _contract.IntegrationError(_refusal(adapter, "there is no transformers model"))
+        return False
+    if not _contract.is_marked(outer, _NAME):
+        found: list[Conventions] = []
+        reason = obstacle or _agreed(lambda: _why_not(prepared, found, precision))
+        name = type(model).__name__
+        if reason is not None:
+            if choice == "on":
+                raise _contract.IntegrationError(_refusal(adapter, f"{name}: {reason}"))
+            decisions.record(_WHAT, "padded", f"{name}: {reason}")
+            say_once(f"{_WHAT}: {name} keeps its padding: {reason}")
+            return False
+        _install(outer, model, found[0], strict=choice == "on")
+        decisions.record(_WHAT, "packed", f"{name} gives the same logits and loss without padding")
+    plan_batches(prepared, loaders)
+    return True
+
+
+def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
+    """Have data loaders plan the packing of their batches for a model that `attach` has changed."""
+    attached = _attachment(prepared)
+    if attached is None:
+        return
+    from ._packed_forward import PlanningCollate
+
+    for loader in loaders:
+        if type(loader).__name__ == "DataLoaderDispatcher":
+            continue  # Accelerate cuts its batches up, for which a plan is of no use
+        # Accelerate's and DeepSpeed's loaders hold the one that collates.
+        for name in ("base_dataloader", "dataloader"):
+            loader = getattr(loader, name, None) or loader
+        collate = getattr(loader, "collate_fn", None)
+        if collate is not None and not isinstance(collate, PlanningCollate):
+            attached.planning[loader] = collate
+            shifted = attached.forward.conventions.shifted
+            loader.collate_fn = PlanningCollate(collate, shifted)
+
+
+def use_few_shapes(prepared: Any, limit: int, *, max_length: int) -> bool:
+    """Fill packed rows up to at most `limit` sizes, as CUDA graphs and static shapes need it.
+
+    Args:
+        prepared: a model that `attach` has changed; else nothing happens, which returns False.
+        limit: most sizes; see `deepytorch_core.data.Shapes`.
+        max_length: tokens that no sequence exceeds.
+    """
+    attached = _attachment(prepared)
+    if attached is not None:
+        attached.forward.shapes = Shapes(limit, max_length=max_length)
+    return attached is not None
+
+
+def detach(prepared: Any) -> bool:
+    """Undo `attach`, its loaders included; False when there was nothing to undo."""
+    outer, _ = _found(prepared)
+    return outer is not None and _contract.undo(outer, _NAME)
+
+
+class _Attached(_contract.Changes):
+    """What `attach` did to one model and, weakly, to the loaders that plan for it."""
+
+    def __init__(self, forward: PackedForward) -> None:
+        super().__init__()
+        self.forward = forward
+        # A Trainer makes a loader for every evaluation: none is kept.
+        self.planning: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.on_undo(self._stop_planning)
+
+    def _stop_planning(self) -> None:
+        for loader, collate in self.planning.items():
+            loader.collate_fn = collate
+            if getattr(loader, "_iterator", None) is not None:
+                loader._iterator = None  # persistent workers have a copy of the collate function
+
+
+def _attachment(prepared: Any) -> _Attached | None:
+    outer, _ = _found(prepared)
+    attached = vars(outer).get(f"__deepytorch_{_NAME}__") if outer is not None else None
+    return attached if isinstance(attached, _Attached) else None
+
+
+def _install(outer: Any, model: Any, conventions: Conventions, *, strict: bool) -> None:
+    from ._packed_forward import PackedForward
+
+    attached = _Attached(PackedForward(model, outer, conventions, strict=strict))
+    attached.on_undo(attached.forward.install(outer))
+    _contract.mark(outer, _NAME, attached)
+
+
+def _found(prepared: Any) -> tuple[Any, Any]:
+    """What a training loop calls inside its wrappers, and the transformers model in that."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    outer = model = prepared
+    while transformers is not None and isinstance(model, torch.nn.Module):
+        if isinstance(model, transformers.PreTrainedModel):
+            return outer, model
+        base_of: Any = getattr(model, "get_base_model", None)  # peft's
+        if base_of is not None:
+            model = base_of()
+            continue
+        outer = model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    return None, None
+
+
+def _why_not(prepared: Any, found: list[Conventions], precision: torch.dtype | None) -> str | None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    try:
+        from ._packing_probe import Unsupported, probe
+    except ImportError as error:
+        return f"this version of transformers has no attention interface ({error})"
+    outer, model = _found(prepared)
+    # FSDP1 gathers parameters in the wrapper's forward pass, the others in the module's own.
+    call = prepared if isinstance(prepared, FullyShardedDataParallel) else outer
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return "its parameters have no values yet"
+    least = precision or min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    try:
+        found.append(probe(model, call, precision=least))
+    except Unsupported as reason:
+        return str(reason)
+    return None
+
+
+def _agreed(prepare: Callable[[], str | None]) -> str | None:
+    """What `prepare` says on the rank that says no, on every rank; None if all say yes."""
+    from torch.distributed import distributed_c10d as c10d
+
+    global _num_agreed
+    if not c10d.is_initialized():
+        return prepare()
+    from torch._C._distributed_c10d import PrefixStore
+
+    _num_agreed += 1
+    store = PrefixStore(f"deepytorch/{_NAME}/{_num_agreed}", c10d._get_default_store())
+    return agree(
+        store,
+        rank=c10d.get_rank(),
+        size=c10d.get_world_size(),
+        prepare=prepare,
+        here_limit_s=_contract.HERE_LIMIT_S,
+    )
+
+
+def _refusal(adapter: str, reason: str) -> str:
+    return f"{adapter}: padding_free=on: {reason}; set padding_free=auto or off"

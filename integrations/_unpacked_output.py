@@ -1,0 +1,137 @@
+"""A model's output for a packed row, with the shapes that the padded batch would have had.
+
+Padding it is put off until somebody reads a field: a training loop that takes the loss alone never
+pays for [batch, width, vocabulary].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import ItemsView, ValuesView
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from deepytorch_core.data import Packing
+
+_FLAT_FIELDS = ("router_logits",)  # [batch * width, ...] where others have [batch, width, ...]
+
+
+def unpacked(output: Any, packing: Packing, row: int, *, lazily: bool) -> Any:
+    """`output` with every tensor of [1, row, ...] as [batch, width, ...], zero at padding.
+
+    Args:
+        output: what a transformers model returned for a packed row: a ModelOutput or a tuple.
+        row: tokens of the packed row, with what it was filled up with.
+        lazily: whether a ModelOutput's fields may wait until they are read.
+    """
+    if isinstance(output, tuple | list):
+        return type(output)(_padded(value, packing, row) for value in output)
+    if not isinstance(output, OrderedDict):
+        return _padded(output, packing, row)
+    lazy: Any = _lazy_type(type(output))
+    result = lazy.__new__(lazy)
+    vars(result).update(vars(output))
+    for name in output:
+        OrderedDict.__setitem__(result, name, OrderedDict.__getitem__(output, name))
+    vars(result)["_pending"] = {name: (packing, row) for name in output if name != "loss"}
+    if lazily:
+        return result
+    for name in list(output):
+        output[name] = result[name]
+    return output
+
+
+def _padded(value: Any, packing: Packing, row: int) -> Any:
+    if isinstance(value, Tensor):
+        return packing.unpack(value) if tuple(value.shape[:2]) == (1, row) else value
+    if type(value) in (tuple, list):
+        return type(value)(_padded(one, packing, row) for one in value)
+    return value
+
+
+def _padded_flat(value: Any, packing: Packing, row: int) -> Any:
+    if isinstance(value, Tensor) and value.dim() and value.shape[0] == row:
+        return packing.unpack(value.unsqueeze(0)).flatten(0, 1)
+    if type(value) in (tuple, list):
+        return type(value)(_padded_flat(one, packing, row) for one in value)
+    return value
+
+
+class _Lazy(OrderedDict[str, Any]):
+    """Mixed into a ModelOutput: fields in `_pending` are unpacked when they are first read."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Not the base's, which would register a way through pytrees that forgets `_pending`.
+        pytree.register_pytree_node(cls, _flatten, _unflatten)
+
+    def _settle(self, name: str) -> None:
+        pending = vars(self).get("_pending", {})
+        if name in pending:
+            packing, row = pending.pop(name)
+            pad = _padded_flat if name in _FLAT_FIELDS else _padded
+            value = pad(OrderedDict.__getitem__(self, name), packing, row)
+            OrderedDict.__setitem__(self, name, value)
+            vars(self)[name] = value
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            self._settle(name)
+        return super().__getattribute__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            self._settle(key)
+            return OrderedDict.__getitem__(self, key)
+        names = list(self.keys())[key]
+        return tuple(self[name] for name in names) if isinstance(names, list) else self[names]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self).get("_pending", {}).pop(name, None)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        vars(self).get("_pending", {}).pop(key, None)
+        super().__setitem__(key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._settle(key)
+        return OrderedDict.get(self, key, default)
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+    def __reduce__(self) -> Any:
+        return _plain, (type(self).__mro__[2], dict(self.items()))
+
+
+def _plain(model_output: type, fields: dict[str, Any]) -> Any:
+    return model_output(**fields)
+
+
+@functools.cache
+def _lazy_type(model_output: type) -> type:
+    return type(model_output.__name__, (_Lazy, model_output), {"__module__": __name__})
+
+
+def _flatten(output: Any) -> tuple[list[Any], Any]:
+    names = list(output.keys())
+    context = (type(output), names, dict(vars(output)["_pending"]))
+    return [OrderedDict.__getitem__(output, name) for name in names], context
+
+
+def _unflatten(values: Any, context: Any) -> Any:
+    lazy, names, pending = context
+    result = lazy.__new__(lazy)
+    for field in lazy.__dataclass_fields__:
+        vars(result)[field] = None
+    for name, value in zip(names, values, strict=True):
+        OrderedDict.__setitem__(result, name, value)
+        vars(result)[name] = value
+    vars(result)["_pending"] = dict(pending)
+    return result

@@ -1,0 +1,281 @@
+"""What padding-free training leaves behind, and how it goes with what else people do to models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+import deepytorch
+from deepytorch.integrations import _contract, _padding_free
+from deepytorch.integrations._packed_forward import PlanningCollate
+from deepytorch.integrations._padding_free import BATCH_KEY
+from deepytorch_core import decisions
+
+LONGEST = 20
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def llama(**more: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **more}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=97, **shape, **heads)).train()
+
+
+def example(index: int) -> list[int]:
+    generator = torch.Generator().manual_seed(index)
+    length = int(torch.randint(1, LONGEST, (1,), generator=generator))
+    return torch.randint(4, 97, (length,), generator=generator).tolist()
+
+
+def padded(examples: list[list[int]]) -> dict[str, torch.Tensor]:
+    longest = max(map(len, examples)) + 1
+    ids = torch.tensor([one + [0] * (longest - len(one)) for one in examples])
+    mask = (ids != 0).long()
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.where(mask == 1, ids, -100),
+    }
+
+
+def batch(seed: int = 0, rows: int = 4) -> dict[str, Any]:
+    return padded([example(100 * seed + row) for row in range(rows)])
+
+
+def state_of(thing: Any) -> dict[str, Any]:
+    values = vars(thing).items()
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in values}
+
+
+def test_padding_free_undo_leaves_model_loader_and_configuration_as_found() -> None:
+    model = llama()
+    loader = DataLoader([example(index) for index in range(8)], batch_size=4, collate_fn=padded)
+    found = state_of(model), state_of(model.config), state_of(loader)
+    for _ in range(2):  # a second time changes nothing
+        assert _padding_free.attach(model, "on", adapter="test", loaders=[loader])
+    assert len(model._forward_pre_hooks) == 1
+    assert isinstance(loader.collate_fn, PlanningCollate)
+    assert loader.collate_fn.collate is padded
+    model(**next(iter(loader))).loss.backward()
+    model.zero_grad()
+    assert _padding_free.detach(model)
+    assert not _padding_free.detach(model)
+    assert (state_of(model), state_of(model.config), state_of(loader)) == found
+    assert _padding_free.attach(model, "auto", adapter="test")
+    _padding_free.detach(model)
+
+
+def test_padding_free_loaders_plan_on_the_cpu_and_only_add_to_a_batch() -> None:
+    model, stock = llama(), llama()
+    plain = DataLoader([example(index) for index in range(8)], batch_size=4, collate_fn=padded)
+    loader = DataLoader(
+        [example(index) for index in range(8)],
+        batch_size=4,
+        collate_fn=padded,
+        num_workers=1,
+        persistent_workers=True,
+    )
+    _padding_free.attach(model, "on", adapter="test", loaders=[loader])
+    for ours, theirs in zip(loader, plain, strict=True):
+        packing = ours[BATCH_KEY]
+        assert list(ours) == [*theirs, BATCH_KEY]
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+        assert packing.num_tokens == theirs["attention_mask"].sum()
+        torch.testing.assert_close(model(**ours).loss, stock(**theirs).loss)
+    _padding_free.detach(model)
+    assert all(BATCH_KEY not in ours for ours in loader)
+    # What is no padded batch passes through.
+    for other in ([1, 2], {"pixels": torch.ones(2)}, {"input_ids": [1], "attention_mask": [1]}):
+        assert PlanningCollate(lambda given: given, True)(other) is other
+        assert BATCH_KEY not in other
+
+
+def test_a_padding_free_batch_that_was_changed_after_the_loader_is_an_error() -> None:
+    model = llama()
+    _padding_free.attach(model, "on", adapter="test")
+    collate = PlanningCollate(padded, True)
+    for change in ("attention_mask", "labels"):
+        changed = collate([example(index) for index in range(4)])
+        changed[change] = torch.ones_like(changed[change])
+        with pytest.raises(RuntimeError, match="were changed after the data loader"):
+            model(**changed)
+    # A batch of another shape is planned anew.
+    changed = collate([example(index) for index in range(4)])
+    cut = {name: value[:, :5] if name != BATCH_KEY else value for name, value in changed.items()}
+    expected = llama()(**{name: cut[name] for name in ("input_ids", "attention_mask", "labels")})
+    torch.testing.assert_close(model(**cut).loss, expected.loss)
+
+
+def test_copies_of_padding_free_models_stand_alone() -> None:
+    model = llama()
+    _padding_free.attach(model, "on", adapter="test")
+    average = copy.deepcopy(model).eval()
+    kept = io.BytesIO()
+    torch.save(model, kept)
+    kept.seek(0)
+    loaded = torch.load(kept, weights_only=False)
+    seen = batch()
+    with torch.no_grad():
+        expected = llama().eval()(**seen).logits
+        assert torch.equal(average(**seen).logits, expected)
+        assert torch.equal(loaded.eval()(**seen).logits, expected)
+    torch.testing.assert_close(loaded.train()(**seen).loss, model(**seen).loss)
+    # The configuration carries our attention's name into models that are built from it.
+    sister = LlamaForCausalLM(model.config)
+    sister.load_state_dict(model.state_dict())
+    assert torch.equal(sister.eval()(**seen).logits, expected)
+    assert "deepytorch" not in model.config.to_json_string()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_padding_free_activation_checkpoints_recompute_the_packed_row(reentrant: bool) -> None:
+    stock, model = llama(), llama()
+    _padding_free.attach(model, "on", adapter="test")
+    for one in (stock, model):
+        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        one.enable_input_require_grads()
+    seen = batch()
+    ours, theirs = model(**seen).loss, stock(**seen).loss
+    # Between the two halves of a step the model may evaluate.
+    with torch.no_grad():
+        model.eval()(**seen)
+    model.train()
+    ours.backward()
+    theirs.backward()
+    for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("named", ["eager", "sdpa"])
+def test_padding_free_takes_over_from_any_attention(named: str) -> None:
+    stock = llama(attn_implementation=named)
+    model = copy.deepcopy(stock)
+    assert model.config._attn_implementation == named
+    _padding_free.attach(model, "auto", adapter="test")
+    unpackable = {**batch(), "output_hidden_states": True, "use_cache": True}
+    torch.testing.assert_close(model(**unpackable).logits, stock(**unpackable).logits)
+    torch.testing.assert_close(model(**batch()).loss, stock(**batch()).loss)
+    _padding_free.detach(model)
+    assert model.config._attn_implementation == named
+
+
+def test_padding_free_adapters_of_peft_train_like_padded_ones() -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])))
+    stock, model = models
+    assert _padding_free.attach(model, "on", adapter="test")
+    for _ in range(2):
+        losses = [one(**batch()).loss for one in models]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        for one, loss in zip(models, losses, strict=True):
+            loss.backward()
+            for parameter in one.parameters():
+                if parameter.grad is not None:
+                    parameter.data -= parameter.grad
+                    parameter.grad = None
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    refused = peft.get_peft_model(llama(), prompts)
+    assert not _padding_free.attach(refused, "auto", adapter="test")
+
+
+def test_padding_free_in_mixed_precision_computes_in_it() -> None:
+    stock, model = llama(), llama()
+    _padding_free.attach(model, "on", adapter="test", precision=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = model(**batch()), stock(**batch())
+    real = batch()["attention_mask"] != 0
+    assert ours.logits.dtype == theirs.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.logits[real], theirs.logits[real], rtol=5e-2, atol=5e-2)
+    low = llama().bfloat16()
+    assert _padding_free.attach(low, "on", adapter="test")
+    assert low(**batch()).loss.isfinite()
+
+
+def test_padding_free_attention_dropout_is_not_forgotten() -> None:
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = BertForMaskedLM(
+        BertConfig(vocab_size=97, num_attention_heads=4, hidden_dropout_prob=0.0, **config)
+    ).train()
+    assert _padding_free.attach(model, "on", adapter="test")
+    first, second = (model(**batch()).loss for _ in range(2))
+    assert first != second
+    model.eval()
+    assert model(**batch()).loss == model(**batch()).loss
+
+
+@pytest.mark.parametrize("how", ["in place", "blocks"])
+def test_padding_free_batches_compile_four_times_at_most(how: str) -> None:
+    stock, model = (llama(num_hidden_layers=1) for _ in range(2))
+    _padding_free.attach(model, "on", adapter="test")
+    torch._dynamo.reset()
+    counters.clear()
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        _padding_free.use_few_shapes(model, 4, max_length=LONGEST)
+        for layer in model.model.layers:
+            layer.compile(backend="eager", dynamic=False)
+    shapes = set()
+    with torch.no_grad():
+        for step in range(200):
+            seen = batch(step, rows=4 if step % 10 else 3)  # an epoch's last batch is smaller
+            loss = model(**seen).loss
+            shapes.add(seen["input_ids"].shape)
+            if step % 40 == 0:
+                torch.testing.assert_close(loss, stock(**seen).loss, rtol=1e-5, atol=1e-6)
+    assert len(shapes) > 20
+    assert 1 <= counters["stats"]["unique_graphs"] <= 4
+    assert not counters["graph_break"]
+
+
+def test_padding_free_can_be_off() -> None:
+    model = llama()
+    assert not _padding_free.attach(model, "off", adapter="test")
+    assert not model._forward_pre_hooks
+
+
+def test_the_report_shows_what_padding_free_was_decided() -> None:
+    _padding_free.attach(llama(), "auto", adapter="test")
+    chosen = decisions.made()[-1]
+    assert (chosen["what"], chosen["chosen"]) == ("padding-free", "packed")
+    assert "padding-free: packed, LlamaForCausalLM gives the same" in str(deepytorch.report())
+
+
+def test_padding_free_needs_parameters_with_values() -> None:
+    with torch.device("meta"):
+        model = llama()
+    assert not _padding_free.attach(model, "auto", adapter="test")
+    with pytest.raises(_contract.IntegrationError, match="its parameters have no values yet"):
+        _padding_free.attach(model, "on", adapter="test")
+
+
+def test_the_padding_free_example_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = Path(__file__).parents[2] / "docs" / "examples"
+    runpy.run_path(str(examples / "padding_free.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "trains without padding: True" in said
+    loss = float(said.partition("loss ")[2].split()[0])
+    assert loss < 4  # of 5.5 at the start

@@ -1,0 +1,215 @@
+"""Packing padded batches, their shapes, and the collator that never pads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening
+
+from deepytorch_core.data import PaddingFreeCollator, Shapes, plan
+
+DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16]
+
+
+def ragged(lengths: list[int], width: int, *, left: bool = False) -> Tensor:
+    """A mask [batch, width] with so many tokens in each row."""
+    columns = torch.arange(width)
+    columns = width - 1 - columns if left else columns
+    return (columns[None, :] < torch.tensor(lengths)[:, None]).long()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_comes_back_where_it_was(dtype: torch.dtype, left: bool) -> None:
+    lengths = [5, 0, 1, 7, 3]
+    mask = ragged(lengths, 7, left=left)
+    packing = plan(mask.to(dtype))
+    assert packing.lengths == (5, 1, 7, 3)
+    assert (packing.num_tokens, packing.longest, packing.is_full) == (16, 7, False)
+    values = torch.randn(5, 7, 2, dtype=torch.float64, requires_grad=True)
+    packed = packing.pack(values)
+    assert packed.shape == (1, 16, 2)
+    assert torch.equal(packed[0], values[mask.bool()])
+    filled = torch.nn.functional.pad(packed, (0, 0, 0, 3), value=9.0)
+    unpacked = packing.unpack(filled)
+    assert torch.equal(unpacked, values * mask.unsqueeze(-1))
+    (grad,) = torch.autograd.grad(unpacked.sum(), values)
+    assert torch.equal(grad, mask.unsqueeze(-1).expand(5, 7, 2).double())
+    assert torch.equal(packing.columns()[0], mask.nonzero()[:, 1])
+    counted = mask.cumsum(1)[mask.bool()] - 1
+    assert torch.equal(packing.ranks_in_row()[0], counted)
+
+
+def test_a_padding_plan_travels() -> None:
+    packing = plan(ragged([2, 3], 4), torch.zeros(2, 4).long() - 100)
+    for other in (copy.deepcopy(packing), pickle.loads(pickle.dumps(packing)), packing.to("cpu")):
+        assert torch.equal(other.indices, packing.indices)
+        assert (other.lengths, other.shape, other.num_targets) == ((2, 3), (2, 4), 0)
+    assert repr(packing) == "Packing(5 tokens of (2, 4))"
+
+
+def targets(labels: Tensor, mask: Tensor) -> list[list[int]]:
+    """What each token of each row is compared with by a loss that shifts; -100 is nothing."""
+    after = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    return [row[kept.bool()].tolist() for row, kept in zip(after, mask, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_without_padding_every_token_keeps_its_target(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 9, (6,), generator=generator).tolist()
+    mask = ragged(lengths, 8, left=bool(seed % 2))
+    if seed > 5:  # padding between tokens
+        mask &= torch.randint(0, 2, mask.shape, generator=generator)
+    labels = torch.randint(0, 50, mask.shape, generator=generator)
+    labels[mask == 0] = -100
+    # What is predicted from padding would be lost, so such batches are not packed.
+    labels[:, 1:][mask[:, :-1] == 0] = -100
+    packing = plan(mask, labels)
+    assert packing.obstacle is None
+    row = packing.pack_labels(labels, shifted=True)
+    expected = [target for kept in targets(labels, mask) for target in kept]
+    # The loss shifts the row as a whole: nothing may come from the next sequence.
+    assert row[0, 1:].tolist() == expected[:-1]
+    assert expected[-1] == row[0, 0] == -100
+    unshifted = packing.pack_labels(labels, shifted=False)
+    assert unshifted[0].tolist() == labels[mask.bool()].tolist()
+
+
+def trained_on_padding() -> tuple[Tensor, Tensor]:
+    mask = ragged([3, 4], 6)
+    return mask, torch.ones_like(mask)
+
+
+def predicted_from_padding() -> tuple[Tensor, Tensor]:
+    mask = ragged([3, 4], 6, left=True)
+    return mask, torch.where(mask == 1, 7, -100)
+
+
+@pytest.mark.parametrize(
+    ("mask", "labels", "said"),
+    [
+        (*trained_on_padding(), "labels train on padding"),
+        (*predicted_from_padding(), "labels train on padding"),
+        (torch.zeros(2, 3), None, "the batch has no tokens"),
+        (torch.ones(2, 1, 3, 3), None, "attention_mask has 4 dimensions"),
+        (torch.tensor([[0.0, -1e9]]), None, "attention_mask holds other values than 0 and 1"),
+        (torch.tensor([[1.0, float("nan")]]), None, "attention_mask holds other values"),
+        (torch.ones(2, 3), torch.zeros(2).long(), r"labels have the shape \(2,\)"),
+    ],
+)
+def test_padding_stays_where_a_loss_depends_on_it(
+    mask: Tensor, labels: Tensor | None, said: str
+) -> None:
+    obstacle = plan(mask, labels).obstacle
+    assert obstacle is not None
+    assert re.search(said, obstacle)
+
+
+def test_padding_free_shapes_without_a_limit_are_the_batches_own() -> None:
+    shapes = Shapes()
+    assert shapes.fit(37, 3, 20) == (37, 3, 32)
+    assert shapes.fit(64, 1, 64) == (64, 1, 64)
+    for wrong in ({"limit": 1, "max_length": 8}, {"limit": 4}, {"limit": 4, "max_length": 0}):
+        with pytest.raises(ValueError, match="expected a limit of at least 2"):
+            Shapes(**wrong)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("spread", [0.1, 0.9])
+def test_padding_free_shapes_are_at_most_four_and_hold_every_batch(
+    rows: int, spread: float
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    shapes, seen = Shapes(4, max_length=512), set()
+    tokens = filled = 0
+    for step in range(200):
+        exponents = torch.randn(rows, generator=generator) * spread + 5
+        lengths = exponents.exp().long().clamp(1, 512).tolist()
+        # An epoch's last batch has fewer rows.
+        lengths = lengths[: rows - 1] or lengths if step == 99 else lengths
+        shape = shapes.fit(sum(lengths), len(lengths), max(lengths))
+        seen.add(shape)
+        assert shape.num_tokens >= sum(lengths)
+        assert shape.num_sequences == rows + 1
+        assert shape.max_length >= max(*lengths, shape.num_tokens - sum(lengths))
+        tokens += sum(lengths)
+        filled += shape.num_tokens
+    assert len(seen) <= 4
+    assert filled < 200 * 512 * rows
+    larger = shapes.fit(5000 * rows, rows, 5000)
+    assert larger.num_tokens >= 5000 * rows
+
+
+def examples() -> list[dict[str, Any]]:
+    return [
+        {"input_ids": [5, 6, 7], "labels": [5, -100, 7]},
+        {"input_ids": [8], "labels": [8]},
+        {"input_ids": [9, 10], "labels": [9, 10]},
+    ]
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"return_flash_attn_kwargs": True},
+        {"return_flash_attn_kwargs": True, "return_seq_idx": True, "position_ids_start": 2},
+        {"return_flash_attn_kwargs": False, "return_position_ids": False, "separator_id": -7},
+    ],
+)
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_padding_free_collator_gives_what_transformers_does(
+    keywords: dict[str, Any], labelled: bool
+) -> None:
+    features = examples()
+    if not labelled:
+        features = [{"input_ids": example["input_ids"]} for example in features]
+    theirs = DataCollatorWithFlattening(**keywords)(copy.deepcopy(features))
+    ours = PaddingFreeCollator(**keywords)(features)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(ours[name], value), name
+            assert ours[name].dtype == value.dtype, name
+        else:
+            assert ours[name] == value, name
+
+
+def test_the_padding_free_collator_drops_padding_and_empty_examples() -> None:
+    features = [
+        {"input_ids": [0, 3, 4], "attention_mask": [0, 1, 1], "token_type_ids": [0, 0, 1]},
+        {"input_ids": [], "attention_mask": [], "token_type_ids": []},
+        {
+            "input_ids": torch.tensor([6, 0]),
+            "attention_mask": [True, False],
+            "token_type_ids": [1, 0],
+        },
+    ]
+    batch = PaddingFreeCollator()(features)
+    assert batch["input_ids"].tolist() == [[3, 4, 6]]
+    assert batch["labels"].tolist() == [[-100, 4, -100]]
+    assert batch["token_type_ids"].tolist() == [[0, 1, 1]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("feature", "said"),
+    [
+        ({"input_ids": [1, 2], "position_ids": [0, 1]}, "example 0 has position_ids, so it is pac"),
+        ({"input_ids": [[1, 2]]}, r"input_ids of example 0 have the shape \(1, 2\)"),
+        ({"input_ids": [1, 2], "labels": [1]}, "example 0 has 2 input_ids and 1 labels"),
+        ({"input_ids": [1] * 9}, "example 0 has 9 tokens, more than max_length=8: truncate it"),
+        ({"input_ids": []}, "a batch has no tokens"),
+    ],
+)
+def test_the_padding_free_collator_says_what_is_wrong(feature: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PaddingFreeCollator(max_length=8)([feature])
+    with pytest.raises(ValueError, match="return_tensors='np'"):
+        PaddingFreeCollator(return_tensors="np")
