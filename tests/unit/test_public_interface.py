@@ -20,6 +20,7 @@ from deepytorch_core.config import VARIABLES, Options
 ROOT = Path(__file__).parents[2]
 FACADE = {
     "activate": "(**options)",
+    "compile": "(model, policy, budget_s, steps)",
     "deactivate": "()",
     "is_active": "()",
     "report": "()",
