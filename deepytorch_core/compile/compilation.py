@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Compilation:
         self._num_compiles = 0
         self._samples: dict[bool, list[float]] = {False: [], True: []}
         self._sizes: list[int] = []
-        self._lower = lambda: None
+        self._lower: Callable[[], None] = lambda: None
         self._handle: Any = None
         if policy != EAGER:
             hook = _Hook(self)
@@ -77,6 +77,7 @@ class Compilation:
     def undo(self) -> None:
         """Give the model everything back; decisions stay in the report and the profile."""
         self._stop()
+        self._on = False
         for region in self.regions:
             region.remove()
         self.regions.clear()
@@ -126,7 +127,8 @@ class Compilation:
             rounds, rest = divmod(measured, 2 * BLOCK)
             if measured >= 0 and rest == 0 and rounds in LOOKS:
                 self._look(is_last=rounds == LOOKS[-1])
-            self._on = self._is_compiled(number)
+            if not self.is_settled:
+                self._on = self._is_compiled(number)
 
     @staticmethod
     def _is_compiled(number: int) -> bool:
@@ -148,7 +150,9 @@ class Compilation:
         if self.policy != AUTO:
             reason = policies.get(self.policy).why_not(self._device)
             if reason is not None:
-                self._finish(EAGER, f"{self.policy} can't be used: {reason}")
+                why = f"{self.policy} can't be used: {reason}"
+                console.say_once(f"{self._what}: {why}: it runs eagerly", level="warning")
+                self._finish(EAGER, why)
                 return
             self._install({})
             self._on = True
@@ -196,7 +200,7 @@ class Compilation:
     def _agreed_step_s(self) -> float:
         own = 0.0 if self._began is None else time.perf_counter() - self._began
         try:
-            return max(guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S).gather(own))
+            return float(max(guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S).gather(own)))
         except RuntimeError:
             return 0.0
 
@@ -332,5 +336,5 @@ class _Inert:
 
 def _tokens(args: Any, kwargs: Any) -> int:
     """What a batch is counted in: the elements of its largest tensor."""
-    sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return max([1, *sizes])
+    leaves: list[Any] = tree_leaves((args, kwargs))
+    return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))])

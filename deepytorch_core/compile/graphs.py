@@ -38,27 +38,35 @@ class Graph:
         graph: as Dynamo captured it.
         compiled: candidates by policy, in order of preference.
         dropped: policies that could not compile it, and why.
-        tell: told once when the graph has settled, and again if a candidate fails later.
+        tell: told when the graph has settled.
+        failed: told what a call raises, which then goes on its way.
     """
 
     def __init__(
         self,
         graph: GraphModule,
+        *,
         compiled: Mapping[str, Runner],
         dropped: Mapping[str, str],
         tell: Callable[[Settled], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._eager: Runner = graph.forward
         self._compiled = dict(compiled)
         self._dropped = dict(dropped)
         self._tell = tell
+        self._failed = failed
         self._run: Runner | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self._run is None:
             self._settle(args)
         assert self._run is not None
-        return self._run(*args)
+        try:
+            return self._run(*args)
+        except Exception as error:
+            self._failed(error)
+            raise
 
     def _settle(self, args: Sequence[Any]) -> None:
         times: dict[str, float] = {}

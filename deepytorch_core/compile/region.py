@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,7 @@ class CompiledRegion:
         self._is_on = is_on
         self._is_dynamic: bool | None = None
         self._num_compiling_calls = 0
+        self._graph_error: Exception | None = None
         self._compiled = self._compile()
 
     def install(self) -> None:
@@ -102,13 +104,15 @@ class CompiledRegion:
             with _capturing(self):
                 return self._compiled(module, *args, **kwargs)
         except Exception as error:
+            if not self._is_compilers(error):
+                raise  # the module's own
             problem = guard.first_line(error)
         finally:
             if self.told.num_compiles > before:
                 self._after_compile(time.perf_counter() - began)
         if numbers is not None:
             graphs.rewind(numbers)
-        # What the module itself raises it raises again.
+        # If this is the module's own after all, it is raised again.
         result = type(module).forward(module, *args, **kwargs)
         self.give_up(problem)
         return result
@@ -117,7 +121,7 @@ class CompiledRegion:
         """Run eagerly from now on; say so in one line."""
         if self.failure is None:
             self.failure = why
-            self.told.dropped[self.region.name] = why
+            self.told.dropped.setdefault(self.region.name, why)
             say(f"compile: {self.region.name} runs eagerly: {why}", level="warning")
 
     def note_failure(self, place: str, why: str) -> None:
@@ -141,7 +145,27 @@ class CompiledRegion:
         compiled, dropped = graphs.compile_with(
             self._policies, graph, inputs, may_try=self._may_try
         )
-        return graphs.Graph(graph, compiled, dropped, self._settled)
+        return graphs.Graph(
+            graph,
+            compiled=compiled,
+            dropped=dropped,
+            tell=_weakly(self._settled),
+            failed=_weakly(self._failed),
+        )
+
+    def _failed(self, error: Exception) -> None:
+        self._graph_error = error
+
+    def _is_compilers(self, error: Exception) -> bool:
+        """Whether `error` came out of compiled code or the compiler."""
+        from torch._dynamo.exc import TorchDynamoException
+        from torch.utils.checkpoint import _StopRecomputationError
+
+        of_graph, self._graph_error = error is self._graph_error, None
+        # Checkpointing ends a recomputation so, out of whatever is running.
+        return not isinstance(error, _StopRecomputationError) and (
+            of_graph or isinstance(error, TorchDynamoException)
+        )
 
     def _may_try(self, number: int, seconds: float) -> bool:
         if number == 0:
@@ -152,16 +176,15 @@ class CompiledRegion:
 
     def _settled(self, settled: graphs.Settled) -> None:
         self.told.chosen[settled.chosen] = self.told.chosen.get(settled.chosen, 0) + 1
-        for name, why in settled.dropped.items():
-            if name not in self.told.dropped:
-                self.told.dropped[name] = why
-                if settled.chosen == EAGER:
-                    say(
-                        f"compile: a graph of {self.region.name} runs eagerly: {name}: {why}",
-                        level="warning",
-                    )
-        if settled.chosen == EAGER and set(self.told.chosen) == {EAGER}:
-            self.give_up("; ".join(f"{n}: {w}" for n, w in self.told.dropped.items()))
+        fresh = {n: why for n, why in settled.dropped.items() if n not in self.told.dropped}
+        self.told.dropped.update(fresh)
+        if settled.chosen != EAGER:
+            return
+        causes = "; ".join(f"{name}: {why}" for name, why in settled.dropped.items())
+        if set(self.told.chosen) == {EAGER}:
+            self.give_up(causes)
+        elif fresh:
+            say(f"compile: a graph of {self.region.name} runs eagerly: {causes}", level="warning")
 
     def _after_compile(self, seconds: float) -> None:
         self.told.compile_s += seconds
@@ -178,7 +201,32 @@ class CompiledRegion:
 
     def _compile(self) -> Callable[..., Any]:
         function = _own_code(type(self.region.modules[0]).forward)
-        return torch.compile(function, backend=self.backend, dynamic=self._is_dynamic)
+        return torch.compile(function, backend=_Backend(self), dynamic=self._is_dynamic)
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The method, without keeping its object: torch keeps compiled graphs in the module's file."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        own = reference()
+        if own is not None:
+            own(argument)
+
+    return call
+
+
+class _Backend:
+    """The region's `backend`, for torch to hold: it keeps back ends for the process's life."""
+
+    compiler_name = "deepytorch"
+
+    def __init__(self, region: CompiledRegion) -> None:
+        self._region = weakref.ref(region)
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
+        region = self._region()
+        return graph.forward if region is None else region.backend(graph, inputs)
 
 
 class Forward:

@@ -21,15 +21,18 @@ def hold_off(seconds: float) -> Callable[[], None]:
     for group in list(c10d._world.pg_map):
         for backend in _backends(group):
             limit = getattr(getattr(backend, "options", None), "_timeout", None)
-            if limit is None or not hasattr(backend, "_set_default_timeout"):
+            # Ours and newer torch's own have the first, older ones the second.
+            set_timeout = getattr(backend, "set_timeout", None)
+            set_timeout = set_timeout or getattr(backend, "_set_default_timeout", None)
+            if limit is None or set_timeout is None:
                 continue
-            backend._set_default_timeout(limit + timedelta(seconds=seconds))
-            raised.append((backend, limit))
+            set_timeout(limit + timedelta(seconds=seconds))
+            raised.append((set_timeout, limit))
 
     def lower() -> None:
         while raised:
-            backend, limit = raised.pop()
-            backend._set_default_timeout(limit)
+            set_timeout, limit = raised.pop()
+            set_timeout(limit)
 
     return lower
 

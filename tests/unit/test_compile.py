@@ -70,12 +70,15 @@ def make(model: Callable[..., nn.Module] = Stack, **arguments: Any) -> Any:
     return model(**arguments)
 
 
-def train(model: nn.Module, steps: int = 3, batch: int = 4) -> list[float]:
+def train(
+    model: nn.Module, steps: int = 3, batch: int = 4, dtype: torch.dtype | None = None
+) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(11)
     losses = []
     for _ in range(steps):
-        loss = model(torch.randn(batch, 5)).square().mean()
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = model(torch.randn(batch, 5)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -149,18 +152,29 @@ class FailsLater(Policy):
         return run
 
 
+_seen: list[str] = []
+
+
+def _after(*_: Any) -> None:
+    _seen.append("after")
+
+
+def _backward(*_: Any) -> None:
+    _seen.append("backward")
+
+
 def test_compile_leaves_the_model_what_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     model = make(dropout=0.3)
     twin = copy.deepcopy(model)
-    seen: list[str] = []
-    model.layers[1].register_forward_hook(lambda *_: seen.append("after"))
-    model.layers[1].register_full_backward_hook(lambda *_: seen.append("backward"))
+    _seen.clear()
+    model.layers[1].register_forward_hook(_after)
+    model.layers[1].register_full_backward_hook(_backward)
     hooks = [len(one._forward_hooks) + len(one._backward_hooks) for one in model.modules()]
     keys = list(model.state_dict())
     assert deepytorch.compile(model, "aot-eager") is model
     assert train(model) == pytest.approx(train(twin), rel=1e-6)
     assert [len(one._forward_hooks) + len(one._backward_hooks) for one in model.modules()] == hooks
-    assert seen == ["after", "backward"] * 3
+    assert _seen == ["after", "backward"] * 3
     assert isinstance(model, Stack)
     assert isinstance(model.layers[0], Block)
     assert list(model.state_dict()) == keys
@@ -431,8 +445,7 @@ def test_compile_under_activation_checkpointing_and_autocast() -> None:
         model = make(Checkpointed, dropout=0.2)
         twin = copy.deepcopy(model)
         deepytorch.compile(model, "aot-eager")
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
-            ours, stock = train(model), train(twin)
+        ours, stock = train(model, dtype=dtype), train(twin, dtype=dtype)
         assert ours == pytest.approx(stock, rel=1e-6 if dtype is None else 2e-2)
         (region,) = of(model).regions
         assert region.failure is None

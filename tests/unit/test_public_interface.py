@@ -97,6 +97,14 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--steps": 40,
         "--json": None,
     },
+    "bench compile": {
+        "--suite": "default",
+        "--only": None,
+        "--device": "cpu",
+        "--policy": "auto",
+        "--blocks": 7,
+        "--json": None,
+    },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
 }
 INTEGRATIONS = {

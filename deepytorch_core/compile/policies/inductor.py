@@ -16,8 +16,9 @@ def lower(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any])
 
     # Random numbers are torch's own, so that dropout with a seed drops what eager drops.
     patches = {"fallback_random": True, **options}
-    compiled: Runner = compile_fx(graph, list(inputs), config_patches=patches)
-    return compiled
+    compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+    runner: Runner = compiled
+    return runner
 
 
 @register_policy
