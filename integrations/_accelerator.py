@@ -5,7 +5,9 @@ in place, on that object alone:
 
 * the process groups that exist are upgraded in place (`_contract.join`);
 * DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
-* FSDP2: `prepare` also places the buffers of the sharded model in registered memory.
+* FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
+* `prepare` compiles models as option `compile` says (`deepytorch_core.compile`), also in a single
+  process, unless Accelerate compiles them itself.
 
 DDP needs nothing else: its buckets are placed wherever deepytorch serves the group.
 """
@@ -19,7 +21,7 @@ from typing import Any
 from deepytorch_core import activation, config
 from deepytorch_core.console import say_once
 
-from . import _contract, _fsdp2
+from . import _compile, _contract, _fsdp2
 
 _NAME = "accelerator"
 _FLAG = "deepytorch"
@@ -45,7 +47,7 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         return True
     _warn_if_alone(accelerator, adapter)
     if not _is_initialized():
-        return False
+        return _apply_alone(accelerator, given, adapter)
     configurations = _deepspeed_configurations(accelerator)
     options = dict(given)
     for configuration in configurations:
@@ -59,6 +61,24 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         _write_flag(configuration, options, changes)
     if getattr(accelerator, "is_fsdp2", False):
         changes.set(accelerator, "prepare", _preparing_fsdp2(accelerator.prepare, changes))
+    _prepare_compiled(accelerator, joined.options, changes)
+    _contract.mark(accelerator, _NAME, changes)
+    return True
+
+
+def _apply_alone(accelerator: Any, given: Mapping[str, Any], adapter: str) -> bool:
+    """What there is for a single process."""
+    if config.world_size() > 1:
+        return False
+    try:
+        options = config.Options.from_mapping(given, base=config.current())
+    except ValueError as error:
+        raise _contract.IntegrationError(f"{adapter}: {error}") from None
+    # The off switch works whatever a script says.
+    if not (options.enabled and config.Options.from_env().enabled) or options.compile == "off":
+        return False
+    changes = _contract.Changes()
+    _prepare_compiled(accelerator, options, changes)
     _contract.mark(accelerator, _NAME, changes)
     return True
 
@@ -127,3 +147,23 @@ def _preparing_fsdp2(
         return prepared
 
     return prepare
+
+
+def _prepare_compiled(
+    accelerator: Any, options: config.Options, changes: _contract.Changes
+) -> None:
+    dynamo = getattr(accelerator.state, "dynamo_plugin", None)
+    compiles_itself = str(getattr(dynamo, "backend", "NO")).rpartition(".")[2] != "NO"
+    # An engine of DeepSpeed's is compiled where it is made, by the flag.
+    if options.compile == "off" or compiles_itself or _deepspeed_configurations(accelerator):
+        return
+    original = accelerator.prepare
+
+    @functools.wraps(original)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        prepared = original(*args, **kwargs)
+        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
+            _compile.start(thing, options, changes)
+        return prepared
+
+    changes.set(accelerator, "prepare", prepare)

@@ -7,7 +7,8 @@ Python. The section's names are the options of `deepytorch_core.config.Options`.
 Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
 (`deepytorch_core.deepspeed_flag`). Without the section the wrapper only passes the call on. With it
 the process groups that exist are upgraded in place, and bucket sizes that the configuration leaves
-open are filled in (`_deepspeed_buckets`). Left alone: engines, optimizers, ZeRO's own code,
+open are filled in (`_deepspeed_buckets`), and the engine's module is compiled as option `compile`
+says, below ZeRO's hooks. Left alone: engines, optimizers, ZeRO's own code,
 checkpoints, launchers, the accelerator object. Nothing of ours runs in a step but collectives.
 """
 
@@ -27,7 +28,8 @@ from deepytorch_core.config import Options
 from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
 from deepytorch_core.patching import original_of
 
-from ._contract import Joined, join, require
+from . import _compile
+from ._contract import Changes, Joined, join, require
 from ._deepspeed_buckets import fill_bucket_sizes
 
 VERSIONS = ">=0.17,<0.20"
@@ -36,6 +38,7 @@ TESTED = "0.19.8"
 _NAME = "deepspeed"
 
 _joined: list[Joined] = []
+_changes = Changes()
 
 
 def initialize(
@@ -84,6 +87,7 @@ def undo() -> None:
     `deepytorch.activate()`. Does nothing when there is nothing to undo.
     """
     deepspeed_flag.disarm()
+    _changes.undo()
     while _joined:
         _joined.pop().leave()
 
@@ -95,6 +99,7 @@ def _initialize(
     given: dict[str, Any],
 ) -> tuple[Any, ...]:
     call = inspect.signature(original).bind(*args, **kwargs)
+    in_force: Options | None = None
     with contextlib.ExitStack() as stack:
         if not deepspeed_flag.switched_off():
             source = _configuration(call.arguments) or {}
@@ -103,9 +108,32 @@ def _initialize(
             joined = join(_NAME, options)
             if joined.options.enabled:
                 _joined.append(joined)
+                in_force = joined.options
+                _make_leaves(call.arguments.get("model"), source, in_force)
                 stack.enter_context(_filled(call, source, joined.options))
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
+        if in_force is not None:
+            _compile.start(result[0], in_force, _changes)
         return result
+
+
+def _make_leaves(model: Any, source: Mapping[str, Any], options: Options) -> None:
+    """Let ZeRO-3 gather whole blocks, if a policy is asked for by name.
+
+    Its hooks are on every layer otherwise, and nothing could be compiled between them. As larger
+    gathers need more memory, "auto" leaves this alone.
+    """
+    stage = source.get("zero_optimization", {}).get("stage", 0)
+    if model is None or stage != 3 or options.compile in ("auto", "off", "eager"):
+        return
+    from deepspeed.utils import set_z3_leaf_modules
+
+    from deepytorch_core.compile import regions
+
+    blocks = {type(one) for region in regions.find(model) for one in region.modules}
+    blocks.discard(type(model))
+    if blocks:
+        set_z3_leaf_modules(model, list(blocks))
 
 
 def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:

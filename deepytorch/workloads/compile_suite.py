@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch.examples import _vision_models
 from deepytorch_core.bench.job import BenchError
 
 Batch = dict[str, torch.Tensor]
@@ -181,19 +182,15 @@ def _hf_vit(size: Size) -> Workload:
     )
 
 
-def _torchvision(name: str) -> Callable[[Size], Workload]:
+def _vision(name: str) -> Callable[[Size], Workload]:
+    """A classifier of torchvision's or timm's."""
+
     def build(size: Size) -> Workload:
-        models = importlib.import_module("torchvision.models")
-        return _images(getattr(models, name)(weights=None, num_classes=100), size)
-
-    return build
-
-
-def _timm(name: str, *, sized: bool = False) -> Callable[[Size], Workload]:
-    def build(size: Size) -> Workload:
-        library = importlib.import_module("timm")
-        own = {"img_size": size.image} if sized else {}
-        return _images(library.create_model(name, num_classes=100, **own), size)
+        try:
+            network = _vision_models.load(name, size.image)
+        except _vision_models.UnknownModelError as error:
+            raise ModuleNotFoundError(str(error)) from None
+        return _images(network.make(100), size)
 
     return build
 
@@ -237,12 +234,12 @@ SUITES: dict[str, dict[str, Callable[[Size], Workload]]] = {
         "transformers/t5": _t5,
         "transformers/bart": _bart,
         "transformers/vit": _hf_vit,
-        "torchvision/resnet50": _torchvision("resnet50"),
-        "torchvision/mobilenet_v3_small": _torchvision("mobilenet_v3_small"),
-        "torchvision/convnext_tiny": _torchvision("convnext_tiny"),
-        "torchvision/swin_t": _torchvision("swin_t"),
-        "timm/efficientnet_b0": _timm("efficientnet_b0"),
-        "timm/vit_tiny_patch16_224": _timm("vit_tiny_patch16_224", sized=True),
+        "torchvision/resnet50": _vision("torchvision/resnet50"),
+        "torchvision/mobilenet_v3_small": _vision("torchvision/mobilenet_v3_small"),
+        "torchvision/convnext_tiny": _vision("torchvision/convnext_tiny"),
+        "torchvision/swin_t": _vision("torchvision/swin_t"),
+        "timm/efficientnet_b0": _vision("timm/efficientnet_b0"),
+        "timm/resnetv2_50": _vision("timm/resnetv2_50"),
         "diffusers/unet2d-condition": _unet,
     }
 }

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from deepytorch.workloads import compile_suite
 from deepytorch_core import guard
@@ -106,7 +106,7 @@ class Arm:
 
 def measure(job: CompileJob, process: int, store: Store, emit: worker.Emit) -> None:
     """Warms up, compares losses and times one arm; the first process gives the record to `emit`."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     limit = timedelta(seconds=job.timeout_s)
     device = torch.device(job.device)
 
@@ -188,7 +188,7 @@ def _timed(step: Callable[[], torch.Tensor], device: torch.device) -> float:
 def _peak_gib(device: torch.device) -> float:
     """Of the device's memory while timed; on the CPU of the process since its start."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+        return float(torch.cuda.max_memory_allocated() / 2**30)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -209,7 +209,7 @@ def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
         pairs = list(zip(share["losses"], eager["losses"], strict=True))
         if any(a is None or b is None for a, b in pairs):
             return None
-        return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+        return float(max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs))
 
     speedup, spread = against_eager(ours)
     plain_speedup, plain_spread = against_eager(plain)

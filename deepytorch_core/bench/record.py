@@ -148,8 +148,8 @@ COMPILE_FIELDS = (
     "commit",
 )
 """The fields that `bench compile` writes. `plain` is torch.compile as it comes; ..._per_s are
-samples per second; losses are compared over the first steps, relative to eager's; warm-up is seconds beyond
-what the steps take by themselves, nothing cached."""
+samples per second; losses are compared over the first steps, relative to eager's; warm-up is
+seconds beyond what the steps take by themselves, nothing cached."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 # What cannot change a measurement; records themselves are written into the tree.

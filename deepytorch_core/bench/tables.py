@@ -198,7 +198,10 @@ def _render_train(name: str, records: Sequence[Record]) -> str:
 
 
 def _render_compile(name: str, records: Sequence[Record]) -> str:
-    latest = {(record["workload"], record["device"]): record for record in records}
+    latest = {
+        (record["workload"], record["device"]): {**record, "baseline": record["stock"]}
+        for record in records
+    }
     lines = [
         _caption(name, list(latest.values()), wrong="runs with differing losses"),
         "",

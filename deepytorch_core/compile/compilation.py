@@ -35,6 +35,7 @@ EXPECTED_GAIN = 0.2
 EXPECTED_COMPILE_S = 20.0
 LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
 
+NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
 
 _RANKS_LIMIT_S = 120.0
@@ -156,6 +157,8 @@ class Compilation:
                 return
             self._install({})
             self._on = True
+            if not self.regions:
+                self._finish(EAGER, NOTHING)
             return
         ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
         try:
@@ -192,7 +195,7 @@ class Compilation:
             self._budget_s = min(self._budget_s, share)
         self._install({})
         if not self.regions:
-            self._finish(EAGER, "there is nothing to compile below the hooks of its modules")
+            self._finish(EAGER, NOTHING)
             return
         self._lower = timeouts.hold_off(self._budget_s * len(self.regions))
         self._on = True
@@ -235,8 +238,8 @@ class Compilation:
         if all(one.failure for one in self.regions):
             self._finish(EAGER, "nothing of it could be compiled")
             return
-        faster = guard.is_faster(times["compiled"], times[EAGER])
-        slower = guard.is_faster(times[EAGER], times["compiled"])
+        faster = _is_faster(times["compiled"], times[EAGER])
+        slower = _is_faster(times[EAGER], times["compiled"])
         if not (faster or slower or is_last):
             return
         tokens = sorted(self._sizes)[len(self._sizes) // 2]
@@ -313,6 +316,17 @@ class Compilation:
     def _device(self) -> torch.device:
         parameter = next(self._root.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _is_faster(candidate: list[float], standing: list[float]) -> bool:
+    """Beyond the noise, and round by round: a machine's load comes and goes in longer waves."""
+    size = BLOCK - 1
+    rounds = list(range(0, min(len(candidate), len(standing)), size))
+    won = sum(
+        guard.median(candidate[at : at + size]) < guard.median(standing[at : at + size])
+        for at in rounds
+    )
+    return guard.is_faster(candidate, standing) and won >= len(rounds) - len(rounds) // 4
 
 
 class _Hook:
