@@ -189,7 +189,7 @@ def _peak_gib(device: torch.device) -> float:
     """Of the device's memory while timed; on the CPU of the process since its start."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated() / 2**30)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
 def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
@@ -203,7 +203,7 @@ def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
         return round(middle, 3), [round(one, 3) for one in timing.quartiles(ratios)]
 
     def per_s(share: dict[str, Any]) -> float:
-        return round(share["samples"] / guard.median(share["times"]), 2)
+        return float(round(share["samples"] / guard.median(share["times"]), 2))
 
     def loss_difference(share: dict[str, Any]) -> float | None:
         pairs = list(zip(share["losses"], eager["losses"], strict=True))

@@ -22,6 +22,7 @@ import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core import config, decisions, guard
 from deepytorch_core.compile import compilation, policies, regions
+from deepytorch_core.compile import region as region_module
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.config import Options
 
@@ -384,7 +385,11 @@ def test_compile_auto_leaves_short_and_deterministic_runs_alone(
     assert decisions.made()[-1]["reason"].startswith("not measured: deterministic")
 
 
-def test_compile_recompile_storm_ends_eagerly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_recompile_storm_ends_eagerly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_module, "MOST_COMPILES", 2)
+
     class Stormy(nn.Linear):
         mode = "a"
 
@@ -405,9 +410,9 @@ def test_compile_recompile_storm_ends_eagerly(capsys: pytest.CaptureFixture[str]
 
     model = make(Storm)
     register_policy(Counting)
-    expected = train(copy.deepcopy(model), steps=15)
+    expected = train(copy.deepcopy(model), steps=7)
     deepytorch.compile(model, "counting")
-    assert train(model, steps=15) == pytest.approx(expected, rel=1e-5)
+    assert train(model, steps=7) == pytest.approx(expected, rel=1e-5)
     said = capsys.readouterr().err
     assert "Storm keeps changing" in said
     assert "Storm runs eagerly: it was compiled anew" in said
