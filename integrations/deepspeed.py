@@ -8,7 +8,7 @@ Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
 (`deepytorch_core.deepspeed_flag`). Without the section the wrapper only passes the call on. With it
 the process groups that exist are upgraded in place, and bucket sizes that the configuration leaves
 open are filled in (`_deepspeed_buckets`), and the engine's module is compiled as option `compile`
-says, below ZeRO's hooks. Left alone: engines, optimizers, ZeRO's own code,
+says, except under ZeRO-3. Left alone: engines, optimizers, ZeRO's own code,
 checkpoints, launchers, the accelerator object. Nothing of ours runs in a step but collectives.
 """
 
@@ -109,31 +109,11 @@ def _initialize(
             if joined.options.enabled:
                 _joined.append(joined)
                 in_force = joined.options
-                _make_leaves(call.arguments.get("model"), source, in_force)
                 stack.enter_context(_filled(call, source, joined.options))
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
         if in_force is not None:
             _compile.start(result[0], in_force, _changes)
         return result
-
-
-def _make_leaves(model: Any, source: Mapping[str, Any], options: Options) -> None:
-    """Let ZeRO-3 gather whole blocks, if a policy is asked for by name.
-
-    Its hooks are on every layer otherwise, and nothing could be compiled between them. As larger
-    gathers need more memory, "auto" leaves this alone.
-    """
-    stage = source.get("zero_optimization", {}).get("stage", 0)
-    if model is None or stage != 3 or options.compile in ("auto", "off", "eager"):
-        return
-    from deepspeed.utils import set_z3_leaf_modules
-
-    from deepytorch_core.compile import regions
-
-    blocks = {type(one) for region in regions.find(model) for one in region.modules}
-    blocks.discard(type(model))
-    if blocks:
-        set_z3_leaf_modules(model, list(blocks))
 
 
 def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:

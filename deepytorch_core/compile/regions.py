@@ -96,6 +96,9 @@ def _can_be_region(module: nn.Module) -> bool:
         return False
     if not isinstance(getattr(type(module), "forward", None), types.FunctionType):
         return False
+    # ZeRO-3 takes parameters away between forward and backward, in a way compiled code can't see.
+    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
+        return False
     return not any(_has_hooks(one) for one in module.modules() if one is not module)
 
 

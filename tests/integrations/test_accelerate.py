@@ -301,11 +301,17 @@ def test_a_plugin_in_the_subclass_and_in_the_list_is_passed_twice() -> None:
         adapter.DeepytorchAccelerator(cpu=True, kwargs_handlers=[adapter.DeepytorchPlugin()])
 
 
-def test_in_a_single_process_nothing_is_changed() -> None:
+def test_in_a_single_process_only_compiling_is_left() -> None:
     with process_state():
-        accelerator = adapter.DeepytorchAccelerator(cpu=True)
+        plugin = adapter.DeepytorchPlugin(compile="off")
+        accelerator = adapter.DeepytorchAccelerator(cpu=True, deepytorch_plugin=plugin)
         assert not any("deepytorch" in name for name in vars(accelerator))
         assert not adapter.undo(accelerator)
+    with process_state():
+        accelerator = adapter.DeepytorchAccelerator(cpu=True)
+        assert "prepare" in vars(accelerator)
+        assert adapter.undo(accelerator)
+        assert "prepare" not in vars(accelerator)
 
 
 def alone(rank: int, world_size: int) -> tuple[list[str], bool]:

@@ -127,6 +127,7 @@ def with_deepspeed(rank: int, world_size: int) -> list[tuple[Any, ...]]:
     import deepspeed
 
     import deepytorch  # noqa: F401
+    from deepytorch_core import decisions
 
     found = []
     for stage in (1, 3):
@@ -151,7 +152,8 @@ def with_deepspeed(rank: int, world_size: int) -> list[tuple[Any, ...]]:
                 engine.step()
                 losses.append(loss.item())
             runs.append(losses)
-        found.append((stage, *runs, *state(engine)))
+        compiled = state(engine) if stage == 1 else decisions.made()[-1]["reason"]
+        found.append((stage, *runs, compiled))
     return found
 
 
@@ -159,6 +161,7 @@ def test_compile_option_of_deepspeed() -> None:
     env = {"DS_ACCELERATOR": "cpu", "DEEPYTORCH_LOG": "warning"}
     # DeepSpeed compiles an extension the first time.
     for rank in spawn_ranks(with_deepspeed, 2, env=env, fresh=True, timeout_s=200):
-        for stage, stock, ours, num_blocks, failures in rank:
+        for stage, stock, ours, compiled in rank:
             assert ours == pytest.approx(stock, rel=1e-5), stage
-            assert (num_blocks, failures) == (6, [None]), stage
+            left = "nothing is left to compile between the hooks of its modules"
+            assert compiled == ((6, [None]) if stage == 1 else left)
