@@ -13,9 +13,30 @@ from typing import TYPE_CHECKING
 from deepytorch_core.activation import activate, activate_on_import, deactivate, is_active
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from deepytorch_core.report import Report
 
-__all__ = ["activate", "deactivate", "is_active", "report"]
+__all__ = ["activate", "compile", "deactivate", "is_active", "report"]
+
+
+def compile(
+    model: Any, policy: str = "auto", *, budget_s: float | None = None, steps: int | None = None
+) -> Any:
+    """Compile a model for training, in place, where that is measured faster and nowhere else.
+
+    Args:
+        model: a torch.nn.Module; it keeps its class, its parameters' names and its hooks.
+        policy: "auto", "off", or the name of a policy: "inductor", "max-autotune", ...
+        budget_s: seconds that compiling a region may take; default: option `compile_budget_s`.
+        steps: how many training steps will follow, if known: a short run is not compiled.
+
+    Returns `model`. Raises TypeError for what is no module and ValueError for a policy that is not
+    known.
+    """
+    from deepytorch_core.compile import compile as make
+
+    return make(model, policy, budget_s=budget_s, steps=steps)
 
 
 def report() -> Report:

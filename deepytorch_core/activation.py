@@ -112,13 +112,17 @@ def put_in_force(chosen: config.Options) -> str | None:
 
 
 def deactivate() -> None:
-    """Undo `activate`: torch has its functions back, upgraded groups their old backends.
+    """Undo `activate`: torch has its functions back, upgraded groups their old backends, and
+    compiled models run eagerly.
 
     A group that was created with our backend keeps it until it is destroyed. Does nothing when
     not active.
     """
     global _active
     with _lock:
+        compiled = sys.modules.get("deepytorch_core.compile")
+        if compiled is not None:
+            compiled.undo_all()
         if _active is None:
             return
         _active.undo()

@@ -6,8 +6,9 @@ in place, on that object alone:
 * the process groups that exist are upgraded in place (`_contract.join`);
 * DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
 * FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
-* `prepare` also swaps fused kernels in (`_kernels`) and has transformers models train without
-  padding (`_padding_free`), in a process that trains by itself too.
+* `prepare` also swaps fused kernels in (`_kernels`), has transformers models train without padding
+  (`_padding_free`) and compiles models as option `compile` says (`_compile`), unless Accelerate
+  compiles them itself; all in a process that trains by itself too.
 
 DDP needs nothing else: its buckets are placed wherever deepytorch serves the group.
 """
@@ -23,7 +24,7 @@ from deepytorch_core import activation, config
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
-from . import _contract, _fsdp2, _kernels, _padding_free
+from . import _compile, _contract, _fsdp2, _kernels, _padding_free
 
 _NAME = "accelerator"
 _FLAG = "deepytorch"
@@ -84,13 +85,15 @@ def _set_policies(
     accelerator: Any, options: Options, adapter: str, changes: _contract.Changes
 ) -> bool:
     """Have `prepare` apply what is not about communication; False if all of it is off."""
+    before = accelerator.prepare
+    _prepare_compiled(accelerator, options, changes)
     if options.padding_free != "off":
         packed = _preparing_packed(accelerator, options.padding_free, adapter, changes)
         changes.set(accelerator, "prepare", packed)
     if options.kernels != "off":  # outermost: kernels go in before anything wraps the model
         swapped = _kernels.preparing(accelerator, options, changes)
         changes.set(accelerator, "prepare", swapped)
-    return options.padding_free != "off" or options.kernels != "off"
+    return bool(accelerator.prepare != before)
 
 
 def undo(accelerator: Any) -> bool:
@@ -209,3 +212,21 @@ def _cuts_sequences(accelerator: Any) -> str | None:
     if any(getattr(parallel, name, False) for name in ("cp_enabled", "sp_enabled")):
         return "its sequences are cut up between ranks"
     return None
+
+
+def _prepare_compiled(accelerator: Any, options: Options, changes: _contract.Changes) -> None:
+    dynamo = getattr(accelerator.state, "dynamo_plugin", None)
+    compiles_itself = str(getattr(dynamo, "backend", "NO")).rpartition(".")[2] != "NO"
+    # An engine of DeepSpeed's is compiled where it is made, by the flag.
+    if not _compile.is_wanted(options) or compiles_itself or _deepspeed_configurations(accelerator):
+        return
+    original = accelerator.prepare
+
+    @functools.wraps(original)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        prepared = original(*args, **kwargs)
+        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
+            _compile.start(thing, options, changes)
+        return prepared
+
+    changes.set(accelerator, "prepare", prepare)

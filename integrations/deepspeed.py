@@ -8,7 +8,8 @@ Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
 (`deepytorch_core.deepspeed_flag`). Without the section the wrapper only passes the call on. With it
 the process groups that exist are upgraded in place, and bucket sizes that the configuration leaves
 open are filled in (`_deepspeed_buckets`); an engine's transformers model trains without padding
-(`_padding_free`, by hooks). Left alone: optimizers, ZeRO's own code, checkpoints, launchers, the
+(`_padding_free`, by hooks), fused kernels go into the model (`_kernels`), and it is compiled as
+option `compile` says, except under ZeRO-3. Left alone: ZeRO's own code, checkpoints, launchers, the
 accelerator object.
 """
 
@@ -29,7 +30,7 @@ from deepytorch_core.config import Options
 from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
 from deepytorch_core.patching import original_of
 
-from . import _kernels, _padding_free
+from . import _compile, _kernels, _padding_free
 from ._contract import Changes, Joined, join, require
 from ._deepspeed_buckets import fill_bucket_sizes
 
@@ -103,7 +104,7 @@ def _initialize(
     given: dict[str, Any],
 ) -> tuple[Any, ...]:
     call = inspect.signature(original).bind(*args, **kwargs)
-    padding_free = "off"
+    in_force: Options | None = None
     with contextlib.ExitStack() as stack:
         if not deepspeed_flag.switched_off():
             source = _configuration(call.arguments) or {}
@@ -112,13 +113,16 @@ def _initialize(
             joined = join(_NAME, options)
             if joined.options.enabled:
                 _joined.append(joined)
-                padding_free = joined.options.padding_free
+                in_force = joined.options
                 stack.enter_context(_filled(call, source, joined.options))
                 _swap_kernels(call.arguments, joined.options)
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
+    if in_force is None:
+        return result
     engine, _, loader, *_ = result
+    _compile.start(engine, in_force, _changes)
     loaders = [] if loader is None else [loader]
-    if _padding_free.attach(engine, padding_free, adapter=_NAME, loaders=loaders):
+    if _padding_free.attach(engine, in_force.padding_free, adapter=_NAME, loaders=loaders):
         _packed.add(engine)
     return result
 

@@ -156,9 +156,8 @@ Object other_fields(const std::string& text) {
   const Value document = json::parse(text);
   if (get<int64_t>(document, "format", "the profile") != kProfileFormat) return {};
   Object fields = *document.get_if<Object>();
-  std::erase_if(fields, [](const auto& field) {
-    return field.first == "format" || field.first == "groups";
-  });
+  std::erase_if(
+      fields, [](const auto& field) { return field.first == "format" || field.first == "groups"; });
   return fields;
 }
 

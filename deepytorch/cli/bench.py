@@ -360,6 +360,85 @@ def train(
     _refuse_differing_losses(row)
 
 
+@app.command()
+def compile(
+    *,
+    suite: Annotated[str, typer.Option(help="default: architectures of several libraries.")] = (
+        "default"
+    ),
+    only: Annotated[
+        str | None, typer.Option(help="Comma-separated workloads of the suite; default: all.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    policy: Annotated[str, typer.Option(help="auto, or a policy of deepytorch.compile.")] = "auto",
+    blocks: Annotated[int, typer.Option(help="Timed blocks of steps of each arm.")] = 7,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Append one record per workload to this file.")
+    ] = None,
+) -> None:
+    """Train real architectures eagerly, with torch.compile and with ours, in turns.
+
+    Each arm is a process of its own; all start from the same weights and see the same batches.
+    Workloads whose library is not installed are named and left out. Exits with status 1 when losses
+    differ by more than rounding explains.
+    """
+    from deepytorch.workloads import compile_suite
+    from deepytorch.workloads.compile_worker import CompileJob
+    from deepytorch_core.bench import launch, record
+    from deepytorch_core.bench.job import BenchError, parse_names
+
+    rows = []
+    for name in parse_names(only) if only else compile_suite.names(suite):
+        job = CompileJob(
+            world_size=1,
+            device=device,
+            ours="compile",  # no collectives of ours
+            timeout_s=3600,
+            workload=name,
+            blocks=blocks,
+            policy=policy,
+        )
+        try:
+            (row,) = launch.run(job)
+        except BenchError as error:
+            if "pip install" not in str(error):
+                raise
+            console.err().print(f"left out: {error}", soft_wrap=True)
+            continue
+        rows.append(row)
+        if json is not None:
+            record.write_record(json, row)
+        console.out().print(compile_line(row), soft_wrap=True)
+    if json is not None and rows:
+        console.err().print(f"written: {json}")
+    if rows:
+        console.out().print(compile_summary(rows), soft_wrap=True)
+    for row in rows:
+        _refuse_differing_losses(row)
+
+
+def compile_line(row: "Record") -> str:
+    """What became of one workload."""
+    low, high = row["speedup_spread"]
+    return (
+        f"{row['workload']:<30} {row['stock_per_s']:>9.2f} eager {row['ours_per_s']:>9.2f} ours "
+        f"samples/s: {row['speedup']:.2f}x ({low:.2f}-{high:.2f}), torch.compile "
+        f"{row['plain_speedup']:.2f}x; warm-up {row['warmup_s']:.1f} s, theirs "
+        f"{row['plain_warmup_s']:.1f} s; {row['kept']}, {row['reason']}"
+    )
+
+
+def compile_summary(rows: Sequence["Record"]) -> str:
+    """Geometric means over the workloads, and the worst of ours."""
+    ours = statistics.geometric_mean(float(row["speedup"]) for row in rows)
+    plain = statistics.geometric_mean(float(row["plain_speedup"]) for row in rows)
+    worst = min(rows, key=lambda row: float(row["speedup"]))
+    return (
+        f"{len(rows)} workloads: ours {ours:.2f}x of eager, torch.compile {plain:.2f}x (geometric "
+        f"means); worst of ours {worst['speedup']:.2f}x ({worst['workload']})"
+    )
+
+
 def _refuse_differing_losses(row: "Record") -> None:
     if row["wrong"]:
         console.err().print(

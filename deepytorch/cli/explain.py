@@ -20,12 +20,16 @@ def explain(
         str,
         typer.Argument(
             help="all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter or "
-            "all_to_all."
+            "all_to_all; or compile."
         ),
     ],
     size: Annotated[
-        str, typer.Argument(help="Bytes, as nccl-tests counts them: 4096, 64K, 4M, 1G.")
-    ],
+        str | None,
+        typer.Argument(
+            help="Bytes, as nccl-tests counts them: 4096, 64K, 4M, 1G. For compile: a model's "
+            "class; default: all."
+        ),
+    ] = None,
     *,
     world_size: Annotated[
         int | None,
@@ -42,7 +46,16 @@ def explain(
     """Show the candidates for a collective with their times, the choice and its reason.
 
     Runs the collective once on ranks of this machine, with the option tune as it is set.
+    `explain compile` shows what earlier runs decided about compiling models, with the places of
+    graph breaks.
     """
+    if operation == "compile":
+        from deepytorch.cli import explain_compile
+
+        explain_compile.show(size, json=json)
+        return
+    if size is None:
+        raise typer.BadParameter(f"explain {operation} needs a size: 4096, 64K, 4M, 1G")
     from deepytorch_core import _core, config
     from deepytorch_core import explain as model
     from deepytorch_core.bench.job import parse_size

@@ -115,6 +115,46 @@ TRAIN_FIELDS = (
 microseconds; `adapter_us` is what the adapter's own Python takes of it at most, measured apart;
 calls are those of the timed steps, over all ranks. `wrong` as for `bench ddp`."""
 
+COMPILE_FIELDS = (
+    "bench",
+    "workload",
+    "world_size",
+    "engine",
+    "device",
+    "dtype",
+    "parameters",
+    "batch_size",
+    "stock",
+    "stock_per_s",
+    "ours_per_s",
+    "plain_per_s",
+    "speedup",
+    "speedup_spread",
+    "plain_speedup",
+    "plain_speedup_spread",
+    "num_blocks",
+    "loss_max_diff",
+    "plain_loss_max_diff",
+    "loss_check",
+    "stock_peak_gib",
+    "ours_peak_gib",
+    "plain_peak_gib",
+    "kept",
+    "reason",
+    "dropped",
+    "warmup_s",
+    "plain_warmup_s",
+    "warmup_steps",
+    "wrong",
+    "baseline_settings",
+    "machine",
+    "versions",
+    "commit",
+)
+"""The fields that `bench compile` writes. `plain` is torch.compile as it comes; ..._per_s are
+samples per second; losses are compared over the first steps, relative to eager's; warm-up is
+seconds beyond what the steps take by themselves, nothing cached."""
+
 _SOURCE = Path(__file__).resolve().parents[2]
 # What cannot change a measurement; records themselves are written into the tree.
 _NOT_CODE = (":!docs", ":!*.md")

@@ -12,6 +12,7 @@ from typing import Any
 
 from deepytorch_core.bench.job import format_size
 from deepytorch_core.bench.record import (
+    COMPILE_FIELDS,
     DDP_FIELDS,
     TRAIN_FIELDS,
     Record,
@@ -51,6 +52,7 @@ def render(files: Mapping[str, Sequence[Record]]) -> str:
             (None, NEEDED_FIELDS, _render_collectives),
             ("ddp", DDP_FIELDS, _render_ddp),
             ("train", TRAIN_FIELDS, _render_train),
+            ("compile", COMPILE_FIELDS, _render_compile),
         ):
             group = [record for record in records if record.get("bench") == kind]
             _refuse_incomplete(name, group, fields)
@@ -191,6 +193,34 @@ def _render_train(name: str, records: Sequence[Record]) -> str:
                     _cell(record),
                     f"{100 * record['native_calls'] / max(1, calls):.0f}%",
                     _losses(record),
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _render_compile(name: str, records: Sequence[Record]) -> str:
+    latest = {
+        (record["workload"], record["device"]): {**record, "baseline": record["stock"]}
+        for record in records
+    }
+    lines = [
+        _caption(name, list(latest.values()), wrong="runs with differing losses"),
+        "",
+        _line(["training", "batch", "against eager", "torch.compile", "warm-up", "theirs", "kept"]),
+        _line(["---", "---:", "---:", "---:", "---:", "---:", "---"]),
+    ]
+    for record in latest.values():
+        lines.append(
+            _line(
+                [
+                    f"{record['workload']}, {record['parameters'] / 1e6:.1f} M",
+                    str(record["batch_size"]),
+                    _cell(record),
+                    f"{record['plain_speedup']:.2f}x",
+                    f"{record['warmup_s']:.0f} s",
+                    f"{record['plain_warmup_s']:.0f} s",
+                    record["kept"],
                 ]
             )
         )

@@ -19,8 +19,17 @@ TOLERANCES = {
 WORST_ELEMENT = 5.0
 
 
+# How much further off than by rounding its inputs a result may be.
+AMPLIFIED = 10.0
+
+
 def difference(
-    reference: Any, found: Any, *, dtype: torch.dtype | None = None, what: str = "output"
+    reference: Any,
+    found: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    what: str = "output",
+    sensitivity: Any = None,
 ) -> str | None:
     """None if `found` equals `reference` within tolerance, else what differs and by how much.
 
@@ -29,13 +38,16 @@ def difference(
         found: the same from the candidate.
         dtype: in what the computation was done, if less exact than the tensors' own (autocast).
         what: how to call them in the answer.
+        sensitivity: what the stock way gives when its inputs are off by their rounding errors; as
+            much and a little more may be the difference of `found` then.
     """
     ours, theirs = _tensors(found), _tensors(reference)
+    off = _tensors(sensitivity) if sensitivity is not None else [None] * len(theirs)
     if len(ours) != len(theirs):
         return f"{what}: {len(ours)} tensors in place of {len(theirs)}"
-    for index, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+    for index, (a, b, c) in enumerate(zip(theirs, ours, off, strict=True)):
         name = what if len(ours) == 1 else f"{what} {index}"
-        problem = _difference(a, b, dtype)
+        problem = _difference(a, b, dtype, c)
         if problem:
             return f"{name}: {problem}"
     return None
@@ -47,7 +59,10 @@ def _tensors(nest: Any) -> list[torch.Tensor | None]:
 
 
 def _difference(
-    a: torch.Tensor | None, b: torch.Tensor | None, dtype: torch.dtype | None
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    dtype: torch.dtype | None,
+    sensitivity: torch.Tensor | None,
 ) -> str | None:
     if a is None or b is None:
         return None if a is b else f"{_shown(b)} in place of {_shown(a)}"
@@ -58,23 +73,39 @@ def _difference(
     if a.numel() == 0:
         return None
     limit = max(TOLERANCES.get(one, 1e-9) for one in _formats(a, dtype))
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.detach().to(wide), b.detach().to(wide)
-    finite = torch.isfinite(x)
-    if not torch.equal(finite, torch.isfinite(y)):
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
         return "infinite or not a number where the other is finite"
-    x, y = x[finite], y[finite]
-    if x.numel() == 0:
+    if not bool(finite.any()):
         return None
-    norm, largest = torch.linalg.vector_norm(x), x.abs().max()
-    error = float(torch.linalg.vector_norm(x - y) / norm.clamp_min(1e-30))
-    worst = float((x - y).abs().max() / largest.clamp_min(1e-30))
+    error, worst = _distances(a, b, finite)
     # What cancels to zero but for rounding has no relative error.
-    if float(largest) < torch.finfo(a.dtype).eps and float((x - y).abs().max()) < limit * 1e-3:
+    scale = float(a[finite].abs().max())
+    if scale < torch.finfo(a.dtype).eps and worst * scale < limit * 1e-3:
         return None
-    if error > limit or worst > WORST_ELEMENT * limit:
-        return f"differs by {error:.1e} of its norm, {worst:.1e} at worst (limit {limit:.0e})"
+    most = (limit, WORST_ELEMENT * limit)
+    if sensitivity is not None and sensitivity.shape == a.shape:
+        known = _distances(a, sensitivity, finite & torch.isfinite(sensitivity))
+        most = (max(most[0], AMPLIFIED * known[0]), max(most[1], AMPLIFIED * known[1]))
+    if error > most[0] or worst > most[1]:
+        return (
+            f"differs by {error:.1e} of its norm, {worst:.1e} at worst (limits {most[0]:.0e}, "
+            f"{most[1]:.0e})"
+        )
     return None
+
+
+def _distances(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
+    """Of `b` from `a`: in the norm and at the worst element, relative to those of `a`."""
+    # A format finer than their own.
+    wide = torch.float32 if a.dtype.itemsize < 4 else torch.float64
+    wide = torch.complex128 if a.is_complex() else wide
+    x, y = a.detach()[where].to(wide), b.detach()[where].to(wide)
+    if x.numel() == 0:
+        return 0.0, 0.0
+    norm, largest = torch.linalg.vector_norm(x), x.abs().max()
+    error = torch.linalg.vector_norm(x - y) / norm.clamp_min(1e-30)
+    return float(error), float((x - y).abs().max() / largest.clamp_min(1e-30))
 
 
 def _formats(tensor: torch.Tensor, dtype: torch.dtype | None) -> Sequence[torch.dtype]:

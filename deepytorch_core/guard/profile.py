@@ -49,12 +49,15 @@ def fingerprint(module: nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
+def entries() -> list[dict[str, Any]]:
+    """All decisions of the profile, the oldest first."""
+    found = _read().get("decisions", [])
+    return [one for one in found if isinstance(one, dict) and "chosen" in one and "for" in one]
+
+
 def find(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """The decision that the profile holds for `wanted`, or None."""
-    for entry in reversed(_read().get("decisions", [])):
-        if isinstance(entry, dict) and entry.get("for") == dict(wanted) and "chosen" in entry:
-            return entry
-    return None
+    return next((one for one in reversed(entries()) if one["for"] == dict(wanted)), None)
 
 
 def keep(wanted: Mapping[str, Any], decision: Mapping[str, Any]) -> None:

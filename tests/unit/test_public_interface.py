@@ -20,6 +20,7 @@ from deepytorch_core.config import VARIABLES, Options
 ROOT = Path(__file__).parents[2]
 FACADE = {
     "activate": "(**options)",
+    "compile": "(model, policy, budget_s, steps)",
     "deactivate": "()",
     "is_active": "()",
     "report": "()",
@@ -102,6 +103,14 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--parameters": "4M",
         "--batch-size": 8,
         "--steps": 40,
+        "--json": None,
+    },
+    "bench compile": {
+        "--suite": "default",
+        "--only": None,
+        "--device": "cpu",
+        "--policy": "auto",
+        "--blocks": 7,
         "--json": None,
     },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},

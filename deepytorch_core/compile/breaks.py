@@ -1,0 +1,31 @@
+"""Where a capture ended early: graph breaks and failures, as file:line and reason."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from torch.fx import GraphModule
+
+
+def of(graph: GraphModule) -> str | None:
+    """The graph break that ended `graph`, or None if its function simply returned."""
+    reason: Any = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack
+    where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "?"
+    return f"{where}: {_first_line(str(reason.reason))}"
+
+
+def place(error: BaseException) -> str:
+    """The user's line at which an exception of the compiler arose."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        return f"{stack[-1].filename}:{stack[-1].lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -1,0 +1,354 @@
+"""What `deepytorch.compile` does to one model, step by step of its training.
+
+`auto`: the first steps run as they are. Then the regions are compiled, and steps with and without
+take turns until one is faster per token beyond the noise; the compiled way stays only if that is
+it. Every step is an ordinary step of the training, none is run twice. Ranks take the same way: they
+count their forward passes alike, and decide from the slowest rank's times.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from deepytorch_core import config, console, decisions, guard
+from deepytorch_core.compile import policies, regions, timeouts
+from deepytorch_core.compile.policies import AUTO, EAGER
+from deepytorch_core.compile.region import CompiledRegion
+
+EAGER_STEPS = 3
+# The first compiles, the next may compile for other sizes, the last is the first at its speed.
+COMPILED_STEPS = 3
+# Steps of one way in a row, of which the first is not counted.
+BLOCK = 4
+# Rounds of a block of each way after which the times are looked at; after the last it is decided.
+LOOKS = (2, 4, 7)
+
+# A run is compiled if it may save as much as compiling takes. Both are guesses.
+EXPECTED_GAIN = 0.2
+EXPECTED_COMPILE_S = 20.0
+LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
+
+NOTHING = "nothing is left to compile between the hooks of its modules"
+UNDECIDED = "not faster beyond the noise"
+
+_RANKS_LIMIT_S = 120.0
+
+
+class Compilation:
+    """One model's; made by `deepytorch.compile`.
+
+    Args:
+        model: the user's.
+        policy: "auto", "eager" or a policy's name.
+        budget_s: seconds of compiling for each region.
+        steps: how many training steps the run has, if known.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: str, *, budget_s: float, steps: int | None
+    ) -> None:
+        self.policy = policy
+        self.regions: list[CompiledRegion] = []
+        self._root = regions.unwrapped(model)
+        self._what = f"compile of {type(self._root).__name__}"
+        self._facts = {"module": guard.fingerprint(self._root)}
+        self._budget_s = budget_s
+        self._steps = steps
+        self._on = False
+        self._number = -1  # of the training step
+        self._began: float | None = None
+        self._is_whole = True
+        self._tokens = 1
+        self._num_compiles = 0
+        self._samples: dict[bool, list[float]] = {False: [], True: []}
+        self._sizes: list[int] = []
+        self._lower: Callable[[], None] = lambda: None
+        self._handle: Any = None
+        if policy != EAGER:
+            hook = _Hook(self)
+            self._handle = self._root.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def undo(self) -> None:
+        """Give the model everything back; decisions stay in the report and the profile."""
+        self._stop()
+        self._on = False
+        for region in self.regions:
+            region.remove()
+        self.regions.clear()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is measured any more."""
+        return self._handle is None
+
+    def on_forward(self, args: Any, kwargs: Any) -> None:
+        """Called before each forward pass of the model."""
+        if not torch.is_grad_enabled():
+            self._is_whole = False
+            return
+        if self._on or self.policy == AUTO:
+            self._sample()
+        self._number += 1
+        try:
+            self._advance()
+        finally:
+            self._tokens = _tokens(args, kwargs)
+            self._is_whole = True
+            self._num_compiles = self._count()
+            self._began = time.perf_counter()
+
+    def _sample(self) -> None:
+        if self._began is None:
+            return
+        guard.synchronize(self._device)
+        seconds = time.perf_counter() - self._began
+        if not self._is_whole or self._count() != self._num_compiles:
+            seconds = math.inf
+        if self._is_counted(self._number):
+            self._samples[self._on].append(seconds / self._tokens)
+            self._sizes.append(self._tokens)
+
+    def _advance(self) -> None:
+        number = self._number
+        if number == 0:
+            self._begin()
+        elif self.policy != AUTO:
+            self._finish(self.policy, "asked for")
+        elif number == EAGER_STEPS:
+            self._start_compiling()
+        elif number > EAGER_STEPS:
+            measured = number - EAGER_STEPS - COMPILED_STEPS
+            rounds, rest = divmod(measured, 2 * BLOCK)
+            if measured >= 0 and rest == 0 and rounds in LOOKS:
+                self._look(is_last=rounds == LOOKS[-1])
+            if not self.is_settled:
+                self._on = self._is_compiled(number)
+
+    @staticmethod
+    def _is_compiled(number: int) -> bool:
+        """Which way step `number` takes while it is measured."""
+        measured = number - EAGER_STEPS - COMPILED_STEPS
+        if measured < 0:
+            return number >= EAGER_STEPS
+        block = measured // BLOCK
+        return block % 4 in (1, 2)
+
+    @staticmethod
+    def _is_counted(number: int) -> bool:
+        measured = number - EAGER_STEPS - COMPILED_STEPS
+        return measured >= 0 and measured % BLOCK != 0
+
+    def _begin(self) -> None:
+        """The first step: what is known already needs no measuring."""
+        self._facts = {**self._facts, "device": self._device.type}
+        if self.policy != AUTO:
+            reason = policies.get(self.policy).why_not(self._device)
+            if reason is not None:
+                why = f"{self.policy} can't be used: {reason}"
+                console.say_once(f"{self._what}: {why}: it runs eagerly", level="warning")
+                self._finish(EAGER, why)
+                return
+            self._install({})
+            self._on = True
+            if not self.regions:
+                self._finish(EAGER, NOTHING)
+            return
+        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
+        try:
+            known = ranks.gather(self._known())[0]
+        except RuntimeError as error:
+            self._finish(EAGER, str(error))
+            return
+        reason = guard.why_not_measured()
+        if known is not None:
+            if known["chosen"] != EAGER:
+                self._install(known.get("regions", {}))
+                self._on = True
+            self._finish(known["chosen"], "from the profile")
+        elif reason is not None:
+            self._finish(EAGER, f"not measured: {reason}")
+        elif not policies.automatic(self._device):
+            self._finish(EAGER, f"there is no policy for {self._device.type}")
+
+    def _known(self) -> dict[str, Any] | None:
+        return None if config.current().tune == "force" else guard.profile.find(self._key())
+
+    def _key(self) -> dict[str, Any]:
+        size = guard.Ranks(self._what).size
+        return guard.profile.key(self._what, self._facts, world_size=size)
+
+    def _start_compiling(self) -> None:
+        if self._steps is not None:
+            eager_s = self._agreed_step_s()
+            whole_s = eager_s * self._steps
+            if whole_s * EXPECTED_GAIN < EXPECTED_COMPILE_S:
+                self._finish(EAGER, f"a run of {whole_s:.0f} s would not earn a compile back")
+                return
+            share = max(EXPECTED_COMPILE_S, LARGEST_SHARE * whole_s)
+            self._budget_s = min(self._budget_s, share)
+        self._install({})
+        if not self.regions:
+            self._finish(EAGER, NOTHING)
+            return
+        self._lower = timeouts.hold_off(self._budget_s * len(self.regions))
+        self._on = True
+
+    def _agreed_step_s(self) -> float:
+        own = 0.0 if self._began is None else time.perf_counter() - self._began
+        try:
+            return float(max(guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S).gather(own)))
+        except RuntimeError:
+            return 0.0
+
+    def _install(self, known: Mapping[str, list[str]]) -> None:
+        """Compile the regions from now on; with the policies known to be good, or all."""
+        for region in regions.find(self._root):
+            if self.policy != AUTO:
+                tried = [policies.get(self.policy)]
+            elif region.name in known:
+                tried = [policies.get(name) for name in known[region.name] if name != EAGER]
+            else:
+                tried = policies.automatic(self._device)
+            if tried:
+                compiled = CompiledRegion(
+                    region, tried, budget_s=self._budget_s, is_on=lambda: self._on
+                )
+                compiled.install()
+                self.regions.append(compiled)
+
+    def _look(self, *, is_last: bool) -> None:
+        names = {False: EAGER, True: "compiled"}
+        own = {names[way]: rows for way, rows in self._samples.items()}
+        failed = {one.region.name: one.failure for one in self.regions if one.failure}
+        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
+        try:
+            times = ranks.slowest(own)
+            failures = ranks.gather(failed)
+        except RuntimeError as error:
+            self._finish(EAGER, str(error))
+            return
+        self._give_up_alike(failures)
+        if all(one.failure for one in self.regions):
+            self._finish(EAGER, "nothing of it could be compiled")
+            return
+        faster = _is_faster(times["compiled"], times[EAGER])
+        slower = _is_faster(times[EAGER], times["compiled"])
+        if not (faster or slower or is_last):
+            return
+        tokens = sorted(self._sizes)[len(self._sizes) // 2]
+        chosen = self._chosen()
+        times_ms = {
+            name: 1e3 * tokens * guard.median(rows)
+            for name, rows in ((EAGER, times[EAGER]), (chosen, times["compiled"]))
+        }
+        if faster:
+            self._finish(chosen, "faster than eager", times_ms)
+        elif slower:
+            self._finish(EAGER, "eager is faster", times_ms)
+        else:
+            self._finish(EAGER, UNDECIDED, times_ms)
+
+    def _give_up_alike(self, failures: list[dict[str, str]]) -> None:
+        for rank, failed in enumerate(failures):
+            for one in self.regions:
+                if one.region.name in failed and not one.failure:
+                    one.failure = f"rank {rank}: {failed[one.region.name]}"
+
+    def _chosen(self) -> str:
+        names = {name for one in self.regions for name in one.told.chosen if name != EAGER}
+        return "+".join(sorted(names)) or self.policy
+
+    def _finish(
+        self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None
+    ) -> None:
+        dropped = {
+            f"{one.region.name} ({name})" if len(self.regions) > 1 else name: why
+            for one in self.regions
+            for name, why in one.told.dropped.items()
+        }
+        decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
+        # What the noise has hidden is measured again by the next run.
+        if times_ms and reason != UNDECIDED and console.global_rank() == 0:
+            guard.profile.keep(self._key(), self._entry(chosen, reason, times_ms, dropped))
+        if chosen == EAGER:
+            self.undo()
+        else:
+            for one in self.regions:
+                if one.failure:
+                    one.remove()
+            self._on = True
+            self._stop()
+
+    def _entry(
+        self, chosen: str, reason: str, times_ms: Mapping[str, float], dropped: Mapping[str, str]
+    ) -> dict[str, Any]:
+        return {
+            "chosen": chosen,
+            "reason": reason,
+            "times_ms": {name: round(ms, 4) for name, ms in times_ms.items()},
+            "dropped": dict(dropped),
+            "regions": {
+                one.region.name: [EAGER] if one.failure else sorted(one.told.chosen)
+                for one in self.regions
+            },
+            "blocks": {one.region.name: len(one.region.modules) for one in self.regions},
+            "compile_s": round(sum(one.told.compile_s for one in self.regions), 2),
+            "graph_breaks": [line for one in self.regions for line in one.told.breaks],
+        }
+
+    def _stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._lower()
+
+    def _count(self) -> int:
+        return sum(one.told.num_compiles for one in self.regions)
+
+    @property
+    def _device(self) -> torch.device:
+        parameter = next(self._root.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _is_faster(candidate: list[float], standing: list[float]) -> bool:
+    """Beyond the noise, and round by round: a machine's load comes and goes in longer waves."""
+    size = BLOCK - 1
+    rounds = list(range(0, min(len(candidate), len(standing)), size))
+    won = sum(
+        guard.median(candidate[at : at + size]) < guard.median(standing[at : at + size])
+        for at in rounds
+    )
+    return guard.is_faster(candidate, standing) and won >= len(rounds) - len(rounds) // 4
+
+
+class _Hook:
+    def __init__(self, compilation: Compilation) -> None:
+        self._compilation = compilation
+
+    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
+        return _Inert, ()  # a copy of the model is not measured
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._compilation.on_forward(args, kwargs)
+
+
+class _Inert:
+    """What becomes of the hook in a copy of the model."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        return None
+
+
+def _tokens(args: Any, kwargs: Any) -> int:
+    """What a batch is counted in: the elements of its largest tensor."""
+    leaves: list[Any] = tree_leaves((args, kwargs))
+    return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))])

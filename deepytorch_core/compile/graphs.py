@@ -1,0 +1,291 @@
+"""One captured graph: its eager form, compiled candidates, and the check of one against the other.
+
+A captured graph is a function without side effects but for random numbers and inputs written in
+place, so it can be run again and again on the inputs of its first call while the user's module runs
+once. There each candidate is compared with the graph's own eager form, outputs and gradients; what
+differs is dropped, and of several that don't the fastest stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deepytorch_core import guard
+from deepytorch_core.compile.policies import EAGER, Policy, Runner
+
+
+@dataclass
+class Settled:
+    """What became of a graph: the policy that runs it, median seconds, and why others don't."""
+
+    chosen: str
+    times_s: dict[str, float]
+    dropped: dict[str, str]
+
+
+class Graph:
+    """Runs a captured graph; settles at the first call which way.
+
+    Args:
+        graph: as Dynamo captured it.
+        compiled: candidates by policy, in order of preference.
+        dropped: policies that could not compile it, and why.
+        tell: told when the graph has settled.
+        failed: told what a call raises, which then goes on its way.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        *,
+        compiled: Mapping[str, Runner],
+        dropped: Mapping[str, str],
+        tell: Callable[[Settled], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._eager: Runner = graph.forward
+        self._compiled = dict(compiled)
+        self._dropped = dict(dropped)
+        self._tell = tell
+        self._failed = failed
+        self._run: Runner | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._run is None:
+            self._settle(args)
+        assert self._run is not None
+        try:
+            return self._run(*args)
+        except Exception as error:
+            self._failed(error)
+            raise
+
+    def _settle(self, args: Sequence[Any]) -> None:
+        times: dict[str, float] = {}
+        chosen = EAGER
+        if self._compiled:
+            with (
+                guard.no_saved_tensor_hooks(),
+                _disable_current_modes(),
+                guard.same_random_numbers(),
+            ):
+                good = self._checked(args)
+                if len(good) > 1:
+                    times = _times(good, args)
+                    chosen = min(times, key=lambda name: times[name])
+                elif good:
+                    (chosen,) = good
+            torch.clear_autocast_cache()
+        self._run = self._eager if chosen == EAGER else self._compiled[chosen]
+        self._compiled.clear()
+        self._tell(Settled(chosen, times, self._dropped))
+
+    def _checked(self, args: Sequence[Any]) -> dict[str, Runner]:
+        """The candidates that compute what the eager graph computes."""
+        state = guard.random_numbers()
+        reference = _Results.of(self._eager, args)
+        limits: _Results | None = None
+        good = {}
+        for name, run in self._compiled.items():
+            rewind(state)
+            try:
+                found = _Results.of(run, args)
+                problem = reference.against(found)
+                if problem is not None and limits is None:
+                    # How far rounding of the inputs alone carries: some graphs amplify it.
+                    rewind(state)
+                    limits = _Results.of(self._eager, [_rounded(arg) for arg in args])
+                if problem is not None:
+                    problem = reference.against(found, limits)
+            except Exception as error:  # whatever compiled code may raise
+                problem = guard.first_line(error)
+            if problem is None:
+                good[name] = run
+            else:
+                self._dropped[name] = problem
+        rewind(state)
+        return good
+
+
+def compile_with(
+    policies: Sequence[Policy],
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    may_try: Callable[[int, float], bool],
+) -> tuple[dict[str, Runner], dict[str, str]]:
+    """Compile `graph` by each policy; returns what could be compiled, and why the rest couldn't.
+
+    `may_try(number, seconds so far)` is asked before each policy.
+    """
+    compiled: dict[str, Runner] = {}
+    dropped: dict[str, str] = {}
+    began = time.perf_counter()
+    for number, policy in enumerate(policies):
+        if not may_try(number, time.perf_counter() - began):
+            dropped[policy.name] = "no time left for it"
+            continue
+        # A policy may change the graph: each has its own, over the same attributes.
+        own = GraphModule(graph, copy.deepcopy(graph.graph))
+        own.meta = dict(graph.meta)
+        try:
+            compiled[policy.name] = policy.compile_graph(own, inputs)
+        except Exception as error:  # a back end may raise anything
+            dropped[policy.name] = guard.first_line(error)
+    return compiled, dropped
+
+
+@dataclass
+class _Results:
+    outputs: list[Any]
+    gradients: list[Any]
+    inputs: list[Any]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, run: Runner, args: Sequence[Any]) -> _Results:
+        """What `run` makes of copies of `args`: outputs, gradients, and inputs it wrote to."""
+        leaves, passed = _copies(args)
+        device = _device_type(passed)
+        outputs = run(*passed)
+        outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        gradients = _gradients(outputs, leaves, device)
+        written = [
+            value.detach()
+            for value, leaf in zip(passed, leaves, strict=True)
+            if isinstance(value, torch.Tensor) and leaf is None
+        ]
+        lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kept = [one.detach() if isinstance(one, torch.Tensor) else one for one in outputs]
+        return cls(kept, gradients, written, lower)
+
+    def against(self, found: _Results, limits: _Results | None = None) -> str | None:
+        """What differs; up to what `limits`, from rounded inputs, differ from these as well."""
+        for what in ("outputs", "gradients", "inputs"):
+            mine, theirs = getattr(self, what), getattr(found, what)
+            rounded = getattr(limits, what) if limits else None
+            name = {"outputs": "output", "gradients": "gradient", "inputs": "input"}[what]
+            problem = guard.difference(
+                mine, theirs, dtype=self.dtype, what=name, sensitivity=rounded
+            )
+            if problem is not None:
+                return problem
+        return None
+
+
+def _gradients(
+    outputs: Sequence[Any], leaves: Sequence[torch.Tensor | None], device: str
+) -> list[Any]:
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    sources = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+    if not wanted or not sources or not torch.is_grad_enabled():
+        return []
+    seeds = [_seed(one, number) for number, one in enumerate(sources)]
+    with torch.autocast(device, enabled=False):  # as backward() runs outside of it
+        return list(torch.autograd.grad(sources, wanted, seeds, allow_unused=True))
+
+
+def _seed(output: torch.Tensor, number: int) -> torch.Tensor:
+    """A gradient of no special form, without touching the generators in use."""
+    generator = torch.Generator(output.device).manual_seed(number)
+    return torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=generator)
+
+
+def _copies(args: Sequence[Any]) -> tuple[list[torch.Tensor | None], list[Any]]:
+    """For each argument the leaf to ask for its gradient, or None, and what to pass."""
+    leaves: list[torch.Tensor | None] = []
+    passed: list[Any] = []
+    for arg in args:
+        if not isinstance(arg, torch.Tensor):
+            leaves.append(None)
+            passed.append(arg)
+            continue
+        own = _copy(arg)
+        if not (arg.requires_grad and torch.is_grad_enabled()):
+            leaves.append(None)
+            passed.append(own)
+            continue
+        own.requires_grad_()
+        leaves.append(own)
+        # Compiled code relies on which inputs are leaves, and on their strides.
+        passed.append(own if arg.is_leaf else own.clone() if _is_dense(own) else own.view_as(own))
+    return leaves, passed
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own with the same strides."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+        return tensor.detach().clone()
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        return tensor.detach()  # expanded: nothing may write to it
+    last = sum((size - 1) * s for size, s in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.empty(last + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a clone has the same strides."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _rounded(arg: Any) -> Any:
+    """The argument, off by a rounding error in each element."""
+    if not isinstance(arg, torch.Tensor) or not arg.is_floating_point():
+        return arg
+    generator = torch.Generator(arg.device).manual_seed(1)
+    noise = torch.randn(arg.shape, device=arg.device, generator=generator)
+    with torch.no_grad():
+        off = arg * (1 + torch.finfo(arg.dtype).eps * noise).to(arg.dtype)
+    copy_ = _copy(arg).copy_(off) if arg.numel() else arg
+    return (
+        copy_.requires_grad_(arg.requires_grad)
+        if arg.is_leaf or not arg.requires_grad
+        else (copy_.requires_grad_().clone())
+    )
+
+
+def _times(good: Mapping[str, Runner], args: Sequence[Any]) -> dict[str, float]:
+    leaves, passed = _copies(args)
+    device = next((one.device for one in passed if isinstance(one, torch.Tensor)), None)
+
+    def arm(run: Runner) -> Callable[[], object]:
+        def call() -> None:
+            again, own = _copies(args)
+            outputs = run(*own)
+            outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+            _gradients(outputs, again, _device_type(own))
+
+        return call
+
+    arms = {name: arm(run) for name, run in good.items()}
+    samples = guard.interleaved(arms, device or torch.device("cpu"), rounds=5)
+    return {name: guard.median(row) for name, row in samples.items()}
+
+
+def _device_type(args: Sequence[Any]) -> str:
+    return next((one.device.type for one in args if isinstance(one, torch.Tensor)), "cpu")
+
+
+def rewind(state: Sequence[torch.Tensor]) -> None:
+    """Put the generators to where `guard.random_numbers` has seen them."""
+    host, *devices = state
+    torch.set_rng_state(host)
+    if devices:
+        torch.cuda.set_rng_state_all(list(devices))

@@ -1,0 +1,295 @@
+"""A compiled region at work: what stands in for `forward`, and the compile that equal blocks share.
+
+Replaced is the instance attribute `forward`, so a module's hooks, class, parameters' names and
+everything outside stay as they are, and hooks run outside of what is compiled. Calls without
+gradients (evaluation, `generate`) take the stock way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from deepytorch_core import guard
+from deepytorch_core.compile import breaks, graphs
+from deepytorch_core.compile.policies import EAGER, Policy, Runner
+from deepytorch_core.compile.regions import Region
+from deepytorch_core.console import say
+
+# Calls that compile something new, before all sizes are taken to change, and again before it ends.
+MOST_COMPILES = 6
+# A further policy may take as long as the compiles that sharing has saved, and this much longer
+# than the first.
+SLOWER_POLICY = 3.0
+
+_number = 0
+
+
+@dataclass
+class Told:
+    """What is known of a region for the report."""
+
+    chosen: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    breaks: list[str] = field(default_factory=list)
+    compile_s: float = 0.0
+    num_compiles: int = 0
+
+
+class CompiledRegion:
+    """The modules of a region, and what runs in place of their `forward`.
+
+    Args:
+        region: its modules must have no `forward` of their own.
+        policies: candidates in order of preference.
+        budget_s: seconds for compiling; when they are over nothing new is compiled.
+        is_on: whether the compiled way is to be taken now.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        policies: Sequence[Policy],
+        *,
+        budget_s: float,
+        is_on: Callable[[], bool],
+    ) -> None:
+        self.region = region
+        self.told = Told()
+        self.failure: str | None = None
+        self._policies = policies
+        self._budget_s = budget_s
+        self._is_on = is_on
+        self._is_dynamic: bool | None = None
+        self._num_compiling_calls = 0
+        self._graph_error: Exception | None = None
+        self._compiled = self._compile()
+
+    def install(self) -> None:
+        """Put a `Forward` before each module's own."""
+        for module in self.region.modules:
+            module.forward = Forward(self, module)
+
+    def remove(self) -> None:
+        """Give the modules their class's `forward` back."""
+        for module in self.region.modules:
+            if isinstance(vars(module).get("forward"), Forward):
+                del module.forward
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a call now goes the compiled way."""
+        return self.failure is None and torch.is_grad_enabled() and self._is_on()
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The compiled `forward` of one of the modules; eager where that fails."""
+        before = self.told.num_compiles
+        began = time.perf_counter()
+        numbers: list[torch.Tensor] | None = None
+        if before == 0:
+            numbers = guard.random_numbers()
+        try:
+            with _capturing(self):
+                return self._compiled(module, *args, **kwargs)
+        except Exception as error:
+            if not self._is_compilers(error):
+                raise  # the module's own
+            problem = guard.first_line(error)
+        finally:
+            if self.told.num_compiles > before:
+                self._after_compile(time.perf_counter() - began)
+        if numbers is not None:
+            graphs.rewind(numbers)
+        # If this is the module's own after all, it is raised again.
+        result = type(module).forward(module, *args, **kwargs)
+        self.give_up(problem)
+        return result
+
+    def give_up(self, why: str) -> None:
+        """Run eagerly from now on; say so in one line."""
+        if self.failure is None:
+            self.failure = why
+            self.told.dropped.setdefault(self.region.name, why)
+            say(f"compile: {self.region.name} runs eagerly: {why}", level="warning")
+
+    def note_failure(self, place: str, why: str) -> None:
+        """A part could not be captured: torch runs it eagerly."""
+        text = f"{place}: {why}"
+        if text not in self.told.breaks:
+            self.told.breaks.append(text)
+            say(f"compile: a part of {self.region.name} runs eagerly: {text}", level="warning")
+        if len(self.told.breaks) > MOST_COMPILES:
+            self.give_up(text)
+
+    def backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
+        """What Dynamo calls with each graph that it has captured."""
+        self.told.num_compiles += 1
+        place = breaks.of(graph)
+        if place is not None and place not in self.told.breaks:
+            self.told.breaks.append(place)
+        if self.told.compile_s > self._budget_s:
+            self.give_up(f"its compile budget of {self._budget_s:g} s is spent")
+            return graph.forward
+        compiled, dropped = graphs.compile_with(
+            self._policies, graph, inputs, may_try=self._may_try
+        )
+        return graphs.Graph(
+            graph,
+            compiled=compiled,
+            dropped=dropped,
+            tell=_weakly(self._settled),
+            failed=_weakly(self._failed),
+        )
+
+    def _failed(self, error: Exception) -> None:
+        self._graph_error = error
+
+    def _is_compilers(self, error: Exception) -> bool:
+        """Whether `error` came out of compiled code or the compiler."""
+        from torch._dynamo.exc import TorchDynamoException
+        from torch.utils.checkpoint import _StopRecomputationError
+
+        of_graph, self._graph_error = error is self._graph_error, None
+        # Checkpointing ends a recomputation so, out of whatever is running.
+        return not isinstance(error, _StopRecomputationError) and (
+            of_graph or isinstance(error, TorchDynamoException)
+        )
+
+    def _may_try(self, number: int, seconds: float) -> bool:
+        if number == 0:
+            return True
+        saved = seconds * (len(self.region.modules) - 1)
+        expected = SLOWER_POLICY * seconds / number
+        return expected <= saved and self.told.compile_s + seconds + expected <= self._budget_s
+
+    def _settled(self, settled: graphs.Settled) -> None:
+        self.told.chosen[settled.chosen] = self.told.chosen.get(settled.chosen, 0) + 1
+        fresh = {n: why for n, why in settled.dropped.items() if n not in self.told.dropped}
+        self.told.dropped.update(fresh)
+        if settled.chosen != EAGER:
+            return
+        causes = "; ".join(f"{name}: {why}" for name, why in settled.dropped.items())
+        if set(self.told.chosen) == {EAGER}:
+            self.give_up(causes)
+        elif fresh:
+            say(f"compile: a graph of {self.region.name} runs eagerly: {causes}", level="warning")
+
+    def _after_compile(self, seconds: float) -> None:
+        self.told.compile_s += seconds
+        self._num_compiling_calls += 1
+        if self._num_compiling_calls <= MOST_COMPILES:
+            return
+        if self._is_dynamic:
+            self.give_up(f"it was compiled anew {self._num_compiling_calls} times, again and again")
+            return
+        say(f"compile: {self.region.name} keeps changing: compiled once more for any size")
+        self._is_dynamic = True
+        self._num_compiling_calls = 0
+        self._compiled = self._compile()
+
+    def _compile(self) -> Callable[..., Any]:
+        function = _own_code(type(self.region.modules[0]).forward)
+        return torch.compile(function, backend=_Backend(self), dynamic=self._is_dynamic)
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The method, without keeping its object: torch keeps compiled graphs in the module's file."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        own = reference()
+        if own is not None:
+            own(argument)
+
+    return call
+
+
+class _Backend:
+    """The region's `backend`, for torch to hold: it keeps back ends for the process's life."""
+
+    compiler_name = "deepytorch"
+
+    def __init__(self, region: CompiledRegion) -> None:
+        self._region = weakref.ref(region)
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
+        region = self._region()
+        return graph.forward if region is None else region.backend(graph, inputs)
+
+
+class Forward:
+    """Stands in for a module's `forward`, on the module itself."""
+
+    def __init__(self, compiled: CompiledRegion, module: nn.Module) -> None:
+        self._compiled = compiled
+        self._module = module
+        functools.update_wrapper(self, type(module).forward.__get__(module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")  # the class's, in a copy of the module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        if torch.compiler.is_compiling() or not self._compiled.is_used:
+            return type(module).forward(module, *args, **kwargs)
+        return self._compiled.call(module, args, kwargs)
+
+
+def _own_code(function: Any) -> Any:
+    """A copy of a function whose compiles are its own: torch keeps them by code object."""
+    global _number
+    _number += 1
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{_number}")
+    own = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+class _Capturing(threading.local):
+    region: CompiledRegion | None = None
+
+
+_now = _Capturing()
+
+
+@contextlib.contextmanager
+def _capturing(region: CompiledRegion) -> Iterator[None]:
+    """While open, what torch fails to capture runs eagerly, and `region` is told."""
+    from torch._dynamo import config
+
+    _watch_failures()
+    before, outer = config.suppress_errors, _now.region
+    config.suppress_errors, _now.region = True, region
+    try:
+        yield
+    finally:
+        config.suppress_errors, _now.region = before, outer
+
+
+@functools.cache
+def _watch_failures() -> None:
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_failure)
+
+
+def _note_failure(line: logging.LogRecord) -> bool:
+    """In place of torch's page of traceback, one line; other people's compiles keep theirs."""
+    region = _now.region
+    error = line.exc_info[1] if line.exc_info else None
+    if region is None or error is None:
+        return True
+    region.note_failure(breaks.place(error), guard.first_line(error))
+    return False

@@ -1,0 +1,127 @@
+"""What of a model is compiled together: its repeated blocks, or all of it.
+
+A compile takes as long for one block as for eighty equal ones, so blocks are worth more than the
+whole as soon as most of a model is repeated. Below the hooks: a region never contains a module
+that FSDP or DeepSpeed has put its hooks on, but may be one.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# How many times fewer modules are compiled by blocks than as a whole, at least.
+LEAST_SAVING = 3.0
+_HOOKS_OF = ("deepspeed", "torch.distributed.fsdp", "torch.distributed._composable")
+
+
+@dataclass(frozen=True)
+class Region:
+    """Modules of one structure that share a compile. `name` is the first one's place."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module under DistributedDataParallel, FSDP1, checkpointing or DeepSpeed."""
+    inner = getattr(model, "_checkpoint_wrapped_module", None)
+    if inner is None and (
+        isinstance(model, nn.parallel.DistributedDataParallel) or _is_of_framework(model)
+    ):
+        inner = getattr(model, "module", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def find(model: nn.Module) -> list[Region]:
+    """The regions of `model`, largest first; empty when nothing below the hooks is left."""
+    root = unwrapped(model)
+    blocks = list(_blocks(root, ""))
+    groups: dict[object, list[tuple[str, nn.Module]]] = {}
+    for name, block in blocks:
+        groups.setdefault(signature(block), []).append((name, block))
+    if _saving(root, list(groups.values())) < LEAST_SAVING and _can_be_region(root):
+        return [Region(type(root).__name__, (root,))]
+    regions = [
+        Region(members[0][0], tuple(module for _, module in members)) for members in groups.values()
+    ]
+    return sorted(regions, key=lambda region: -sum(map(_size, region.modules)))
+
+
+def signature(module: nn.Module) -> object:
+    """Equal for modules that can share a compile: classes, shapes, dtypes and plain attributes."""
+    return tuple(
+        (
+            name,
+            type(one),
+            tuple(
+                (key, tuple(value.shape), value.dtype, value.requires_grad)
+                for key, value in one._parameters.items()
+                if value is not None
+            ),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(one).items())
+                if isinstance(value, bool | float | str) and not key.startswith("_")
+            ),
+        )
+        for name, one in module.named_modules()
+    )
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost modules that have a sibling of their class in a list or a Sequential."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    children = [
+        (name, unwrapped(child))
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    ]
+    classes = [type(child) for _, child in children]
+    for name, child in children:
+        path = f"{prefix}.{name}" if prefix else name
+        repeated = is_list and classes.count(type(child)) > 1 and any(child.children())
+        if repeated and _can_be_region(child):
+            yield path, child
+        else:
+            yield from _blocks(child, path)
+
+
+def _can_be_region(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return False
+    if not isinstance(getattr(type(module), "forward", None), types.FunctionType):
+        return False
+    # ZeRO-3 takes parameters away between forward and backward, in a way compiled code can't see.
+    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
+        return False
+    return not any(_has_hooks(one) for one in module.modules() if one is not module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    if _is_of_framework(module):
+        return True
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(
+        str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HOOKS_OF)
+        for hook in hooks
+    )
+
+
+def _is_of_framework(module: nn.Module) -> bool:
+    return any(one.__module__.startswith(_HOOKS_OF) for one in type(module).__mro__)
+
+
+def _saving(root: nn.Module, groups: list[list[tuple[str, nn.Module]]]) -> float:
+    """Modules with parameters of the whole, over those that compiling by blocks has to look at."""
+    shared = sum(_size(members[0][1]) * (len(members) - 1) for members in groups)
+    whole = _size(root)
+    return whole / max(1, whole - shared)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(1 for one in module.modules() if any(True for _ in one.parameters(recurse=False)))

@@ -1,0 +1,189 @@
+"""Compiled models over several ranks: under DDP and FSDP2, and with one decision for all."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepytorch
+from deepytorch_core import compile as engine
+from deepytorch_core import decisions
+from deepytorch_core.compile import compilation, policies, timeouts
+from deepytorch_core.compile.policies import Policy, register_policy
+from deepytorch_core.testing import spawn_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(5))
+        self.outward = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.outward(x)
+
+
+def wrapped(model: nn.Module, way: str) -> nn.Module:
+    if way == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def train(model: nn.Module, rank: int, steps: int = 3, clock: Any = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if clock is not None:
+            clock.step()
+    return losses
+
+
+def train_both(rank: int, world_size: int, before: bool) -> list[tuple[Any, ...]]:
+    found = []
+    for way in ("ddp", "fsdp2"):
+        torch.manual_seed(0)
+        model = Stack()
+        expected = train(wrapped(copy.deepcopy(model), way), rank)
+        if before:
+            deepytorch.compile(model, "aot-eager")
+        ours = wrapped(model, way)
+        if not before:
+            deepytorch.compile(ours, "aot-eager")
+        losses = train(ours, rank)
+        compiled = engine.compilation_of(model if before else ours)
+        assert compiled is not None
+        (region,) = compiled.regions
+        found.append((losses, expected, len(region.region.modules), region.failure))
+        engine.undo_all()
+        torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["compiled first", "wrapped first"])
+def test_compile_below_the_hooks_of_ddp_and_fsdp2(before: bool) -> None:
+    for rank in spawn_ranks(train_both, 2, before, backend="gloo"):
+        for losses, expected, num_blocks, failure in rank:
+            assert losses == pytest.approx(expected, rel=1e-5)
+            assert (num_blocks, failure) == (5, None)
+
+
+class Counting(Policy):
+    name = "counting"
+
+    def compile_graph(self, graph: Any, inputs: Any) -> Any:
+        return graph.forward
+
+
+class FailsOnOne(Policy):
+    name = "fails-on-one"
+
+    def compile_graph(self, graph: Any, inputs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("only here")
+        return graph.forward
+
+
+class Clock:
+    """Seconds of a step, by rank and by whether it is compiled."""
+
+    def __init__(self, model: nn.Module, eager_s: float, compiled_s: float) -> None:
+        self.now = 0.0
+        self.model = model
+        self.eager_s = eager_s
+        self.compiled_s = compiled_s
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self) -> None:
+        found = engine.compilation_of(self.model)
+        is_on = found is not None and found._on
+        self.now += self.compiled_s if is_on else self.eager_s
+
+
+def decide(rank: int, world_size: int) -> list[tuple[str, str]]:
+    decisions._made.clear()
+    register_policy(Counting)
+    register_policy(FailsOnOne)
+    real, automatic = compilation.time, policies.automatic
+    found = []
+    # Faster on one rank, slower on the other: slower.
+    for policy, compiled_s in (("counting", (0.5, 0.6)), ("counting", (0.5, 1.4)), FAILING):
+        torch.manual_seed(0)
+        model = wrapped(Stack(), "ddp")
+        policies.automatic = lambda device, policy=policy: [policies.get(policy)]
+        compilation.time = Clock(model, 1.0, compiled_s[rank])  # type: ignore[assignment]
+        deepytorch.compile(model)
+        train(model, rank, steps=24, clock=compilation.time)
+        decision = decisions.made()[-1]
+        found.append((decision["chosen"], decision["reason"]))
+        engine.undo_all()
+        torch._dynamo.reset()
+    compilation.time, policies.automatic = real, automatic
+    return found
+
+
+FAILING = ("fails-on-one", (0.5, 0.5))
+
+
+def test_compile_ranks_decide_alike(tmp_path: Path) -> None:
+    environment = {
+        "DEEPYTORCH_TUNE": "force",  # the same model three times
+        "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json"),
+        "DEEPYTORCH_LOG": "error",
+    }
+    both = spawn_ranks(decide, 2, backend="gloo", env=environment)
+    assert both[0] == both[1]
+    assert both[0] == [
+        ("counting", "faster than eager"),
+        ("eager", "eager is faster"),
+        ("eager", "nothing of it could be compiled"),
+    ]
+
+
+def hold(rank: int, world_size: int) -> list[timedelta]:
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))
+    limits = [backend.options._timeout]
+    lower = timeouts.hold_off(100)
+    limits.append(backend.options._timeout)
+    lower()
+    return [*limits, backend.options._timeout]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "deepytorch"])
+def test_compile_time_limits_are_held_off_and_come_back(backend: str) -> None:
+    for before, raised, after in spawn_ranks(hold, 2, backend=backend):
+        assert raised - before == timedelta(seconds=100)
+        assert after == before

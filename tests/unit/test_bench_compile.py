@@ -1,0 +1,92 @@
+"""`bench compile`: its workloads are real models that train, and its records say who was faster."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from deepytorch.cli import bench
+from deepytorch.workloads import compile_suite
+from deepytorch.workloads.compile_worker import CompileJob, record_of
+from deepytorch_core.bench import tables
+from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.record import COMPILE_FIELDS, provenance
+
+
+def share(seconds: float, **more: Any) -> dict[str, Any]:
+    return {
+        "times": [seconds, 1.1 * seconds, seconds],
+        "losses": [2.0, 1.5],
+        "samples": 4,
+        "parameters": 1_000_000,
+        "peak_gib": 0.5,
+        "warmup_s": 3.0,
+        "warmup_steps": 23,
+        "decision": {},
+        **more,
+    }
+
+
+def record(**ours: Any) -> dict[str, Any]:
+    decision = {"chosen": "inductor", "reason": "faster than eager", "dropped": {"x": "y"}}
+    job = CompileJob(world_size=1, ours="compile", workload="transformers/llama")
+    shares = [share(0.1, decision=decision, **ours), share(0.2), share(0.16, warmup_s=9.0)]
+    return {**record_of(job, shares), "baseline_settings": {}, **provenance()}
+
+
+def test_compile_record_is_whole() -> None:
+    row = record()
+    assert set(row) == set(COMPILE_FIELDS)
+    assert row["speedup"] == 2.0
+    assert row["plain_speedup"] == 1.25
+    assert row["ours_per_s"] == 40.0
+    assert row["loss_max_diff"] == 0
+    assert row["wrong"] == 0
+    assert (row["kept"], row["dropped"]) == ("inductor", {"x": "y"})
+
+
+def test_compile_record_with_differing_losses_is_wrong() -> None:
+    assert record(losses=[2.0, 1.49])["wrong"] == 1
+    assert record(losses=[2.0, None])["wrong"] == 1
+
+
+def test_compile_lines_and_table() -> None:
+    row = record()
+    line = bench.compile_line(row)
+    for part in ("2.00x (2.00-2.00)", "torch.compile 1.25x", "warm-up 3.0 s, theirs 9.0 s"):
+        assert part in line
+    summary = bench.compile_summary([row, {**row, "speedup": 0.5, "workload": "slow"}])
+    assert summary.startswith("2 workloads: ours 1.00x of eager, torch.compile 1.25x")
+    assert summary.endswith("worst of ours 0.50x (slow)")
+    table = tables.render({"compile.jsonl": [row]})
+    assert "transformers/llama, 1.0 M" in table
+    assert "1.25x" in table
+
+
+def test_compile_suite_is_large_enough_and_named() -> None:
+    assert len(compile_suite.names("default")) >= 14
+    with pytest.raises(BenchError, match="unknown suite 'x'; known: default"):
+        compile_suite.names("x")
+    with pytest.raises(BenchError, match="unknown workload 'x'"):
+        compile_suite.build("x", "cpu")
+    with pytest.raises(BenchError, match="one rank, not 2"):
+        CompileJob(world_size=2)
+    if find_spec("diffusers") is None:
+        with pytest.raises(BenchError, match="diffusers.*pip install diffusers"):
+            compile_suite.build("diffusers/unet2d-condition", "cpu")
+
+
+@pytest.mark.parametrize(
+    "name", [one for one in compile_suite.names("default") if one.startswith("transformers/")]
+)
+def test_compile_workload_trains(name: str) -> None:
+    torch.manual_seed(0)
+    workload = compile_suite.build(name, "cpu")
+    batch = workload.batch(torch.Generator().manual_seed(0))
+    loss = workload.loss(workload.model.train(), batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert any(bool(one.grad.any()) for one in workload.model.parameters() if one.grad is not None)
