@@ -1,5 +1,5 @@
-// What kernels are started with, and the entry points that start them. The one header of this folder
-// that host code and kernels share beside layout.hpp.
+// What kernels are started with, and the entry points that start them. The one header of this
+// folder that host code and kernels share beside layout.hpp.
 #pragma once
 
 #include <cstddef>
@@ -7,22 +7,9 @@
 
 #include "base/types.hpp"
 #include "cuda/layout.hpp"
+#include "cuda/plan.hpp"
 
 namespace dpt::cuda {
-
-// How many thread blocks of how many threads; the same on every rank.
-struct Grid {
-  int channels;
-  int threads;
-};
-
-// The longest part that low-latency kernels take: each thread of the grid has the same number of
-// lines.
-constexpr uint64_t most_in_lines(const Layout& layout, const Grid& grid) {
-  constexpr uint64_t kDataPerLine = 8;
-  const uint64_t per_thread = layout.line_bytes / kDataPerLine / grid.threads;
-  return per_thread * grid.threads * grid.channels * kDataPerLine;
-}
 
 // Parts that ranks reduce: rank p receives parts[p] of every rank. In an all_reduce by
 // low_latency_reduce all of them are the whole input.
@@ -78,7 +65,10 @@ void two_shot_all_reduce(const Launch& launch,
 void push_exchange(const Launch& launch, const ExchangeArguments& arguments);
 
 bool can_reduce_on_device(DataType dtype, ReduceOp op);
-// Loads every kernel; the first launch of one that is loaded late can block behind a waiting kernel.
+// Whether it can also where the message is too large for low_latency_reduce.
+bool has_large_kernels(DataType dtype, ReduceOp op);
+// Loads every kernel; the first launch of one that is loaded late can block behind a waiting
+// kernel.
 void load_kernels();
 
 }  // namespace dpt::cuda

@@ -38,8 +38,7 @@ class Channel {
   DPT_DEVICE bool reserve(Lane lane, uint32_t peers) {
     bool ok = true;
     if (keeps_books_of(peers)) {
-      const uint32_t* taken =
-          &control_of(group_, group_.rank).taken[channel_index()][lane][peer_];
+      const uint32_t* taken = &control_of(group_, group_.rank).taken[channel_index()][lane][peer_];
       ok = wait_until(group_, call_, peer_, [&] {
         return sent_[lane] - load_acquire(taken) < static_cast<uint32_t>(kNumSlots);
       });
@@ -92,9 +91,7 @@ class Channel {
   }
 
  private:
-  DPT_DEVICE bool keeps_books() const {
-    return peer_ < group_.layout.size && peer_ != group_.rank;
-  }
+  DPT_DEVICE bool keeps_books() const { return peer_ < group_.layout.size && peer_ != group_.rank; }
   DPT_DEVICE bool keeps_books_of(uint32_t peers) const {
     return keeps_books() && (peers >> peer_ & 1) != 0;
   }

@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/plan.hpp"
+
 namespace dpt::cuda {
 
 constexpr int kMaxRanks = 8;
@@ -74,6 +76,14 @@ struct Layout {
   }
   constexpr size_t block_bytes() const { return slots_offset() + slots_bytes(); }
 };
+
+// The longest part that low-latency kernels take: each thread of the grid has the same number of
+// lines.
+constexpr uint64_t most_in_lines(const Layout& layout, const Grid& grid) {
+  constexpr uint64_t kDataPerLine = 8;
+  const uint64_t per_thread = layout.line_bytes / kDataPerLine / grid.threads;
+  return per_thread * grid.threads * grid.channels * kDataPerLine;
+}
 
 // A group as its kernels get it.
 struct GroupView {

@@ -76,9 +76,14 @@ void low_latency_reduce(const Launch& launch,
 }
 
 void load_low_latency_reduce() {
-  visit_reductions([](auto element, auto operation) {
-    load(low_latency_reduce_kernel<decltype(element), decltype(operation)>);
-  });
+  for (const DataType dtype :
+       {DPT_FLOAT32, DPT_BFLOAT16, DPT_FLOAT16, DPT_FLOAT64, DPT_INT32, DPT_INT64}) {
+    for (const ReduceOp op : {DPT_SUM, DPT_MIN, DPT_MAX}) {
+      visit_reduction(dtype, op, [](auto element, auto operation) {
+        load(low_latency_reduce_kernel<decltype(element), decltype(operation)>);
+      });
+    }
+  }
 }
 
 }  // namespace dpt::cuda

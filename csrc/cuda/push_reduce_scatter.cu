@@ -10,7 +10,7 @@
 namespace dpt::cuda {
 namespace {
 
-template <typename T, typename Op>
+template <typename T>
 DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
                                       DPT_PARAMETER CallView call,
                                       DPT_PARAMETER ReduceArguments arguments) {
@@ -22,7 +22,7 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
   const int rank = group.rank;
   const uint32_t peers = channel.all_peers();
   const Scale scale{arguments.input_factor, arguments.result_factor};
-  using VectorReducer = Reducer<T, Op, Vector>;
+  using VectorReducer = Reducer<T, Sum, Vector>;
 
   const uint64_t channels = num_channels();
   const uint64_t most = channels * group.layout.slot_bytes;
@@ -100,8 +100,9 @@ void push_reduce_scatter(const Launch& launch,
                          const ReduceArguments& arguments,
                          DataType dtype,
                          ReduceOp op) {
-  visit_reduction(dtype, op, [&](auto element, auto operation) {
-    start(push_reduce_scatter_kernel<decltype(element), decltype(operation)>,
+  DPT_CHECK(has_large_kernels(dtype, op));
+  visit_large_dtype(dtype, [&](auto element) {
+    start(push_reduce_scatter_kernel<decltype(element)>,
           launch,
           launch.group,
           launch.call,
@@ -110,9 +111,10 @@ void push_reduce_scatter(const Launch& launch,
 }
 
 void load_push_reduce_scatter() {
-  visit_reductions([](auto element, auto operation) {
-    load(push_reduce_scatter_kernel<decltype(element), decltype(operation)>);
-  });
+  for (const DataType dtype : {DPT_FLOAT32, DPT_BFLOAT16, DPT_FLOAT16}) {
+    visit_large_dtype(dtype,
+                      [](auto element) { load(push_reduce_scatter_kernel<decltype(element)>); });
+  }
 }
 
 }  // namespace dpt::cuda

@@ -35,7 +35,8 @@ void start(void (*kernel)(Parameters...), const Launch& launch, Arguments... arg
 template <typename... Parameters>
 void load(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) {
     throw Error(DPT_ERR_SYSTEM, std::string("loading a kernel: ") + cudaGetErrorString(error));
   }
@@ -46,20 +47,24 @@ void load(void (*kernel)(Parameters...)) {
 
 namespace dpt::cuda {
 
-// Element types and operations with kernels. premul_sum and avg are sums with factors around them,
-// so those that are kept in integers have no avg: torch rounds it in its own way.
+// Reductions with low-latency kernels. premul_sum and avg are sums with factors around them.
 template <typename Visitor>
 bool visit_dtype(DataType dtype, Visitor visitor) {
   switch (dtype) {
-    case DPT_FLOAT32: return visitor(float{}), true;
-    case DPT_BFLOAT16: return visitor(__nv_bfloat16{}), true;
-    case DPT_FLOAT16: return visitor(__half{}), true;
-    case DPT_FLOAT64: return visitor(double{}), true;
-    case DPT_INT32: return visitor(int32_t{}), true;
-    case DPT_INT64: return visitor(int64_t{}), true;
-    case DPT_UINT8: return visitor(uint8_t{}), true;
-    case DPT_INT8: return visitor(int8_t{}), true;
-    default: return false;
+    case DPT_FLOAT32:
+      return visitor(float{}), true;
+    case DPT_BFLOAT16:
+      return visitor(__nv_bfloat16{}), true;
+    case DPT_FLOAT16:
+      return visitor(__half{}), true;
+    case DPT_FLOAT64:
+      return visitor(double{}), true;
+    case DPT_INT32:
+      return visitor(int32_t{}), true;
+    case DPT_INT64:
+      return visitor(int64_t{}), true;
+    default:
+      return false;
   }
 }
 template <typename Visitor>
@@ -67,11 +72,27 @@ bool visit_reduce_op(ReduceOp op, Visitor visitor) {
   switch (op) {
     case DPT_SUM:
     case DPT_AVG:
-    case DPT_PREMUL_SUM: return visitor(Sum{}), true;
-    case DPT_MIN: return visitor(Min{}), true;
-    case DPT_MAX: return visitor(Max{}), true;
-    default: return false;
+    case DPT_PREMUL_SUM:
+      return visitor(Sum{}), true;
+    case DPT_MIN:
+      return visitor(Min{}), true;
+    case DPT_MAX:
+      return visitor(Max{}), true;
+    default:
+      return false;
   }
+}
+// Those with kernels for large messages: sums of what models are trained in. The rest is rare in
+// training, and every kernel costs compile time and space.
+template <typename Visitor>
+bool visit_large_dtype(DataType dtype, Visitor visitor) {
+  const bool has = dtype == DPT_FLOAT32 || dtype == DPT_BFLOAT16 || dtype == DPT_FLOAT16;
+  return has && visit_dtype(dtype, [&](auto element) {
+           if constexpr (sizeof(element) <= sizeof(float) &&
+                         !std::is_integral_v<decltype(element)>) {
+             visitor(element);
+           }
+         });
 }
 
 // Calls `visitor` with a T and an Op.
@@ -82,18 +103,6 @@ void visit_reduction(DataType dtype, ReduceOp op, Visitor visitor) {
     DPT_CHECK(has_op);
   });
   DPT_CHECK(found);
-}
-
-// Calls it with every pair that has a kernel.
-template <typename Visitor>
-void visit_reductions(Visitor visitor) {
-  for (int dtype = 0; dtype < DPT_OTHER; ++dtype) {
-    for (const ReduceOp op : {DPT_SUM, DPT_MIN, DPT_MAX}) {
-      visit_dtype(static_cast<DataType>(dtype), [&](auto element) {
-        visit_reduce_op(op, [&](auto operation) { visitor(element, operation); });
-      });
-    }
-  }
 }
 
 }  // namespace dpt::cuda

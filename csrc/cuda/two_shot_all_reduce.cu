@@ -15,7 +15,7 @@
 namespace dpt::cuda {
 namespace {
 
-template <typename T, typename Op>
+template <typename T>
 DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
                                       DPT_PARAMETER CallView call,
                                       DPT_PARAMETER AllReduceArguments arguments) {
@@ -27,7 +27,7 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
   const int rank = group.rank;
   const uint32_t peers = channel.all_peers();
   const Scale scale{arguments.input_factor, arguments.result_factor};
-  using VectorReducer = Reducer<T, Op, Vector>;
+  using VectorReducer = Reducer<T, Sum, Vector>;
 
   const uint64_t chunks = static_cast<uint64_t>(num_channels()) * size;  // of a round
   const uint64_t most = chunks * group.layout.slot_bytes;
@@ -133,8 +133,9 @@ void two_shot_all_reduce(const Launch& launch,
                          const AllReduceArguments& arguments,
                          DataType dtype,
                          ReduceOp op) {
-  visit_reduction(dtype, op, [&](auto element, auto operation) {
-    start(two_shot_all_reduce_kernel<decltype(element), decltype(operation)>,
+  DPT_CHECK(has_large_kernels(dtype, op));
+  visit_large_dtype(dtype, [&](auto element) {
+    start(two_shot_all_reduce_kernel<decltype(element)>,
           launch,
           launch.group,
           launch.call,
@@ -143,9 +144,10 @@ void two_shot_all_reduce(const Launch& launch,
 }
 
 void load_two_shot_all_reduce() {
-  visit_reductions([](auto element, auto operation) {
-    load(two_shot_all_reduce_kernel<decltype(element), decltype(operation)>);
-  });
+  for (const DataType dtype : {DPT_FLOAT32, DPT_BFLOAT16, DPT_FLOAT16}) {
+    visit_large_dtype(dtype,
+                      [](auto element) { load(two_shot_all_reduce_kernel<decltype(element)>); });
+  }
 }
 
 }  // namespace dpt::cuda

@@ -18,9 +18,7 @@ using Vector = Words<4>;
 using Half = Words<2>;
 
 DPT_DEVICE Vector to_vector(uint4 v) { return {{v.x, v.y, v.z, v.w}}; }
-DPT_DEVICE uint4 to_uint4(const Vector& v) {
-  return {v.word[0], v.word[1], v.word[2], v.word[3]};
-}
+DPT_DEVICE uint4 to_uint4(const Vector& v) { return {v.word[0], v.word[1], v.word[2], v.word[3]}; }
 
 DPT_DEVICE uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
@@ -175,8 +173,7 @@ class Reducer {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       const bool plain = scale.result == 1;
-      elements[i] =
-          narrow<T>(plain ? sum_[i] : sum_[i] * static_cast<Accumulator>(scale.result));
+      elements[i] = narrow<T>(plain ? sum_[i] : sum_[i] * static_cast<Accumulator>(scale.result));
     }
     return pack(elements);
   }

@@ -107,7 +107,11 @@ void start(void (*kernel)(Parameters...), const Launch& launch, const Arguments&
   for (int channel = 0; channel < channels; ++channel) {
     states.push_back(std::make_unique<EmulatedChannel>(threads));
     for (int thread = 0; thread < threads; ++thread) {
-      running.emplace_back([&, state = states.back().get(), channel, thread, channels = channels,
+      running.emplace_back([&,
+                            state = states.back().get(),
+                            channel,
+                            thread,
+                            channels = channels,
                             threads = threads] {
         emulated_thread = {channel, channels, thread, threads, state};
         kernel(arguments...);

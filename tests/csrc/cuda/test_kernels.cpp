@@ -157,7 +157,8 @@ double expected_of(std::vector<Shifted<T>>& inputs, size_t i, ReduceOp op) {
 enum class Way { kLowLatency, kTwoShot };
 
 template <typename T>
-void check_all_reduce(EmulatedGroup& group, int ranks, Way way, size_t count, size_t shift, ReduceOp op) {
+void check_all_reduce(
+    EmulatedGroup& group, int ranks, Way way, size_t count, size_t shift, ReduceOp op) {
   auto inputs = random_inputs<T>(ranks, count, shift, static_cast<unsigned>(count + shift));
   std::vector<Shifted<T>> outputs;
   for (int rank = 0; rank < ranks; ++rank) outputs.emplace_back(count, shift);
@@ -209,11 +210,14 @@ TEST_P(KernelsOfRanks, AllReduceOfEveryType) {
   EmulatedGroup group(ranks);
   for (const Way way : {Way::kLowLatency, Way::kTwoShot}) {
     check_all_reduce<__half>(group, ranks, way, 77, 1, DPT_SUM);
-    check_all_reduce<__nv_bfloat16>(group, ranks, way, 78, 0, DPT_MAX);
-    check_all_reduce<double>(group, ranks, way, 41, 0, DPT_AVG);
-    check_all_reduce<int32_t>(group, ranks, way, 55, 1, DPT_MIN);
-    check_all_reduce<int64_t>(group, ranks, way, 33, 0, DPT_SUM);
+    check_all_reduce<__nv_bfloat16>(group, ranks, way, 78, 0, DPT_AVG);
+    check_all_reduce<float>(group, ranks, way, 79, 0, DPT_AVG);
   }
+  const Way small = Way::kLowLatency;
+  check_all_reduce<__nv_bfloat16>(group, ranks, small, 78, 0, DPT_MAX);
+  check_all_reduce<double>(group, ranks, small, 41, 0, DPT_AVG);
+  check_all_reduce<int32_t>(group, ranks, small, 55, 1, DPT_MIN);
+  check_all_reduce<int64_t>(group, ranks, small, 33, 0, DPT_SUM);
 }
 
 TEST_P(KernelsOfRanks, ReduceScatter) {
@@ -298,9 +302,14 @@ TEST_P(KernelsOfRanks, MixedOnOneGroup) {
   std::mt19937 random(3);
   for (int round = 0; round < 12; ++round) {
     switch (random() % 3) {
-      case 0: check_exchange(group, ranks, random() % 2 == 0, random()); break;
-      case 1: check_all_reduce<float>(group, ranks, Way::kTwoShot, random() % 900 + 1, 0, DPT_SUM); break;
-      default: check_all_reduce<float>(group, ranks, Way::kLowLatency, random() % 90 + 1, 0, DPT_SUM);
+      case 0:
+        check_exchange(group, ranks, random() % 2 == 0, random());
+        break;
+      case 1:
+        check_all_reduce<float>(group, ranks, Way::kTwoShot, random() % 900 + 1, 0, DPT_SUM);
+        break;
+      default:
+        check_all_reduce<float>(group, ranks, Way::kLowLatency, random() % 90 + 1, 0, DPT_SUM);
     }
   }
 }
