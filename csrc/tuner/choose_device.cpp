@@ -34,6 +34,10 @@ DevicePlan choose_device(const ChooseDeviceRequest& request) {
   if (request.even && fits && request.bytes <= (whole ? kLowLatencyWhole : kLowLatencyPart)) {
     return {"low_latency", in_lines, "small: data and flags in one trip"};
   }
+  // Ranks must not go by sizes that only they know.
+  if (!request.even) {
+    return {"push", {cuda::kMaxChannels, cuda::kMostThreads}, "parts of different sizes"};
+  }
   if (!request.large) {
     return {
         "delegate", {0, 0}, "GPU kernels reduce this type and operation in small messages only"};

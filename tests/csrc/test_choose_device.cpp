@@ -34,14 +34,16 @@ TEST(ChooseDevice, LargeOnesArePushed) {
 }
 
 // Ranks may not know each other's sizes, and those decide what goes in lines.
-TEST(ChooseDevice, UnevenPartsArePushedAtAnySize) {
-  EXPECT_STREQ(choose_device({.collective = DPT_ALL_TO_ALL,
-                              .bytes = 8,
-                              .even = false,
-                              .layout = kLayout,
-                              .not_native = ""})
-                   .algorithm,
-               "push");
+TEST(ChooseDevice, UnevenPartsGoAlikeWhateverTheirSize) {
+  for (const size_t bytes : {size_t{0}, size_t{8}, size_t{8} << 20}) {
+    const DevicePlan plan = choose_device({.collective = DPT_ALL_TO_ALL,
+                                           .bytes = bytes,
+                                           .even = false,
+                                           .layout = kLayout,
+                                           .not_native = ""});
+    EXPECT_STREQ(plan.algorithm, "push");
+    EXPECT_EQ(plan.grid.channels, cuda::kMaxChannels);
+  }
 }
 
 TEST(ChooseDevice, WhatHasNoLargeKernelIsDelegatedBeyondLines) {
