@@ -26,14 +26,17 @@ DPT_DEVICE uint64_t address_of(const void* pointer) { return reinterpret_cast<ui
 // the largest unit, 1 to 4 bytes, that address and length allow.
 template <typename Unit, typename V>
 DPT_DEVICE void load_units(const char* from, int bytes, V* vector) {
-  for (int i = 0; i * static_cast<int>(sizeof(Unit)) < bytes; ++i) {
-    reinterpret_cast<Unit*>(vector)[i] = reinterpret_cast<const Unit*>(from)[i];
+  constexpr int kSize = sizeof(Unit);
+  for (int at = 0; at < bytes; at += kSize) {
+    const uint32_t unit = *reinterpret_cast<const Unit*>(from + at);
+    vector->word[at / 4] |= unit << 8 * (at % 4);
   }
 }
 template <typename Unit, typename V>
 DPT_DEVICE void store_units(char* to, int bytes, const V& vector) {
-  for (int i = 0; i * static_cast<int>(sizeof(Unit)) < bytes; ++i) {
-    reinterpret_cast<Unit*>(to)[i] = reinterpret_cast<const Unit*>(&vector)[i];
+  constexpr int kSize = sizeof(Unit);
+  for (int at = 0; at < bytes; at += kSize) {
+    *reinterpret_cast<Unit*>(to + at) = static_cast<Unit>(vector.word[at / 4] >> 8 * (at % 4));
   }
 }
 DPT_DEVICE bool allows(uint64_t unit, uint64_t address, int bytes) {
