@@ -9,6 +9,7 @@
 
 #include "python_bridge.hpp"
 #include "store.hpp"
+#include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -23,12 +24,6 @@ std::set<Backend*>& live() {
   return *backends;
 }
 
-std::vector<size_t> counts_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<size_t> counts;
-  for (const at::Tensor& tensor : tensors) counts.push_back(elements_of(tensor, false).count);
-  return counts;
-}
-
 void on_done(void* context, dpt_status status, const char* message) {
   const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
   work->complete(status, message);
@@ -36,12 +31,11 @@ void on_done(void* context, dpt_status status, const char* message) {
 
 }  // namespace
 
-struct Backend::Submitted {
-  Backend& backend;
-  Call call;
-  WorkPtr delegated;  // the delegate's work, when it was the one to carry out the call
-  std::exception_ptr failure;
-};
+std::vector<size_t> counts_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<size_t> counts;
+  for (const at::Tensor& tensor : tensors) counts.push_back(elements_of(tensor, false).count);
+  return counts;
+}
 
 Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
   init();
@@ -65,7 +59,8 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  nullptr,
                                  setup_.tune,
                                  setup_.profile.c_str(),
-                                 setup_.staging_bytes};
+                                 setup_.staging_bytes,
+                                 setup_.native_on_device ? 1 : 0};
   const dpt_store store = store_table(setup_.store.get());
   const dpt_delegate delegate{this,
                               start_on_delegate,
@@ -163,11 +158,10 @@ dpt_status Backend::start_on_delegate(void*, void* call, dpt_error*) {
   auto* submitted = static_cast<Submitted*>(call);
   try {
     const Call& what = submitted->call;
-    std::string device_type = "cpu";
-    for (const auto& tensors : {what.inputs, what.outputs}) {
-      if (!tensors.empty()) device_type = c10::DeviceTypeName(tensors[0].device().type(), true);
-    }
+    const at::Device device = submitted->device();
+    const std::string device_type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
     Backend& backend = submitted->backend;
+    if (device.is_cuda()) backend.streams_.hold_current(device);
     submitted->delegated = backend.replay(what, backend.delegate_for(device_type));
     return DPT_OK;
   } catch (...) {
@@ -212,9 +206,12 @@ WorkPtr Backend::submit(Call what) {
   }
   const uint64_t sequence = ++sequence_;
   // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
-  const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what), {}, {}});
+  const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
   Call& call = submitted->call;
   if (call.results.empty()) call.results = call.outputs;
+  if (setup_.native_on_device && submitted->device().is_cuda()) {
+    return note_coalesced(submit_on_device(submitted, sequence), call);
+  }
 
   std::vector<at::Tensor> tensors = call.inputs;
   if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
@@ -246,24 +243,22 @@ WorkPtr Backend::submit(Call what) {
   const std::vector<at::Tensor>& one = has_outputs_only ? call.outputs : call.inputs;
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
   const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
-  const dpt_request request{
-      .collective = call.collective,
-      .dtype = elements.dtype,
-      .reduce_op = call.core_reduce_op,
-      .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
-      .root = call.root,
-      .tag = call.tag,
-      .inputs = input_pointers.data(),
-      .outputs = output_pointers.data(),
-      .count = elements.count,
-      .input_counts = input_counts.empty() ? nullptr : input_counts.data(),
-      .output_counts = output_counts.empty() ? nullptr : output_counts.data(),
-      .timeout_ms =
-          (call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout).count(),
-      .asynchronous = call.asynchronous || coalescing_,
-      .not_native = not_native ? not_native->c_str() : nullptr,
-      .call = submitted.get(),
-      .source = call.source.get()};
+  const dpt_request request{.collective = call.collective,
+                            .dtype = elements.dtype,
+                            .reduce_op = call.core_reduce_op,
+                            .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
+                            .root = call.root,
+                            .tag = call.tag,
+                            .inputs = input_pointers.data(),
+                            .outputs = output_pointers.data(),
+                            .count = elements.count,
+                            .input_counts = input_counts.empty() ? nullptr : input_counts.data(),
+                            .output_counts = output_counts.empty() ? nullptr : output_counts.data(),
+                            .timeout_ms = timeout_of(call).count(),
+                            .asynchronous = call.asynchronous || coalescing_,
+                            .not_native = not_native ? not_native->c_str() : nullptr,
+                            .call = submitted.get(),
+                            .source = call.source.get()};
 
   NativeWork::Options work_options{
       rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr, nullptr};
@@ -277,30 +272,43 @@ WorkPtr Backend::submit(Call what) {
   auto work = c10::make_intrusive<NativeWork>(std::move(work_options));
 
   dpt_outcome outcome = DPT_COMPLETED;
+  submit_to_core(request, *submitted, work, &outcome);
+  WorkPtr result = work;
+  if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
+  if (outcome == DPT_DELEGATED) result = submitted->delegated;
+  return note_coalesced(result, call);
+}
+
+void Backend::submit_to_core(const dpt_request& request,
+                             const Submitted& submitted,
+                             c10::intrusive_ptr<NativeWork> work,
+                             dpt_outcome* outcome) {
   dpt_error error{};
   dpt_status status = DPT_OK;
   // The completion callback owns one reference, given back here if it will not be called.
-  auto for_callback = work;
-  NativeWork* const context = for_callback.release();
+  NativeWork* const context = work.release();
   without_gil(
-      [&] { status = setup_.api->submit(comm_, &request, on_done, context, &outcome, &error); });
-  if (status != DPT_OK || outcome != DPT_STARTED) {
-    for_callback = c10::intrusive_ptr<NativeWork>::reclaim(context);
+      [&] { status = setup_.api->submit(comm_, &request, on_done, context, outcome, &error); });
+  if (context != nullptr && (status != DPT_OK || *outcome != DPT_STARTED)) {
+    c10::intrusive_ptr<NativeWork>::reclaim(context);
   }
-  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(submitted->failure);
+  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(submitted.failure);
   if (status == DPT_ERR_INTERRUPTED && pending_signal) {
     std::rethrow_exception(std::exchange(pending_signal, nullptr));
   }
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
+}
 
-  WorkPtr result = work;
-  if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
-  if (outcome == DPT_DELEGATED) result = submitted->delegated;
+Milliseconds Backend::timeout_of(const Call& call) const {
+  return call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout;
+}
+
+WorkPtr Backend::note_coalesced(WorkPtr work, const Call& call) {
   if (coalescing_) {
-    if (result) coalesced_.push_back(result);
+    if (work) coalesced_.push_back(work);
     coalesced_results_.insert(coalesced_results_.end(), call.results.begin(), call.results.end());
   }
-  return result;
+  return work;
 }
 
 WorkPtr Backend::delegate(dpt_collective collective,

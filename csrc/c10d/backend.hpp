@@ -16,6 +16,7 @@
 
 #include "convert.hpp"
 #include "deepytorch.h"
+#include "device.hpp"
 #include "work.hpp"
 
 namespace dpt::c10d_adapter {
@@ -44,6 +45,7 @@ class Backend : public c10d::Backend {
     std::string profile;             // path; empty: none
     size_t staging_bytes = 0;        // 0: the core's default
     bool delegate_competes = false;  // native code must be faster than the stock backend
+    bool native_on_device = false;   // GPU kernels, where the group can have them
   };
 
   explicit Backend(Setup setup);
@@ -152,6 +154,16 @@ class Backend : public c10d::Backend {
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
   WorkPtr submit(Call call);
+  WorkPtr submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence);
+  // Throws what the operation ended with. `work`: who is told of the end; nullptr: nobody.
+  void submit_to_core(const dpt_request& request,
+                      const Submitted& submitted,
+                      c10::intrusive_ptr<NativeWork> work,
+                      dpt_outcome* outcome);
+  Milliseconds timeout_of(const Call& call) const;
+  // Counts it in when a group of calls is open.
+  WorkPtr note_coalesced(WorkPtr work, const Call& call);
+  static void* start_stream(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, Replay replay);
   WorkPtr delegate(dpt_collective collective,
                    const std::vector<at::Tensor>& tensors,
@@ -168,6 +180,7 @@ class Backend : public c10d::Backend {
   void check_root(const char* op, int64_t root) const;
 
   Setup setup_;
+  DeviceStreams streams_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
   dpt_comm* comm_ = nullptr;
   std::atomic<uint64_t> sequence_{0};

@@ -7,6 +7,7 @@
 #include "base/log.hpp"
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
+#include "cuda/device_group.hpp"
 
 struct dpt_comm {
   dpt::Communicator communicator;
@@ -91,7 +92,8 @@ const dpt_api* api() {
                              comm_abort,
                              submit,
                              memory_allocate,
-                             memory_free};
+                             memory_free,
+                             DeviceGroup::capture_of};
   return &table;
 }
 

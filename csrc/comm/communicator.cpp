@@ -42,6 +42,7 @@ Communicator::Communicator(const dpt_comm_options& options,
       rank_(options.rank),
       global_ranks_(options.global_ranks, options.global_ranks + options.size),
       native_(options.native != 0),
+      native_on_device_(options.native_on_device != 0),
       staging_bytes_(options.staging_bytes),
       store_(std::move(store)),
       delegate_(delegate),
@@ -80,6 +81,7 @@ Communicator::~Communicator() {
           std::to_string(global_ranks_[rank_]) + " with an operation under way");
     progress_.drain(kDestroyGrace);
   }
+  leave_devices();
   if (segment_) {
     segment_->leave();
     Fabric::instance().detach(segment_.get());
@@ -88,6 +90,7 @@ Communicator::~Communicator() {
 
 dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void* done_context) {
   if (is_message(request.collective)) return submit_message(request, done, done_context);
+  if (request.on_device != 0) return submit_device(request);
   std::unique_lock order(submit_mutex_);
   check_usable(request);
   if (std::string reason = why_never_native(request); !reason.empty()) {

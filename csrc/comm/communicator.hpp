@@ -22,6 +22,7 @@
 #include "comm/point_to_point.hpp"
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
+#include "cuda/device_group.hpp"
 #include "transport/shm/segment.hpp"
 
 namespace dpt {
@@ -86,6 +87,22 @@ class Communicator {
   void join_in_background(std::chrono::milliseconds limit, std::shared_ptr<Store> lent);
   std::string join_for_messages(const dpt_request& request);
   PointToPoint& messages();
+  // Operations on GPUs, in communicator_device.cpp.
+  struct DeviceState {
+    int device;
+    std::string why_not;                 // not empty: the delegate serves this group's GPUs
+    std::unique_ptr<DeviceGroup> group;  // unless there is a reason why not
+    size_t staging_bytes = 0;
+  };
+  dpt_outcome submit_device(const dpt_request& request);
+  std::string why_not_on_device(const dpt_request& request) const;
+  DevicePlan plan_on_device(const dpt_request& request);
+  void join_devices(const dpt_request& request);
+  void connect_devices(int device, const WaitContext& wait, DeviceState* state);
+  void watch_device(DeviceGroup* group);
+  std::string describe_device_failure(const DeviceGroup::Failure& failure) const;
+  void check_device(const dpt_request& request);
+  void leave_devices();
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan);
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
@@ -97,6 +114,7 @@ class Communicator {
   int rank_;
   std::vector<int64_t> global_ranks_;
   bool native_;
+  bool native_on_device_;
   size_t staging_bytes_;
   std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
@@ -121,6 +139,7 @@ class Communicator {
   std::unique_ptr<Store> no_store_;  // of a retired group
   std::atomic<bool> retired_{false};
   std::unique_ptr<PointToPoint> messages_;  // made by the first send or receive
+  std::unique_ptr<DeviceState> device_;     // made by the first operation on a GPU
 
   // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
   // [Order].

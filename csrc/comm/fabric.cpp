@@ -67,7 +67,7 @@ void Fabric::attach(const ShmConnection& connection, const std::vector<PeerInfo>
         [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
   }
   Segment* const segment = connection.segment.get();
-  groups_[segment] = {peers, connection.pools};
+  groups_[segment] = {peers, connection.pools, {}};
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     const int pidfd = connection.pidfds[rank];
@@ -96,6 +96,12 @@ void Fabric::detach(Segment* segment) {
   }
 }
 
+void Fabric::on_tick(Segment* segment, std::function<void()> tick) {
+  std::lock_guard lock(mutex_);
+  const auto found = groups_.find(segment);
+  if (found != groups_.end()) found->second.tick = std::move(tick);
+}
+
 void Fabric::on_death(const std::string& process) {
   std::lock_guard lock(mutex_);
   for (const auto& [segment, group] : groups_) {
@@ -106,12 +112,16 @@ void Fabric::on_death(const std::string& process) {
                      "rank " + std::to_string(segment->global_rank(static_cast<int>(rank))) +
                          " (pid " + std::to_string(peers[rank].pid) + ") died");
     }
+    if (group.tick) group.tick();
   }
 }
 
 bool Fabric::beat() {
   std::lock_guard lock(mutex_);
-  for (const auto& [segment, group] : groups_) segment->beat();
+  for (const auto& [segment, group] : groups_) {
+    segment->beat();
+    if (group.tick) group.tick();
+  }
   return !groups_.empty();
 }
 

@@ -6,6 +6,8 @@
 // dead: it closes every descriptor it inherited, and groups of the parent refuse to work there.
 #pragma once
 
+#include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -45,6 +47,14 @@ class Fabric {
   void attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers);
   void detach(Segment* segment);
 
+  // `tick` runs in the watchdog's thread, several times a second and after each death; nullptr ends
+  // that. It may fail the group, and must not use the fabric.
+  void on_tick(Segment* segment, std::function<void()> tick);
+
+  // Device memory that the staging of this process's groups takes.
+  size_t device_staging_used() const { return device_staging_used_; }
+  void add_device_staging(int64_t bytes) { device_staging_used_ += bytes; }
+
   // Whether the ranks that share this node outnumber the cores they may use together.
   bool oversubscribed(const std::vector<PeerInfo>& peers) const;
 
@@ -58,6 +68,7 @@ class Fabric {
   struct Group {
     std::vector<PeerInfo> peers;
     std::vector<std::shared_ptr<const MappedPool>> pools;
+    std::function<void()> tick = {};
   };
 
   PeerInfo self_;
@@ -66,6 +77,7 @@ class Fabric {
   std::mutex mutex_;
   std::map<Segment*, Group> groups_;
   size_t staging_used_ = 0;
+  std::atomic<size_t> device_staging_used_{0};
   std::unique_ptr<Watchdog> watchdog_;
 };
 

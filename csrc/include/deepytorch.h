@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 2
+#define DPT_ABI_VERSION 3
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -112,6 +112,13 @@ typedef struct dpt_request {
                                buffers may then be NULL */
   void* call;             /* the adapter's own: how to replay it on the delegate; it must
                                live until the operation has ended */
+  /* Buffers in the memory of a GPU, as this process numbers them; 0: in the host's. Completed then
+   * means that the operation is on the stream. */
+  int on_device;
+  int device;
+  /* Asked for, in the calling thread, once native code will serve the request: a stream of the
+   * device (as CUDA's driver names it) on which the buffers are ready. */
+  void* (*stream)(void* call);
   int* source;            /* recv: receives the sender's rank in the group; lives as `call` does;
                                may be NULL */
 } dpt_request;
@@ -176,6 +183,7 @@ typedef struct dpt_comm_options {
   dpt_tune tune;
   const char* profile;  /* path of the profile to read and write; NULL or empty: none */
   size_t staging_bytes; /* most staging memory of this process, over all groups; 0: the default */
+  int native_on_device; /* 0: operations on GPUs go to the delegate */
 } dpt_comm_options;
 
 typedef struct dpt_api {
@@ -203,6 +211,8 @@ typedef struct dpt_api {
    * 256 bytes, content undefined; no system call once the pool has grown to the program's need. */
   dpt_status (*memory_allocate)(size_t bytes, void** address, dpt_error* error);
   void (*memory_free)(void* address);
+  /* Which capture of a graph a stream (see dpt_request.stream) is part of; 0: none. */
+  uint64_t (*stream_capture)(void* stream);
 } dpt_api;
 
 #ifdef __cplusplus

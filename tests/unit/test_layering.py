@@ -24,7 +24,9 @@ CSRC_LAYERS: dict[str, set[str]] = {
     "algorithms": _MIDDLE,
     "cuda": _MIDDLE,
     # choose() sees what an algorithm promises, never how it works.
-    "tuner": _LOWEST | {"topology/topology.hpp", "algorithms/plan.hpp", "algorithms/algorithm.hpp"},
+    "tuner": _LOWEST
+    | {"topology/topology.hpp", "algorithms/plan.hpp", "algorithms/algorithm.hpp"}
+    | {"cuda/plan.hpp", "cuda/layout.hpp"},
     "comm": _MIDDLE | {"algorithms", "cuda", "tuner"},
     "c10d": set(),  # the adapter links nothing: it sees the core through the C ABI alone
     "bindings": _MIDDLE | {"algorithms", "cuda", "tuner", "comm"},
@@ -34,7 +36,7 @@ C_ABI = "deepytorch.h"
 OUTSIDE_HEADERS = {
     "torch": (re.compile(r"^(torch|ATen|c10|c10d|caffe2)/"), {"c10d"}),
     "pybind11": (re.compile(r"^pybind11/"), {"bindings", "c10d"}),
-    "CUDA": (re.compile(r"^(cuda|cu|nv|nccl|cooperative_groups)[\w/]*\.(h|hpp|cuh)$"), {"cuda"}),
+    "CUDA": (re.compile(r"^(cuda|cu|nv|nccl|cooperative_groups)\w*\.h$"), {"cuda"}),
 }
 NCCL_PLUGIN_HEADERS = re.compile(r"^nccl")
 

@@ -1,0 +1,109 @@
+#include "device.hpp"
+
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue_inl.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <thread>
+
+#include "python_bridge.hpp"
+
+namespace dpt::c10d_adapter {
+namespace {
+
+constexpr std::chrono::microseconds kPoll{50};
+
+c10::impl::VirtualGuardImpl guard_of(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+c10::Event event_on(const c10::Stream& stream) {
+  c10::Event event(stream.device_type());
+  event.record(stream);
+  return event;
+}
+
+}  // namespace
+
+c10::Stream DeviceStreams::begin(const c10::Device& device, bool asynchronous) {
+  const c10::impl::VirtualGuardImpl guard = guard_of(device);
+  const c10::Stream current = guard.getStream(device);
+  if (asynchronous && !own_) own_ = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  const c10::Stream stream = asynchronous ? *own_ : current;
+  if (stream != current) event_on(current).block(stream);
+  if (can_follow_last(stream)) done_->block(stream);
+  return stream;
+}
+
+void DeviceStreams::end(const c10::Stream& stream) {
+  // A fresh event: one that a graph recorded cannot be used outside it again.
+  done_.emplace(stream.device_type());
+  done_->record(stream);
+  last_ = stream;
+  last_capture_ = api_->stream_capture(stream.native_handle());
+}
+
+bool DeviceStreams::can_follow_last(const c10::Stream& stream) const {
+  return last_ && *last_ != stream && api_->stream_capture(stream.native_handle()) == last_capture_;
+}
+
+void DeviceStreams::hold_current(const c10::Device& device) {
+  const c10::Stream current = guard_of(device).getStream(device);
+  if (can_follow_last(current)) done_->block(current);
+}
+
+DeviceWork::DeviceWork(int rank,
+                       c10d::OpType op_type,
+                       const char* title,
+                       uint64_t sequence,
+                       std::vector<at::Tensor> results)
+    : c10d::Work(rank, op_type, title), sequence_(sequence), results_(std::move(results)) {}
+
+void DeviceWork::started(const c10::Stream& stream, std::vector<at::Tensor> tensors) {
+  const c10::impl::VirtualGuardImpl guard = guard_of(stream.device());
+  // On the caller's own stream everything after it is behind it already.
+  if (guard.getStream(stream.device()) != stream) {
+    done_ = event_on(stream);
+    tensors_ = std::move(tensors);
+  }
+  stream_ = stream;
+  finish();
+}
+
+bool DeviceWork::isCompleted() { return !done_ || done_->query(); }
+
+void DeviceWork::synchronize() {
+  if (!done_) return;
+  const c10::Device device(done_->device_type(), done_->device_index());
+  done_->block(guard_of(device).getStream(device));
+  tensors_.clear();
+}
+
+bool DeviceWork::wait(std::chrono::milliseconds timeout) {
+  synchronize();
+  if (timeout == kNoTimeout || !done_) return true;
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  while (!done_->query()) {
+    if (std::chrono::steady_clock::now() >= end) {
+      std::rethrow_exception(make_exception(
+          DPT_ERR_TIMEOUT,
+          "#" + std::to_string(sequence_) + ": wait() gave up after " +
+              std::to_string(timeout.count()) + " ms; the operation is still under way"));
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{stream_->device()});
+    const c10::StreamGuard on_stream(*stream_);  // what hooks do with the result comes behind it
+    future_->markCompleted(at::IValue(results_));
+  }
+  return future_;
+}
+
+}  // namespace dpt::c10d_adapter

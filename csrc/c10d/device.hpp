@@ -1,0 +1,73 @@
+// Operations on an accelerator: streams and events through c10's own generic guard, so that the
+// adapter needs no CUDA header.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <optional>
+#include <vector>
+
+#include "work.hpp"
+
+namespace dpt::c10d_adapter {
+
+// The streams on which one group's native operations run, in the order of the calls.
+//
+// An operation that the caller waits for anyway runs on the caller's own stream; an asynchronous
+// one on a stream of the group, behind what the caller's stream holds. Kernels of a group share
+// flags, so each waits for the one before wherever that ran. What one graph captures and what it
+// does not cannot be ordered by events: that is the program's to do.
+class DeviceStreams {
+ public:
+  explicit DeviceStreams(const dpt_api* api) : api_(api) {}
+
+  // Where the next operation runs; its inputs are ready there.
+  c10::Stream begin(const c10::Device& device, bool asynchronous);
+  // It is on that stream.
+  void end(const c10::Stream& stream);
+  // Before the stock backend's operations: behind the native ones.
+  void hold_current(const c10::Device& device);
+
+ private:
+  // Whether the last operation and what comes on `stream` can be ordered by an event.
+  bool can_follow_last(const c10::Stream& stream) const;
+
+  const dpt_api* api_;
+  std::optional<c10::Stream> own_;
+  std::optional<c10::Stream> last_;
+  uint64_t last_capture_ = 0;
+  std::optional<c10::Event> done_;
+};
+
+// Behind a kernel that is on its stream: waiting makes the caller's stream wait, not the caller.
+class DeviceWork : public c10d::Work {
+ public:
+  DeviceWork(int rank,
+             c10d::OpType op_type,
+             const char* title,
+             uint64_t sequence,
+             std::vector<at::Tensor> results);
+
+  // The operation's kernels are on `stream`; `tensors` are what they use.
+  void started(const c10::Stream& stream, std::vector<at::Tensor> tensors);
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override;
+  std::vector<at::Tensor> result() override { return results_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+ private:
+  uint64_t sequence_;
+  std::vector<at::Tensor> results_;
+  std::vector<at::Tensor> tensors_;  // alive until the caller's stream is behind the operation
+  std::optional<c10::Stream> stream_;
+  std::optional<c10::Event> done_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
+};
+
+}  // namespace dpt::c10d_adapter

@@ -1,0 +1,98 @@
+// The road of operations on an accelerator: Call -> dpt_request -> a kernel on a stream, or the
+// delegate's Work.
+#include <c10/util/Exception.h>
+
+#include "backend.hpp"
+#include "device.hpp"
+#include "submitted.hpp"
+
+namespace dpt::c10d_adapter {
+namespace {
+
+// One pointer for each of `count` buffers: of as many tensors, or of one that holds them all.
+std::vector<void*> pointers_of(const std::vector<at::Tensor>& tensors, size_t count) {
+  std::vector<void*> pointers;
+  for (const at::Tensor& tensor : tensors) pointers.push_back(tensor.data_ptr());
+  if (tensors.size() == 1 && count > 1) {
+    auto* const first = static_cast<char*>(pointers[0]);
+    const size_t bytes = tensors[0].nbytes() / count;
+    for (size_t i = 1; i < count; ++i) pointers.push_back(first + i * bytes);
+  }
+  return pointers;
+}
+
+// What only the stock backend can take, or refuse in its own words.
+const char* why_not_plain(const std::vector<at::Tensor>& tensors, const at::Device& device) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.device() != device) return "tensors on several devices";
+    if (tensor.layout() != at::kStrided) return "sparse tensors";
+    if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
+      return "tensors that are not contiguous";
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void* Backend::start_stream(void* call) {
+  auto* const submitted = static_cast<Submitted*>(call);
+  Backend& backend = submitted->backend;
+  const at::Device device = submitted->device();
+  submitted->stream = backend.streams_.begin(device, submitted->call.asynchronous);
+  return submitted->stream->native_handle();
+}
+
+WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence) {
+  const Call& call = submitted->call;
+  std::vector<at::Tensor> tensors = call.inputs;
+  if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
+  const at::Device device = submitted->device();
+
+  const auto parts = static_cast<size_t>(size_);
+  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
+  const bool takes_parts = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER;
+  const bool exchanges = call.collective == DPT_ALL_TO_ALL;
+  const auto inputs = pointers_of(call.inputs, gives_parts || exchanges ? parts : 1);
+  const auto outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
+  const std::vector<const void*> input_pointers(inputs.begin(), inputs.end());
+  std::vector<size_t> input_counts;
+  std::vector<size_t> output_counts;
+  if (call.uneven) {
+    input_counts = counts_of(call.inputs);
+    output_counts = counts_of(call.outputs);
+  }
+  const std::vector<at::Tensor>& one =
+      gives_parts || call.collective == DPT_RECV ? call.outputs : call.inputs;
+  const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
+  const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
+  const dpt_request request{.collective = call.collective,
+                            .dtype = elements.dtype,
+                            .reduce_op = call.core_reduce_op,
+                            .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
+                            .root = call.root,
+                            .tag = call.tag,
+                            .inputs = input_pointers.data(),
+                            .outputs = outputs.data(),
+                            .count = elements.count,
+                            .input_counts = input_counts.empty() ? nullptr : input_counts.data(),
+                            .output_counts = output_counts.empty() ? nullptr : output_counts.data(),
+                            .timeout_ms = timeout_of(call).count(),
+                            .asynchronous = call.asynchronous,
+                            .not_native = why_not_plain(tensors, device),
+                            .call = submitted.get(),
+                            .on_device = 1,
+                            .device = device.index(),
+                            .stream = start_stream,
+                            .source = call.source.get()};
+  dpt_outcome outcome = DPT_COMPLETED;
+  submit_to_core(request, *submitted, nullptr, &outcome);
+  if (outcome == DPT_DELEGATED) return submitted->delegated;
+  streams_.end(*submitted->stream);
+  auto work =
+      c10::make_intrusive<DeviceWork>(rank_, call.op_type, call.title, sequence, call.results);
+  work->started(*submitted->stream, std::move(tensors));
+  return work;
+}
+
+}  // namespace dpt::c10d_adapter

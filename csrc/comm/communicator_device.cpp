@@ -1,0 +1,180 @@
+// The communicator's part on GPUs: joining their memory at the first operation, then one kernel per
+// operation on the caller's stream.
+#include <cstring>
+
+#include "base/log.hpp"
+#include "comm/communicator.hpp"
+#include "comm/fabric.hpp"
+#include "comm/measure.hpp"
+#include "tuner/choose_device.hpp"
+
+namespace dpt {
+namespace {
+
+constexpr size_t kDefaultStagingBytes = size_t{256} << 20;
+// Of what is left, one group gets at most this part: there is always some for the next.
+constexpr size_t kShareOfStaging = 3;
+
+struct Text {
+  char text[DeviceGroup::kMostWords + 16];
+};
+
+bool has_device_kernels(Collective collective) {
+  switch (collective) {
+    case DPT_ALL_REDUCE:
+    case DPT_ALL_GATHER:
+    case DPT_REDUCE_SCATTER:
+    case DPT_BROADCAST:
+    case DPT_GATHER:
+    case DPT_SCATTER:
+    case DPT_ALL_TO_ALL:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+dpt_outcome Communicator::submit_device(const dpt_request& request) {
+  std::unique_lock order(submit_mutex_);
+  check_usable(request);
+  check_device(request);
+  DevicePlan plan = plan_on_device(request);
+  if (std::strcmp(plan.algorithm, "delegate") == 0) {
+    order.unlock();
+    return start_on_delegate(request, {.reason = std::move(plan.reason)});
+  }
+  device_->group->launch(request, plan, request.stream(request.call));
+  statistics_->add(request.collective,
+                   plan.algorithm,
+                   plan.reason.c_str(),
+                   request.count * size_of(request.dtype),
+                   0);
+  return DPT_COMPLETED;
+}
+
+std::string Communicator::why_not_on_device(const dpt_request& request) const {
+  if (std::string reason = why_never_native(request); !reason.empty()) return reason;
+  if (!native_on_device_) {
+    return "GPU kernels are new: collectives=native uses them";
+  }
+  if (global_ranks_.size() == 1) return "a group of one rank";
+  if (!has_device_kernels(request.collective)) {
+    return std::string("no GPU kernel for ") + name_of(request.collective);
+  }
+  if (request.reduce_op != DPT_NO_REDUCE &&
+      !cuda::can_reduce_on_device(request.dtype, request.reduce_op)) {
+    return std::string("no GPU kernel for ") + name_of(request.reduce_op) + " of " +
+           name_of(request.dtype);
+  }
+  return DeviceGroup::why_absent();
+}
+
+DevicePlan Communicator::plan_on_device(const dpt_request& request) {
+  std::string reason = why_not_on_device(request);
+  if (reason.empty()) {
+    join_devices(request);
+    reason = device_->why_not;
+    if (reason.empty() && device_->device != request.device) {
+      reason = "the group's GPU on this rank is number " + std::to_string(device_->device);
+    }
+  }
+  const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
+  return choose_device({.collective = request.collective,
+                        .bytes = request.count * size_of(request.dtype),
+                        .even = even,
+                        .large = request.reduce_op == DPT_NO_REDUCE ||
+                                 cuda::has_large_kernels(request.dtype, request.reduce_op),
+                        .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
+                        .not_native = std::move(reason)});
+}
+
+void Communicator::join_devices(const dpt_request& request) {
+  if (device_) return;
+  const WaitContext wait{Deadline(std::chrono::milliseconds(request.timeout_ms)),
+                         [this, &request] {
+                           return std::string(name_of(request.collective)) +
+                                  " (the first on GPUs) of group " + group_name_ + " on rank " +
+                                  std::to_string(global_ranks_[rank_]);
+                         },
+                         interrupted_};
+  const auto join = [&] {
+    ensure_connected(wait, *store_);
+    auto state = std::make_unique<DeviceState>();
+    state->device = request.device;
+    state->why_not = no_transport_;
+    if (segment_) {
+      try {
+        connect_devices(request.device, wait, state.get());
+      } catch (const Error& error) {
+        if (error.status() != DPT_ERR_SYSTEM) fail_operation(error, wait);
+        state->why_not = error.what();
+        log(LogLevel::kWarning,
+            "group " + group_name_ + " uses the stock backend on GPUs: " + state->why_not);
+      }
+    }
+    device_ = std::move(state);
+  };
+  // In turn with the group's operations on host memory, which share its signals.
+  while (!progress_.try_run_inline(join)) progress_.drain(kWaitSlice);
+}
+
+void Communicator::connect_devices(int device, const WaitContext& wait, DeviceState* state) {
+  Operation none{};
+  none.collective = DPT_BARRIER;
+  const Plan plan;
+  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground};
+  const auto all_gather = [&](const std::string& mine) {
+    Text text{};
+    std::strncpy(text.text, mine.c_str(), sizeof text.text - 1);
+    std::vector<std::string> all;
+    for (const Text& each : exchange(context, text)) all.emplace_back(each.text);
+    return all;
+  };
+  Fabric& fabric = Fabric::instance();
+  const size_t most = staging_bytes_ != 0 ? staging_bytes_ : kDefaultStagingBytes;
+  const size_t used = fabric.device_staging_used();
+  const size_t left = most - std::min(most, used);
+  state->group = DeviceGroup::connect(
+      {rank_, global_ranks_, device, left / kShareOfStaging, all_gather, wait});
+  state->staging_bytes = state->group->layout().block_bytes();
+  fabric.add_device_staging(static_cast<int64_t>(state->staging_bytes));
+  fabric.on_tick(segment_.get(), [this, group = state->group.get()] { watch_device(group); });
+}
+
+// From the watchdog's thread, several times a second and after each death.
+void Communicator::watch_device(DeviceGroup* group) {
+  if (segment_->aborted()) group->abort();
+  const auto failure = group->failure();
+  if (!failure) return;
+  fail(failure->mismatch ? DPT_ERR_MISMATCH : DPT_ERR_TIMEOUT, describe_device_failure(*failure));
+}
+
+std::string Communicator::describe_device_failure(const DeviceGroup::Failure& failure) const {
+  const std::string peer = "rank " + std::to_string(global_ranks_[failure.peer]);
+  const std::string where = "native operation #" + std::to_string(failure.sequence) +
+                            " on GPUs of group " + group_name_ + " on rank " +
+                            std::to_string(global_ranks_[rank_]);
+  return failure.mismatch ? where + ": " + peer +
+                                " is in another operation, or one of another "
+                                "size or type"
+                          : where + ": " + peer + " did not come in time";
+}
+
+void Communicator::check_device(const dpt_request& request) {
+  if (!device_ || !device_->group) return;
+  const auto failure = device_->group->failure();
+  if (!failure) return;
+  fail(failure->mismatch ? DPT_ERR_MISMATCH : DPT_ERR_TIMEOUT, describe_device_failure(*failure));
+  check_usable(request);
+}
+
+void Communicator::leave_devices() {
+  if (!device_ || !device_->group) return;
+  Fabric::instance().on_tick(segment_.get(), nullptr);
+  Fabric::instance().add_device_staging(-static_cast<int64_t>(device_->staging_bytes));
+  device_.reset();
+}
+
+}  // namespace dpt

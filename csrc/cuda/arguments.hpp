@@ -1,0 +1,74 @@
+// What kernels are started with, and the entry points that start them. The one header of this
+// folder that host code and kernels share beside layout.hpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/types.hpp"
+#include "cuda/layout.hpp"
+#include "cuda/plan.hpp"
+
+namespace dpt::cuda {
+
+// Parts that ranks reduce: rank p receives parts[p] of every rank. In an all_reduce by
+// low_latency_reduce all of them are the whole input.
+struct ReduceArguments {
+  const char* parts[kMaxRanks];
+  char* output;
+  uint64_t bytes;  // of one part
+  double input_factor;
+  double result_factor;
+};
+
+struct AllReduceArguments {
+  const char* input;
+  char* output;
+  uint64_t bytes;
+  double input_factor;
+  double result_factor;
+};
+
+// Parts that ranks exchange unreduced; this rank's own is copied. nullptr where there is none.
+struct ExchangeArguments {
+  const char* send[kMaxRanks];
+  uint64_t send_bytes[kMaxRanks];
+  char* receive[kMaxRanks];
+  uint64_t receive_bytes[kMaxRanks];
+};
+
+// A stream of the device, as CUDA's driver names it.
+using Stream = void*;
+
+// One launch's surroundings.
+struct Launch {
+  GroupView group;
+  CallView call;
+  Grid grid;
+  Stream stream;
+};
+
+// Each starts one kernel and returns. Whether a dtype and operation can be reduced: can_reduce.
+void low_latency_reduce(const Launch& launch,
+                        const ReduceArguments& arguments,
+                        DataType dtype,
+                        ReduceOp op);
+void low_latency_exchange(const Launch& launch, const ExchangeArguments& arguments);
+void push_reduce_scatter(const Launch& launch,
+                         const ReduceArguments& arguments,
+                         DataType dtype,
+                         ReduceOp op);
+void two_shot_all_reduce(const Launch& launch,
+                         const AllReduceArguments& arguments,
+                         DataType dtype,
+                         ReduceOp op);
+void push_exchange(const Launch& launch, const ExchangeArguments& arguments);
+
+bool can_reduce_on_device(DataType dtype, ReduceOp op);
+// Whether it can also where the message is too large for low_latency_reduce.
+bool has_large_kernels(DataType dtype, ReduceOp op);
+// Loads every kernel; the first launch of one that is loaded late can block behind a waiting
+// kernel.
+void load_kernels();
+
+}  // namespace dpt::cuda

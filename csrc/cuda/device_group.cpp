@@ -1,0 +1,372 @@
+#include "cuda/device_group.hpp"
+
+#include <unistd.h>
+
+#include <bit>
+#include <cstring>
+#include <mutex>
+#include <sstream>
+#include <thread>
+
+#include "cuda/checks.hpp"
+#include "cuda/device_memory.hpp"
+#include "transport/shm/fd_exchange.hpp"
+
+namespace dpt {
+namespace {
+
+using cuda::DeviceMemory;
+using cuda::ExchangeArguments;
+using cuda::HostStatus;
+using cuda::kMaxRanks;
+using cuda::Launch;
+using cuda::Layout;
+using cuda::ReduceArguments;
+
+// Low-latency messages are small; what they stage is a small part of the whole.
+constexpr uint32_t kSlotsPerLines = 4;
+constexpr uint32_t kLargestSlot = 64 << 10;
+constexpr uint32_t kSmallestSlot = 4 << 10;
+// How long a group that goes away waits for its kernels.
+constexpr std::chrono::milliseconds kDestroyGrace{5000};
+
+// The layout with the largest slots that fit; slot_bytes 0: none does.
+Layout layout_for(int size, size_t staging_bytes) {
+  for (uint32_t slot = kLargestSlot; slot >= kSmallestSlot; slot /= 2) {
+    const Layout layout{size, slot, slot / kSlotsPerLines};
+    if (layout.block_bytes() <= staging_bytes) return layout;
+  }
+  return {size, 0, 0};
+}
+
+// Memory of the host that kernels write their last word to.
+class MappedStatus {
+ public:
+  MappedStatus() {
+    DPT_CUDA_CHECK(
+        cudaHostAlloc(reinterpret_cast<void**>(&status_), sizeof *status_, cudaHostAllocMapped));
+    *status_ = {};
+    DPT_CUDA_CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&on_device_), status_, 0));
+  }
+  ~MappedStatus() { cudaFreeHost(status_); }
+  MappedStatus(const MappedStatus&) = delete;
+  MappedStatus& operator=(const MappedStatus&) = delete;
+
+  const volatile HostStatus& read() const { return *status_; }
+  void abort() { __atomic_store_n(&status_->abort, 1u, __ATOMIC_RELEASE); }
+  HostStatus* on_device() const { return on_device_; }
+
+ private:
+  HostStatus* status_ = nullptr;
+  HostStatus* on_device_ = nullptr;
+};
+
+// Ranks that are in the same operation get the same; whatever may differ between them stays out.
+uint32_t describe(const dpt_request& request, const DevicePlan& plan) {
+  uint32_t hash = 2166136261u;  // FNV-1a
+  const auto mix = [&](uint64_t value) {
+    for (int byte = 0; byte < 8; ++byte) {
+      hash = (hash ^ static_cast<uint32_t>(value >> 8 * byte & 255)) * 16777619u;
+    }
+  };
+  const bool uneven = request.input_counts != nullptr || request.output_counts != nullptr;
+  mix(request.collective);
+  mix(request.dtype);
+  mix(request.reduce_op);
+  mix(static_cast<uint64_t>(request.root));
+  mix(uneven ? ~uint64_t{0} : request.count);
+  for (const char* letter = plan.algorithm; *letter != '\0'; ++letter) {
+    mix(static_cast<uint64_t>(*letter));
+  }
+  mix(static_cast<uint64_t>(plan.grid.channels) << 32 | static_cast<uint32_t>(plan.grid.threads));
+  return hash;
+}
+
+class ConnectedDeviceGroup final : public DeviceGroup {
+ public:
+  ConnectedDeviceGroup(const Setup& setup, const Layout& layout, std::vector<DeviceMemory> blocks)
+      : device_(setup.device), blocks_(std::move(blocks)) {
+    group_.layout = layout;
+    group_.rank = setup.rank;
+    group_.status = status_.on_device();
+    for (size_t rank = 0; rank < blocks_.size(); ++rank) {
+      group_.blocks[rank] = blocks_[rank].address();
+    }
+  }
+
+  ~ConnectedDeviceGroup() override {
+    // A peer that still uses this rank's block has a mapping of its own, which keeps it.
+    const cuda::DeviceScope scope(device_);
+    const Deadline grace(kDestroyGrace);
+    while (cudaStreamQuery(last_stream_) == cudaErrorNotReady && !grace.expired()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    abort();
+    cudaStreamSynchronize(last_stream_);
+    cudaGetLastError();
+  }
+
+  const Layout& layout() const override { return group_.layout; }
+
+  void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
+    const cuda::DeviceScope scope(device_);
+    last_stream_ = static_cast<cudaStream_t>(stream);
+    Launch launch{group_, {}, plan.grid, stream};
+    launch.call.timeout_ns = static_cast<uint64_t>(request.timeout_ms) * 1000000;
+    launch.call.description = describe(request, plan);
+    switch (request.collective) {
+      case DPT_ALL_REDUCE:
+      case DPT_REDUCE_SCATTER:
+        return reduce(launch, request, plan);
+      default:
+        return exchange(launch, request, plan);
+    }
+  }
+
+  std::optional<Failure> failure() const override {
+    const volatile HostStatus& status = status_.read();
+    const uint32_t code = status.code;
+    if (code == HostStatus::kNone) return std::nullopt;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return Failure{code == HostStatus::kMismatch, static_cast<int>(status.peer), status.sequence};
+  }
+
+  void abort() override { status_.abort(); }
+
+ private:
+  static const char* input(const dpt_request& request, int index) {
+    return static_cast<const char*>(request.inputs[index]);
+  }
+  static char* output(const dpt_request& request, int index) {
+    return static_cast<char*>(request.outputs[index]);
+  }
+
+  void reduce(const Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
+    const int size = group_.layout.size;
+    const uint64_t bytes = request.count * size_of(request.dtype);
+    const double factor = request.reduce_op == DPT_PREMUL_SUM ? request.premul_factor : 1;
+    const double average = request.reduce_op == DPT_AVG ? 1.0 / size : 1;
+    const bool whole = request.collective == DPT_ALL_REDUCE;
+    if (plan.algorithm == std::string_view("two_shot")) {
+      return cuda::two_shot_all_reduce(
+          launch,
+          {input(request, 0), output(request, 0), bytes, factor, average},
+          request.dtype,
+          request.reduce_op);
+    }
+    ReduceArguments arguments{{}, output(request, 0), bytes, factor, average};
+    for (int rank = 0; rank < size; ++rank) {
+      arguments.parts[rank] = input(request, whole ? 0 : rank);
+    }
+    auto* const start = plan.algorithm == std::string_view("low_latency")
+                            ? cuda::low_latency_reduce
+                            : cuda::push_reduce_scatter;
+    start(launch, arguments, request.dtype, request.reduce_op);
+  }
+
+  void exchange(const Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
+    ExchangeArguments arguments{};
+    const int me = group_.rank;
+    const size_t element = size_of(request.dtype);
+    const auto bytes_of = [&](const size_t* counts, int index) {
+      return (counts != nullptr ? counts[index] : request.count) * element;
+    };
+    for (int rank = 0; rank < group_.layout.size; ++rank) {
+      const bool from_me = request.root == me;
+      const bool from_it = request.root == rank;
+      switch (request.collective) {
+        case DPT_ALL_GATHER:
+          send(&arguments, rank, input(request, 0), request.count * element);
+          receive(&arguments, rank, output(request, rank), bytes_of(request.output_counts, rank));
+          break;
+        case DPT_ALL_TO_ALL:
+          send(&arguments, rank, input(request, rank), bytes_of(request.input_counts, rank));
+          receive(&arguments, rank, output(request, rank), bytes_of(request.output_counts, rank));
+          break;
+        case DPT_BROADCAST:
+          if (from_me) send(&arguments, rank, input(request, 0), request.count * element);
+          if (from_it) receive(&arguments, rank, output(request, 0), request.count * element);
+          break;
+        case DPT_SCATTER:
+          if (from_me) send(&arguments, rank, input(request, rank), request.count * element);
+          if (from_it) receive(&arguments, rank, output(request, 0), request.count * element);
+          break;
+        case DPT_GATHER:
+          if (from_it) send(&arguments, rank, input(request, 0), request.count * element);
+          if (from_me) receive(&arguments, rank, output(request, rank), request.count * element);
+          break;
+        default:
+          throw Error(DPT_ERR_INTERNAL,
+                      std::string("no device kernel for ") + name_of(request.collective));
+      }
+    }
+    auto* const start = plan.algorithm == std::string_view("low_latency")
+                            ? cuda::low_latency_exchange
+                            : cuda::push_exchange;
+    start(launch, arguments);
+  }
+  static void send(ExchangeArguments* arguments, int rank, const char* from, uint64_t bytes) {
+    arguments->send[rank] = from;
+    arguments->send_bytes[rank] = bytes;
+  }
+  static void receive(ExchangeArguments* arguments, int rank, char* to, uint64_t bytes) {
+    arguments->receive[rank] = to;
+    arguments->receive_bytes[rank] = bytes;
+  }
+
+  int device_;
+  cudaStream_t last_stream_ = nullptr;
+  MappedStatus status_;
+  std::vector<DeviceMemory> blocks_;
+  cuda::GroupView group_{};
+};
+
+// What a rank tells the others before memory is exchanged.
+struct Hello {
+  std::string address;  // of its socket; empty when it can't take part
+  uint32_t slot_bytes = 0;
+  std::string why_not;
+
+  std::string serialize() const {
+    return (address.empty() ? "-" : address) + " " + std::to_string(slot_bytes) + " " +
+           why_not.substr(0, DeviceGroup::kMostWords / 2);
+  }
+  static Hello parse(const std::string& text) {
+    Hello hello;
+    std::istringstream words(text);
+    words >> hello.address >> hello.slot_bytes;
+    std::getline(words, hello.why_not);
+    if (hello.address == "-") hello.address.clear();
+    return hello;
+  }
+};
+
+// Hands this rank's block to every peer and takes theirs.
+std::vector<DeviceMemory> exchange_blocks(const DeviceGroup::Setup& setup,
+                                          const std::vector<Hello>& peers,
+                                          const UniqueFd& listener,
+                                          DeviceMemory own) {
+  const int size = static_cast<int>(peers.size());
+  std::vector<UniqueFd> sockets(size);
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank != setup.rank) sockets[rank] = connect_abstract(peers[rank].address);
+  }
+  const UniqueFd file = own.export_file();
+  for (int served = 0; served < size - 1;) {
+    const UniqueFd peer = accept_within(listener, setup.wait.deadline.next_slice());
+    if (peer.get() >= 0) {
+      send_fds(peer, std::to_string(setup.rank), {file.get()});
+      ++served;
+      continue;
+    }
+    setup.wait.check();
+    if (setup.wait.deadline.expired()) {
+      throw Error(DPT_ERR_SYSTEM, "a rank did not fetch this rank's device memory");
+    }
+  }
+  std::vector<DeviceMemory> blocks(size);
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank == setup.rank) continue;
+    const Received received = receive_fds(sockets[rank], setup.wait);
+    if (received.text != std::to_string(rank) || received.fds.size() != 1) {
+      throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
+    }
+    blocks[rank] = DeviceMemory::import(setup.device, received.fds.front(), own.bytes());
+  }
+  blocks[setup.rank] = std::move(own);
+  return blocks;
+}
+
+std::string name_rank(const DeviceGroup::Setup& setup, size_t rank) {
+  return "rank " + std::to_string(setup.global_ranks[rank]);
+}
+
+// All ranks learn of any rank's trouble and give it up together.
+void agree(const DeviceGroup::Setup& setup, const std::string& trouble) {
+  const std::vector<std::string> troubles =
+      setup.all_gather(trouble.substr(0, DeviceGroup::kMostWords / 2));
+  for (size_t rank = 0; rank < troubles.size(); ++rank) {
+    if (!troubles[rank].empty()) {
+      throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ": " + troubles[rank]);
+    }
+  }
+}
+
+}  // namespace
+
+std::string DeviceGroup::why_absent() {
+  int devices = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error == cudaSuccess && devices > 0) return "";
+  cudaGetLastError();
+  return std::string("no CUDA device: ") + cudaGetErrorString(error);
+}
+
+uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess ||
+      status == cudaStreamCaptureStatusNone) {
+    return 0;
+  }
+  unsigned long long id = 0;
+  DPT_CUDA_CHECK(cudaStreamGetCaptureInfo(
+      static_cast<cudaStream_t>(stream), &status, &id, nullptr, nullptr, nullptr, nullptr));
+  return id;
+}
+
+std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
+  const int size = static_cast<int>(setup.global_ranks.size());
+  Hello hello;
+  UniqueFd listener;
+  try {
+    if (size > kMaxRanks) {
+      throw Error(
+          DPT_ERR_SYSTEM,
+          std::to_string(size) + " ranks; GPU kernels serve up to " + std::to_string(kMaxRanks));
+    }
+    if (const std::string absent = why_absent(); !absent.empty()) {
+      throw Error(DPT_ERR_SYSTEM, absent);
+    }
+    static std::once_flag loaded;
+    const cuda::DeviceScope scope(setup.device);
+    std::call_once(loaded, cuda::load_kernels);
+    hello.slot_bytes = layout_for(size, setup.staging_bytes).slot_bytes;
+    if (hello.slot_bytes == 0) throw Error(DPT_ERR_SYSTEM, "staging_mb is used up by other groups");
+    listener = listen_abstract(&hello.address);
+  } catch (const Error& error) {
+    hello.address.clear();
+    hello.why_not = error.what();
+  }
+  std::vector<Hello> peers;
+  for (const std::string& words : setup.all_gather(hello.serialize())) {
+    peers.push_back(Hello::parse(words));
+  }
+  uint32_t slot_bytes = hello.slot_bytes;
+  for (size_t rank = 0; rank < peers.size(); ++rank) {
+    if (peers[rank].address.empty()) {
+      throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ":" + peers[rank].why_not);
+    }
+    slot_bytes = std::min(slot_bytes, peers[rank].slot_bytes);
+  }
+  const Layout layout{size, slot_bytes, slot_bytes / kSlotsPerLines};
+
+  std::string trouble;
+  DeviceMemory own;
+  try {
+    own = DeviceMemory::allocate(setup.device, layout.block_bytes());
+  } catch (const Error& error) {
+    trouble = error.what();
+  }
+  agree(setup, trouble);
+  std::vector<DeviceMemory> blocks;
+  try {
+    blocks = exchange_blocks(setup, peers, listener, std::move(own));
+  } catch (const Error& error) {
+    trouble = error.what();
+  }
+  agree(setup, trouble);
+  const cuda::DeviceScope scope(setup.device);
+  return std::make_unique<ConnectedDeviceGroup>(setup, layout, std::move(blocks));
+}
+
+}  // namespace dpt

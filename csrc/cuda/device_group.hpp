@@ -1,0 +1,57 @@
+// The GPUs of one group of ranks: their staging memory, mapped by all of them, and the way to start
+// a kernel on it.
+//
+// Lifecycle: `connect` is called by all ranks together, on the node they share. Once a kernel gave
+// up (a peer that did not come, a mismatch) or `abort` was called the group has failed for good.
+// Thread safety: `launch` by one thread at a time; `abort` and `failure` from any.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/wait.hpp"
+#include "cuda/arguments.hpp"
+
+namespace dpt {
+
+class DeviceGroup {
+ public:
+  struct Setup {
+    int rank;
+    const std::vector<int64_t>& global_ranks;
+    int device;            // as this process numbers them
+    size_t staging_bytes;  // most device memory for this group
+    // Every rank's text, in rank order. Of at most kMostWords bytes.
+    std::function<std::vector<std::string>(const std::string&)> all_gather;
+    const WaitContext& wait;
+  };
+  static constexpr size_t kMostWords = 240;
+
+  // Empty, or why there are no GPU kernels in this process: built without them, no driver.
+  static std::string why_absent();
+  // The capture of a graph that the stream is part of; 0: none.
+  static uint64_t capture_of(cuda::Stream stream);
+  // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where a rank's memory can't be reached.
+  static std::unique_ptr<DeviceGroup> connect(const Setup& setup);
+  virtual ~DeviceGroup() = default;
+
+  virtual const cuda::Layout& layout() const = 0;
+  // Starts `request` on `stream`, where its buffers are ready, and returns.
+  virtual void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) = 0;
+
+  struct Failure {
+    bool mismatch;      // else a peer did not come in time
+    int peer;           // rank in the group
+    uint32_t sequence;  // of the operation, among the group's native ones on the device
+  };
+  // What a kernel left behind when it gave up.
+  virtual std::optional<Failure> failure() const = 0;
+  // Kernels under way give up, later ones end at once.
+  virtual void abort() = 0;
+};
+
+}  // namespace dpt

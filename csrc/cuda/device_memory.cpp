@@ -1,0 +1,144 @@
+#include "cuda/device_memory.hpp"
+
+#include <utility>
+
+#include "cuda/checks.hpp"
+
+namespace dpt::cuda {
+namespace {
+
+// libcuda through the runtime, so that the core loads where there is no driver.
+template <typename Function>
+Function driver(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  constexpr unsigned kVersion = 12000;
+  check(cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result), name);
+  if (found == nullptr || result != cudaDriverEntryPointSuccess) {
+    throw Error(DPT_ERR_SYSTEM, std::string("this CUDA driver has no ") + name);
+  }
+  return reinterpret_cast<Function>(found);
+}
+#define DPT_DRIVER(name) driver<decltype(&::name)>(#name)
+
+struct Driver {
+  decltype(&::cuMemCreate) create = DPT_DRIVER(cuMemCreate);
+  decltype(&::cuMemRelease) release = DPT_DRIVER(cuMemRelease);
+  decltype(&::cuMemAddressReserve) reserve = DPT_DRIVER(cuMemAddressReserve);
+  decltype(&::cuMemAddressFree) unreserve = DPT_DRIVER(cuMemAddressFree);
+  decltype(&::cuMemMap) map = DPT_DRIVER(cuMemMap);
+  decltype(&::cuMemUnmap) unmap = DPT_DRIVER(cuMemUnmap);
+  decltype(&::cuMemSetAccess) set_access = DPT_DRIVER(cuMemSetAccess);
+  decltype(&::cuMemExportToShareableHandle) export_handle =
+      DPT_DRIVER(cuMemExportToShareableHandle);
+  decltype(&::cuMemImportFromShareableHandle) import_handle =
+      DPT_DRIVER(cuMemImportFromShareableHandle);
+  decltype(&::cuMemGetAllocationGranularity) granularity =
+      DPT_DRIVER(cuMemGetAllocationGranularity);
+  decltype(&::cuGetErrorString) error_string = DPT_DRIVER(cuGetErrorString);
+
+  static const Driver& get() {
+    static const Driver instance;
+    return instance;
+  }
+};
+
+constexpr auto kFileHandle = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+CUmemAllocationProp properties_of(int device) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
+  properties.requestedHandleTypes = kFileHandle;
+  return properties;
+}
+
+}  // namespace
+
+void check(CUresult result, const char* call) {
+  if (result == CUDA_SUCCESS) return;
+  const char* text = nullptr;
+  Driver::get().error_string(result, &text);
+  throw Error(DPT_ERR_SYSTEM, std::string(call) + ": " + (text != nullptr ? text : "failed"));
+}
+
+DeviceMemory DeviceMemory::allocate(int device, size_t bytes) {
+  const DeviceScope scope(device);
+  DPT_CUDA_CHECK(cudaFree(nullptr));  // the device's context, if nothing has made it yet
+  const CUmemAllocationProp properties = properties_of(device);
+  size_t granularity = 0;
+  const Driver& driver = Driver::get();
+  check(driver.granularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "cuMemGetAllocationGranularity");
+  bytes = (bytes + granularity - 1) / granularity * granularity;
+  CUmemGenericAllocationHandle handle = 0;
+  check(driver.create(&handle, bytes, &properties, 0), "cuMemCreate");
+  DeviceMemory memory(device, handle, bytes);
+  DPT_CUDA_CHECK(cudaMemset(memory.address(), 0, bytes));
+  DPT_CUDA_CHECK(cudaStreamSynchronize(nullptr));
+  return memory;
+}
+
+DeviceMemory DeviceMemory::import(int device, const UniqueFd& file, size_t bytes) {
+  const DeviceScope scope(device);
+  CUmemGenericAllocationHandle handle = 0;
+  auto* const descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(file.get()));
+  check(Driver::get().import_handle(&handle, descriptor, kFileHandle),
+        "cuMemImportFromShareableHandle");
+  return {device, handle, bytes};
+}
+
+DeviceMemory::DeviceMemory(int device, uint64_t handle, size_t bytes)
+    : device_(device), handle_(handle), bytes_(bytes) {
+  const Driver& driver = Driver::get();
+  try {
+    CUdeviceptr address = 0;
+    check(driver.reserve(&address, bytes, 0, 0, 0), "cuMemAddressReserve");
+    const CUresult mapped = driver.map(address, bytes, 0, handle, 0);
+    if (mapped != CUDA_SUCCESS) driver.unreserve(address, bytes);
+    check(mapped, "cuMemMap");
+    address_ = address;
+    CUmemAccessDesc access{};
+    access.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    check(driver.set_access(address, bytes, &access, 1), "cuMemSetAccess");
+  } catch (...) {
+    free();
+    throw;
+  }
+}
+
+DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept { *this = std::move(other); }
+
+DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
+  if (this == &other) return *this;
+  free();
+  device_ = std::exchange(other.device_, -1);
+  handle_ = std::exchange(other.handle_, 0);
+  address_ = std::exchange(other.address_, 0);
+  bytes_ = std::exchange(other.bytes_, 0);
+  return *this;
+}
+
+DeviceMemory::~DeviceMemory() { free(); }
+
+void DeviceMemory::free() noexcept {
+  if (handle_ == 0) return;
+  const Driver& driver = Driver::get();
+  if (address_ != 0) {
+    driver.unmap(address_, bytes_);
+    driver.unreserve(address_, bytes_);
+  }
+  driver.release(handle_);
+  handle_ = 0;
+  address_ = 0;
+}
+
+UniqueFd DeviceMemory::export_file() const {
+  int file = -1;
+  check(Driver::get().export_handle(&file, handle_, kFileHandle, 0),
+        "cuMemExportToShareableHandle");
+  return UniqueFd(file);
+}
+
+}  // namespace dpt::cuda

@@ -1,0 +1,102 @@
+// What the GPUs of a group share, as kernels and host code see it.
+//
+// Each rank owns one block of device memory that its peers map too. A block holds, in this order:
+//   control   flags that the peers set
+//   counters  this rank's own bookkeeping, kept from kernel to kernel
+//   lines     staging of low-latency kernels: data that carries its flags with it
+//   slots     staging of push kernels: a short queue of chunks from every peer
+//
+// NOTE [Device sequence] Flags, counters and the parity of staging live in device memory and are
+// advanced by the kernels alone. So calls, and replays of any number of captured graphs, mix on one
+// group in whatever order the stream runs them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/plan.hpp"
+
+namespace dpt::cuda {
+
+constexpr int kMaxRanks = 8;
+// A channel is one thread block and its counterparts on the peers; each works by itself.
+constexpr int kMaxChannels = 32;
+constexpr int kMostThreads = 512;
+// Queues of a channel. A kernel that sends results while it still receives inputs uses both.
+enum Lane : int { kInputs = 0, kResults = 1 };
+constexpr int kNumLanes = 2;
+constexpr int kNumSlots = 4;  // chunks a queue holds
+
+constexpr size_t kAlignment = 128;
+
+// Why a group failed on the device. Host memory that the device writes, and reads where it waits.
+struct HostStatus {
+  enum Code : uint32_t { kNone = 0, kTimeout, kMismatch };
+  uint32_t abort;     // not 0: kernels give up
+  uint32_t code;      // of the first kernel that gave up by itself; written last
+  uint32_t peer;      // the rank it waited for
+  uint32_t sequence;  // the native operation's number in this group
+};
+
+struct Control {
+  // By the rank that sends, for each of this rank's queues: chunks sent so far.
+  uint32_t arrived[kMaxChannels][kNumLanes][kMaxRanks];
+  // By the rank that receives, for each queue there that this rank fills: chunks taken so far.
+  uint32_t taken[kMaxChannels][kNumLanes][kMaxRanks];
+  // What each rank last entered: a description of the operation above its number. Twice, since a
+  // peer may be one operation ahead.
+  uint64_t entered[2][kMaxRanks];
+};
+
+struct Counters {
+  uint32_t sent[kMaxChannels][kNumLanes][kMaxRanks];
+  uint32_t received[kMaxChannels][kNumLanes][kMaxRanks];
+  uint32_t line_sequence[kMaxChannels];  // of the channel's last low-latency kernel
+  uint32_t sequence;                     // of the group's last native operation
+  uint32_t failed;                       // kernels that start now end at once
+};
+
+// Sizes that all ranks of a group agree on.
+struct Layout {
+  int size;             // ranks
+  uint32_t slot_bytes;  // of one chunk, a multiple of kAlignment
+  uint32_t line_bytes;  // of one channel's data from one rank; a line holds half data, half flags
+
+  static constexpr size_t round(size_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  static constexpr size_t counters_offset() { return round(sizeof(Control)); }
+  static constexpr size_t lines_offset() { return counters_offset() + round(sizeof(Counters)); }
+  constexpr size_t lines_bytes() const {
+    return size_t{2} * kMaxChannels * size * (2 * size_t{line_bytes});
+  }
+  constexpr size_t slots_offset() const { return lines_offset() + lines_bytes(); }
+  constexpr size_t slots_bytes() const {
+    return size_t{kNumLanes} * kMaxChannels * size * kNumSlots * slot_bytes;
+  }
+  constexpr size_t block_bytes() const { return slots_offset() + slots_bytes(); }
+};
+
+// The longest part that low-latency kernels take: each thread of the grid has the same number of
+// lines.
+constexpr uint64_t most_in_lines(const Layout& layout, const Grid& grid) {
+  constexpr uint64_t kDataPerLine = 8;
+  const uint64_t per_thread = layout.line_bytes / kDataPerLine / grid.threads;
+  return per_thread * grid.threads * grid.channels * kDataPerLine;
+}
+
+// A group as its kernels get it.
+struct GroupView {
+  Layout layout;
+  int rank;
+  char* blocks[kMaxRanks];  // every rank's block where it is mapped here
+  HostStatus* status;
+};
+
+// What one launch adds to it.
+struct CallView {
+  uint64_t timeout_ns;
+  uint32_t description;  // equal on ranks that are in the same operation
+};
+
+}  // namespace dpt::cuda

@@ -1,0 +1,20 @@
+// Stands in for device_group.cpp where the core is built without CUDA's compiler.
+#include "base/error.hpp"
+#include "cuda/device_group.hpp"
+
+namespace dpt {
+
+std::string DeviceGroup::why_absent() { return "GPU kernels absent: built without nvcc"; }
+
+uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
+
+std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup&) {
+  throw Error(DPT_ERR_SYSTEM, why_absent());
+}
+
+namespace cuda {
+bool can_reduce_on_device(DataType, ReduceOp) { return false; }
+bool has_large_kernels(DataType, ReduceOp) { return false; }
+}  // namespace cuda
+
+}  // namespace dpt

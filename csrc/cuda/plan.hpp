@@ -1,0 +1,24 @@
+// What the tuner decides for one operation on the device; identical on every rank of the group.
+#pragma once
+
+#include <string>
+
+namespace dpt {
+
+namespace cuda {
+
+// How many thread blocks of how many threads; the same on every rank.
+struct Grid {
+  int channels;
+  int threads;
+};
+
+}  // namespace cuda
+
+struct DevicePlan {
+  const char* algorithm = "delegate";
+  cuda::Grid grid{0, 0};
+  std::string reason;
+};
+
+}  // namespace dpt

@@ -1,0 +1,94 @@
+// How a kernel waits for another GPU: never for ever.
+#pragma once
+
+#include "cuda/device.cuh"
+
+namespace dpt::cuda {
+
+DPT_DEVICE Control& control_of(const GroupView& group, int rank) {
+  return *reinterpret_cast<Control*>(group.blocks[rank]);
+}
+DPT_DEVICE Counters& counters_of(const GroupView& group) {
+  return *reinterpret_cast<Counters*>(group.blocks[group.rank] + Layout::counters_offset());
+}
+
+// Leaves word for the host and makes every kernel of this rank's group give up.
+DPT_DEVICE void give_up(const GroupView& group, HostStatus::Code code, int peer) {
+  Counters& counters = counters_of(group);
+  HostStatus& status = *group.status;
+  if (load_relaxed(&status.code) == HostStatus::kNone) {
+    store_relaxed(&status.peer, static_cast<uint32_t>(peer));
+    store_relaxed(&status.sequence, load_relaxed(&counters.sequence) + 1);
+    store_release(&status.code, code);
+  }
+  store_relaxed(&status.abort, 1);
+  store_relaxed(&counters.failed, 1);
+}
+
+// Polls until `ready()`; false when the group failed first.
+template <typename Ready>
+DPT_DEVICE bool wait_until(const GroupView& group, const CallView& call, int peer, Ready ready) {
+  // The host's word lies behind PCIe, so it is read rarely.
+  constexpr uint32_t kPollsPerCheck = 1024;
+  uint64_t start = 0;
+  for (uint32_t polls = 1; !ready(); ++polls) {
+    if (polls % kPollsPerCheck != 0) continue;
+    if (load_relaxed(&group.status->abort) != 0) {
+      store_relaxed(&counters_of(group).failed, 1);
+      return false;
+    }
+    const uint64_t now = clock_ns();
+    if (start == 0) start = now;
+    if (now - start > call.timeout_ns) {
+      give_up(group, HostStatus::kTimeout, peer);
+      return false;
+    }
+  }
+  return true;
+}
+
+// First and last step of every kernel, by its channel 0: tells the peers which operation this rank
+// is in, and waits for theirs.
+//
+// NOTE [One ahead] No kernel ends before all ranks have started it, so a rank is at most one
+// operation ahead of its peers. Two copies of whatever a peer may still read are therefore enough.
+class Attendance {
+ public:
+  // False: the group has failed, leave at once.
+  DPT_DEVICE bool begin(const GroupView& group, const CallView& call) {
+    const Counters& counters = counters_of(group);
+    const int peer = thread_index();
+    if (channel_index() == 0) sequence_ = load_relaxed(&counters.sequence) + 1;
+    if (channel_index() == 0 && peer < group.layout.size && peer != group.rank) {
+      const uint64_t word = uint64_t{call.description} << 32 | sequence_;
+      store_release(&control_of(group, peer).entered[sequence_ & 1][group.rank], word);
+    }
+    return sync_channel_and(load_relaxed(&counters.failed) == 0);
+  }
+
+  DPT_DEVICE bool end(const GroupView& group, const CallView& call) const {
+    if (channel_index() != 0) return true;
+    const int peer = thread_index();
+    bool ok = true;
+    if (peer < group.layout.size && peer != group.rank) {
+      const uint64_t* entered = &control_of(group, group.rank).entered[sequence_ & 1][peer];
+      uint64_t word = 0;
+      ok = wait_until(group, call, peer, [&] {
+        word = load_acquire(entered);
+        return static_cast<uint32_t>(word) == sequence_;
+      });
+      if (ok && static_cast<uint32_t>(word >> 32) != call.description) {
+        give_up(group, HostStatus::kMismatch, peer);
+        ok = false;
+      }
+    }
+    ok = sync_channel_and(ok);
+    if (ok && peer == 0) store_relaxed(&counters_of(group).sequence, sequence_);
+    return ok;
+  }
+
+ private:
+  uint32_t sequence_ = 0;
+};
+
+}  // namespace dpt::cuda

@@ -1,0 +1,127 @@
+// csrc/cuda's kernels on host threads: every thread of every channel is a std::thread, every rank's
+// block lies in host memory. Slow, but all of a kernel's logic runs, also under ThreadSanitizer.
+#pragma once
+
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "cuda/arguments.hpp"
+
+#define DPT_DEVICE inline
+#define DPT_DEVICE_CALL inline
+#define DPT_SHARED(type, name) type& name = *emulated_thread.channel->shared<type>()
+
+namespace dpt::cuda {
+
+struct EmulatedChannel {
+  explicit EmulatedChannel(int threads) : all(threads) {}
+  template <typename T>
+  T* shared() {
+    static_assert(sizeof(T) <= sizeof memory);
+    return reinterpret_cast<T*>(memory);
+  }
+  std::barrier<> all;
+  std::atomic<int> refusals[2] = {};
+  alignas(16) char memory[1024] = {};
+};
+
+struct EmulatedThread {
+  int channel_index;
+  int num_channels;
+  int thread_index;
+  int num_threads;
+  EmulatedChannel* channel;
+  unsigned num_votes = 0;
+};
+inline thread_local EmulatedThread emulated_thread;
+
+inline int channel_index() { return emulated_thread.channel_index; }
+inline int num_channels() { return emulated_thread.num_channels; }
+inline int thread_index() { return emulated_thread.thread_index; }
+inline int num_threads() { return emulated_thread.num_threads; }
+
+inline void sync_channel() { emulated_thread.channel->all.arrive_and_wait(); }
+inline bool sync_channel_and(bool ok) {
+  EmulatedThread& self = emulated_thread;
+  std::atomic<int>& refusals = self.channel->refusals[self.num_votes++ % 2];
+  if (!ok) ++refusals;
+  sync_channel();
+  const bool all_ok = refusals == 0;
+  sync_channel();
+  if (self.thread_index == 0) refusals = 0;
+  return all_ok;
+}
+
+inline uint64_t clock_ns() {
+  return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+
+template <typename T>
+std::atomic_ref<T> atomic(const T* at) {
+  return std::atomic_ref<T>(*const_cast<T*>(at));
+}
+template <typename T>
+T load_acquire(const T* from) {
+  std::this_thread::yield();  // there are more threads than cores
+  return atomic(from).load(std::memory_order_acquire);
+}
+template <typename T>
+void store_release(T* to, std::type_identity_t<T> value) {
+  atomic(to).store(value, std::memory_order_release);
+}
+inline uint32_t load_relaxed(const uint32_t* from) {
+  return atomic(from).load(std::memory_order_relaxed);
+}
+inline void store_relaxed(uint32_t* to, uint32_t value) {
+  atomic(to).store(value, std::memory_order_relaxed);
+}
+
+inline uint4 load_staged(const uint4* from) { return *from; }
+inline void store_line(uint4* to, uint4 value) {
+  uint64_t halves[2];
+  std::memcpy(halves, &value, sizeof value);
+  auto* target = reinterpret_cast<uint64_t*>(to);
+  for (int i = 0; i < 2; ++i) atomic(target + i).store(halves[i], std::memory_order_relaxed);
+}
+inline uint4 load_line(const uint4* from) {
+  std::this_thread::yield();
+  const auto* source = reinterpret_cast<const uint64_t*>(from);
+  uint64_t halves[2];
+  for (int i = 0; i < 2; ++i) halves[i] = atomic(source + i).load(std::memory_order_relaxed);
+  uint4 value;
+  std::memcpy(&value, halves, sizeof value);
+  return value;
+}
+
+// Runs the kernel to its end.
+template <typename... Parameters, typename... Arguments>
+void start(void (*kernel)(Parameters...), const Launch& launch, const Arguments&... arguments) {
+  const auto [channels, threads] = launch.grid;
+  std::vector<std::unique_ptr<EmulatedChannel>> states;
+  std::vector<std::thread> running;
+  for (int channel = 0; channel < channels; ++channel) {
+    states.push_back(std::make_unique<EmulatedChannel>(threads));
+    for (int thread = 0; thread < threads; ++thread) {
+      running.emplace_back([&,
+                            state = states.back().get(),
+                            channel,
+                            thread,
+                            channels = channels,
+                            threads = threads] {
+        emulated_thread = {channel, channels, thread, threads, state};
+        kernel(arguments...);
+      });
+    }
+  }
+  for (std::thread& each : running) each.join();
+}
+
+template <typename... Parameters>
+void load(void (*)(Parameters...)) {}
+
+}  // namespace dpt::cuda

@@ -1,0 +1,370 @@
+// The device kernels, on host threads (emulated_device.hpp), against sums in double and copies.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "cuda/kernels.cu"
+#include "cuda/low_latency_exchange.cu"
+#include "cuda/low_latency_reduce.cu"
+#include "cuda/push_exchange.cu"
+#include "cuda/push_reduce_scatter.cu"
+#include "cuda/two_shot_all_reduce.cu"
+
+namespace dpt::cuda {
+namespace {
+
+// A group of ranks that are host threads; small staging, so that little data takes many rounds.
+class EmulatedGroup {
+ public:
+  static constexpr Grid kGrid{2, 12};
+  static constexpr uint32_t kSlotBytes = 128;
+  static constexpr uint32_t kLineBytes = 256;
+  static constexpr uint64_t kMostInLines = most_in_lines({2, kSlotBytes, kLineBytes}, kGrid);
+
+  explicit EmulatedGroup(int size) : size_(size) {
+    const Layout layout{size, kSlotBytes, kLineBytes};
+    for (int rank = 0; rank < size; ++rank) {
+      blocks_.emplace_back(layout.block_bytes() + kAlignment);
+      statuses_.push_back(std::make_unique<HostStatus>());
+      *statuses_.back() = {};
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      GroupView view{layout, rank, {}, statuses_[rank].get()};
+      for (int peer = 0; peer < size; ++peer) view.blocks[peer] = aligned(blocks_[peer].data());
+      views_.push_back(view);
+    }
+  }
+
+  // Every rank's host thread; `body` starts kernels with the launch it is given.
+  void run(const std::function<void(int rank, const Launch& launch)>& body,
+           Grid grid = kGrid,
+           std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < size_; ++rank) {
+      ranks.emplace_back([&, rank] {
+        const uint64_t timeout_ns =
+            static_cast<uint64_t>(std::chrono::nanoseconds(timeout).count());
+        body(rank, {views_[rank], {timeout_ns, 7}, grid, nullptr});
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+  }
+
+  const HostStatus& status(int rank) const { return *statuses_[rank]; }
+  void abort(int rank) { store_relaxed(&statuses_[rank]->abort, 1); }
+  void expect_healthy() const {
+    for (const auto& status : statuses_) {
+      EXPECT_EQ(status->abort, 0u);
+      EXPECT_EQ(status->code, HostStatus::kNone);
+    }
+  }
+
+ private:
+  static char* aligned(char* address) {
+    const auto value = reinterpret_cast<uintptr_t>(address);
+    return reinterpret_cast<char*>((value + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  int size_;
+  std::vector<std::vector<char>> blocks_;
+  std::vector<std::unique_ptr<HostStatus>> statuses_;
+  std::vector<GroupView> views_;
+};
+
+// `count` elements that start `shift` elements behind an aligned address.
+template <typename T>
+class Shifted {
+ public:
+  Shifted(size_t count, size_t shift)
+      : count_(count), memory_(count + shift + kAlignment / sizeof(T)) {
+    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+    first_ = memory_.data() + (kAlignment - address % kAlignment) % kAlignment / sizeof(T) + shift;
+  }
+  Shifted(Shifted&&) = default;
+  T* data() { return first_; }
+  const T* data() const { return first_; }
+  char* bytes() { return reinterpret_cast<char*>(first_); }
+  size_t size() const { return count_; }
+  T& operator[](size_t i) { return first_[i]; }
+
+ private:
+  size_t count_;
+  std::vector<T> memory_;
+  T* first_;
+};
+
+template <typename T>
+constexpr DataType dtype_of() {
+  if constexpr (std::is_same_v<T, float>) return DPT_FLOAT32;
+  if constexpr (std::is_same_v<T, double>) return DPT_FLOAT64;
+  if constexpr (std::is_same_v<T, __half>) return DPT_FLOAT16;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return DPT_BFLOAT16;
+  if constexpr (std::is_same_v<T, int32_t>) return DPT_INT32;
+  if constexpr (std::is_same_v<T, int64_t>) return DPT_INT64;
+}
+
+template <typename T>
+double as_double(T value) {
+  return static_cast<double>(widen<T>(value));
+}
+
+// Largest relative error of one rounding to T, and of a sum in its accumulator.
+template <typename T>
+double tolerance() {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return 1.0 / 256;
+  if constexpr (std::is_same_v<T, __half>) return 1.0 / 2048;
+  if constexpr (std::is_same_v<T, float>) return 1e-6;
+  if constexpr (std::is_same_v<T, double>) return 1e-14;
+  return 0;
+}
+
+template <typename T>
+std::vector<Shifted<T>> random_inputs(int ranks, size_t count, size_t shift, unsigned seed) {
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<double> values(-100, 100);
+  std::vector<Shifted<T>> inputs;
+  for (int rank = 0; rank < ranks; ++rank) {
+    inputs.emplace_back(count, shift);
+    for (size_t i = 0; i < count; ++i) {
+      using Accumulator = typename AccumulatorOf<T>::type;
+      inputs.back()[i] = narrow<T>(static_cast<Accumulator>(values(random)));
+    }
+  }
+  return inputs;
+}
+
+template <typename T>
+double expected_of(std::vector<Shifted<T>>& inputs, size_t i, ReduceOp op) {
+  double sum = as_double<T>(inputs[0][i]);
+  for (size_t rank = 1; rank < inputs.size(); ++rank) {
+    const double value = as_double<T>(inputs[rank][i]);
+    if (op == DPT_MIN) {
+      sum = std::min(sum, value);
+    } else if (op == DPT_MAX) {
+      sum = std::max(sum, value);
+    } else {
+      sum += value;
+    }
+  }
+  return op == DPT_AVG ? sum / static_cast<double>(inputs.size()) : sum;
+}
+
+enum class Way { kLowLatency, kTwoShot };
+
+template <typename T>
+void check_all_reduce(
+    EmulatedGroup& group, int ranks, Way way, size_t count, size_t shift, ReduceOp op) {
+  auto inputs = random_inputs<T>(ranks, count, shift, static_cast<unsigned>(count + shift));
+  std::vector<Shifted<T>> outputs;
+  for (int rank = 0; rank < ranks; ++rank) outputs.emplace_back(count, shift);
+  const bool in_place = count % 2 == 1;
+  group.run([&](int rank, const Launch& launch) {
+    char* const output = in_place ? inputs[rank].bytes() : outputs[rank].bytes();
+    const double average = op == DPT_AVG ? 1.0 / ranks : 1;
+    const uint64_t bytes = count * sizeof(T);
+    if (way == Way::kTwoShot) {
+      two_shot_all_reduce(
+          launch, {inputs[rank].bytes(), output, bytes, 1, average}, dtype_of<T>(), op);
+    } else {
+      ReduceArguments arguments{{}, output, bytes, 1, average};
+      for (const char*& part : arguments.parts) part = inputs[rank].bytes();
+      low_latency_reduce(launch, arguments, dtype_of<T>(), op);
+    }
+  });
+  group.expect_healthy();
+  auto& reduced = in_place ? inputs : outputs;
+  auto originals = random_inputs<T>(ranks, count, shift, static_cast<unsigned>(count + shift));
+  for (int rank = 0; rank < ranks; ++rank) {
+    EXPECT_EQ(std::memcmp(reduced[rank].data(), reduced[0].data(), count * sizeof(T)), 0)
+        << "rank " << rank;
+    for (size_t i = 0; i < count; ++i) {
+      const double expected = expected_of(originals, i, op);
+      const double magnitude = 100.0 * ranks;
+      ASSERT_NEAR(as_double<T>(reduced[rank][i]), expected, tolerance<T>() * magnitude)
+          << "rank " << rank << " element " << i << " of " << count;
+    }
+  }
+}
+
+class KernelsOfRanks : public testing::TestWithParam<int> {};
+
+TEST_P(KernelsOfRanks, AllReduceOfAnySizeAndAlignment) {
+  const int ranks = GetParam();
+  EmulatedGroup group(ranks);
+  for (const size_t count : {1, 2, 3, 31, 64, 96}) {
+    check_all_reduce<float>(group, ranks, Way::kLowLatency, count, count % 3, DPT_SUM);
+  }
+  for (const size_t count : {1, 5, 64, 333, 3001}) {
+    check_all_reduce<float>(group, ranks, Way::kTwoShot, count, count % 3, DPT_SUM);
+    check_all_reduce<__nv_bfloat16>(group, ranks, Way::kTwoShot, count, count % 5, DPT_AVG);
+  }
+}
+
+TEST_P(KernelsOfRanks, AllReduceOfEveryType) {
+  const int ranks = GetParam();
+  EmulatedGroup group(ranks);
+  for (const Way way : {Way::kLowLatency, Way::kTwoShot}) {
+    check_all_reduce<__half>(group, ranks, way, 77, 1, DPT_SUM);
+    check_all_reduce<__nv_bfloat16>(group, ranks, way, 78, 0, DPT_AVG);
+    check_all_reduce<float>(group, ranks, way, 79, 0, DPT_AVG);
+  }
+  const Way small = Way::kLowLatency;
+  check_all_reduce<__nv_bfloat16>(group, ranks, small, 78, 0, DPT_MAX);
+  check_all_reduce<double>(group, ranks, small, 41, 0, DPT_AVG);
+  check_all_reduce<int32_t>(group, ranks, small, 55, 1, DPT_MIN);
+  check_all_reduce<int64_t>(group, ranks, small, 33, 0, DPT_SUM);
+}
+
+TEST_P(KernelsOfRanks, ReduceScatter) {
+  const int ranks = GetParam();
+  EmulatedGroup group(ranks);
+  for (const bool low_latency : {true, false}) {
+    for (const size_t count : {1, 9, 60, 777}) {
+      if (low_latency && count * 2 > EmulatedGroup::kMostInLines) continue;
+      auto inputs = random_inputs<__nv_bfloat16>(ranks, count * ranks, 1, 5);
+      std::vector<Shifted<__nv_bfloat16>> outputs;
+      for (int rank = 0; rank < ranks; ++rank) outputs.emplace_back(count, 3);
+      group.run([&](int rank, const Launch& launch) {
+        ReduceArguments arguments{{}, outputs[rank].bytes(), count * 2, 0.5, 1};
+        for (int part = 0; part < ranks; ++part) {
+          arguments.parts[part] = inputs[rank].bytes() + part * count * 2;
+        }
+        auto* const run = low_latency ? low_latency_reduce : push_reduce_scatter;
+        run(launch, arguments, DPT_BFLOAT16, DPT_PREMUL_SUM);
+      });
+      group.expect_healthy();
+      for (int rank = 0; rank < ranks; ++rank) {
+        for (size_t i = 0; i < count; ++i) {
+          const double expected = expected_of(inputs, rank * count + i, DPT_SUM) / 2;
+          ASSERT_NEAR(as_double(outputs[rank][i]), expected, 100.0 * ranks / 256);
+        }
+      }
+    }
+  }
+}
+
+// Parts of any size, also none: what uneven all_to_all, broadcast, gather and scatter are.
+void check_exchange(EmulatedGroup& group, int ranks, bool low_latency, unsigned seed) {
+  std::mt19937 random(seed);
+  std::uniform_int_distribution<int> sizes(
+      0, low_latency ? static_cast<int>(EmulatedGroup::kMostInLines) : 5000);
+  std::vector<std::vector<size_t>> bytes(ranks, std::vector<size_t>(ranks));
+  std::vector<std::vector<Shifted<uint8_t>>> sent(ranks);
+  std::vector<std::vector<Shifted<uint8_t>>> received(ranks);
+  for (int from = 0; from < ranks; ++from) {
+    for (int to = 0; to < ranks; ++to) {
+      bytes[from][to] = random() % 4 == 0 ? 0 : sizes(random);
+      sent[from].emplace_back(bytes[from][to], random() % 20);
+      for (size_t i = 0; i < bytes[from][to]; ++i) sent[from][to][i] = random() & 255;
+    }
+  }
+  for (int to = 0; to < ranks; ++to) {
+    for (int from = 0; from < ranks; ++from) {
+      received[to].emplace_back(bytes[from][to], random() % 20);
+    }
+  }
+  group.run([&](int rank, const Launch& launch) {
+    ExchangeArguments arguments{};
+    for (int peer = 0; peer < ranks; ++peer) {
+      arguments.send[peer] = sent[rank][peer].bytes();
+      arguments.send_bytes[peer] = bytes[rank][peer];
+      arguments.receive[peer] = received[rank][peer].bytes();
+      arguments.receive_bytes[peer] = bytes[peer][rank];
+    }
+    (low_latency ? low_latency_exchange : push_exchange)(launch, arguments);
+  });
+  group.expect_healthy();
+  for (int from = 0; from < ranks; ++from) {
+    for (int to = 0; to < ranks; ++to) {
+      EXPECT_EQ(std::memcmp(received[to][from].data(), sent[from][to].data(), bytes[from][to]), 0)
+          << from << " -> " << to;
+    }
+  }
+}
+
+TEST_P(KernelsOfRanks, ExchangeOfAnySizes) {
+  EmulatedGroup group(GetParam());
+  for (unsigned seed = 0; seed < 6; ++seed) {
+    check_exchange(group, GetParam(), seed % 2 == 0, seed);
+  }
+}
+
+// Everything on one group in random order, with grids of different sizes: the books that kernels
+// keep for each other must fit.
+TEST_P(KernelsOfRanks, MixedOnOneGroup) {
+  const int ranks = GetParam();
+  EmulatedGroup group(ranks);
+  std::mt19937 random(3);
+  for (int round = 0; round < 12; ++round) {
+    switch (random() % 3) {
+      case 0:
+        check_exchange(group, ranks, random() % 2 == 0, random());
+        break;
+      case 1:
+        check_all_reduce<float>(group, ranks, Way::kTwoShot, random() % 900 + 1, 0, DPT_SUM);
+        break;
+      default:
+        check_all_reduce<float>(group, ranks, Way::kLowLatency, random() % 90 + 1, 0, DPT_SUM);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, KernelsOfRanks, testing::Values(2, 3, 4));
+
+TEST(Kernels, APeerThatNeverComesIsATimeout) {
+  EmulatedGroup group(2);
+  std::vector<float> data(500, 1);
+  group.run(
+      [&](int rank, const Launch& launch) {
+        if (rank == 1) return;
+        auto* const bytes = reinterpret_cast<char*>(data.data());
+        two_shot_all_reduce(launch, {bytes, bytes, 2000, 1, 1}, DPT_FLOAT32, DPT_SUM);
+        // Later ones end at once.
+        two_shot_all_reduce(launch, {bytes, bytes, 2000, 1, 1}, DPT_FLOAT32, DPT_SUM);
+      },
+      {2, 4},
+      std::chrono::milliseconds(50));
+  EXPECT_EQ(group.status(0).code, HostStatus::kTimeout);
+  EXPECT_EQ(group.status(0).peer, 1u);
+  EXPECT_EQ(group.status(0).sequence, 1u);
+}
+
+TEST(Kernels, DifferentOperationsAreAMismatch) {
+  EmulatedGroup group(2);
+  std::vector<float> data[2] = {std::vector<float>(8, 1), std::vector<float>(8, 2)};
+  group.run([&](int rank, Launch launch) {
+    launch.call.description = static_cast<uint32_t>(rank);
+    auto* const bytes = reinterpret_cast<char*>(data[rank].data());
+    ReduceArguments arguments{{}, bytes, 32, 1, 1};
+    for (const char*& part : arguments.parts) part = bytes;
+    low_latency_reduce(launch, arguments, DPT_FLOAT32, DPT_SUM);
+  });
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(group.status(rank).code, HostStatus::kMismatch);
+    EXPECT_EQ(group.status(rank).peer, 1u - rank);
+  }
+}
+
+TEST(Kernels, TheHostCanEndAWait) {
+  EmulatedGroup group(2);
+  std::vector<float> data(8, 1);
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    group.abort(0);
+  });
+  group.run([&](int rank, const Launch& launch) {
+    if (rank == 1) return;
+    auto* const bytes = reinterpret_cast<char*>(data.data());
+    two_shot_all_reduce(launch, {bytes, bytes, 32, 1, 1}, DPT_FLOAT32, DPT_SUM);
+  });
+  host.join();
+  EXPECT_EQ(group.status(0).code, HostStatus::kNone);
+}
+
+}  // namespace
+}  // namespace dpt::cuda

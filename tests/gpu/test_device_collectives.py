@@ -1,0 +1,327 @@
+"""Native collectives on GPUs against float64: operations, types, alignments, graphs, streams.
+
+With fewer GPUs than ranks the ranks share them, which NCCL does not do: so nothing here is
+delegated unless a test says so.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.testing import needs_gpus, spawn_ranks
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+
+NATIVE = {"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_TUNE": "off"}
+WORLDS = [2, 4]
+# In elements: one, odd ones, around what goes in lines, large with and without a remainder.
+COUNTS = [1, 3, 127, 1024, 4099, 70_001, 1 << 20, (5 << 20) + 3]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-14}
+
+
+def _device(rank: int) -> torch.device:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _inputs(count: int, ranks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Every rank's input, the same on every rank."""
+    generator = torch.Generator(device=device).manual_seed(count)
+    return [torch.randn(count, generator=generator, device=device).to(dtype) for _ in range(ranks)]
+
+
+def _shifted(value: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same content `elements` behind an aligned address."""
+    room = torch.empty(value.numel() + elements, dtype=value.dtype, device=value.device)
+    view = room[elements:]
+    view.copy_(value.flatten())
+    return view
+
+
+def _expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
+    wide = torch.stack([each.double() for each in inputs])
+    return {"sum": wide.sum(0), "avg": wide.mean(0), "max": wide.amax(0)}[op]
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    error = (found.double() - expected).abs().max().item()
+    scale = max(1.0, expected.abs().max().item())
+    assert error <= ROUNDING[found.dtype] * scale, f"{what}: off by {error} of {scale}"
+
+
+def _assert_all_native() -> None:
+    from deepytorch_core import _core
+
+    rows = [row for row in _core.statistics() if row["calls"]]
+    assert rows
+    assert {str(row["algorithm"]) for row in rows} <= {"low_latency", "two_shot", "push"}, rows
+
+
+def _reductions(rank: int, world_size: int) -> None:
+    from deepytorch_core import _core
+
+    device = _device(rank)
+    _core.reset_statistics()
+    for dtype in DTYPES:
+        for shift, count in enumerate(COUNTS):
+            for name in ["sum", "avg"] if count > 5000 else OPS:
+                what = f"{name} of {count} x {dtype} on rank {rank}"
+                inputs = _inputs(count, world_size, dtype, device)
+                value = _shifted(inputs[rank], shift % 5)
+                dist.all_reduce(value, op=OPS[name])
+                _assert_close(value, _expected(inputs, name), f"all_reduce {what}")
+
+                whole = _inputs(count * world_size, world_size, dtype, device)
+                part = torch.empty(count, dtype=dtype, device=device)
+                dist.reduce_scatter_tensor(part, _shifted(whole[rank], shift % 3), op=OPS[name])
+                own = _expected(whole, name)[rank * count : (rank + 1) * count]
+                _assert_close(part, own, f"reduce_scatter {what}")
+    torch.cuda.synchronize()
+    _assert_all_native()
+
+
+def _small_types(rank: int, world_size: int) -> None:
+    device = _device(rank)
+    for dtype in [torch.float64, torch.int32, torch.int64]:
+        for op in [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX]:
+            generator = torch.Generator().manual_seed(3)
+            inputs = [
+                torch.randint(-99, 99, (701,), generator=generator).to(dtype)
+                for _ in range(world_size)
+            ]
+            value = inputs[rank].to(device)
+            dist.all_reduce(value, op=op)
+            stacked = torch.stack(inputs)
+            expected = {
+                dist.ReduceOp.SUM: stacked.sum(0),
+                dist.ReduceOp.MIN: stacked.amin(0),
+                dist.ReduceOp.MAX: stacked.amax(0),
+            }[op]
+            assert torch.equal(value.cpu(), expected.to(dtype))
+    _assert_all_native()
+
+
+def _exchanges(rank: int, world_size: int) -> None:
+    device = _device(rank)
+    for count in COUNTS:
+        inputs = _inputs(count, world_size, torch.bfloat16, device)
+        gathered = torch.empty(count * world_size, dtype=torch.bfloat16, device=device)
+        dist.all_gather_into_tensor(gathered, inputs[rank])
+        assert torch.equal(gathered, torch.cat(inputs)), f"all_gather of {count}"
+
+        sent = _inputs(count * world_size, world_size, torch.bfloat16, device)
+        received = torch.empty_like(sent[0])
+        dist.all_to_all_single(received, sent[rank])
+        part = slice(rank * count, (rank + 1) * count)
+        assert torch.equal(received, torch.cat([each[part] for each in sent])), count
+
+        root = count % world_size
+        value = inputs[rank].clone()
+        dist.broadcast(value, root)
+        assert torch.equal(value, inputs[root]), f"broadcast of {count}"
+    # Each rank gives peer p a number of rows of its own.
+    rows = [[(3 * sender + 5 * receiver) % 7 * 1000 for receiver in range(world_size)]
+            for sender in range(world_size)]  # fmt: skip
+    sent_rows = rows[rank]
+    received_rows = [rows[sender][rank] for sender in range(world_size)]
+    source = torch.full((sum(sent_rows), 3), float(rank), device=device)
+    target = torch.empty((sum(received_rows), 3), device=device)
+    dist.all_to_all_single(target, source, received_rows, sent_rows)
+    expected = torch.cat(
+        [torch.full((count, 3), float(sender)) for sender, count in enumerate(received_rows)]
+    )
+    assert torch.equal(target.cpu(), expected)
+    parts = [torch.empty(100 + peer, device=device) for peer in range(world_size)]
+    dist.all_gather(parts, torch.full((100 + rank,), float(rank), device=device))
+    assert all(part.eq(peer).all() for peer, part in enumerate(parts))
+    torch.cuda.synchronize()
+    _assert_all_native()
+
+
+def _same_bits(rank: int, world_size: int) -> list[int]:
+    device = _device(rank)
+    sums = []
+    for count in [1000, 3_000_001]:
+        for _ in range(3):
+            value = _inputs(count, world_size, torch.bfloat16, device)[rank]
+            dist.all_reduce(value)
+            sums.append(int(value.view(torch.int16).long().sum()))
+    return sums
+
+
+def _graphs(rank: int, world_size: int, replays: int) -> None:
+    device = _device(rank)
+    small = torch.ones(1000, device=device)
+    large = torch.ones(1 << 20, device=device)
+    dist.all_reduce(small)  # what capture needs exists from here on
+    graphs = []
+    for value in [small, large]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(value, op=dist.ReduceOp.AVG)
+            work = dist.all_reduce(value, op=dist.ReduceOp.AVG, async_op=True)
+            assert work is not None
+            work.wait()
+        graphs.append(graph)
+    eager = torch.ones(5000, device=device)
+    for turn in range(replays):
+        small.fill_(turn + rank)
+        large.fill_(turn + rank)
+        graphs[turn % 2].replay()
+        graphs[1 - turn % 2].replay()
+        dist.all_reduce(eager, op=dist.ReduceOp.AVG)
+        if turn % 100 == 0:
+            mean = turn + (world_size - 1) / 2
+            torch.testing.assert_close(small, torch.full_like(small, mean))
+            torch.testing.assert_close(large, torch.full_like(large, mean))
+    assert eager.eq(1).all()
+
+
+def _many_groups(rank: int, world_size: int, rounds: int) -> None:
+    """Groups on streams of their own, issued in opposite orders, beside matrix products."""
+    device = _device(rank)
+    groups = [dist.new_group(list(range(world_size))) for _ in range(10)]
+    values = [torch.ones(4000 * (i + 1), device=device) for i in range(len(groups))]
+    for group, value in zip(groups, values, strict=True):
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+    matrix = torch.randn(2048, 2048, device=device)
+    for turn in range(rounds):
+        order = list(range(len(groups)))
+        if (rank + turn) % 2:
+            order.reverse()
+        works = []
+        for i in order:
+            matrix = (matrix @ matrix).clamp(-1, 1)
+            work = dist.all_reduce(values[i], op=dist.ReduceOp.AVG, group=groups[i], async_op=True)
+            works.append(work)
+        for work in works:
+            assert work is not None
+            work.wait()
+    torch.cuda.synchronize()
+    assert all(value.eq(1).all() for value in values)
+
+
+def _mixed_sizes(rank: int, world_size: int) -> str:
+    device = _device(rank)
+    dist.all_reduce(torch.ones(8, device=device))
+    value = torch.ones(8 + 8 * (rank == 1), device=device)
+    try:
+        for _ in range(50):
+            dist.all_reduce(value)
+            torch.cuda.synchronize()
+            time.sleep(0.1)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+def _late_rank(rank: int, world_size: int) -> str:
+    from datetime import timedelta
+
+    device = _device(rank)
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=2))
+    value = torch.ones(8, device=device)
+    dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(8)
+        return "late"
+    try:
+        for _ in range(80):
+            dist.all_reduce(value, group=group)
+            torch.cuda.synchronize()
+            time.sleep(0.1)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+def _spawn(function: Any, world_size: int, *arguments: Any, **more: Any) -> list[Any]:
+    return spawn_ranks(
+        function,
+        world_size,
+        *arguments,
+        backend="cuda:deepytorch,cpu:deepytorch",
+        env=NATIVE,
+        **more,
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("what", [_reductions, _small_types, _exchanges])
+def test_results(what: Any, world_size: int) -> None:
+    _spawn(what, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_ranks_get_the_same_bits_every_time(world_size: int) -> None:
+    sums = _spawn(_same_bits, world_size)
+    assert all(rank == sums[0] for rank in sums)
+    assert sums[0][:3] == [sums[0][0]] * 3
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_graphs_and_eager_calls_mix(world_size: int) -> None:
+    alone = torch.cuda.device_count() >= world_size
+    _spawn(_graphs, world_size, 1000 if alone else 50)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_groups_in_opposite_orders(world_size: int) -> None:
+    alone = torch.cuda.device_count() >= world_size
+    _spawn(_many_groups, world_size, 200 if alone else 5)
+
+
+def test_different_sizes_are_named() -> None:
+    outcomes = _spawn(_mixed_sizes, 2)
+    assert any("another operation, or one of another size" in said for said in outcomes), outcomes
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    outcomes = _spawn(_late_rank, 2)
+    assert "rank 1 did not come in time" in outcomes[0], outcomes
+
+
+@needs_gpus(4)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_losses_are_nccls(wrapper: str) -> None:
+    ours = spawn_ranks(_losses, 4, wrapper, backend="deepytorch", env=NATIVE)
+    stock = spawn_ranks(_losses, 4, wrapper, backend="nccl")
+    for rank, losses in enumerate(ours):
+        assert losses == pytest.approx(stock[rank], rel=1e-5)
+
+
+def _losses(rank: int, world_size: int, wrapper: str) -> list[float]:
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = _device(rank)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model, device_ids=[device])
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + rank)
+    losses = []
+    for _ in range(20):
+        loss = model(torch.randn(16, 64, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
