@@ -9,6 +9,8 @@ CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
+# Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt).
+CUDA_ARCHITECTURES ?= 90a-real
 export PYTHON
 
 # The virtual environment's tools (cmake, ninja, compilers' helpers) come first, also for children.
@@ -44,7 +46,7 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__ 2>/dev/null)
 $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
-	@$(PIP) --no-build-isolation --no-deps -e .
+	@$(PIP) --no-build-isolation --no-deps -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) -e .
 	@touch $@
 
 adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it is cached

@@ -119,8 +119,8 @@ typedef struct dpt_request {
   /* Asked for, in the calling thread, once native code will serve the request: a stream of the
    * device (as CUDA's driver names it) on which the buffers are ready. */
   void* (*stream)(void* call);
-  int* source;            /* recv: receives the sender's rank in the group; lives as `call` does;
-                               may be NULL */
+  int* source; /* recv: receives the sender's rank in the group; lives as `call` does;
+                    may be NULL */
 } dpt_request;
 
 #define DPT_ANY_RANK (-1)
