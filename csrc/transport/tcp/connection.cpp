@@ -13,8 +13,8 @@ namespace {
 
 // Farewell and the ends of the data sockets travel apart, so an end alone proves nothing at once.
 constexpr std::chrono::milliseconds kFarewellGrace{1500};
-// Stripes that the reactor moves on a socket before the next one's turn.
-constexpr int kStripesInARow = 4;
+// Stripes that the reactor reads from a socket before the next one's turn.
+constexpr int kReadsInARow = 4;
 
 bool is_lost_connection(int error) {
   return error == ECONNRESET || error == EPIPE || error == ECONNABORTED;
@@ -397,11 +397,10 @@ void Connection::on_data(size_t index, uint32_t events) {
   Socket& socket = sockets_[index];
   if (socket.ended) return;
   if ((events & EPOLLOUT) != 0) {
-    for (int i = 0; i < kStripesInARow && write_stripe(socket); ++i) {
-    }
+    write_stripe(socket);  // one, so that all sockets that have room get their share
   }
   if (reactor_receives()) {
-    for (int i = 0; i < kStripesInARow && read_stripe(socket); ++i) {
+    for (int i = 0; i < kReadsInARow && read_stripe(socket); ++i) {
     }
   }
   // Reported whether asked for or not, and again and again: the caller's wait finds it too.

@@ -28,7 +28,7 @@ struct StripeHeader {
 };
 static_assert(sizeof(StripeHeader) == 32);
 
-constexpr size_t kLeastStripe = 64 << 10;
+constexpr size_t kLeastStripe = 16 << 10;
 constexpr size_t kMostStripe = 256 << 10;
 
 // Stripes so that every socket gets one where the message is long enough to be worth it.
