@@ -329,6 +329,14 @@ class Launched:
     job: str | None
 
 
+def spans_nodes() -> bool:
+    """Whether the launcher said that the job has ranks on several nodes, or these are emulated."""
+    if os.environ.get(_PREFIX + "NODE_ID"):
+        return True
+    told = launched()
+    return told is not None and told.local_size is not None and told.local_size < told.size
+
+
 # launcher -> its variables for the fields of Launched, in their order; "" where it has none.
 _LAUNCHERS = {
     "torchrun": (

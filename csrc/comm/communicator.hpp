@@ -76,6 +76,9 @@ class Communicator {
   void connect_segment(const WaitContext& wait, Store& store);
   // The ranks have met: with this node's ranks by shared memory, with the others over the network.
   void connect_ranks(const Meeting& meeting, const WaitContext& wait, Store& store);
+  // Lets the delegate meet while all ranks are here: a message between two nodes is its own, and
+  // finds two ranks alone.
+  void wake_delegate(const WaitContext& wait) const;
   // Empty, or why the nodes of the group have no connections; the same on every rank.
   std::string connect_nodes(const TcpGroup& group, Segment& segment, const WaitContext& wait);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);

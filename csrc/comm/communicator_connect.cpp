@@ -81,7 +81,28 @@ void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait
     std::lock_guard lock(state_mutex_);
     segment_ = std::move(connection.segment);
   }
+  if (nodes_) wake_delegate(wait);
   tuning_.agree(*segment_, nodes_.get(), oversubscribed_, wait);
+}
+
+void Communicator::wake_delegate(const WaitContext& wait) const {
+  if (delegate_.execute == nullptr) return;
+  float value = 0;
+  const void* input = &value;
+  void* output = &value;
+  dpt_request request{};
+  request.collective = DPT_ALL_REDUCE;
+  request.dtype = DPT_FLOAT32;
+  request.reduce_op = DPT_SUM;
+  request.premul_factor = 1;
+  request.inputs = &input;
+  request.outputs = &output;
+  request.count = 1;
+  request.timeout_ms = wait.deadline.timeout().count();
+  dpt_error error{};
+  if (delegate_.execute(delegate_.context, &request, &error) != DPT_OK) {
+    log(LogLevel::kDebug, std::string("the stock backend does not answer: ") + error.message);
+  }
 }
 
 std::string Communicator::connect_nodes(const TcpGroup& group,

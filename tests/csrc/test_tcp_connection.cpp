@@ -14,9 +14,9 @@
 namespace dpt::testing {
 namespace {
 
+using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using std::chrono::milliseconds;
 using Mover = Connection::Mover;
 
 Reactor& reactor() {
@@ -85,7 +85,8 @@ struct Played {
     connection = std::make_unique<Connection>(std::move(made.one), trouble.host());
   }
 
-  void put(int socket, uint64_t message, uint64_t offset, uint64_t total, const std::string& bytes) {
+  void put(
+      int socket, uint64_t message, uint64_t offset, uint64_t total, const std::string& bytes) {
     const StripeHeader header{
         StripeHeader::kMagic, static_cast<uint32_t>(bytes.size()), message, offset, total};
     put_raw(socket, std::string(reinterpret_cast<const char*>(&header), sizeof header) + bytes);

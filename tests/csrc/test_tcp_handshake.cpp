@@ -17,10 +17,10 @@
 namespace dpt::testing {
 namespace {
 
+using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
-using std::chrono::milliseconds;
 
 std::string hex(const Digest& digest) {
   std::string text;
@@ -257,9 +257,9 @@ TEST(TcpDialing, UsesAllInterfacesOfBothSides) {
     getpeername(fd.get(), theirs.get(), &theirs.length);
     ways.push_back(own.ip() + " " + theirs.ip());
   }
-  EXPECT_THAT(ways,
-              ::testing::ElementsAre(
-                  "127.0.0.1 127.0.0.3", "127.0.0.2 127.0.0.4", "127.0.0.1 127.0.0.3"));
+  EXPECT_THAT(
+      ways,
+      ::testing::ElementsAre("127.0.0.1 127.0.0.3", "127.0.0.2 127.0.0.4", "127.0.0.1 127.0.0.3"));
 }
 
 TEST(TcpDialing, WorksOverIpv6) {
@@ -286,7 +286,8 @@ TEST(TcpDialing, NamesPeerAndInterfaceWhenItFails) {
   thread.join();
   EXPECT_THAT(other.error,
               AllOf(HasSubstr("rank 0"), HasSubstr("by lo"), HasSubstr("the group's secret")));
-  EXPECT_THAT(one.error, AllOf(HasSubstr("rank 3 did not connect"), HasSubstr("DEEPYTORCH_IFNAME")));
+  EXPECT_THAT(one.error,
+              AllOf(HasSubstr("rank 3 did not connect"), HasSubstr("DEEPYTORCH_IFNAME")));
 
   std::vector<Listener> closed = listeners({"127.0.0.1"});
   closed[0].fd.reset();
@@ -308,9 +309,8 @@ TEST(TcpInterfaces, PicksTheOneThatLeadsToTheOtherNodes) {
                                       {"docker0", "172.17.0.1", 16},
                                       {"eth0", "192.168.1.1", 24},
                                       {"ib0", "10.0.0.1", 24}};
-  const std::vector<Interface> other = {{"lo", "127.0.0.1", 8},
-                                        {"docker0", "172.17.0.1", 16},
-                                        {"ib0", "10.0.0.2", 24}};
+  const std::vector<Interface> other = {
+      {"lo", "127.0.0.1", 8}, {"docker0", "172.17.0.1", 16}, {"ib0", "10.0.0.2", 24}};
   const Route route = route_by(
       {{"127.", "127.0.0.1"}, {"172.17.", "172.17.0.1"}, {"10.", "10.0.0.1"}, {"", "192.168.1.1"}});
   EXPECT_EQ(interface_towards(own, {other}, route)->name, "ib0");
