@@ -29,14 +29,14 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "$XDG_CACHE_HOME/deepytorch, else ~/.cache/deepytorch",
         "DEEPYTORCH_CHUNK_BYTES": "native core: pipeline step of shared-memory algorithms in "
         "bytes, the same on every rank; default: chosen by size",
-        "DEEPYTORCH_NUM_SOCKETS": "native core: parallel connections between two ranks of different "
-        "nodes, 1 to 64; rank 0 decides; default: by the number of ranks",
-        "DEEPYTORCH_SOCKET_BYTES": "native core: size of the buffers of connections between nodes, "
-        "65536 to 1 GiB; default: tuned by the system",
-        "DEEPYTORCH_TCP_CONGESTION": "native core: congestion control of connections between nodes; "
-        "default: the system's",
-        "DEEPYTORCH_NODE_ID": "native core, for tests and emulation: the node this process pretends "
-        "to be on, or those of all global ranks, separated by commas",
+        "DEEPYTORCH_NUM_SOCKETS": "native core: parallel connections between two ranks of "
+        "different nodes, 1 to 64; rank 0 decides; default: by the number of ranks",
+        "DEEPYTORCH_SOCKET_BYTES": "native core: size of the buffers of connections between "
+        "nodes, 65536 to 1 GiB; default: tuned by the system",
+        "DEEPYTORCH_TCP_CONGESTION": "native core: congestion control of connections between "
+        "nodes; default: the system's",
+        "DEEPYTORCH_NODE_ID": "native core, for tests and emulation: the node this process "
+        "pretends to be on, or those of all global ranks, separated by commas",
         "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",
         "CXX": "the C++ compiler for the adapter; default: c++, g++ or clang++, the first found",
         "RANK": "this process's global rank (set by torchrun); default 0",

@@ -10,9 +10,14 @@
 //      all, and the result is there as many steps later. The result goes to the common buffer and
 //      to the output
 //   4. copies the other ranks' shares of the chunk after that to its output
-// with one barrier a step, so that the network and the shared memory work at the same time. Bytes
-// on each node's link: 2(N-1)/N of the message. In a reduce the last exchange goes to the root's
-// node alone.
+// Above eight nodes an all_reduce goes round a ring instead of 2 and 3, so that each node talks to
+// its two neighbours alone: N-1 steps in which a block gathers the nodes' sums on its way, and N-1
+// in which its result goes round. 16-bit floats would be rounded at every node, so they stay
+// direct.
+//
+// All of it takes one barrier a step, so that the network and the shared memory work at the same
+// time. Bytes on each node's link: 2(N-1)/N of the message. In a reduce the last exchange goes to
+// the root's node alone.
 //
 // Registered inputs are read where they lie, as in pipelined_all_reduce.cpp.
 #include <algorithm>
@@ -23,6 +28,8 @@
 
 namespace dpt {
 namespace {
+
+constexpr int kFewNodes = 8;
 
 class NodePipeline {
  public:
@@ -43,7 +50,8 @@ class NodePipeline {
     const size_t chunks = chunks_.num_chunks;
     const size_t sum_at = 1;
     const size_t reduced_at = sum_at + under_way_;
-    const size_t result_at = reduced_at + (two_nodes() ? 0 : under_way_);
+    const size_t result_at =
+        ring_ ? sum_at + num_hops() : reduced_at + (two_nodes() ? 0 : under_way_);
     const size_t last_step = chunks - 1 + result_at + (publishes_ ? 1 : 0);
     const auto chunk_at = [&](size_t step, size_t delay) {
       return step >= delay && step - delay < chunks;
@@ -51,8 +59,12 @@ class NodePipeline {
     for (size_t step = 0; step <= last_step; ++step) {
       if (copies_in && chunk_at(step, 0)) copy_in(step);
       if (on_rail() && chunk_at(step, sum_at)) send_sum(step - sum_at);
-      if (on_rail() && chunk_at(step, reduced_at)) reduce_block(step - reduced_at);
-      if (on_rail() && !two_nodes() && chunk_at(step, result_at)) take_blocks(step - result_at);
+      for (size_t hop = 1; ring_ && on_rail() && hop <= num_hops(); ++hop) {
+        if (chunk_at(step, sum_at + hop)) go_round(step - sum_at - hop, hop);
+      }
+      const bool direct = !ring_ && on_rail();
+      if (direct && chunk_at(step, reduced_at)) reduce_block(step - reduced_at);
+      if (direct && !two_nodes() && chunk_at(step, result_at)) take_blocks(step - result_at);
       if (publishes_ && receives() && chunk_at(step, result_at + 1)) {
         copy_out(step - result_at - 1);
       }
@@ -83,11 +95,12 @@ class NodePipeline {
   bool node_receives(int node) const {
     return !rooted() || layout_.node_of[operation_.root] == node;
   }
+  size_t num_hops() const { return 2 * (layout_.num_nodes() - 1); }
   int rail_on(int node) const { return layout_.ranks[node][context_.me()]; }
 
   void place_buffers() {
     if (!on_rail()) return;
-    windows_.resize((two_nodes() ? 1 : 2) * under_way_ + 1);
+    windows_.resize(ring_ ? num_hops() + 1 : (two_nodes() ? 1 : 2) * under_way_ + 1);
     const size_t share = round_up(
         share_of(chunks_.elements, element_bytes_, 0, rails_).count() * element_bytes_, kCacheLine);
     const size_t block =
@@ -149,6 +162,7 @@ class NodePipeline {
                             : segment_.slot(rank, parity(chunk)) + offset);
     }
     reduce_on_node(context_, sources, own.count(), at.sum);
+    if (ring_) return pass_on(chunk, 0);
     at.sums.assign(layout_.num_nodes(), {});
     for (int node = 0; node < layout_.num_nodes(); ++node) {
       if (node == nodes_.node()) continue;
@@ -204,6 +218,59 @@ class NodePipeline {
     }
   }
 
+  // The node that lies `steps` before this one on the ring.
+  int node_before(size_t steps) const {
+    const auto nodes = static_cast<size_t>(layout_.num_nodes());
+    return static_cast<int>((nodes_.node() + 2 * nodes - steps % nodes) % nodes);
+  }
+  // The node whose block comes in at a hop, 0: that this one sends first. The first N-1 hops gather
+  // sums, so that the block of the node after this one is complete here; the others bring results.
+  int block_at(size_t hop) const {
+    const auto nodes = static_cast<size_t>(layout_.num_nodes());
+    return hop < nodes ? node_before(hop) : node_before(hop - nodes);
+  }
+  bool gathers(size_t hop) const { return hop < static_cast<size_t>(layout_.num_nodes()); }
+  char* ring_place(const Window& at, size_t hop, size_t chunk) const {
+    const int node = block_at(hop);
+    if (gathers(hop)) return their_place(at, node);
+    return at.result + block(chunk, node).begin * element_bytes_;
+  }
+
+  // Takes what the node before sent at this hop, and sends the block on.
+  void go_round(size_t chunk, size_t hop) {
+    Window& at = window(chunk);
+    const Share part = block(chunk, block_at(hop));
+    traffic_->wait_received(at.sums[0]);
+    if (gathers(hop)) {
+      const std::vector<const void*> sources = {ring_place(at, hop, chunk),
+                                                at.sum + part.begin * element_bytes_};
+      if (gathers(hop + 1)) {
+        add_nodes(context_, sources, part.count(), at.sum + part.begin * element_bytes_);
+      } else {
+        reduce_nodes(context_, sources, part.count(), {at.result + part.begin * element_bytes_});
+      }
+    }
+    if (hop < num_hops()) return pass_on(chunk, hop);
+    for (void* place : places_of_result(chunk)) {
+      copy(place, at.result, share(chunk).count() * element_bytes_);
+    }
+  }
+
+  // Sends the block of this hop to the node after, and asks the node before for the next one.
+  void pass_on(size_t chunk, size_t hop) {
+    Window& at = window(chunk);
+    const Share part = block(chunk, block_at(hop));
+    const bool is_result = !gathers(hop + 1);
+    const char* from = is_result ? at.result : at.sum;
+    at.sums.resize(1);
+    at.sums[0] = traffic_->receive(rail_on(node_before(1)),
+                                   ring_place(at, hop + 1, chunk),
+                                   block(chunk, block_at(hop + 1)).count() * element_bytes_);
+    at.sent.push_back(traffic_->send(rail_on(node_before(layout_.num_nodes() - 1)),
+                                     from + part.begin * element_bytes_,
+                                     part.count() * element_bytes_));
+  }
+
   void take_blocks(size_t chunk) {
     if (!node_receives(nodes_.node())) return;
     Window& at = window(chunk);
@@ -245,6 +312,8 @@ class NodePipeline {
   char* const output_ = static_cast<char*>(operation_.outputs[0]);
   const Chunks chunks_ = split_chunks(operation_.count, element_bytes_, context_.plan.chunk_bytes);
   const size_t under_way_ = chunks_under_way(context_.plan.chunk_bytes, chunks_.num_chunks);
+  const bool ring_ = operation_.collective == DPT_ALL_REDUCE &&
+                     layout_.num_nodes() > kFewNodes&& element_bytes_ != 2;
   bool publishes_ = false;           // the result goes through the common buffer
   std::vector<const char*> inputs_;  // by local rank; nullptr: in the rank's slot
   size_t block_bytes_ = 0;

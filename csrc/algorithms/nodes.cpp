@@ -184,6 +184,20 @@ void reduce_nodes(const RunContext& context,
           .num_copies = static_cast<int>(destinations.size()) - 1});
 }
 
+void add_nodes(const RunContext& context,
+               const std::vector<const void*>& sources,
+               size_t count,
+               void* destination) {
+  const ReduceOp op = context.operation.reduce_op;
+  const bool sums = op == DPT_AVG || op == DPT_PREMUL_SUM;
+  reduce({.dtype = context.operation.dtype,
+          .op = sums ? DPT_SUM : op,
+          .sources = sources.data(),
+          .num_sources = static_cast<int>(sources.size()),
+          .count = count,
+          .destination = destination});
+}
+
 size_t chunks_under_way(size_t chunk_bytes, size_t num_chunks) {
   constexpr size_t kBytesUnderWay = 4 << 20;
   const size_t wanted = std::clamp<size_t>(kBytesUnderWay / std::max<size_t>(chunk_bytes, 1), 2, 8);

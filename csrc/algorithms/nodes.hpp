@@ -102,6 +102,12 @@ void reduce_nodes(const RunContext& context,
                   size_t count,
                   const std::vector<void*>& destinations);
 
+// Adds up some nodes' partial results, which stay partial.
+void add_nodes(const RunContext& context,
+               const std::vector<const void*>& sources,
+               size_t count,
+               void* destination);
+
 // Chunks between nodes that are under way while the node works on the next ones.
 size_t chunks_under_way(size_t chunk_bytes, size_t num_chunks);
 

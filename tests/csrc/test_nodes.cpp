@@ -34,7 +34,7 @@ class Nodes : public ::testing::TestWithParam<const char*> {
 };
 
 // Around a cache line, past the leaders' exchange, and past several chunks.
-const std::vector<size_t> kCounts = {0, 1, 17, 1023, 40001, 600011};
+const std::vector<size_t> kCounts = {0, 17, 1023, 40001, 300007};
 const std::vector<size_t> kFewCounts = {1, 1023, 40001};
 
 double factor_of(int rank) { return 0.5 * (rank + 1); }
@@ -72,18 +72,12 @@ bool has_two_levels(DataType dtype, ReduceOp op) { return op == DPT_AVG && size_
 
 TEST_P(Nodes, AllReduceOfEveryTypeAndOp) {
   run_ranks(size(), [](Rank& rank) {
-    for (const DataType dtype : {DPT_BOOL,
-                                 DPT_INT8,
-                                 DPT_INT64,
-                                 DPT_FLOAT16,
-                                 DPT_BFLOAT16,
-                                 DPT_FLOAT32,
-                                 DPT_FLOAT64,
-                                 DPT_COMPLEX64}) {
+    for (const DataType dtype :
+         {DPT_BOOL, DPT_INT64, DPT_FLOAT16, DPT_BFLOAT16, DPT_FLOAT32, DPT_COMPLEX64}) {
       for (const ReduceOp op :
            {DPT_SUM, DPT_AVG, DPT_PRODUCT, DPT_MIN, DPT_MAX, DPT_PREMUL_SUM, DPT_BXOR}) {
         if (!can_reduce(dtype, op)) continue;
-        for (const size_t count : {size_t{17}, size_t{70001}}) {
+        for (const size_t count : {size_t{17}, size_t{40001}}) {
           // Products of many leave the range of small types.
           if (op == DPT_PRODUCT && rank.size() > 4) continue;
           const std::vector<Elements> inputs = all_inputs(dtype, count, rank.size());
@@ -297,10 +291,33 @@ TEST_P(Nodes, MismatchIsAnErrorOnEveryRankAndLeavesTheGroupUsable) {
   });
 }
 
-// Blocks of nodes, cyclic, shuffled; uneven; one rank per node; three nodes, and more than eight.
-INSTANTIATE_TEST_SUITE_P(Layouts,
-                         Nodes,
-                         ::testing::Values("ab", "aabb", "abab", "baabb", "abcbc", "abc"));
+// One rank per node; cyclic; shuffled and uneven; three nodes.
+INSTANTIATE_TEST_SUITE_P(Layouts, Nodes, ::testing::Values("ab", "abab", "baabb", "abcbc"));
+
+class ManyNodes : public Nodes {};
+
+TEST_P(ManyNodes, ReduceRoundTheRing) {
+  run_ranks(size(), [](Rank& rank) {
+    for (const DataType dtype : {DPT_FLOAT32, DPT_BFLOAT16}) {
+      for (const ReduceOp op : {DPT_SUM, DPT_AVG, DPT_PREMUL_SUM, DPT_MAX}) {
+        for (const size_t count : {size_t{30001}, size_t{400009}}) {
+          if (count > 30001 && op != DPT_AVG) continue;
+          const std::vector<Elements> inputs = all_inputs(dtype, count, rank.size());
+          const Elements expected = reference_reduce(op, inputs, all_factors(rank.size()));
+          Elements output(dtype, count);
+          rank.run(Request(DPT_ALL_REDUCE, dtype, count)
+                       .reduce_op(op, factor_of(rank.rank()))
+                       .input(inputs[rank.rank()].data())
+                       .output(output.data()));
+          // Orders differ, and so does the last bit of an average.
+          EXPECT_TRUE(near(output, expected)) << label(dtype, op, count);
+        }
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, ManyNodes, ::testing::Values("abcdefghia"));
 
 }  // namespace
 }  // namespace dpt::testing

@@ -1,5 +1,8 @@
-"""Groups that span nodes, by processes that pretend to be on several: data crosses the loopback
-interface. Every collective against stock gloo, and what survivors hear when a rank dies elsewhere."""
+"""Groups that span nodes, by processes that pretend to be on several.
+
+Data crosses the loopback interface. Every collective against stock gloo, and what survivors hear
+when a rank dies elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +181,17 @@ def test_random_sums_are_close_to_float64_and_the_same_bits_on_all_ranks() -> No
     assert max(error for error, _ in done[0]) < 2
 
 
+def pass_token(rank: int) -> None:
+    token = torch.tensor([rank])
+    if rank == 0:
+        dist.send(token, 1)
+    elif rank == 1:
+        dist.recv(token, 0)
+        assert token.item() == 0
+
+
 def messages_and_subgroups(rank: int, world_size: int) -> tuple[set[str], list[str]]:
+    pass_token(rank)  # between two nodes, before the group did anything together
     # Groups within a node and across nodes side by side, made alike on all ranks.
     within = [dist.new_group([0, 2, 4]), dist.new_group([1, 3])][rank % 2]
     across = dist.new_group([4, 1])
@@ -192,12 +205,7 @@ def messages_and_subgroups(rank: int, world_size: int) -> tuple[set[str], list[s
             assert two[-1] == 5
     # Sends and receives of a group that spans nodes are gloo's.
     _core.reset_statistics()
-    token = torch.tensor([rank])
-    if rank == 0:
-        dist.send(token, 1)
-    elif rank == 1:
-        dist.recv(token, 0)
-        assert token.item() == 0
+    pass_token(rank)
     dist.barrier()
     rows = _core.statistics()
     delegated = {row["op"] for row in rows if row["algorithm"] == "delegate"}
@@ -210,6 +218,11 @@ def test_groups_live_side_by_side_and_messages_are_delegated_with_the_reason() -
     assert done[1][0] == {"recv"}
     assert "different nodes" in done[0][1][0]
     assert all(delegated == set() for delegated, _ in done[2:])
+
+
+def reduce_for_ever() -> None:
+    while True:
+        dist.all_reduce(torch.ones(1 << 20))
 
 
 def killed(rank: int, world_size: int) -> tuple[str, float]:
@@ -225,8 +238,7 @@ def killed(rank: int, world_size: int) -> tuple[str, float]:
     if rank == 3:
         threading.Timer(0.2, die).start()
     with pytest.raises(RuntimeError) as caught:
-        while True:
-            dist.all_reduce(torch.ones(1 << 20))
+        reduce_for_ever()
     noticed = time.time() - float(store.get("of death"))
     if rank % 2 == 0:  # a group without the dead rank goes on
         tensor = torch.ones(10)
