@@ -278,8 +278,9 @@ def export_for_core() -> None:
     """
     if current().log != os.environ.get(_PREFIX + "LOG", Options.log):
         os.environ[_PREFIX + "LOG"] = current().log
-    if current().ifname is not None:
-        os.environ[_PREFIX + "IFNAME"] = current().ifname
+    ifname = current().ifname
+    if ifname is not None:
+        os.environ[_PREFIX + "IFNAME"] = ifname
 
 
 def _distributed(name: str, default: int) -> int:
