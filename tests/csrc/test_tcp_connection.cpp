@@ -217,6 +217,21 @@ TEST(TcpParking, KeepsALaterMessageUntilItIsAskedFor) {
   }
 }
 
+TEST(TcpParking, EndsForAMessageOfNoBytes) {
+  Played peer(2);
+  char byte = 0;
+  // The reactor reads both headers while it looks for message 0.
+  const uint64_t first = peer.connection->receive(&byte, 1, Mover::kReactor);
+  peer.put(1, 1, 0, 0, "");
+  peer.put(0, 0, 0, 1, "x");
+  EXPECT_EQ(peer.connection->wait_received(first, within(5000)), 1U);
+  peer.put(0, 2, 0, 0, "");
+  for (int i = 0; i < 2; ++i) {
+    const uint64_t next = peer.connection->receive(&byte, 0, Mover::kReactor);
+    EXPECT_EQ(peer.connection->wait_received(next, within(5000)), 0U);
+  }
+}
+
 struct Fault {
   const char* name;
   std::function<void(Played&)> play;

@@ -73,9 +73,11 @@ uint64_t Connection::send(const void* data, size_t bytes, Mover mover) {
 uint64_t Connection::receive(void* data, size_t capacity, Mover mover) {
   Lock lock(mutex_);
   incoming_.push_back({static_cast<char*>(data), capacity, mover});
+  const uint64_t number = first_incoming_ + incoming_.size() - 1;
   unpark();
   update_interest();
-  return first_incoming_ + incoming_.size() - 1;
+  report(lock);
+  return number;
 }
 
 void Connection::wait_sent(uint64_t message, const WaitContext& wait) {
@@ -359,9 +361,10 @@ void Connection::read_all() {
 
 void Connection::unpark() {
   for (Socket& socket : sockets_) {
-    if (socket.parked && socket.in.message - first_incoming_ < incoming_.size()) {
-      socket.parked = false;
-    }
+    if (!socket.parked || socket.in.message - first_incoming_ >= incoming_.size()) continue;
+    socket.parked = false;
+    // A message of no bytes is here already: nothing more comes that would wake the reactor.
+    if (socket.in.bytes == 0) read_stripe(socket);
   }
 }
 
