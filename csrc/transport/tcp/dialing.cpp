@@ -27,7 +27,7 @@ constexpr std::chrono::milliseconds kConnectLimit{10000};
 constexpr unsigned kUserTimeoutMs = 2500;
 // A socket with so much not yet sent has no room: more would only wait there while another socket
 // could carry it.
-constexpr int kNotSentBytes = 128 << 10;
+constexpr int kNotSentBytes = 64 << 10;
 constexpr int kBacklog = 4096;
 // Strangers under way at a time; more push out the oldest.
 constexpr size_t kMostStrangers = 256;
