@@ -73,6 +73,10 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         timeout = default_timeout()
     spec = GroupSpec.of(dist_options, pg_options, timeout=timeout)
     factory = StockFactory(spec)
+    if spec.size > 1 and _accelerator() == "cpu" and config.spans_nodes():
+        # All ranks are here, as stock gloo needs them. Later a message between two nodes, which is
+        # gloo's, may need it on two ranks alone.
+        factory("cpu")
     options = config.current()
     _measure_network(spec, options)
     if not options.enabled and _accelerator() == "cpu":

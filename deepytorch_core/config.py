@@ -32,6 +32,14 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "bytes, the same on every rank; default: chosen by size",
         "DEEPYTORCH_NCCL_TABLE": "the tuner plugin for NCCL: the file of algorithms, protocols and "
         "channels by size; set by deepytorch where there is one",
+        "DEEPYTORCH_NUM_SOCKETS": "native core: parallel connections between two ranks of "
+        "different nodes, 1 to 64; rank 0 decides; default: by the number of ranks",
+        "DEEPYTORCH_SOCKET_BYTES": "native core: size of the buffers of connections between "
+        "nodes, 65536 to 1 GiB; default: tuned by the system",
+        "DEEPYTORCH_TCP_CONGESTION": "native core: congestion control of connections between "
+        "nodes; default: the system's",
+        "DEEPYTORCH_NODE_ID": "native core, for tests and emulation: the node this process "
+        "pretends to be on, or those of all global ranks, separated by commas",
         "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",
         "CXX": "the C++ compiler for the adapter; default: c++, g++ or clang++, the first found",
         "NCCL_SOCKET_IFNAME": "NCCL's choice of interfaces, to measure the same link; the other "
@@ -274,9 +282,11 @@ def export_for_core() -> None:
     Its C++ side reads the environment once (csrc/base/env); an option given as a keyword would
     not be seen there otherwise.
     """
-    name = _PREFIX + "LOG"
-    if current().log != os.environ.get(name, Options.log):
-        os.environ[name] = current().log
+    if current().log != os.environ.get(_PREFIX + "LOG", Options.log):
+        os.environ[_PREFIX + "LOG"] = current().log
+    ifname = current().ifname
+    if ifname is not None:
+        os.environ[_PREFIX + "IFNAME"] = ifname
 
 
 def _distributed(name: str, default: int) -> int:
@@ -324,6 +334,14 @@ class Launched:
     local_size: int | None
     node: str | None
     job: str | None
+
+
+def spans_nodes() -> bool:
+    """Whether the launcher said that the job has ranks on several nodes, or these are emulated."""
+    if os.environ.get(_PREFIX + "NODE_ID"):
+        return True
+    told = launched()
+    return told is not None and told.local_size is not None and told.local_size < told.size
 
 
 # launcher -> its variables for the fields of Launched, in their order; "" where it has none.

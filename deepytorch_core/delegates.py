@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
@@ -55,7 +55,8 @@ def live(device_type: str) -> list[Any]:
 class StockFactory:
     """Makes a group's stock backend for "cpu" or "cuda" when it is first needed.
 
-    Every rank of the group makes it at the same operation, so they meet there.
+    Every rank of the group makes it at the same operation, so they meet there. A group that may
+    span nodes has its own from the start.
     """
 
     def __init__(self, spec: GroupSpec) -> None:
@@ -68,6 +69,9 @@ class StockFactory:
     def __call__(self, device_type: str) -> Backend:
         """Raises RuntimeError when torch has no backend for tensors of this device type."""
         from torch.distributed import distributed_c10d as c10d
+
+        if device_type in self.made:
+            return cast("Backend", self.made[device_type])
 
         name = STOCK_BACKENDS.get(device_type)
         if name is None:

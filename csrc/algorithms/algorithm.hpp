@@ -42,12 +42,16 @@ struct Operation {
 int num_inputs(Collective collective, bool is_root, int size);
 int num_outputs(Collective collective, bool is_root, int size);
 
+struct Nodes;  // see nodes.hpp
+
 struct RunContext {
-  Segment& segment;  // groups of one rank have none and run "local"
+  Segment&
+      segment;  // groups of one rank have none and run "local"; with `nodes`: this node's ranks
   const Operation& operation;
   const Plan& plan;
   const WaitContext& wait;
   WaitStyle style;
+  Nodes* nodes = nullptr;  // of a group that spans nodes
 
   void barrier() const { segment.barrier(wait, style); }
   int me() const { return segment.rank(); }
@@ -91,6 +95,16 @@ struct Entered {
 // Error(DPT_ERR_MISMATCH), on every rank alike, when they entered different operations.
 Entered enter(const RunContext& context, const Staging& staging);
 
+// What a rank says of its operation.
+OpHeader header_of(const Operation& operation);
+bool same_operation(const OpHeader& a, const OpHeader& b);
+// Error(DPT_ERR_MISMATCH) that names two ranks and what each entered.
+struct EnteredBy {
+  int64_t global_rank;
+  const OpHeader& header;
+};
+[[noreturn]] void throw_mismatch(const RunContext& context, EnteredBy one, EnteredBy other);
+
 // `enter` for messages so small that where the buffers lie does not matter.
 void enter_small(const RunContext& context);
 
@@ -133,5 +147,19 @@ extern const Algorithm kExchangeGather;
 extern const Algorithm kExchangeScatter;
 extern const Algorithm kExchangeAllToAll;
 extern const Algorithm kBarrier;
+extern const Algorithm kNodeBarrier;
+extern const Algorithm kNodeOneShotAllReduce;
+extern const Algorithm kNodeOneShotReduce;
+extern const Algorithm kNodeOneShotReduceScatter;
+extern const Algorithm kNodeOneShotAllGather;
+extern const Algorithm kNodeOneShotBroadcast;
+extern const Algorithm kHierarchicalAllReduce;
+extern const Algorithm kHierarchicalReduce;
+extern const Algorithm kHierarchicalReduceScatter;
+extern const Algorithm kHierarchicalBroadcast;
+extern const Algorithm kHierarchicalAllGather;
+extern const Algorithm kHierarchicalGather;
+extern const Algorithm kHierarchicalScatter;
+extern const Algorithm kHierarchicalAllToAll;
 
 }  // namespace dpt

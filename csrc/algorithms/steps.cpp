@@ -17,6 +17,8 @@ bool is_rooted(Collective collective) {
          collective == DPT_SCATTER;
 }
 
+}  // namespace
+
 OpHeader header_of(const Operation& operation) {
   OpHeader header{};
   header.sequence = operation.sequence;
@@ -36,6 +38,8 @@ bool same_operation(const OpHeader& a, const OpHeader& b) {
          a.reduce_op == b.reduce_op && a.root == b.root &&
          (a.count == b.count || a.uneven || b.uneven);
 }
+
+namespace {
 
 std::string describe(const OpHeader& header) {
   std::ostringstream out;
@@ -83,11 +87,8 @@ void check_same_operation(const RunContext& context) {
   for (int peer = 0; peer < context.size(); ++peer) {
     const OpHeader& theirs = segment.header(peer, context.header_parity());
     if (same_operation(mine, theirs)) continue;
-    throw Error(DPT_ERR_MISMATCH,
-                context.wait.describe() + ": ranks entered different operations: rank " +
-                    std::to_string(segment.global_rank(context.me())) + " " + describe(mine) +
-                    ", rank " + std::to_string(segment.global_rank(peer)) + " " + describe(theirs) +
-                    ". Every rank must call the same collective with the same size and dtype");
+    throw_mismatch(
+        context, {segment.global_rank(context.me()), mine}, {segment.global_rank(peer), theirs});
   }
 }
 
@@ -113,6 +114,14 @@ void check_parts(const RunContext& context) {
 }
 
 }  // namespace
+
+void throw_mismatch(const RunContext& context, EnteredBy one, EnteredBy other) {
+  throw Error(DPT_ERR_MISMATCH,
+              context.wait.describe() + ": ranks entered different operations: rank " +
+                  std::to_string(one.global_rank) + " " + describe(one.header) + ", rank " +
+                  std::to_string(other.global_rank) + " " + describe(other.header) +
+                  ". Every rank must call the same collective with the same size and dtype");
+}
 
 std::string Operation::describe() const { return dpt::describe(header_of(*this)); }
 

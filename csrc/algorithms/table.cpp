@@ -18,6 +18,20 @@ const Algorithm* find_algorithm(const char* name, Collective collective) {
       &kExchangeScatter,
       &kExchangeAllToAll,
       &kBarrier,
+      &kNodeBarrier,
+      &kNodeOneShotAllReduce,
+      &kNodeOneShotReduce,
+      &kNodeOneShotReduceScatter,
+      &kNodeOneShotAllGather,
+      &kNodeOneShotBroadcast,
+      &kHierarchicalAllReduce,
+      &kHierarchicalReduce,
+      &kHierarchicalReduceScatter,
+      &kHierarchicalBroadcast,
+      &kHierarchicalAllGather,
+      &kHierarchicalGather,
+      &kHierarchicalScatter,
+      &kHierarchicalAllToAll,
   };
   for (const Algorithm* algorithm : table) {
     if (algorithm->collective == collective && std::strcmp(algorithm->name, name) == 0) {

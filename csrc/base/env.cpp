@@ -1,6 +1,7 @@
 #include "base/env.hpp"
 
 #include <cstdlib>
+#include <sstream>
 #include <string>
 
 #include "base/error.hpp"
@@ -18,28 +19,47 @@ LogLevel read_log_level() {
   return LogLevel::kInfo;
 }
 
-size_t read_chunk_bytes() {
-  const char* value = std::getenv("DEEPYTORCH_CHUNK_BYTES");
+// A whole number in [least, most] that is a multiple of `step`; 0 where there is none.
+size_t read_number(const char* name, size_t least, size_t most, size_t step = 1) {
+  const char* value = std::getenv(name);
   if (value == nullptr || *value == '\0') return 0;
   char* end = nullptr;
-  const unsigned long long bytes = std::strtoull(value, &end, 10);
-  if (*end != '\0' || bytes == 0 || bytes % 64 != 0 || bytes > (256u << 10)) {
+  const unsigned long long number = std::strtoull(value, &end, 10);
+  if (*end != '\0' || number < least || number > most || number % step != 0) {
+    const std::string kind = step == 1 ? "a whole number" : "a multiple of " + std::to_string(step);
     throw Error(DPT_ERR_INVALID,
-                std::string("DEEPYTORCH_CHUNK_BYTES=") + value +
-                    ": expected a multiple of 64 between 64 and 262144");
+                std::string(name) + "=" + value + ": expected " + kind + " between " +
+                    std::to_string(least) + " and " + std::to_string(most));
   }
-  return bytes;
+  return number;
 }
 
-std::string read_nccl_table() {
-  const char* value = std::getenv("DEEPYTORCH_NCCL_TABLE");
+std::string read_text(const char* name) {
+  const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
+}
+
+std::vector<std::string> read_list(const char* name) {
+  std::vector<std::string> words;
+  std::istringstream in(read_text(name));
+  for (std::string word; std::getline(in, word, ',');) {
+    if (!word.empty()) words.push_back(word);
+  }
+  return words;
 }
 
 }  // namespace
 
 const Env& env() {
-  static const Env instance{read_log_level(), read_chunk_bytes(), read_nccl_table()};
+  static const Env instance{
+      .log_level = read_log_level(),
+      .chunk_bytes = read_number("DEEPYTORCH_CHUNK_BYTES", 64, 256 << 10, 64),
+      .ifnames = read_list("DEEPYTORCH_IFNAME"),
+      .num_sockets = static_cast<int>(read_number("DEEPYTORCH_NUM_SOCKETS", 1, 64)),
+      .socket_bytes = read_number("DEEPYTORCH_SOCKET_BYTES", 64 << 10, 1 << 30),
+      .tcp_congestion = read_text("DEEPYTORCH_TCP_CONGESTION"),
+      .node_ids = read_list("DEEPYTORCH_NODE_ID"),
+      .nccl_table = read_text("DEEPYTORCH_NCCL_TABLE")};
   return instance;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "base/log.hpp"
 
@@ -14,6 +15,22 @@ struct Env {
   // DEEPYTORCH_CHUNK_BYTES: pipeline step of shared-memory algorithms, a multiple of 64 up to
   // 262144, the same on every rank. Default 0: the tuner's choice.
   size_t chunk_bytes;
+  // DEEPYTORCH_IFNAME: the network interfaces that reach the other nodes, separated by commas; all
+  // of them are used. Default none: the one that the route to the other nodes takes.
+  std::vector<std::string> ifnames;
+  // DEEPYTORCH_NUM_SOCKETS: parallel connections between two ranks of different nodes, 1 to 64; the
+  // group's rank 0 decides. Default 0: by the number of ranks.
+  int num_sockets;
+  // DEEPYTORCH_SOCKET_BYTES: size of each connection's buffers, 65536 to 1 GiB. Default 0: the
+  // system tunes them.
+  size_t socket_bytes;
+  // DEEPYTORCH_TCP_CONGESTION: congestion control of those connections. Default empty: the
+  // system's.
+  std::string tcp_congestion;
+  // DEEPYTORCH_NODE_ID: for tests and emulation: the name of the node that this process pretends to
+  // be on, or those of all global ranks, separated by commas. Ranks of different names don't use
+  // the memory they could share. Default none: where each process really is.
+  std::vector<std::string> node_ids;
   // DEEPYTORCH_NCCL_TABLE: the file that the tuner plugin for NCCL goes by. Default none.
   std::string nccl_table;
 };

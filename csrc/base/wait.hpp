@@ -20,6 +20,12 @@ class Deadline {
       : timeout_(timeout), end_(std::chrono::steady_clock::now() + timeout) {}
 
   std::chrono::milliseconds timeout() const { return timeout_; }
+  // The same, ending by `grace` later.
+  Deadline later(std::chrono::milliseconds grace) const {
+    Deadline other = *this;
+    other.end_ += grace;
+    return other;
+  }
   bool expired() const { return std::chrono::steady_clock::now() >= end_; }
   // Time left, at most one slice, never negative.
   std::chrono::milliseconds next_slice() const {

@@ -30,8 +30,8 @@ std::string read_link(const char* path) {
 
 std::string PeerInfo::serialize() const {
   std::ostringstream out;
-  out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << pid
-      << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << affinity.size();
+  out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << node
+      << ' ' << pid << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
   out << ' ' << mark;
   return out.str();
@@ -41,8 +41,8 @@ PeerInfo PeerInfo::parse(const std::string& text) {
   std::istringstream in(text);
   PeerInfo info;
   size_t words = 0;
-  in >> info.process >> info.boot_id >> info.network >> info.pid >> info.usable_cores >>
-      info.max_chunk_bytes >> words;
+  in >> info.process >> info.boot_id >> info.network >> info.node >> info.pid >>
+      info.usable_cores >> info.max_chunk_bytes >> words;
   if (in && words <= 1024) {
     info.affinity.resize(words);
     for (uint64_t& word : info.affinity) in >> word;
@@ -60,6 +60,7 @@ PeerInfo PeerInfo::of_this_process() {
   PeerInfo info;
   info.boot_id = read_line("/proc/sys/kernel/random/boot_id");
   info.network = read_link("/proc/self/ns/net");
+  info.node = (info.boot_id.empty() ? "unknown" : info.boot_id) + "@" + info.network;
   info.pid = getpid();
   info.mark = own_process_mark();
   cpu_set_t cores;

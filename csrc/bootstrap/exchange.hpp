@@ -16,6 +16,7 @@ struct PeerInfo {
   std::string process;  // random id of the process (new after fork)
   std::string boot_id;  // the same on every process of a running kernel
   std::string network;  // network namespace: abstract sockets end at its border
+  std::string node;     // the same on every process that shares this one's memory
   int64_t pid = 0;
   int usable_cores = 1;            // affinity and quota
   size_t max_chunk_bytes = 0;      // of staging that the process has left for this group

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "algorithms/nodes.hpp"
 #include "base/env.hpp"
 #include "base/error.hpp"
 #include "comm/measure.hpp"
@@ -78,25 +79,31 @@ GroupTuning::GroupTuning(const dpt_comm_options& options, const dpt_delegate& de
       profile_(options.profile == nullptr ? "" : options.profile),
       delegate_(delegate) {}
 
-void GroupTuning::agree(Segment& segment, bool oversubscribed, const WaitContext& wait) {
+void GroupTuning::agree(Segment& segment,
+                        Nodes* nodes,
+                        bool oversubscribed,
+                        const WaitContext& wait) {
   struct Settings {
     dpt_tune tune;
     bool fixed_chunk;
     bool delegate;
+    bool oversubscribed;
   };
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
-  const RunContext context{segment, none, plan, wait, WaitStyle::kBackground};
-  const Settings mine{tune_, env().chunk_bytes != 0, delegate_.execute != nullptr};
+  if (nodes != nullptr && nodes->layout.size() > kMostMeasuringRanks) return;  // the rule of thumb
+  const RunContext context{segment, none, plan, wait, WaitStyle::kBackground, nodes};
+  const Settings mine{tune_, env().chunk_bytes != 0, delegate_.execute != nullptr, oversubscribed};
   const std::vector<Settings> all = exchange(context, mine);
   tune_ = all[0].tune;
-  group_ = {segment.size(), oversubscribed};
+  group_ = {static_cast<int>(all.size()), false, nodes != nullptr ? nodes->num_nodes() : 1};
   delegate_competes_ = true;
   measures_ = tune_ != DPT_TUNE_OFF;
   for (const Settings& rank : all) {
     delegate_competes_ &= rank.delegate;
     measures_ &= !rank.fixed_chunk;
+    group_.oversubscribed |= rank.oversubscribed;
   }
 }
 
@@ -136,7 +143,8 @@ GroupTuning::Proposal GroupTuning::propose(Collective collective,
     offer(entry, "measured", "measured in this run");
     return proposal;
   }
-  if (tune_ != DPT_TUNE_FORCE) {
+  // A profile is of a machine, and says nothing of the network between several.
+  if (tune_ != DPT_TUNE_FORCE && group_.nodes == 1) {
     entry = decisions.in_profile(profile_, group_, collective, bucket);
     if (complete(entry)) {
       offer(entry, "in the profile", "profile " + profile_);
@@ -159,11 +167,16 @@ void GroupTuning::settle(const RunContext& context, size_t bytes) {
   DPT_CHECK(bucket.has_value());
   context.segment.throw_if_aborted();
   // Ranks that are in different operations part here, before anything depends on their being alike.
-  enter(context, {});
+  if (context.nodes != nullptr) {
+    enter_nodes(context);
+  } else {
+    enter(context, {});
+  }
   // The operation's timeout has done its duty: everyone is here.
   WaitContext wait = context.wait;
   wait.deadline = Deadline(wait.deadline.timeout() + kExtraTime);
-  const RunContext together{context.segment, context.operation, context.plan, wait, context.style};
+  const RunContext together{
+      context.segment, context.operation, context.plan, wait, context.style, context.nodes};
 
   const Limits limits{context.segment.max_chunk_bytes(), delegate_competes_};
   const std::vector<Proposal> all =
@@ -180,7 +193,8 @@ void GroupTuning::settle(const RunContext& context, size_t bytes) {
                                                      .size = group_.ranks,
                                                      .not_native = "",
                                                      .max_chunk_bytes = limits.max_chunk_bytes,
-                                                     .oversubscribed = group_.oversubscribed});
+                                                     .oversubscribed = group_.oversubscribed,
+                                                     .nodes = group_.nodes});
     const Entry entry =
         measure(together, {nominal, plans}, delegate_competes_ ? &delegate_ : nullptr);
     const std::chrono::duration<double, std::micro> spent =
@@ -189,7 +203,7 @@ void GroupTuning::settle(const RunContext& context, size_t bytes) {
     decisions.add_spent_us(spent.count());
     if (!entry.empty()) {
       decisions.add_measured(group_, operation.collective, *bucket, entry);
-      if (context.segment.rank() == 0) decisions.save(profile_, group_);
+      if (context.segment.rank() == 0 && group_.nodes == 1) decisions.save(profile_, group_);
     }
     decision = decide(entry, limits, "measured");
     decision.source = "measured now";

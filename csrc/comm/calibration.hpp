@@ -27,7 +27,7 @@ class GroupTuning {
 
   // The ranks have met: rank 0's option `tune` counts for all, and the delegate is a candidate
   // where all have one to try. Until then nothing is open. Called by every rank.
-  void agree(Segment& segment, bool oversubscribed, const WaitContext& wait);
+  void agree(Segment& segment, Nodes* nodes, bool oversubscribed, const WaitContext& wait);
 
   // Whether `settle` is to be called before the next operation of this size. Tens of nanoseconds,
   // as `find`.

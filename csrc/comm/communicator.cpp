@@ -4,12 +4,12 @@
 
 #include <condition_variable>
 
+#include "algorithms/block_sizes.hpp"
 #include "base/env.hpp"
 #include "base/log.hpp"
 #include "comm/fabric.hpp"
 #include "comm/invitations.hpp"
 #include "host/reduce.hpp"
-#include "transport/shm/shm_transport.hpp"
 #include "tuner/choose.hpp"
 
 namespace dpt {
@@ -20,6 +20,10 @@ constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
 // From here on ranks that share cores sleep instead of yielding.
 constexpr size_t kLongMessage = 8 << 20;
+// Between nodes from here on waits are too long to spin through.
+constexpr size_t kLongBetweenNodes = 64 << 10;
+// Every node's header must fit into the smallest slot.
+constexpr int kMostNodes = 96;
 
 // The same on every rank, also when parts are uneven: all ranks of an all_gather know all parts,
 // and an all_to_all works with whatever each rank takes for its size.
@@ -82,6 +86,7 @@ Communicator::~Communicator() {
     progress_.drain(kDestroyGrace);
   }
   leave_devices();
+  nodes_.reset();
   if (segment_) {
     segment_->leave();
     Fabric::instance().detach(segment_.get());
@@ -132,26 +137,41 @@ std::string Communicator::why_not_native(const Operation& operation) const {
     return std::string("no native ") + name_of(operation.reduce_op) + " of " +
            name_of(operation.dtype);
   }
+  if (nodes_ && nodes_->num_nodes() > kMostNodes) {
+    return "more than " + std::to_string(kMostNodes) + " nodes";
+  }
+  if (nodes_ && operation.collective == DPT_ALL_TO_ALL && nodes_->layout.size() > kMostBlockRanks) {
+    return "an all_to_all of more than " + std::to_string(kMostBlockRanks) + " ranks between nodes";
+  }
   return "";
 }
 
 bool Communicator::undecided(const Operation& operation) const {
   if (!connected_.load(std::memory_order_acquire)) return true;
   const size_t bytes = bytes_to_choose_by(operation, static_cast<int>(global_ranks_.size()));
-  return tuning_.is_open(operation.collective, bytes) && why_not_native(operation).empty();
+  if (!tuning_.is_open(operation.collective, bytes) || !why_not_native(operation).empty()) {
+    return false;
+  }
+  return !nodes_ || !is_small_between_nodes(choose_request(operation));
 }
 
 Plan Communicator::plan_for(const Operation& operation) const {
+  return choose(choose_request(operation));
+}
+
+ChooseRequest Communicator::choose_request(const Operation& operation) const {
   const int size = static_cast<int>(global_ranks_.size());
   const size_t bytes = bytes_to_choose_by(operation, size);
-  return choose({.collective = operation.collective,
-                 .bytes = bytes,
-                 .size = size,
-                 .not_native = why_not_native(operation),
-                 .fixed_chunk_bytes = env().chunk_bytes,
-                 .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0,
-                 .oversubscribed = oversubscribed_,
-                 .tuned = tuning_.find(operation.collective, bytes)});
+  return {.collective = operation.collective,
+          .bytes = bytes,
+          .size = size,
+          .not_native = why_not_native(operation),
+          .fixed_chunk_bytes = env().chunk_bytes,
+          .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0,
+          .oversubscribed = oversubscribed_,
+          .nodes = nodes_ ? nodes_->num_nodes() : 1,
+          .uneven = operation.is_uneven(),
+          .tuned = tuning_.find(operation.collective, bytes)};
 }
 
 void Communicator::prepare(Pending& pending, bool in_caller) {
@@ -159,9 +179,15 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
   if (undecided(pending.operation)) {
     const WaitContext wait = wait_context(pending, in_caller);
     try {
-      const size_t bytes = bytes_to_choose_by(pending.operation, segment_->size());
-      tuning_.settle(
-          {*segment_, pending.operation, pending.plan, wait, wait_style(bytes, in_caller)}, bytes);
+      const size_t bytes =
+          bytes_to_choose_by(pending.operation, static_cast<int>(global_ranks_.size()));
+      tuning_.settle({*segment_,
+                      pending.operation,
+                      pending.plan,
+                      wait,
+                      wait_style(bytes, in_caller),
+                      nodes_.get()},
+                     bytes);
     } catch (const Error& error) {
       fail_operation(error, wait);
     }
@@ -207,41 +233,11 @@ void Communicator::connect(WaitContext wait, Store& store) {
 
 void Communicator::connect_segment(const WaitContext& wait, Store& store) {
   Fabric& fabric = Fabric::instance();
-  PeerInfo self = fabric.self();
+  PeerInfo self = fabric.self(global_ranks_[rank_]);
   self.max_chunk_bytes =
       fabric.offer_chunk_bytes(static_cast<int>(global_ranks_.size()), staging_bytes_);
   const Meeting meeting = meet(store, rank_, global_ranks_, self.serialize(), wait);
-  std::vector<PeerInfo> peers;
-  for (const std::string& words : meeting.words) peers.push_back(PeerInfo::parse(words));
-
-  const TransportChoice choice = choose_transport(peers, global_ranks_);
-  no_transport_ = choice.why_not;
-  if (choice.transport == nullptr) return;
-  size_t max_chunk_bytes = Segment::kMaxChunkBytes;
-  for (const PeerInfo& peer : peers) {
-    max_chunk_bytes = std::min(max_chunk_bytes, peer.max_chunk_bytes);
-  }
-  ShmConnection connection = connect_shm({store,
-                                          "deepytorch/" + meeting.id,
-                                          rank_,
-                                          global_ranks_,
-                                          peers,
-                                          max_chunk_bytes,
-                                          fabric.memory(),
-                                          fabric.peer_pools()},
-                                         wait);
-  no_transport_ = connection.why_not;
-  if (!connection.segment) {
-    log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
-    return;
-  }
-  oversubscribed_ = fabric.oversubscribed(peers);
-  fabric.attach(connection, peers);
-  {
-    std::lock_guard lock(state_mutex_);
-    segment_ = std::move(connection.segment);
-  }
-  tuning_.agree(*segment_, oversubscribed_, wait);
+  connect_ranks(meeting, wait, store);
 }
 
 std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request) {
@@ -285,6 +281,7 @@ WaitContext Communicator::wait_context(const Pending& pending, bool interruptibl
 
 WaitStyle Communicator::wait_style(size_t bytes, bool in_caller) const {
   if (!in_caller) return WaitStyle::kBackground;
+  if (nodes_ && bytes > kLongBetweenNodes) return WaitStyle::kBackground;
   if (!oversubscribed_) return WaitStyle::kOwnCore;
   // Long steps: the peers copy for a while, so sleeping costs less than handing the core around.
   return bytes > kLongMessage ? WaitStyle::kBackground : WaitStyle::kSharedCore;
@@ -300,11 +297,15 @@ void Communicator::run(const Pending& pending, bool in_caller) {
       run_local(operation);
     } else {
       segment_->throw_if_aborted();
-      const RunContext context{
-          *segment_, operation, pending.plan, wait, wait_style(operation.bytes(), in_caller)};
+      const RunContext context{*segment_,
+                               operation,
+                               pending.plan,
+                               wait,
+                               wait_style(operation.bytes(), in_caller),
+                               nodes_.get()};
       // NOTE [Gate] A rank that delegates enters the group's signals first, so that a peer which
       // runs the same call natively (another dtype, say) is told of the mismatch.
-      if (is_delegate(pending.plan)) return enter_small(context);
+      if (is_delegate(pending.plan)) return nodes_ ? enter_nodes(context) : enter_small(context);
       const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);
       DPT_CHECK(algorithm != nullptr);
       algorithm->run(context);
@@ -444,6 +445,7 @@ void Communicator::fail(dpt_status status, const std::string& reason) {
   std::lock_guard lock(state_mutex_);
   if (!failure_) failure_.emplace(status, reason);
   if (segment_) segment_->abort(status, reason);
+  if (nodes_) nodes_->links.abort(status, reason);
   joined_.notify_all();
 }
 

@@ -16,7 +16,9 @@
 #include <vector>
 
 #include "algorithms/algorithm.hpp"
+#include "algorithms/nodes.hpp"
 #include "base/error.hpp"
+#include "bootstrap/exchange.hpp"
 #include "bootstrap/store.hpp"
 #include "comm/calibration.hpp"
 #include "comm/point_to_point.hpp"
@@ -24,6 +26,7 @@
 #include "comm/statistics.hpp"
 #include "cuda/device_group.hpp"
 #include "transport/shm/segment.hpp"
+#include "transport/tcp/tcp_transport.hpp"
 
 namespace dpt {
 
@@ -67,10 +70,18 @@ class Communicator {
   // Whether the plan is still to be found together with the other ranks, in prepare.
   bool undecided(const Operation& operation) const;
   Plan plan_for(const Operation& operation) const;
+  ChooseRequest choose_request(const Operation& operation) const;
   // `store` is the own one, or lent: NOTE [Lent store].
   void connect(WaitContext wait, Store& store);
   void ensure_connected(const WaitContext& wait, Store& store);
   void connect_segment(const WaitContext& wait, Store& store);
+  // The ranks have met: with this node's ranks by shared memory, with the others over the network.
+  void connect_ranks(const Meeting& meeting, const WaitContext& wait, Store& store);
+  // Lets the delegate meet while all ranks are here: a message between two nodes is its own, and
+  // finds two ranks alone.
+  void wake_delegate(const WaitContext& wait) const;
+  // Empty, or why the nodes of the group have no connections; the same on every rank.
+  std::string connect_nodes(const TcpGroup& group, Segment& segment, const WaitContext& wait);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
   WaitStyle wait_style(size_t bytes, bool in_caller) const;
@@ -123,15 +134,17 @@ class Communicator {
 
   std::mutex submit_mutex_;
   uint64_t next_sequence_ = 1;
-  // Set by whichever thread runs the group's first operation; then constant, as the two after it.
+  // Set by whichever thread runs the group's first operation; then constant, as what follows.
   std::atomic<bool> connected_{false};
   std::string
       no_transport_;  // after connect: why the group has no native transport; empty if it has
+  std::string no_messages_;  // the same for sends and receives
   bool oversubscribed_ = false;
   GroupTuning tuning_;
 
-  std::mutex state_mutex_;  // guards segment_'s and messages_' replacement, and failure_
-  std::unique_ptr<Segment> segment_;
+  std::mutex state_mutex_;  // guards segment_'s, nodes_' and messages_' replacement, and failure_
+  std::unique_ptr<Segment> segment_;  // of this node's ranks
+  std::unique_ptr<Nodes> nodes_;      // of a group that spans nodes; ends before the segment
   std::optional<Error> failure_;
   std::condition_variable joined_;  // connected_ or failure_ was set
   std::string invitation_;          // empty: this group needs none

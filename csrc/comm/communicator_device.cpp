@@ -103,8 +103,8 @@ void Communicator::join_devices(const dpt_request& request) {
     ensure_connected(wait, *store_);
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
-    state->why_not = no_transport_;
-    if (segment_) {
+    state->why_not = nodes_ ? "ranks on several nodes have no GPU kernels yet" : no_transport_;
+    if (segment_ && !nodes_) {
       try {
         connect_devices(request.device, wait, state.get());
       } catch (const Error& error) {

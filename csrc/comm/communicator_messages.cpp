@@ -6,7 +6,7 @@
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
 #include "comm/invitations.hpp"
-#include "transport/transport.hpp"
+#include "transport/shm/shm_transport.hpp"
 
 namespace dpt {
 namespace {
@@ -30,7 +30,8 @@ Word parse_word(const std::string& text) {
 }  // namespace
 
 std::string Communicator::own_word() const {
-  return own_process_mark() + " " + invitation_ + " " + Fabric::instance().self().serialize();
+  return own_process_mark() + " " + invitation_ + " " +
+         Fabric::instance().self(global_ranks_[rank_]).serialize();
 }
 
 void Communicator::join_in_background(std::chrono::milliseconds limit,
@@ -67,7 +68,7 @@ bool Communicator::retire() {
 
 // Returns why the delegate serves this group's messages, the same on every rank, or nothing.
 std::string Communicator::join_for_messages(const dpt_request& request) {
-  if (connected_.load(std::memory_order_acquire)) return no_transport_;
+  if (connected_.load(std::memory_order_acquire)) return no_messages_;
   const std::chrono::milliseconds timeout(request.timeout_ms);
   const WaitContext wait{Deadline(timeout),
                          [this, &request] {
@@ -95,8 +96,11 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
         peers.push_back(std::move(word.peer));
         invitations.push_back(std::move(word.invitation));
       }
-      const TransportChoice choice = choose_transport(peers, global_ranks_);
-      if (choice.transport == nullptr) return choice.why_not;
+      // Messages between nodes are the delegate's, and so are the others of such a group: a receive
+      // from any rank must find them all in one place.
+      if (std::string why_not = kShmTransport.why_not(peers, global_ranks_); !why_not.empty()) {
+        return why_not;
+      }
 
       join_in_background(timeout, nullptr);
       for (size_t rank = 0; rank < invitations.size(); ++rank) {
@@ -119,7 +123,7 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
     fail(error.status(), error.what());
     throw;
   }
-  return no_transport_;
+  return no_messages_;
 }
 
 dpt_outcome Communicator::submit_message(const dpt_request& request,

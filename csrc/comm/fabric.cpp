@@ -7,6 +7,7 @@
 #include <atomic>
 #include <bit>
 
+#include "base/env.hpp"
 #include "topology/topology.hpp"
 
 namespace dpt {
@@ -40,12 +41,28 @@ void Fabric::after_fork_in_child() {
   Fabric* const fabric = the_fabric;
   if (fabric == nullptr) return;
   fabric->memory_.after_fork();
+  fabric->reactor_.close_after_fork();
   if (fabric->watchdog_) fabric->watchdog_->close_after_fork();
 }
 
 Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
   self_.process = random_id();
   self_.usable_cores = usable_cores();
+  emulated_nodes_ = env().node_ids;
+}
+
+PeerInfo Fabric::self(int64_t global_rank) const {
+  std::lock_guard lock(mutex_);
+  PeerInfo info = self_;
+  if (!emulated_nodes_.empty()) {
+    info.node = "emulated:" + emulated_nodes_[global_rank % emulated_nodes_.size()];
+  }
+  return info;
+}
+
+void Fabric::emulate_nodes(std::vector<std::string> names) {
+  std::lock_guard lock(mutex_);
+  emulated_nodes_ = std::move(names);
 }
 
 size_t Fabric::offer_chunk_bytes(int size, size_t staging_bytes) {

@@ -19,6 +19,7 @@
 #include "transport/shm/memory_pool.hpp"
 #include "transport/shm/peer_pools.hpp"
 #include "transport/shm/shm_transport.hpp"
+#include "transport/tcp/reactor.hpp"
 
 namespace dpt {
 
@@ -28,13 +29,19 @@ class Fabric {
   // True in a child of fork() whose parent already had a fabric.
   static bool forked();
 
-  // This process's facts, gathered once.
-  const PeerInfo& self() const { return self_; }
+  // This process's facts, gathered once, as the rank that says them in a group.
+  PeerInfo self(int64_t global_rank) const;
+  // For tests and emulation: from now on global ranks say they are on these nodes, one name each,
+  // counted round. Empty: where they really are. At first what DEEPYTORCH_NODE_ID says.
+  void emulate_nodes(std::vector<std::string> names);
 
   // Memory that local peers can reach without a copy.
   MemoryPool& memory() { return memory_; }
   // The same of the peers of all groups.
   PeerPools& peer_pools() { return peer_pools_; }
+
+  // Waits for the sockets of all groups.
+  Reactor& reactor() { return reactor_; }
 
   // The longest chunk this process can stage for one more group of `size` ranks, when all its
   // groups together stay within `staging_bytes` (0: the default): a sixth of what is left, so that
@@ -72,9 +79,11 @@ class Fabric {
   };
 
   PeerInfo self_;
+  std::vector<std::string> emulated_nodes_;
   MemoryPool memory_;
   PeerPools peer_pools_;
-  std::mutex mutex_;
+  Reactor reactor_;
+  mutable std::mutex mutex_;
   std::map<Segment*, Group> groups_;
   size_t staging_used_ = 0;
   std::atomic<size_t> device_staging_used_{0};

@@ -7,6 +7,7 @@
 #include <new>
 #include <optional>
 
+#include "algorithms/nodes.hpp"
 #include "base/error.hpp"
 #include "base/log.hpp"
 
@@ -105,7 +106,8 @@ class Trial {
     const Algorithm* algorithm = find_algorithm(candidate.algorithm, operation_.collective);
     DPT_CHECK(algorithm != nullptr);
     const Plan plan{candidate.algorithm, candidate.chunk_bytes, "on trial"};
-    algorithm->run({context_.segment, operation_, plan, context_.wait, context_.style});
+    algorithm->run(
+        {context_.segment, operation_, plan, context_.wait, context_.style, context_.nodes});
     return true;
   }
 
@@ -153,11 +155,50 @@ void drop_hopeless(std::vector<Course>* courses, double factor) {
 
 }  // namespace
 
+std::vector<char> exchange_bytes(const RunContext& context, const void* mine, size_t bytes) {
+  Segment& segment = context.segment;
+  context.barrier();
+  std::memcpy(segment.small(segment.rank(), 0), mine, bytes);
+  std::vector<char> all;
+  if (context.nodes == nullptr) {
+    context.barrier();
+    for (int rank = 0; rank < segment.size(); ++rank) {
+      all.insert(all.end(), segment.small(rank, 0), segment.small(rank, 0) + bytes);
+    }
+  } else {
+    const NodeLayout& layout = context.nodes->layout;
+    enter_nodes(
+        context,
+        {.words =
+             [&] {
+               std::vector<char> words;
+               for (int rank = 0; rank < segment.size(); ++rank) {
+                 words.insert(words.end(), segment.small(rank, 0), segment.small(rank, 0) + bytes);
+               }
+               return words;
+             },
+         .publish =
+             [&](const std::vector<std::string_view>& words) {
+               for (int rank = 0; rank < layout.size(); ++rank) {
+                 std::memcpy(segment.small(0, 0) + rank * bytes,
+                             words[layout.node_of[rank]].data() + layout.local_of[rank] * bytes,
+                             bytes);
+               }
+             }});
+    all.assign(segment.small(0, 0), segment.small(0, 0) + layout.size() * bytes);
+  }
+  context.barrier();
+  return all;
+}
+
 Entry measure(const RunContext& context, const Trials& what, const dpt_delegate* delegate) {
   const size_t bytes = what.bytes;
-  Segment& segment = context.segment;
   const Collective collective = context.operation.collective;
-  const Scratch scratch(collective, bytes, segment.rank(), segment.size());
+  const Nodes* nodes = context.nodes;
+  const Scratch scratch(collective,
+                        bytes,
+                        nodes != nullptr ? nodes->rank : context.segment.rank(),
+                        nodes != nullptr ? nodes->layout.size() : context.segment.size());
   struct Ready {
     bool has_memory;
   };

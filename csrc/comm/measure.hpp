@@ -11,20 +11,21 @@
 
 namespace dpt {
 
+// Every rank's `bytes` at `mine`, in rank order, as `exchange` does.
+std::vector<char> exchange_bytes(const RunContext& context, const void* mine, size_t bytes);
+
+// Most ranks of a group that spans nodes and measures: what they tell each other must fit.
+constexpr int kMostMeasuringRanks = 64;
+
 // Every rank's `mine`, in rank order. Leaves the segment's staging memory quiet: before it every
 // rank has ended what it did there, and after it no rank reads what was exchanged.
 template <typename T>
 std::vector<T> exchange(const RunContext& context, const T& mine) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= Segment::kSmallBytes);
-  Segment& segment = context.segment;
-  context.barrier();
-  std::memcpy(segment.small(segment.rank(), 0), &mine, sizeof mine);
-  context.barrier();
-  std::vector<T> all(segment.size());
-  for (int rank = 0; rank < segment.size(); ++rank) {
-    std::memcpy(&all[rank], segment.small(rank, 0), sizeof(T));
-  }
-  context.barrier();
+  static_assert(std::is_trivially_copyable_v<T>);
+  static_assert(sizeof(T) <= Segment::kSmallBytes / kMostMeasuringRanks);
+  const std::vector<char> bytes = exchange_bytes(context, &mine, sizeof mine);
+  std::vector<T> all(bytes.size() / sizeof(T));
+  std::memcpy(static_cast<void*>(all.data()), bytes.data(), bytes.size());
   return all;
 }
 

@@ -12,15 +12,16 @@ namespace dpt {
 // Accumulates 16- and 32-bit floats in fp32, float64 in float64, integers in their own type
 // (wrapping), and rounds once (to nearest even) at the end. The same inputs give the same bits on
 // every rank and instruction set; a NaN propagates, also through MIN and MAX, and comes out as the
-// one quiet NaN. AVG divides by num_sources (floats only). Bools stay 0 or 1 (SUM is "any").
-// Sources and destinations may be equal pointers, but must not overlap otherwise; no alignment is
-// needed.
+// one quiet NaN. AVG divides by num_sources or `divisor` (floats only). Bools stay 0 or 1 (SUM is
+// "any"). Sources and destinations may be equal pointers, but must not overlap otherwise; no
+// alignment is needed.
 struct ReduceArgs {
   DataType dtype;
   ReduceOp op;
   const void* const* sources;
   int num_sources;
   const double* factors = nullptr;  // PREMUL_SUM: one per source
+  int divisor = 0;                  // AVG: 0: num_sources
   size_t count = 0;                 // elements of each buffer
   void* destination = nullptr;
   void* const* copies = nullptr;  // further destinations that get the same

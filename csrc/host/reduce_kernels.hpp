@@ -95,7 +95,7 @@ struct Reduction {
 
   static void store(const ReduceArgs& args, char* block, Pair<Values> values) {
     if constexpr (Op::kAverages) {
-      const Value count = static_cast<Value>(args.num_sources);
+      const Value count = static_cast<Value>(args.divisor != 0 ? args.divisor : args.num_sources);
       values = {values.a / count, values.b / count};
     }
     Format::store(block, values);

@@ -1,11 +1,12 @@
 #include "transport/shm/shm_transport.hpp"
+#include "transport/tcp/tcp_transport.hpp"
 #include "transport/transport.hpp"
 
 namespace dpt {
 
 TransportChoice choose_transport(const std::vector<PeerInfo>& peers,
                                  const std::vector<int64_t>& global_ranks) {
-  static const Transport* const table[] = {&kShmTransport};
+  static const Transport* const table[] = {&kShmTransport, &kTcpTransport};
   TransportChoice choice;
   for (const Transport* transport : table) {
     const std::string reason = transport->why_not(peers, global_ranks);

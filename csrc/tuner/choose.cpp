@@ -27,7 +27,46 @@ size_t usual_chunk(size_t bytes, bool oversubscribed) {
   return oversubscribed ? 256 * kKiB : 128 * kKiB;
 }
 
+// Between nodes long chunks keep the network busy while the node's ranks meet.
+constexpr size_t kNodeChunk = 512 * kKiB;
+
+Plan choose_between_nodes(const ChooseRequest& request) {
+  if (request.collective == DPT_BARRIER) return {"node_barrier", 0, "one meeting of the nodes"};
+  if (is_small_between_nodes(request)) {
+    return {"node_one_shot", 0, "small: one exchange between the nodes' leaders"};
+  }
+  if (request.fixed_chunk_bytes != 0) {
+    const size_t chunk = std::min(request.fixed_chunk_bytes, request.max_chunk_bytes);
+    return {"hierarchical", chunk, "DEEPYTORCH_CHUNK_BYTES"};
+  }
+  if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
+    const Candidate& chosen = request.tuned->chosen;
+    return {chosen.algorithm, chosen.chunk_bytes, request.tuned->reason};
+  }
+  return {"hierarchical",
+          std::min(kNodeChunk, request.max_chunk_bytes),
+          "shared memory within nodes, TCP between them"};
+}
+
 }  // namespace
+
+bool is_small_between_nodes(const ChooseRequest& request) {
+  // What all nodes together say must fit into a small buffer, and a leader says it to all others.
+  constexpr size_t kMost = 64 * kKiB;
+  const size_t others = static_cast<size_t>(request.nodes - 1);
+  switch (request.collective) {
+    case DPT_ALL_REDUCE:
+    case DPT_REDUCE:
+    case DPT_BROADCAST:
+      return request.bytes * others <= kMost;
+    case DPT_ALL_GATHER:
+      return !request.uneven && request.bytes * request.size <= kMost;
+    case DPT_REDUCE_SCATTER:
+      return request.bytes * request.size * others <= kMost;
+    default:
+      return false;
+  }
+}
 
 bool is_native_collective(Collective collective) {
   return collective != DPT_SEND && collective != DPT_RECV;
@@ -36,6 +75,7 @@ bool is_native_collective(Collective collective) {
 Plan choose(const ChooseRequest& request) {
   if (!request.not_native.empty()) return {"delegate", 0, request.not_native};
   if (request.size == 1) return {"local", 0, "a group of one rank"};
+  if (request.nodes > 1) return choose_between_nodes(request);
   if (request.collective == DPT_BARRIER) return {"barrier", 0, "one barrier"};
   const bool sums_everywhere =
       request.collective == DPT_ALL_REDUCE || request.collective == DPT_REDUCE;
@@ -58,8 +98,16 @@ Plan choose(const ChooseRequest& request) {
 }
 
 std::vector<Candidate> candidates(const ChooseRequest& request) {
-  const char* algorithm = chunked_algorithm(request.collective);
   const size_t most = request.max_chunk_bytes;
+  if (request.nodes > 1) {
+    // One trial takes long where the network is slow, so few are made.
+    const size_t rule = std::min(kNodeChunk, most);
+    std::vector<Candidate> found = {{"hierarchical", rule}};
+    const size_t other = request.bytes < 2 * kMiB ? 128 * kKiB : kLargeChunk;
+    if (other < rule || (other > rule && other <= most)) found.push_back({"hierarchical", other});
+    return found;
+  }
+  const char* algorithm = chunked_algorithm(request.collective);
   const size_t rule = std::min(usual_chunk(request.bytes, request.oversubscribed), most);
   std::vector<Candidate> found = {{algorithm, rule}};
   const size_t largest = std::min({request.bytes, kLargeChunk, most});

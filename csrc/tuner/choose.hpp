@@ -26,6 +26,8 @@ struct ChooseRequest {
   size_t fixed_chunk_bytes = 0;  // a user's choice, 0: ours
   size_t max_chunk_bytes = 0;    // of the group's slots
   bool oversubscribed = false;   // the node has fewer cores than ranks
+  int nodes = 1;                 // over which the group spans
+  bool uneven = false;           // parts differ in size
   const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
 };
 
@@ -33,6 +35,10 @@ struct ChooseRequest {
 bool is_native_collective(Collective collective);
 
 Plan choose(const ChooseRequest& request);
+
+// Of a group that spans nodes: whether a message is so small that one exchange of the nodes'
+// leaders carries it.
+bool is_small_between_nodes(const ChooseRequest& request);
 
 // The plans worth trying for a request that is cut into chunks, without the delegate: first the
 // rule of thumb's, then from small chunks to large ones. At most five.

@@ -13,6 +13,8 @@ constexpr size_t kFirstNominal = 64 << 10;
 // node that share cores, which take turns and so need the sum of their times.
 constexpr size_t kScratchBytes = 32 << 20;
 constexpr size_t kSharedScratchBytes = 96 << 20;
+// Between nodes one trial of long messages takes long, and middling ones tell as much.
+constexpr size_t kNodesScratchBytes = 8 << 20;
 
 constexpr double kEqual = 1.03;
 constexpr double kBeyondNoise = 1.1;
@@ -44,7 +46,8 @@ std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass gr
   constexpr int kSecond = std::bit_width(2 * kFirstNominal);
   const int above = static_cast<int>(std::bit_width(bytes)) - kSecond;
   int bucket = above < 0 ? 0 : std::min(above / 2 + 1, kNumBuckets - 1);
-  const size_t most = group.oversubscribed ? kSharedScratchBytes / group.ranks : kScratchBytes;
+  size_t most = group.oversubscribed ? kSharedScratchBytes / group.ranks : kScratchBytes;
+  if (group.nodes > 1) most = std::min(most, kNodesScratchBytes);
   const size_t buffers = num_buffers(collective, group.ranks);
   while (bucket > 0 && nominal_of(bucket) * buffers > most) --bucket;
   return bucket;
@@ -63,7 +66,7 @@ int num_buffers(Collective collective, int ranks) {
 }
 
 const char* known_algorithm(const char* name) {
-  for (const char* known : {"one_shot", "pipelined", "exchange", kDelegate}) {
+  for (const char* known : {"one_shot", "pipelined", "exchange", "hierarchical", kDelegate}) {
     if (std::strcmp(name, known) == 0) return known;
   }
   return nullptr;

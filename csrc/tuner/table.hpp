@@ -19,11 +19,12 @@ constexpr size_t kLatencyBytes = 16 << 10;
 constexpr int kNumCollectives = DPT_ALL_TO_ALL + 1;
 constexpr int kNumBuckets = 6;
 
-// Ranks that share a node, and whether they outnumber its cores: groups that are alike in this
-// share what was measured.
+// A group's ranks, whether those of a node outnumber its cores, and its nodes: groups that are
+// alike in this share what was measured.
 struct TuningClass {
   int ranks;
   bool oversubscribed;
+  int nodes = 1;
   auto operator<=>(const TuningClass&) const = default;
 };
 

@@ -43,7 +43,15 @@ OPTIONS: dict[str, Any] = {
     "ifname": None,
     "compile_budget_s": 120.0,
 }
-OUR_VARIABLES = {"DEEPYTORCH_CACHE_DIR", "DEEPYTORCH_CHUNK_BYTES", "DEEPYTORCH_NCCL_TABLE"}
+OUR_VARIABLES = {
+    "DEEPYTORCH_CACHE_DIR",
+    "DEEPYTORCH_CHUNK_BYTES",
+    "DEEPYTORCH_NCCL_TABLE",
+    "DEEPYTORCH_NUM_SOCKETS",
+    "DEEPYTORCH_SOCKET_BYTES",
+    "DEEPYTORCH_TCP_CONGESTION",
+    "DEEPYTORCH_NODE_ID",
+}
 COMMANDS: dict[str, dict[str, Any]] = {
     "build": {"--output": None, "--force": False},
     "run": {"--nproc-per-node": None, "--nnodes": None, "--module": False},

@@ -44,21 +44,6 @@ bool is_same_user(const UniqueFd& socket) {
 
 }  // namespace
 
-UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-int UniqueFd::release() { return std::exchange(fd_, -1); }
-
-void UniqueFd::reset() {
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
-}
-
 UniqueFd listen_abstract(std::string* address) {
   *address = "deepytorch-" + random_id();
   UniqueFd listener(DPT_SYS_CHECK(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)));

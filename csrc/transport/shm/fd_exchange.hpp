@@ -5,25 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "base/unique_fd.hpp"
 #include "base/wait.hpp"
 
 namespace dpt {
-
-// A file descriptor that is closed when it goes out of scope.
-class UniqueFd {
- public:
-  UniqueFd() = default;
-  explicit UniqueFd(int fd) : fd_(fd) {}
-  UniqueFd(UniqueFd&& other) noexcept : fd_(other.release()) {}
-  UniqueFd& operator=(UniqueFd&& other) noexcept;
-  ~UniqueFd() { reset(); }
-  int get() const { return fd_; }
-  int release();
-  void reset();
-
- private:
-  int fd_ = -1;
-};
 
 // Most descriptors the kernel passes in one message (SCM_MAX_FD).
 constexpr int kMaxPassedFds = 253;

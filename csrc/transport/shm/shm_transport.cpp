@@ -42,6 +42,7 @@ std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_
         "ranks " + std::to_string(global_ranks[0]) + " and " + std::to_string(global_ranks[i]);
     if (peers[i].boot_id != peers[0].boot_id) return pair + " are on different nodes";
     if (peers[i].network != peers[0].network) return pair + " are in different network namespaces";
+    if (peers[i].node != peers[0].node) return pair + " pretend to be on different nodes";
   }
   // The segment, and of each rank its pidfd and its pool.
   if (1 + 2 * peers.size() > static_cast<size_t>(kMaxPassedFds)) {

@@ -1,0 +1,32 @@
+// The bytes of every block of an all_gather or all_to_all between nodes: who calls it knows its own
+// alone, so all ranks tell at the meeting, where every block is checked to be as long for its
+// receiver as for its sender.
+#pragma once
+
+#include <vector>
+
+#include "algorithms/nodes.hpp"
+
+namespace dpt {
+
+// Most ranks of an all_to_all: all blocks' sizes must fit into a small buffer.
+constexpr int kMostBlockRanks = 88;
+
+class BlockSizes {
+ public:
+  // In place of enter_nodes. Error(DPT_ERR_MISMATCH), on every rank alike, names two ranks that do
+  // not agree.
+  static BlockSizes meet(const RunContext& context);
+
+  // Of what `source` gives to `receiver`.
+  size_t bytes(int source, int receiver) const {
+    return sent_.empty() ? even_ : sent_[source * per_rank_ + (per_rank_ == 1 ? 0 : receiver)];
+  }
+
+ private:
+  size_t even_ = 0;
+  size_t per_rank_ = 1;  // blocks of a source that differ
+  std::vector<uint64_t> sent_;
+};
+
+}  // namespace dpt

@@ -1,0 +1,305 @@
+// Hierarchical all_gather, gather, scatter and all_to_all: every block crosses the network once, to
+// its source's partner on the receiving node, which carries it from there by shared memory.
+//
+// A carrier's slot is cut into lanes: one for each block it carries, its own or a partner's, that
+// other ranks of its node read; a block for all of them (all_gather, gather) takes one lane. Blocks
+// move in pieces as long as their carrier's lanes. In step t every rank
+//   1. sends piece t of its blocks for other nodes, from where they lie, and asks for piece t of
+//      those it carries, into its output where they are for itself
+//   2. copies piece t of its own blocks into its lanes, and those it asked for some steps ago
+//   3. copies out of the others' lanes what they put there in step t-1
+// with one barrier a step.
+#include <algorithm>
+#include <vector>
+
+#include "algorithms/block_sizes.hpp"
+#include "host/copy.hpp"
+
+namespace dpt {
+namespace {
+
+class NodeExchange {
+ public:
+  explicit NodeExchange(const RunContext& context)
+      : context_(context), sizes_(BlockSizes::meet(context)) {}
+
+  void run() {
+    plan();
+    Traffic traffic(context_, Links::Mover::kReactor);
+    traffic_ = &traffic;
+    for (size_t step = 0; step <= std::max(node_steps_, own_steps_); ++step) {
+      send(step);
+      ask(step);
+      put_own(step);
+      if (step >= under_way_) put_carried(step - under_way_);
+      if (step >= 1 && step <= node_steps_) copy_out(step - 1);
+      if (context_.size() > 1 && step < node_steps_) context_.barrier();
+    }
+    if (sends(nodes_.rank) && receives(nodes_.rank)) {
+      const void* input = operation_.inputs[input_for(nodes_.rank)];
+      char* output = output_from(nodes_.rank);
+      if (input != output) copy(output, input, sizes_.bytes(nodes_.rank, nodes_.rank));
+    }
+    for (const Traffic::Ticket& ticket : sent_) traffic.wait_sent(ticket);
+    segment_.next_step += node_steps_ + 1;
+  }
+
+ private:
+  // `receiver`: a rank, or any rank of the node where all get the same.
+  struct Block {
+    int source;
+    int receiver;
+  };
+  // A carrier's blocks that other ranks of its node read, each in the lane of its index.
+  struct Carrier {
+    std::vector<Block> lanes;
+    size_t lane_bytes;
+  };
+  // A block of another node that this rank carries, or receives for itself.
+  struct Arrival {
+    Block block;
+    int lane;                                   // -1: nobody else reads it
+    char* output;                               // nullptr: it is staged
+    size_t staging = 0;                         // its place in each window
+    std::vector<Traffic::Ticket> tickets = {};  // by window
+  };
+
+  bool shares_lane() const {
+    return operation_.collective == DPT_ALL_GATHER || operation_.collective == DPT_GATHER;
+  }
+  bool sends(int rank) const {
+    return operation_.collective != DPT_SCATTER || rank == operation_.root;
+  }
+  bool receives(int rank) const {
+    return operation_.collective != DPT_GATHER || rank == operation_.root;
+  }
+  int input_for(int receiver) const { return shares_lane() ? 0 : receiver; }
+  char* output_from(int source) const {
+    const bool one = operation_.collective == DPT_SCATTER;
+    return static_cast<char*>(operation_.outputs[one ? 0 : source]);
+  }
+
+  // The blocks of `source` for ranks of `node`, one for all of them or one each, in the order in
+  // which they cross the network.
+  std::vector<Block> blocks_for(int source, int node) const {
+    std::vector<Block> blocks;
+    if (!sends(source)) return blocks;
+    for (const int rank : layout_.ranks[node]) {
+      if (!receives(rank)) continue;
+      blocks.push_back({source, rank});
+      if (shares_lane()) break;
+    }
+    return blocks;
+  }
+
+  Carrier carrier(int rank) const {
+    Carrier carrier;
+    const int node = layout_.node_of[rank];
+    for (int source = 0; source < layout_.size(); ++source) {
+      if (!sends(source) || layout_.partner(source, node) != rank) continue;
+      for (const int receiver : layout_.ranks[node]) {
+        if (receiver == rank || !receives(receiver)) continue;
+        carrier.lanes.push_back({source, receiver});
+        if (shares_lane()) break;
+      }
+    }
+    const size_t chunk = context_.plan.chunk_bytes;
+    carrier.lane_bytes = carrier.lanes.empty()
+                             ? chunk
+                             : lane_bytes_of(chunk, static_cast<int>(carrier.lanes.size()));
+    return carrier;
+  }
+
+  size_t pieces(const Block& block, const Carrier& by) const {
+    const size_t bytes = sizes_.bytes(block.source, block.receiver);
+    return (bytes + by.lane_bytes - 1) / by.lane_bytes;
+  }
+  bool is_remote(int rank) const { return layout_.node_of[rank] != nodes_.node(); }
+
+  void plan() {
+    for (const int rank : layout_.ranks[nodes_.node()]) carriers_.push_back(carrier(rank));
+    // The same on all ranks of the node.
+    size_t most_carried = 0;
+    for (int source = 0; source < layout_.size(); ++source) {
+      if (!is_remote(source)) continue;
+      const int by = layout_.local_of[layout_.partner(source, nodes_.node())];
+      for (const Block& block : blocks_for(source, nodes_.node())) {
+        most_carried = std::max(most_carried, pieces(block, carriers_[by]));
+      }
+    }
+    under_way_ = chunks_under_way(context_.plan.chunk_bytes, most_carried);
+    for (const Carrier& each : carriers_) {
+      for (const Block& block : each.lanes) {
+        const size_t delay = is_remote(block.source) ? under_way_ : 0;
+        if (pieces(block, each) > 0) {
+          node_steps_ = std::max(node_steps_, pieces(block, each) + delay);
+        }
+      }
+    }
+    plan_arrivals();
+    for (int node = 0; node < layout_.num_nodes(); ++node) {
+      if (node == nodes_.node()) continue;
+      Departure departure{layout_.partner(nodes_.rank, node), blocks_for(nodes_.rank, node), 0};
+      if (departure.blocks.empty()) continue;
+      const Carrier by = carrier(departure.to);
+      departure.piece_bytes = by.lane_bytes;
+      for (const Block& block : departure.blocks) {
+        own_steps_ = std::max(own_steps_, pieces(block, by));
+      }
+      departures_.push_back(std::move(departure));
+    }
+  }
+
+  void plan_arrivals() {
+    const Carrier& mine = carriers_[context_.me()];
+    size_t staged = 0;
+    for (int source = 0; source < layout_.size(); ++source) {
+      if (!is_remote(source) || layout_.partner(source, nodes_.node()) != nodes_.rank) continue;
+      for (const Block& block : blocks_for(source, nodes_.node())) {
+        Arrival arrival{block, lane_of(mine, block), nullptr};
+        const bool for_me = shares_lane() ? receives(nodes_.rank) : block.receiver == nodes_.rank;
+        if (for_me) {
+          arrival.output = output_from(source);
+        } else {
+          arrival.staging = staged++;
+        }
+        arrival.tickets.resize(under_way_ + 1);
+        own_steps_ = std::max(own_steps_, pieces(block, mine) + under_way_);
+        arrivals_.push_back(std::move(arrival));
+      }
+    }
+    window_bytes_ = staged * mine.lane_bytes;
+    const size_t all = window_bytes_ * (under_way_ + 1);
+    if (nodes_.scratch.size() < all) nodes_.scratch.resize(all);
+  }
+
+  // Which of a carrier's lanes holds the block, -1: none.
+  int lane_of(const Carrier& by, const Block& block) const {
+    for (size_t lane = 0; lane < by.lanes.size(); ++lane) {
+      const Block& each = by.lanes[lane];
+      if (each.source == block.source && (shares_lane() || each.receiver == block.receiver)) {
+        return static_cast<int>(lane);
+      }
+    }
+    return -1;
+  }
+
+  char* lane(int local, size_t index, size_t step) const {
+    return segment_.slot(local, (segment_.next_step + step) & 1) +
+           index * carriers_[local].lane_bytes;
+  }
+
+  void send(size_t piece) {
+    for (const Departure& departure : departures_) {
+      for (const Block& block : departure.blocks) {
+        const size_t begin = piece * departure.piece_bytes;
+        const size_t bytes = sizes_.bytes(block.source, block.receiver);
+        if (begin >= bytes) continue;
+        const auto* input =
+            static_cast<const char*>(operation_.inputs[input_for(block.receiver)]) + begin;
+        sent_.push_back(
+            traffic_->send(departure.to, input, std::min(departure.piece_bytes, bytes - begin)));
+      }
+    }
+  }
+
+  // Where a piece of an arrival lies until it is copied on.
+  char* place_of(const Arrival& arrival, size_t piece) const {
+    const size_t lane_bytes = carriers_[context_.me()].lane_bytes;
+    if (arrival.output != nullptr) return arrival.output + piece * lane_bytes;
+    return nodes_.scratch.data() + piece % (under_way_ + 1) * window_bytes_ +
+           arrival.staging * lane_bytes;
+  }
+
+  // Bytes of a piece of a block that this rank carries; 0 past its end.
+  size_t piece_bytes(const Block& block, const Carrier& by, size_t piece) const {
+    const size_t bytes = sizes_.bytes(block.source, block.receiver);
+    const size_t begin = std::min(bytes, piece * by.lane_bytes);
+    return std::min(by.lane_bytes, bytes - begin);
+  }
+
+  void ask(size_t piece) {
+    for (Arrival& arrival : arrivals_) {
+      const size_t bytes = piece_bytes(arrival.block, carriers_[context_.me()], piece);
+      if (bytes == 0) continue;
+      arrival.tickets[piece % (under_way_ + 1)] =
+          traffic_->receive(arrival.block.source, place_of(arrival, piece), bytes);
+    }
+  }
+
+  void put_own(size_t step) const {
+    const Carrier& mine = carriers_[context_.me()];
+    for (size_t index = 0; index < mine.lanes.size(); ++index) {
+      const Block& block = mine.lanes[index];
+      const size_t bytes = piece_bytes(block, mine, step);
+      if (block.source != nodes_.rank || bytes == 0) continue;
+      const auto* input = static_cast<const char*>(operation_.inputs[input_for(block.receiver)]);
+      copy(lane(context_.me(), index, step), input + step * mine.lane_bytes, bytes);
+    }
+  }
+
+  void put_carried(size_t piece) const {
+    const Carrier& mine = carriers_[context_.me()];
+    for (const Arrival& arrival : arrivals_) {
+      const size_t bytes = piece_bytes(arrival.block, mine, piece);
+      if (bytes == 0) continue;
+      traffic_->wait_received(arrival.tickets[piece % (under_way_ + 1)]);
+      if (arrival.lane < 0) continue;
+      copy(lane(context_.me(), static_cast<size_t>(arrival.lane), piece + under_way_),
+           place_of(arrival, piece),
+           bytes);
+    }
+  }
+
+  // What the others put into their lanes for this rank in `step`.
+  void copy_out(size_t step) const {
+    if (!receives(nodes_.rank)) return;
+    for (int distance = 1; distance < context_.size(); ++distance) {
+      const int local = (context_.me() + distance) % context_.size();
+      const Carrier& by = carriers_[local];
+      for (size_t index = 0; index < by.lanes.size(); ++index) {
+        const Block& block = by.lanes[index];
+        const size_t delay = is_remote(block.source) ? under_way_ : 0;
+        if (!(shares_lane() || block.receiver == nodes_.rank) || step < delay) continue;
+        const size_t piece = step - delay;
+        const size_t bytes = piece_bytes(block, by, piece);
+        if (bytes == 0) continue;
+        copy(output_from(block.source) + piece * by.lane_bytes, lane(local, index, step), bytes);
+      }
+    }
+  }
+
+  // This rank's blocks for the ranks of another node.
+  struct Departure {
+    int to;
+    std::vector<Block> blocks;
+    size_t piece_bytes;
+  };
+
+  const RunContext& context_;
+  Segment& segment_ = context_.segment;
+  const Operation& operation_ = context_.operation;
+  Nodes& nodes_ = *context_.nodes;
+  const NodeLayout& layout_ = nodes_.layout;
+  const BlockSizes sizes_;
+  std::vector<Carrier> carriers_;  // by local rank
+  std::vector<Arrival> arrivals_;
+  std::vector<Departure> departures_;
+  size_t window_bytes_ = 0;  // of staged arrivals, per piece under way
+  size_t under_way_ = 1;
+  size_t node_steps_ = 0;  // in which something is put into lanes; the same on all local ranks
+  size_t own_steps_ = 0;   // in which this rank sends or takes something
+  std::vector<Traffic::Ticket> sent_;
+  Traffic* traffic_ = nullptr;
+};
+
+void run_exchange(const RunContext& context) { NodeExchange(context).run(); }
+
+}  // namespace
+
+const Algorithm kHierarchicalAllGather{"hierarchical", DPT_ALL_GATHER, run_exchange};
+const Algorithm kHierarchicalGather{"hierarchical", DPT_GATHER, run_exchange};
+const Algorithm kHierarchicalScatter{"hierarchical", DPT_SCATTER, run_exchange};
+const Algorithm kHierarchicalAllToAll{"hierarchical", DPT_ALL_TO_ALL, run_exchange};
+
+}  // namespace dpt

@@ -1,0 +1,156 @@
+// Small messages between nodes: one exchange of the leaders carries headers and data together.
+//
+//   1. every rank copies its input into its small buffer
+//   2. the nodes meet (enter_nodes): each leader says its node's data (the ranks' sum, or all their
+//      inputs), and combines what all say in its own small buffer
+//   3. every rank copies its part out of the leader's small buffer
+//
+// The barrier of a group that spans nodes is the meeting alone.
+#include <cstring>
+
+#include "algorithms/nodes.hpp"
+#include "base/error.hpp"
+#include "host/copy.hpp"
+
+namespace dpt {
+namespace {
+
+class OneShot {
+ public:
+  explicit OneShot(const RunContext& context) : context_(context) {}
+
+  // `count` elements on every rank, summed up; returns where the result is.
+  const char* reduce(size_t count) {
+    const size_t bytes = count * size_of(operation_.dtype);
+    enter_nodes(context_,
+                {.words =
+                     [&] {
+                       std::vector<char> sum(bytes);
+                       std::vector<const void*> sources;
+                       for (int rank = 0; rank < context_.size(); ++rank) {
+                         sources.push_back(small(rank));
+                       }
+                       reduce_on_node(context_, sources, count, sum.data());
+                       return sum;
+                     },
+                 .publish =
+                     [&](const std::vector<std::string_view>& words) {
+                       std::vector<const void*> sources;
+                       for (const std::string_view& word : words) {
+                         DPT_CHECK(word.size() == bytes);
+                         sources.push_back(word.data());
+                       }
+                       reduce_nodes(context_, sources, count, {small(0)});
+                     }});
+    return small(0);
+  }
+
+  // `bytes` of every rank, by rank in the group.
+  const char* gather(size_t bytes) {
+    enter_nodes(context_,
+                {.words =
+                     [&] {
+                       std::vector<char> all(bytes * context_.size());
+                       for (int rank = 0; rank < context_.size(); ++rank) {
+                         std::memcpy(all.data() + rank * bytes, small(rank), bytes);
+                       }
+                       return all;
+                     },
+                 .publish =
+                     [&](const std::vector<std::string_view>& words) {
+                       for (int node = 0; node < layout_.num_nodes(); ++node) {
+                         DPT_CHECK(words[node].size() == bytes * layout_.ranks_on(node));
+                       }
+                       for (int rank = 0; rank < layout_.size(); ++rank) {
+                         const char* word = words[layout_.node_of[rank]].data();
+                         std::memcpy(
+                             small(0) + rank * bytes, word + layout_.local_of[rank] * bytes, bytes);
+                       }
+                     }});
+    return small(0);
+  }
+
+  const char* broadcast() {
+    const int home = layout_.node_of[operation_.root];
+    enter_nodes(context_,
+                {.words =
+                     [&] {
+                       if (context_.nodes->node() != home) return std::vector<char>();
+                       const char* data = small(layout_.local_of[operation_.root]);
+                       return std::vector<char>(data, data + operation_.bytes());
+                     },
+                 .publish =
+                     [&](const std::vector<std::string_view>& words) {
+                       DPT_CHECK(words[home].size() == operation_.bytes());
+                       std::memcpy(small(0), words[home].data(), words[home].size());
+                     }});
+    return small(0);
+  }
+
+  char* small(int rank) const { return context_.segment.small(rank, context_.header_parity()); }
+
+ private:
+  const RunContext& context_;
+  const Operation& operation_ = context_.operation;
+  const NodeLayout& layout_ = context_.nodes->layout;
+};
+
+void run_reduce(const RunContext& context) {
+  const Operation& operation = context.operation;
+  OneShot one_shot(context);
+  DPT_CHECK(operation.bytes() <= Segment::kSmallBytes);
+  copy(one_shot.small(context.me()), operation.inputs[0], operation.bytes());
+  const char* result = one_shot.reduce(operation.count);
+  if (operation.collective == DPT_REDUCE && context.nodes->rank != operation.root) return;
+  copy(operation.outputs[0], result, operation.bytes());
+}
+
+void run_reduce_scatter(const RunContext& context) {
+  const Operation& operation = context.operation;
+  const size_t bytes = operation.bytes();
+  const int size = context.nodes->layout.size();
+  OneShot one_shot(context);
+  DPT_CHECK(bytes * size <= Segment::kSmallBytes);
+  for (int rank = 0; rank < size; ++rank) {
+    copy(one_shot.small(context.me()) + rank * bytes, operation.inputs[rank], bytes);
+  }
+  const char* result = one_shot.reduce(operation.count * size);
+  copy(operation.outputs[0], result + context.nodes->rank * bytes, bytes);
+}
+
+void run_all_gather(const RunContext& context) {
+  const Operation& operation = context.operation;
+  const size_t bytes = operation.bytes();
+  const int size = context.nodes->layout.size();
+  OneShot one_shot(context);
+  DPT_CHECK(bytes * size <= Segment::kSmallBytes);
+  copy(one_shot.small(context.me()), operation.inputs[0], bytes);
+  const char* result = one_shot.gather(bytes);
+  for (int rank = 0; rank < size; ++rank) {
+    copy(operation.outputs[rank], result + rank * bytes, bytes);
+  }
+}
+
+void run_broadcast(const RunContext& context) {
+  const Operation& operation = context.operation;
+  OneShot one_shot(context);
+  DPT_CHECK(operation.bytes() <= Segment::kSmallBytes);
+  const bool is_root = context.nodes->rank == operation.root;
+  if (is_root) copy(one_shot.small(context.me()), operation.inputs[0], operation.bytes());
+  const char* result = one_shot.broadcast();
+  if (is_root && operation.inputs[0] == operation.outputs[0]) return;
+  copy(operation.outputs[0], result, operation.bytes());
+}
+
+void run_barrier(const RunContext& context) { enter_nodes(context); }
+
+}  // namespace
+
+const Algorithm kNodeBarrier{"node_barrier", DPT_BARRIER, run_barrier};
+const Algorithm kNodeOneShotAllReduce{"node_one_shot", DPT_ALL_REDUCE, run_reduce};
+const Algorithm kNodeOneShotReduce{"node_one_shot", DPT_REDUCE, run_reduce};
+const Algorithm kNodeOneShotReduceScatter{"node_one_shot", DPT_REDUCE_SCATTER, run_reduce_scatter};
+const Algorithm kNodeOneShotAllGather{"node_one_shot", DPT_ALL_GATHER, run_all_gather};
+const Algorithm kNodeOneShotBroadcast{"node_one_shot", DPT_BROADCAST, run_broadcast};
+
+}  // namespace dpt
