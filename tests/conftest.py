@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from deepytorch_core import decisions
 from deepytorch_core.testing import close_idle_workers
 
 # Examples are the same in every run, so a failure is everybody's failure.
@@ -27,6 +28,12 @@ def _our_segments() -> set[str]:
 
 def _deepspeeds_buffers() -> set[Path]:
     return set(_SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"))
+
+
+@pytest.fixture(autouse=True)
+def decisions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test's code decides is in no other test's report."""
+    monkeypatch.setattr(decisions, "_made", [])
 
 
 @pytest.fixture(scope="session", autouse=True)

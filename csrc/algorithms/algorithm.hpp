@@ -45,8 +45,8 @@ int num_outputs(Collective collective, bool is_root, int size);
 struct Nodes;  // see nodes.hpp
 
 struct RunContext {
-  Segment&
-      segment;  // groups of one rank have none and run "local"; with `nodes`: this node's ranks
+  // Groups of one rank have none and run "local"; with `nodes` it is of this node's ranks.
+  Segment& segment;
   const Operation& operation;
   const Plan& plan;
   const WaitContext& wait;
