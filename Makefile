@@ -74,13 +74,12 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 	@$(BIN)/cmake --build build/csrc
 	$(BIN)/ctest --test-dir build/csrc --output-on-failure
 
-test-python: venv adapter ## pytest: unit, several processes, conformance, recipes
-	$(BIN)/pytest $(PYTEST_FLAGS)
-
-test-network: venv adapter ## jobs over emulated nodes (network namespaces: needs root)
-	@$(BIN)/python -c "import sys; from deepytorch_core.testing import emulation; \
-	  sys.exit(emulation.missing_privilege())"
-	$(BIN)/pytest $(PYTEST_FLAGS) tests/network
+# Most tests wait for processes of their own: two sessions at a time keep the cores busy.
+test-python: venv adapter ## pytest: unit, several processes, conformance, recipes, adapters
+	@mkdir -p build
+	@$(BIN)/pytest $(PYTEST_FLAGS) tests/integrations > build/adapters.log 2>&1 & adapters=$$!; \
+	  $(BIN)/pytest $(PYTEST_FLAGS) --ignore=tests/integrations; status=$$?; \
+	  wait $$adapters || status=1; cat build/adapters.log; exit $$status
 
 test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torch (build/tensorflow)
 	@.ci/system python compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -30,6 +31,14 @@ def _deepspeeds_buffers() -> set[Path]:
     return set(_SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"))
 
 
+def _is_mapped(file: Path) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if str(file) in maps.read_text():
+                return True
+    return False
+
+
 @pytest.fixture(autouse=True)
 def decisions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test's code decides is in no other test's report."""
@@ -44,6 +53,7 @@ def nothing_is_left_behind() -> object:
     close_idle_workers()
     gc.collect()
     for buffer in _deepspeeds_buffers() - deepspeeds:
-        buffer.unlink(missing_ok=True)  # every DeepSpeed process on CPUs leaves one
+        if not _is_mapped(buffer):  # by another session's processes
+            buffer.unlink(missing_ok=True)  # every DeepSpeed process on CPUs leaves one
     left = _our_segments() - before
     assert not left, f"left in {_SHARED_MEMORY}: {sorted(left)}"

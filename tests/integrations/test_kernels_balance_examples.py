@@ -21,7 +21,6 @@ def run(name: str, *arguments: str, ranks: int, cache: Path) -> str:
             OMP_NUM_THREADS="1", DEEPYTORCH_PROFILE=str(cache / "profile.json")
         ),
         timeout=100,
-        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
