@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -83,7 +84,9 @@ Measurement summarize(const Candidate& candidate, std::vector<double> times_us) 
     const auto below = static_cast<size_t>(place);
     const size_t above = std::min(below + 1, times_us.size() - 1);
     const double weight = place - static_cast<double>(below);
-    return times_us[below] * (1 - weight) + times_us[above] * weight;
+    const double time_us = times_us[below] * (1 - weight) + times_us[above] * weight;
+    // As the profile keeps it, so that the next run decides as this one did.
+    return std::round(time_us * 10) / 10;
   };
   return {candidate, quantile(0.5), quantile(0.25), quantile(0.75)};
 }
