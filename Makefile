@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=OFF \
-               -DDPT_BUILD_TESTS=ON -DDPT_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+               -DDPT_BUILD_TESTS=ON -DDPT_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+               -DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
@@ -77,7 +78,7 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy.
 test-python: venv adapter ## pytest: unit, several processes, conformance, recipes, adapters
 	@mkdir -p build
-	@$(BIN)/pytest $(PYTEST_FLAGS) tests/integrations > build/adapters.log 2>&1 & adapters=$$!; \
+	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) tests/integrations > build/adapters.log 2>&1 & adapters=$$!; \
 	  $(BIN)/pytest $(PYTEST_FLAGS) --ignore=tests/integrations; status=$$?; \
 	  wait $$adapters || status=1; cat build/adapters.log; exit $$status
 
