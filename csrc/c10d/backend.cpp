@@ -237,28 +237,13 @@ WorkPtr Backend::submit(Call what) {
     }
   }
 
-  // `count` and `dtype` describe one buffer; unless parts are uneven, every buffer has the same.
-  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
-  const bool has_outputs_only = gives_parts || call.collective == DPT_RECV;
-  const std::vector<at::Tensor>& one = has_outputs_only ? call.outputs : call.inputs;
-  const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
-  const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
-  const dpt_request request{.collective = call.collective,
-                            .dtype = elements.dtype,
-                            .reduce_op = call.core_reduce_op,
-                            .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
-                            .root = call.root,
-                            .tag = call.tag,
-                            .inputs = input_pointers.data(),
-                            .outputs = output_pointers.data(),
-                            .count = elements.count,
-                            .input_counts = input_counts.empty() ? nullptr : input_counts.data(),
-                            .output_counts = output_counts.empty() ? nullptr : output_counts.data(),
-                            .timeout_ms = timeout_of(call).count(),
-                            .asynchronous = call.asynchronous || coalescing_,
-                            .not_native = not_native ? not_native->c_str() : nullptr,
-                            .call = submitted.get(),
-                            .source = call.source.get()};
+  dpt_request request = describe(*submitted);
+  request.inputs = input_pointers.data();
+  request.outputs = output_pointers.data();
+  request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
+  request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
+  request.asynchronous = call.asynchronous || coalescing_;
+  request.not_native = not_native ? not_native->c_str() : nullptr;
 
   NativeWork::Options work_options{
       rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr, nullptr};
@@ -299,8 +284,26 @@ void Backend::submit_to_core(const dpt_request& request,
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
 }
 
-Milliseconds Backend::timeout_of(const Call& call) const {
-  return call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout;
+dpt_request Backend::describe(Submitted& submitted) const {
+  const Call& call = submitted.call;
+  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
+  const bool has_outputs_only = gives_parts || call.collective == DPT_RECV;
+  const std::vector<at::Tensor>& one = has_outputs_only ? call.outputs : call.inputs;
+  const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
+  const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
+  const Milliseconds timeout =
+      call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout;
+  return {.collective = call.collective,
+          .dtype = elements.dtype,
+          .reduce_op = call.core_reduce_op,
+          .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
+          .root = call.root,
+          .tag = call.tag,
+          .count = elements.count,
+          .timeout_ms = timeout.count(),
+          .asynchronous = call.asynchronous,
+          .call = &submitted,
+          .source = call.source.get()};
 }
 
 WorkPtr Backend::note_coalesced(WorkPtr work, const Call& call) {

@@ -160,7 +160,9 @@ class Backend : public c10d::Backend {
                       const Submitted& submitted,
                       c10::intrusive_ptr<NativeWork> work,
                       dpt_outcome* outcome);
-  Milliseconds timeout_of(const Call& call) const;
+  // The request without its buffers: `count` and `dtype` describe one buffer; unless parts are
+  // uneven, every buffer has the same.
+  dpt_request describe(Submitted& submitted) const;
   // Counts it in when a group of calls is open.
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
   static void* start_stream(void* call);

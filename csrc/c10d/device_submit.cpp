@@ -62,29 +62,15 @@ WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, u
     input_counts = counts_of(call.inputs);
     output_counts = counts_of(call.outputs);
   }
-  const std::vector<at::Tensor>& one =
-      gives_parts || call.collective == DPT_RECV ? call.outputs : call.inputs;
-  const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
-  const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
-  const dpt_request request{.collective = call.collective,
-                            .dtype = elements.dtype,
-                            .reduce_op = call.core_reduce_op,
-                            .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
-                            .root = call.root,
-                            .tag = call.tag,
-                            .inputs = input_pointers.data(),
-                            .outputs = outputs.data(),
-                            .count = elements.count,
-                            .input_counts = input_counts.empty() ? nullptr : input_counts.data(),
-                            .output_counts = output_counts.empty() ? nullptr : output_counts.data(),
-                            .timeout_ms = timeout_of(call).count(),
-                            .asynchronous = call.asynchronous,
-                            .not_native = why_not_plain(tensors, device),
-                            .call = submitted.get(),
-                            .on_device = 1,
-                            .device = device.index(),
-                            .stream = start_stream,
-                            .source = call.source.get()};
+  dpt_request request = describe(*submitted);
+  request.inputs = input_pointers.data();
+  request.outputs = outputs.data();
+  request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
+  request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
+  request.not_native = why_not_plain(tensors, device);
+  request.on_device = 1;
+  request.device = device.index();
+  request.stream = start_stream;
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, nullptr, &outcome);
   if (outcome == DPT_DELEGATED) return submitted->delegated;

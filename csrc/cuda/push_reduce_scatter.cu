@@ -4,7 +4,7 @@
 //   round t:  push chunk t + 1 of every peer's part, then reduce chunk t of the own part -> output
 //
 // The own part never leaves the GPU: each link carries (P - 1) / P of the input, once.
-#include "cuda/channel.cuh"
+#include "cuda/reduce_chunks.cuh"
 #include "cuda/start.cuh"
 
 namespace dpt::cuda {
@@ -66,20 +66,9 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
     const uint64_t at = offset(round);
     const uint64_t valid = valid_bytes(round);
     for (uint64_t i = thread_index(); i * 16 < valid; i += num_threads()) {
-      Vector parts[kMaxRanks];
-#pragma unroll
-      for (int source = 0; source < kMaxRanks; ++source) {
-        if (source >= size) continue;
-        parts[source] = source == rank
-                            ? own(rank, at + i * 16, valid - i * 16)
-                            : to_vector(load_staged(channel.incoming(kInputs, source) + i));
-      }
-      VectorReducer reducer;
-#pragma unroll
-      for (int source = 0; source < kMaxRanks; ++source) {
-        if (source < size) reducer.add(parts[source]);
-      }
-      store_user(arguments.output + at + i * 16, reducer.result(scale), valid - i * 16);
+      const Vector input = own(rank, at + i * 16, valid - i * 16);
+      const Vector result = reduce_incoming<VectorReducer>(channel, group, i, input, scale);
+      store_user(arguments.output + at + i * 16, result, valid - i * 16);
     }
     channel.release(kInputs, peers);
     return true;

@@ -9,7 +9,7 @@
 //
 // Each link carries 2 (P - 1) / P of the message. No step waits for a later one of any rank, so the
 // ranks cannot wait for each other in a circle.
-#include "cuda/channel.cuh"
+#include "cuda/reduce_chunks.cuh"
 #include "cuda/start.cuh"
 
 namespace dpt::cuda {
@@ -76,20 +76,8 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     const uint64_t at = offset(round, rank);
     const uint64_t valid = valid_bytes(at);
     for (uint64_t i = thread_index(); i * 16 < valid; i += num_threads()) {
-      Vector parts[kMaxRanks];
-#pragma unroll
-      for (int source = 0; source < kMaxRanks; ++source) {
-        if (source >= size) continue;
-        parts[source] = source == rank
-                            ? own(at + i * 16, valid - i * 16)
-                            : to_vector(load_staged(channel.incoming(kInputs, source) + i));
-      }
-      VectorReducer reducer;
-#pragma unroll
-      for (int source = 0; source < kMaxRanks; ++source) {
-        if (source < size) reducer.add(parts[source]);
-      }
-      const Vector result = reducer.result(scale);
+      const Vector input = own(at + i * 16, valid - i * 16);
+      const Vector result = reduce_incoming<VectorReducer>(channel, group, i, input, scale);
 #pragma unroll
       for (int step = 1; step < kMaxRanks; ++step) {
         if (step < size) channel.outgoing(kResults, (rank + step) % size)[i] = to_uint4(result);

@@ -292,36 +292,3 @@ def test_different_sizes_are_named() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     outcomes = _spawn(_late_rank, 2)
     assert "rank 1 did not come in time" in outcomes[0], outcomes
-
-
-@needs_gpus(4)
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_losses_are_nccls(wrapper: str) -> None:
-    ours = spawn_ranks(_losses, 4, wrapper, backend="deepytorch", env=NATIVE)
-    stock = spawn_ranks(_losses, 4, wrapper, backend="nccl")
-    for rank, losses in enumerate(ours):
-        assert losses == pytest.approx(stock[rank], rel=1e-5)
-
-
-def _losses(rank: int, world_size: int, wrapper: str) -> list[float]:
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    device = _device(rank)
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
-    if wrapper == "ddp":
-        model = DistributedDataParallel(model, device_ids=[device])
-    else:
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(100 + rank)
-    losses = []
-    for _ in range(20):
-        loss = model(torch.randn(16, 64, device=device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses

@@ -114,9 +114,11 @@ def test_what_is_delegated_says_why() -> None:
         assert any(entry.startswith("one_shot") for entry in seen), seen
 
 
+@pytest.mark.parametrize("collectives", ["auto", "native"])  # delegated, our kernels
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_losses_are_nccls(wrapper: str) -> None:
-    ours = spawn_ranks(_losses, 2, wrapper, backend="deepytorch")
+def test_losses_are_nccls(wrapper: str, collectives: str) -> None:
+    chosen = {"DEEPYTORCH_COLLECTIVES": collectives}
+    ours = spawn_ranks(_losses, 2, wrapper, backend="deepytorch", env=chosen)
     assert ours == spawn_ranks(_losses, 2, wrapper, backend="nccl")
 
 
