@@ -28,6 +28,23 @@ DPT_DEVICE void sync_channel() { __syncthreads(); }
 // Whether `ok` holds in every thread of the channel.
 DPT_DEVICE bool sync_channel_and(bool ok) { return __syncthreads_and(ok) != 0; }
 
+// The same among `count` threads, whole warps, that have a number of their own from 1 on.
+DPT_DEVICE void sync_team(int number, int count) {
+  asm volatile("barrier.cta.sync %0, %1;" : : "r"(number), "r"(count) : "memory");
+}
+DPT_DEVICE bool sync_team_and(int number, int count, bool ok) {
+  int all;
+  asm volatile(
+      "{\n.reg .pred mine, all;\n"
+      "setp.ne.s32 mine, %3, 0;\n"
+      "barrier.cta.red.and.pred all, %1, %2, mine;\n"
+      "selp.s32 %0, 1, 0, all;\n}"
+      : "=r"(all)
+      : "r"(number), "r"(count), "r"(static_cast<int>(ok))
+      : "memory");
+  return all != 0;
+}
+
 DPT_DEVICE uint64_t clock_ns() {
   uint64_t time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
@@ -78,6 +95,16 @@ DPT_DEVICE void store_line(uint4* to, uint4 value) {
                : "memory");
 }
 DPT_DEVICE uint4 load_line(const uint4* from) { return load_staged(from); }
+
+// Eight neighbouring threads: what one of them says is what holds for all, bit by bit.
+DPT_DEVICE uint32_t lanes_and(uint32_t bits) {
+  const uint32_t mask = 0xffu << (thread_index() % 32 / kLanes * kLanes);
+  return __reduce_and_sync(mask, bits);
+}
+// One line of a packet, of which each of eight neighbouring threads has its part. It is written and
+// read by one instruction of all of them.
+DPT_DEVICE void store_lane(uint4* to, uint4 value) { store_line(to, value); }
+DPT_DEVICE uint4 load_lane(const uint4* from) { return load_staged(from); }
 
 }  // namespace dpt::cuda
 #endif

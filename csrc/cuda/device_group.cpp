@@ -23,8 +23,6 @@ using cuda::Launch;
 using cuda::Layout;
 using cuda::ReduceArguments;
 
-// Low-latency messages are small; what they stage is a small part of the whole.
-constexpr uint32_t kSlotsPerLines = 4;
 constexpr uint32_t kLargestSlot = 64 << 10;
 constexpr uint32_t kSmallestSlot = 4 << 10;
 // How long a group that goes away waits for its kernels.
@@ -33,10 +31,10 @@ constexpr std::chrono::milliseconds kDestroyGrace{5000};
 // The layout with the largest slots that fit; slot_bytes 0: none does.
 Layout layout_for(int size, size_t staging_bytes) {
   for (uint32_t slot = kLargestSlot; slot >= kSmallestSlot; slot /= 2) {
-    const Layout layout{size, slot, slot / kSlotsPerLines};
+    const Layout layout = Layout::of(size, slot);
     if (layout.block_bytes() <= staging_bytes) return layout;
   }
-  return {size, 0, 0};
+  return Layout::of(size, 0);
 }
 
 // Memory of the host that kernels write their last word to.
@@ -78,6 +76,7 @@ uint32_t describe(const dpt_request& request, const DevicePlan& plan) {
   for (const char* letter = plan.algorithm; *letter != '\0'; ++letter) {
     mix(static_cast<uint64_t>(*letter));
   }
+  mix(plan.chunk_bytes);
   mix(static_cast<uint64_t>(plan.grid.channels) << 32 | static_cast<uint32_t>(plan.grid.threads));
   return hash;
 }
@@ -111,7 +110,8 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
-    Launch launch{group_, {}, plan.grid, stream};
+    const size_t chunk = plan.chunk_bytes != 0 ? plan.chunk_bytes : group_.layout.slot_bytes;
+    Launch launch{group_, {}, plan.grid, stream, static_cast<uint32_t>(chunk)};
     launch.call.timeout_ns = static_cast<uint64_t>(request.timeout_ms) * 1000000;
     launch.call.description = describe(request, plan);
     switch (request.collective) {
@@ -147,20 +147,22 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     const double factor = request.reduce_op == DPT_PREMUL_SUM ? request.premul_factor : 1;
     const double average = request.reduce_op == DPT_AVG ? 1.0 / size : 1;
     const bool whole = request.collective == DPT_ALL_REDUCE;
-    if (plan.algorithm == std::string_view("two_shot")) {
-      return cuda::two_shot_all_reduce(
-          launch,
-          {input(request, 0), output(request, 0), bytes, factor, average},
-          request.dtype,
-          request.reduce_op);
+    const std::string_view algorithm = plan.algorithm;
+    if (whole && algorithm != "low_latency") {
+      auto* const start =
+          algorithm == "packet" ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
+      return start(launch,
+                   {input(request, 0), output(request, 0), bytes, factor, average},
+                   request.dtype,
+                   request.reduce_op);
     }
     ReduceArguments arguments{{}, output(request, 0), bytes, factor, average};
     for (int rank = 0; rank < size; ++rank) {
       arguments.parts[rank] = input(request, whole ? 0 : rank);
     }
-    auto* const start = plan.algorithm == std::string_view("low_latency")
-                            ? cuda::low_latency_reduce
-                            : cuda::push_reduce_scatter;
+    auto* const start = algorithm == "low_latency" ? cuda::low_latency_reduce
+                        : algorithm == "packet"    ? cuda::packet_reduce_scatter
+                                                   : cuda::push_reduce_scatter;
     start(launch, arguments, request.dtype, request.reduce_op);
   }
 
@@ -200,9 +202,10 @@ class ConnectedDeviceGroup final : public DeviceGroup {
                       std::string("no device kernel for ") + name_of(request.collective));
       }
     }
-    auto* const start = plan.algorithm == std::string_view("low_latency")
-                            ? cuda::low_latency_exchange
-                            : cuda::push_exchange;
+    const std::string_view algorithm = plan.algorithm;
+    auto* const start = algorithm == "low_latency" ? cuda::low_latency_exchange
+                        : algorithm == "packet"    ? cuda::packet_exchange
+                                                   : cuda::push_exchange;
     start(launch, arguments);
   }
   static void send(ExchangeArguments* arguments, int rank, const char* from, uint64_t bytes) {
@@ -348,7 +351,7 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     }
     slot_bytes = std::min(slot_bytes, peers[rank].slot_bytes);
   }
-  const Layout layout{size, slot_bytes, slot_bytes / kSlotsPerLines};
+  const Layout layout = Layout::of(size, slot_bytes);
 
   std::string trouble;
   DeviceMemory own;

@@ -25,24 +25,35 @@ DPT_DEVICE void give_up(const GroupView& group, HostStatus::Code code, int peer)
   store_relaxed(&counters.failed, 1);
 }
 
+// How long one wait may still go on.
+class Patience {
+ public:
+  // Asked after each poll in vain; true when the group failed or the time is up.
+  DPT_DEVICE bool is_over(const GroupView& group, const CallView& call, int peer) {
+    // The host's word lies behind PCIe, so it is read rarely.
+    constexpr uint32_t kPollsPerCheck = 1024;
+    if (++polls_ % kPollsPerCheck != 0) return false;
+    if (load_relaxed(&group.status->abort) != 0) {
+      store_relaxed(&counters_of(group).failed, 1);
+      return true;
+    }
+    const uint64_t now = clock_ns();
+    if (start_ == 0) start_ = now;
+    if (now - start_ <= call.timeout_ns) return false;
+    give_up(group, HostStatus::kTimeout, peer);
+    return true;
+  }
+
+ private:
+  uint32_t polls_ = 0;
+  uint64_t start_ = 0;
+};
+
 // Polls until `ready()`; false when the group failed first.
 template <typename Ready>
 DPT_DEVICE bool wait_until(const GroupView& group, const CallView& call, int peer, Ready ready) {
-  // The host's word lies behind PCIe, so it is read rarely.
-  constexpr uint32_t kPollsPerCheck = 1024;
-  uint64_t start = 0;
-  for (uint32_t polls = 1; !ready(); ++polls) {
-    if (polls % kPollsPerCheck != 0) continue;
-    if (load_relaxed(&group.status->abort) != 0) {
-      store_relaxed(&counters_of(group).failed, 1);
-      return false;
-    }
-    const uint64_t now = clock_ns();
-    if (start == 0) start = now;
-    if (now - start > call.timeout_ns) {
-      give_up(group, HostStatus::kTimeout, peer);
-      return false;
-    }
+  for (Patience patience; !ready();) {
+    if (patience.is_over(group, call, peer)) return false;
   }
   return true;
 }

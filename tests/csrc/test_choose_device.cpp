@@ -8,7 +8,7 @@ namespace {
 
 using cuda::Layout;
 
-constexpr Layout kLayout{4, 64 << 10, 16 << 10};
+constexpr Layout kLayout = Layout::of(4, 64 << 10);
 
 TEST(ChooseDevice, SmallMessagesTravelInLines) {
   for (const Collective collective :
@@ -17,6 +17,15 @@ TEST(ChooseDevice, SmallMessagesTravelInLines) {
         {.collective = collective, .bytes = 8192, .layout = kLayout, .not_native = ""});
     EXPECT_STREQ(plan.algorithm, "low_latency");
     EXPECT_EQ(plan.grid.channels * plan.grid.threads, 1024);
+  }
+}
+
+TEST(ChooseDevice, MiddleSizesTravelInPackets) {
+  for (const Collective collective :
+       {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL}) {
+    const DevicePlan plan = choose_device(
+        {.collective = collective, .bytes = 512 << 10, .layout = kLayout, .not_native = ""});
+    EXPECT_STREQ(plan.algorithm, "packet");
   }
 }
 
@@ -59,14 +68,20 @@ TEST(ChooseDevice, WhatHasNoLargeKernelIsDelegatedBeyondLines) {
   EXPECT_NE(plan.reason.find("small messages only"), std::string::npos);
 }
 
-TEST(ChooseDevice, LinesAlwaysFit) {
+TEST(ChooseDevice, LinesAndPacketsAlwaysFit) {
   for (uint32_t slot = 64 << 10; slot >= 4 << 10; slot /= 2) {
-    const Layout layout{8, slot, slot / 4};
-    for (size_t bytes = 1; bytes < 300'000; bytes = bytes * 9 / 8 + 1) {
+    const Layout layout = Layout::of(8, slot);
+    for (size_t bytes = 1; bytes < 100'000'000; bytes = bytes * 9 / 8 + 1) {
       const DevicePlan plan = choose_device(
           {.collective = DPT_ALL_REDUCE, .bytes = bytes, .layout = layout, .not_native = ""});
-      if (std::string(plan.algorithm) != "low_latency") continue;
-      EXPECT_LE(bytes, most_in_lines(layout, plan.grid));
+      const std::string algorithm = plan.algorithm;
+      if (algorithm == "low_latency") {
+        EXPECT_LE(bytes, most_in_lines(layout, plan.grid));
+      } else if (algorithm == "packet") {
+        EXPECT_LE(bytes / 8, most_in_packets(layout, plan.grid));
+      } else {
+        EXPECT_LE(plan.chunk_bytes, slot);
+      }
     }
   }
 }

@@ -2,11 +2,13 @@
 // block lies in host memory. Slow, but all of a kernel's logic runs, also under ThreadSanitizer.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -18,15 +20,55 @@
 
 namespace dpt::cuda {
 
+// Threads that meet, and vote.
+struct EmulatedBarrier {
+  explicit EmulatedBarrier(int threads) : barrier(threads) {}
+  void sync() { barrier.arrive_and_wait(); }
+  bool sync_and(bool ok) {
+    if (!ok) ++refusals;
+    sync();
+    const bool all_ok = refusals == 0;
+    sync();
+    if (!ok) --refusals;
+    sync();
+    return all_ok;
+  }
+  uint32_t bits_and(uint32_t bits) {
+    common &= bits;
+    sync();
+    const uint32_t all = common;
+    sync();
+    common = ~0u;
+    sync();
+    return all;
+  }
+  std::barrier<> barrier;
+  std::atomic<int> refusals{0};
+  std::atomic<uint32_t> common{~0u};
+};
+
 struct EmulatedChannel {
-  explicit EmulatedChannel(int threads) : all(threads) {}
+  explicit EmulatedChannel(int threads) : all(threads), teams(kMostTeams + 1) {
+    for (int first = 0; first < threads; first += kLanes) {
+      lanes.push_back(std::make_unique<EmulatedBarrier>(std::min(kLanes, threads - first)));
+    }
+  }
   template <typename T>
   T* shared() {
     static_assert(sizeof(T) <= sizeof memory);
     return reinterpret_cast<T*>(memory);
   }
-  std::barrier<> all;
-  std::atomic<int> refusals[2] = {};
+  // The barrier of a team, made by whichever of its threads comes first.
+  EmulatedBarrier& team(int number, int count) {
+    const std::lock_guard lock(mutex);
+    if (!teams[number]) teams[number] = std::make_unique<EmulatedBarrier>(count);
+    return *teams[number];
+  }
+  static constexpr int kMostTeams = 3;
+  EmulatedBarrier all;
+  std::mutex mutex;
+  std::vector<std::unique_ptr<EmulatedBarrier>> teams;
+  std::vector<std::unique_ptr<EmulatedBarrier>> lanes;  // of neighbouring threads
   alignas(16) char memory[1024] = {};
 };
 
@@ -36,7 +78,6 @@ struct EmulatedThread {
   int thread_index;
   int num_threads;
   EmulatedChannel* channel;
-  unsigned num_votes = 0;
 };
 inline thread_local EmulatedThread emulated_thread;
 
@@ -45,16 +86,13 @@ inline int num_channels() { return emulated_thread.num_channels; }
 inline int thread_index() { return emulated_thread.thread_index; }
 inline int num_threads() { return emulated_thread.num_threads; }
 
-inline void sync_channel() { emulated_thread.channel->all.arrive_and_wait(); }
-inline bool sync_channel_and(bool ok) {
-  EmulatedThread& self = emulated_thread;
-  std::atomic<int>& refusals = self.channel->refusals[self.num_votes++ % 2];
-  if (!ok) ++refusals;
-  sync_channel();
-  const bool all_ok = refusals == 0;
-  sync_channel();
-  if (self.thread_index == 0) refusals = 0;
-  return all_ok;
+inline void sync_channel() { emulated_thread.channel->all.sync(); }
+inline bool sync_channel_and(bool ok) { return emulated_thread.channel->all.sync_and(ok); }
+inline void sync_team(int number, int count) {
+  emulated_thread.channel->team(number, count).sync();
+}
+inline bool sync_team_and(int number, int count, bool ok) {
+  return emulated_thread.channel->team(number, count).sync_and(ok);
 }
 
 inline uint64_t clock_ns() {
@@ -96,6 +134,25 @@ inline uint4 load_line(const uint4* from) {
   uint4 value;
   std::memcpy(&value, halves, sizeof value);
   return value;
+}
+
+// A line of a packet is whole where its last part, which has the number, is.
+inline EmulatedBarrier& emulated_lanes() {
+  return *emulated_thread.channel->lanes[emulated_thread.thread_index / kLanes];
+}
+inline uint32_t lanes_and(uint32_t bits) { return emulated_lanes().bits_and(bits); }
+inline void store_lane(uint4* to, uint4 value) {
+  const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
+  if (!last) store_line(to, value);
+  emulated_lanes().sync();
+  if (last) store_line(to, value);
+}
+inline uint4 load_lane(const uint4* from) {
+  const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
+  uint4 value{};
+  if (last) value = load_line(from);
+  emulated_lanes().sync();
+  return last ? value : load_line(from);
 }
 
 // Runs the kernel to its end.
