@@ -109,6 +109,31 @@ DPT_DEVICE void push_scaled_chunk(
   }
 }
 
+// The caller's memory -> a slot of every peer, read once.
+template <int kRanks, typename SlotOf>
+DPT_DEVICE void push_chunk_to_all(
+    const Team& team, const GroupView& group, const char* from, uint64_t bytes, SlotOf slot_of) {
+  uint4* slots[kRanks];
+#pragma unroll
+  for (int step = 1; step < kRanks; ++step) {
+    if (step < group.layout.size) slots[step] = slot_of((group.rank + step) % group.layout.size);
+  }
+  const auto store = [&](uint32_t i, const uint4& value) {
+#pragma unroll
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < group.layout.size) slots[step][i] = value;
+    }
+  };
+  const uint32_t plain = num_plain(address_of(from), bytes);
+  const auto* const vectors = reinterpret_cast<const uint4*>(from);
+  for_each_vector<kCopiesAtOnce, uint4>(
+      team, plain, [&](uint32_t i, uint4& value) { value = vectors[i]; }, store);
+  for (uint32_t i = plain + team.thread(); i < num_vectors(bytes); i += team.num_threads()) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    store(i, to_uint4(load_user<Vector>(from + at, bytes - at)));
+  }
+}
+
 // What one reduction of a chunk reads and writes of this rank's own.
 struct OwnChunk {
   const char* input;
@@ -118,12 +143,9 @@ struct OwnChunk {
 };
 
 // Own input and the peers' slots, in rank order -> own output, and emit(i, vector) for the rest.
-template <typename VectorReducer, int kRanks, typename Emit>
-DPT_DEVICE void reduce_chunk(const Team& team,
-                             const GroupView& group,
-                             const Receiver& peers,
-                             const OwnChunk& own,
-                             Emit emit) {
+template <typename VectorReducer, int kRanks, typename SlotOf, typename Emit>
+DPT_DEVICE void reduce_chunk(
+    const Team& team, const GroupView& group, SlotOf slot_of, const OwnChunk& own, Emit emit) {
   struct OneOfEach {
     Vector of[kRanks];
   };
@@ -133,8 +155,7 @@ DPT_DEVICE void reduce_chunk(const Team& team,
 #pragma unroll
   for (int source = 0; source < kRanks; ++source) {
     if (source >= size) continue;
-    inputs[source] =
-        source == rank ? reinterpret_cast<const uint4*>(own.input) : peers.slot(source);
+    inputs[source] = source == rank ? reinterpret_cast<const uint4*>(own.input) : slot_of(source);
   }
   const auto load = [&](uint32_t i, OneOfEach& each) {
 #pragma unroll
@@ -164,7 +185,7 @@ DPT_DEVICE void reduce_chunk(const Team& team,
     for (int source = 0; source < size; ++source) {
       reducer.add(source == rank ? VectorReducer::scale_input(
                                        load_user<Vector>(own.input + at, own.bytes - at), own.scale)
-                                 : to_vector(load_staged(peers.slot(source) + i)));
+                                 : to_vector(load_staged(slot_of(source) + i)));
     }
     const Vector result = reducer.result(own.scale);
     emit(i, result);

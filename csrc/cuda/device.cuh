@@ -28,21 +28,31 @@ DPT_DEVICE void sync_channel() { __syncthreads(); }
 // Whether `ok` holds in every thread of the channel.
 DPT_DEVICE bool sync_channel_and(bool ok) { return __syncthreads_and(ok) != 0; }
 
-// The same among `count` threads, whole warps, that have a number of their own from 1 on.
-DPT_DEVICE void sync_team(int number, int count) {
-  asm volatile("barrier.cta.sync %0, %1;" : : "r"(number), "r"(count) : "memory");
+constexpr int kWarp = 32;
+DPT_DEVICE void sync_warp() { __syncwarp(); }
+DPT_DEVICE bool warp_and(bool ok) { return __all_sync(~0u, ok) != 0; }
+
+// Words in shared memory, between the channel's threads: what was written before a store or a count
+// is seen after the load that reads it.
+DPT_DEVICE uint32_t shared_address(const uint32_t* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
-DPT_DEVICE bool sync_team_and(int number, int count, bool ok) {
-  int all;
-  asm volatile(
-      "{\n.reg .pred mine, all;\n"
-      "setp.ne.s32 mine, %3, 0;\n"
-      "barrier.cta.red.and.pred all, %1, %2, mine;\n"
-      "selp.s32 %0, 1, 0, all;\n}"
-      : "=r"(all)
-      : "r"(number), "r"(count), "r"(static_cast<int>(ok))
-      : "memory");
-  return all != 0;
+DPT_DEVICE uint32_t load_shared(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(shared_address(from))
+               : "memory");
+  return value;
+}
+DPT_DEVICE void store_shared(uint32_t* to, uint32_t value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;"
+               :
+               : "r"(shared_address(to)), "r"(value)
+               : "memory");
+}
+DPT_DEVICE void count_up(uint32_t* at) {
+  asm volatile("red.release.cta.shared.add.u32 [%0], 1;" : : "r"(shared_address(at)) : "memory");
 }
 
 DPT_DEVICE uint64_t clock_ns() {

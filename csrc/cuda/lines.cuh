@@ -32,9 +32,8 @@ class Lines {
     return ok;
   }
 
-  // All threads together, when all lines are in: the next kernel uses the other copy.
+  // When all of the channel's lines are in: the next kernel uses the other copy.
   DPT_DEVICE void close() const {
-    sync_channel();
     if (thread_index() == 0) counters_of(group_).line_sequence[channel_index()] = sequence_;
   }
 

@@ -13,9 +13,10 @@ namespace dpt::cuda {
 namespace {
 
 template <typename T, int kRanks, bool kPlain>
-DPT_DEVICE bool run(const GroupView& group,
+DPT_DEVICE void run(const GroupView& group,
                     const CallView& call,
                     const AllReduceArguments& arguments) {
+  const Attendance attendance(group, call);
   const int size = group.layout.size;
   const int rank = group.rank;
   const Scale scale{arguments.input_factor, arguments.result_factor};
@@ -35,7 +36,8 @@ DPT_DEVICE bool run(const GroupView& group,
   const Packets inputs(group, call, kInputs);
   const Packets results(group, call, kResults);
 
-  packets.each([&](uint32_t packet, uint32_t index) {
+  bool ok = lanes_and(attendance.is_alive()) != 0;
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll
     for (int step = 1; step < kRanks; ++step) {
@@ -47,7 +49,7 @@ DPT_DEVICE bool run(const GroupView& group,
     }
     return true;
   });
-  bool ok = packets.each([&](uint32_t packet, uint32_t index) {
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     const Share mine = own(rank, packet);
     Share shares[kRanks];
     if (!inputs.receive(index, shares)) return false;
@@ -69,22 +71,20 @@ DPT_DEVICE bool run(const GroupView& group,
     }
     return true;
   });
-  ok = sync_channel_and(ok);
-  if (ok) inputs.close();
-  return ok;
+  if (attendance.end(ok)) inputs.close();
 }
 
 template <typename T, int kRanks>
 DPT_KERNEL packet_all_reduce_kernel(DPT_PARAMETER GroupView group,
                                     DPT_PARAMETER CallView call,
                                     DPT_PARAMETER AllReduceArguments arguments) {
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
   const bool plain =
       arguments.input_factor == 1 && address_of(arguments.input) % Vector::kBytes == 0;
-  const bool ok = plain ? run<T, kRanks, true>(group, call, arguments)
-                        : run<T, kRanks, false>(group, call, arguments);
-  if (ok) attendance.end(group, call);
+  if (plain) {
+    run<T, kRanks, true>(group, call, arguments);
+  } else {
+    run<T, kRanks, false>(group, call, arguments);
+  }
 }
 
 }  // namespace

@@ -10,9 +10,10 @@ namespace dpt::cuda {
 namespace {
 
 template <int kRanks, bool kPlain>
-DPT_DEVICE bool run(const GroupView& group,
+DPT_DEVICE void run(const GroupView& group,
                     const CallView& call,
                     const ExchangeArguments& arguments) {
+  const Attendance attendance(group, call);
   const int size = group.layout.size;
   const int rank = group.rank;
   const uint64_t bytes = arguments.send_bytes[rank];
@@ -20,7 +21,8 @@ DPT_DEVICE bool run(const GroupView& group,
   const Packets parts(group, call, kInputs);
   const bool copies = arguments.send[rank] != arguments.receive[rank];
 
-  packets.each([&](uint32_t packet, uint32_t index) {
+  bool ok = lanes_and(attendance.is_alive()) != 0;
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll
     for (int step = 0; step < kRanks; ++step) {
@@ -34,7 +36,7 @@ DPT_DEVICE bool run(const GroupView& group,
     if (copies) store_share(arguments.receive[rank], bytes, packet, shares[0]);
     return true;
   });
-  const bool all = packets.each([&](uint32_t packet, uint32_t index) {
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
     if (!parts.receive(index, shares)) return false;
 #pragma unroll
@@ -44,25 +46,23 @@ DPT_DEVICE bool run(const GroupView& group,
     }
     return true;
   });
-  const bool ok = sync_channel_and(all);
-  if (ok) parts.close();
-  return ok;
+  if (attendance.end(ok)) parts.close();
 }
 
 template <int kRanks>
 DPT_KERNEL packet_exchange_kernel(DPT_PARAMETER GroupView group,
                                   DPT_PARAMETER CallView call,
                                   DPT_PARAMETER ExchangeArguments arguments) {
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
   uint64_t addresses = 0;
   for (int part = 0; part < group.layout.size; ++part) {
     addresses |= address_of(arguments.send[part]);
   }
   const bool plain = addresses % Vector::kBytes == 0;
-  const bool ok = plain ? run<kRanks, true>(group, call, arguments)
-                        : run<kRanks, false>(group, call, arguments);
-  if (ok) attendance.end(group, call);
+  if (plain) {
+    run<kRanks, true>(group, call, arguments);
+  } else {
+    run<kRanks, false>(group, call, arguments);
+  }
 }
 
 }  // namespace

@@ -9,9 +9,10 @@ namespace dpt::cuda {
 namespace {
 
 template <typename T, int kRanks, bool kPlain>
-DPT_DEVICE bool run(const GroupView& group,
+DPT_DEVICE void run(const GroupView& group,
                     const CallView& call,
                     const ReduceArguments& arguments) {
+  const Attendance attendance(group, call);
   const int size = group.layout.size;
   const int rank = group.rank;
   const Scale scale{arguments.input_factor, arguments.result_factor};
@@ -23,7 +24,8 @@ DPT_DEVICE bool run(const GroupView& group,
   const PacketLoop packets(arguments.bytes);
   const Packets inputs(group, call, kInputs);
 
-  packets.each([&](uint32_t packet, uint32_t index) {
+  bool ok = lanes_and(attendance.is_alive()) != 0;
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll
     for (int step = 1; step < kRanks; ++step) {
@@ -35,7 +37,7 @@ DPT_DEVICE bool run(const GroupView& group,
     }
     return true;
   });
-  const bool all = packets.each([&](uint32_t packet, uint32_t index) {
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     const Share mine = own(rank, packet);
     Share shares[kRanks];
     if (!inputs.receive(index, shares)) return false;
@@ -45,25 +47,23 @@ DPT_DEVICE bool run(const GroupView& group,
                 reduce_shares<VectorReducer>(group, shares, mine, scale));
     return true;
   });
-  const bool ok = sync_channel_and(all);
-  if (ok) inputs.close();
-  return ok;
+  if (attendance.end(ok)) inputs.close();
 }
 
 template <typename T, int kRanks>
 DPT_KERNEL packet_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
                                         DPT_PARAMETER CallView call,
                                         DPT_PARAMETER ReduceArguments arguments) {
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
   uint64_t addresses = 0;
   for (int part = 0; part < group.layout.size; ++part) {
     addresses |= address_of(arguments.parts[part]);
   }
   const bool plain = arguments.input_factor == 1 && addresses % Vector::kBytes == 0;
-  const bool ok = plain ? run<T, kRanks, true>(group, call, arguments)
-                        : run<T, kRanks, false>(group, call, arguments);
-  if (ok) attendance.end(group, call);
+  if (plain) {
+    run<T, kRanks, true>(group, call, arguments);
+  } else {
+    run<T, kRanks, false>(group, call, arguments);
+  }
 }
 
 }  // namespace

@@ -131,10 +131,8 @@ class Packets {
     return true;
   }
 
-  // All threads together, when all packets of all trips are in: the next kernel uses the other
-  // copy.
+  // When all of the channel's packets of all trips are in: the next kernel uses the other copy.
   DPT_DEVICE void close() const {
-    sync_channel();
     if (thread_index() == 0) counters_of(group_).packet_sequence[channel_index()] = sequence_;
   }
 

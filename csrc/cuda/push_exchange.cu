@@ -2,7 +2,7 @@
 // chunks. Two teams, each at its own pace:
 //
 //   push:  chunk of every peer's part -> queue of that peer
-//   take:  chunk of this rank's own part -> output; chunks of every peer -> output
+//   take:  chunks of every peer -> output; chunk of this rank's own part -> output
 //
 // push waits for the peers' take, and take for push alone: no circle.
 #include "cuda/chunks.cuh"
@@ -15,6 +15,7 @@ namespace {
 struct Cuts {
   Cut send[kMaxRanks];
   Cut receive[kMaxRanks];
+  bool same;  // all ranks are sent the same part
 };
 
 DPT_DEVICE uint32_t most_rounds(const Cut* cuts, int size) {
@@ -32,33 +33,48 @@ DPT_DEVICE uint32_t in_round(const Cut* cuts, const GroupView& group, uint32_t r
   return parts & all_peers(group);
 }
 
+template <int kRanks>
 DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
                                 DPT_PARAMETER CallView call,
                                 DPT_PARAMETER ExchangeArguments arguments,
                                 DPT_PARAMETER Cuts cuts) {
-  DPT_SHARED(QueueEnds, ends);
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
+  DPT_SHARED(PipelineState<2>, state);
+  const Attendance attendance(group, call);
+  state.start();
   const int size = group.layout.size;
   const int rank = group.rank;
 
   const auto push = [&](const Team& team) {
-    Sender parts(group, call, team, kInputs, ends);
-    const uint32_t rounds = most_rounds(cuts.send, size);
-    for (uint32_t round = 0; round < rounds; ++round) {
-      const uint32_t peers = in_round(cuts.send, group, round);
-      if (!parts.reserve(peers)) return false;
-      for (int step = 1; step < size; ++step) {
-        const int peer = (rank + step) % size;
-        if ((peers >> peer & 1) == 0) continue;
-        const ChunkOf chunk(cuts.send[peer]);
-        push_chunk(
-            team, arguments.send[peer] + chunk.offset(round), chunk.bytes(round), parts.slot(peer));
-      }
-      parts.publish(peers);
-    }
-    parts.close();
-    return true;
+    const Sender parts(group, kInputs, state.ends, team);
+    const auto peers_in = [&](uint32_t round) { return in_round(cuts.send, group, round); };
+    return team.run(
+        most_rounds(cuts.send, size),
+        [&](uint32_t round) {
+          const uint32_t peers = peers_in(round);
+          if (cuts.same) {
+            const ChunkOf chunk(cuts.send[rank]);
+            push_chunk_to_all<kRanks>(team,
+                                      group,
+                                      arguments.send[rank] + chunk.offset(round),
+                                      chunk.bytes(round),
+                                      [&](int peer) { return parts.slot(peer, round); });
+            return;
+          }
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + step) % size;
+            if (!has_peer(peers, peer)) continue;
+            const ChunkOf chunk(cuts.send[peer]);
+            push_chunk(team,
+                       arguments.send[peer] + chunk.offset(round),
+                       chunk.bytes(round),
+                       parts.slot(peer, round));
+          }
+        },
+        Clerk{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
+              [&](uint32_t round) { parts.publish(round, peers_in(round)); },
+              [&] {
+                if (parts.peer() >= 0) parts.close(cuts.send[parts.peer()].rounds);
+              }});
   };
 
   const auto copy_own = [&](const Team& team, uint32_t round) {
@@ -70,45 +86,60 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
   };
 
   const auto take = [&](const Team& team) {
-    Receiver parts(group, call, team, kInputs, ends);
-    const uint32_t rounds = most_rounds(cuts.receive, size);
-    for (uint32_t round = 0; round < rounds; ++round) {
-      copy_own(team, round);
-      const uint32_t peers = in_round(cuts.receive, group, round);
-      if (!parts.await(peers)) return false;
-      for (int step = 1; step < size; ++step) {
-        const int peer = (rank + size - step) % size;
-        if ((peers >> peer & 1) == 0) continue;
-        const ChunkOf chunk(cuts.receive[peer]);
-        collect_chunk(team,
-                      parts.slot(peer),
-                      chunk.bytes(round),
-                      arguments.receive[peer] + chunk.offset(round));
-      }
-      parts.release(peers);
-    }
-    parts.close();
-    return true;
+    const Receiver parts(group, kInputs, state.ends, team);
+    const auto peers_in = [&](uint32_t round) { return in_round(cuts.receive, group, round); };
+    return team.run(
+        most_rounds(cuts.receive, size),
+        [&](uint32_t round) {
+          const uint32_t peers = peers_in(round);
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + size - step) % size;
+            if (!has_peer(peers, peer)) continue;
+            const ChunkOf chunk(cuts.receive[peer]);
+            collect_chunk(team,
+                          parts.slot(peer, round),
+                          chunk.bytes(round),
+                          arguments.receive[peer] + chunk.offset(round));
+          }
+          copy_own(team, round);
+        },
+        Clerk{[&](uint32_t round) { return parts.has_come(round, peers_in(round)); },
+              [&](uint32_t round) { parts.release(round, peers_in(round)); },
+              [&] {
+                if (parts.peer() >= 0) parts.close(cuts.receive[parts.peer()].rounds);
+              }});
   };
 
-  const int half = num_threads() / 2;
-  const Team pushers(1, 0, half);
-  const Team takers(2, half, half);
-  const bool ok = pushers.has_me() ? push(pushers) : take(takers);
-  if (sync_channel_and(ok)) attendance.end(group, call);
+  const int half = num_threads() / kWarp / 2;
+  const Team pushers(group, call, 0, half, state.progress[0]);
+  const Team takers(group, call, half, half, state.progress[1]);
+  bool ok = true;
+  if (pushers.has_me()) ok = push(pushers);
+  if (takers.has_me()) ok = take(takers);
+  attendance.end(ok);
 }
 
 }  // namespace
 
 void push_exchange(const Launch& launch, const ExchangeArguments& arguments) {
+  const int size = launch.group.layout.size;
   Cuts cuts{};
-  for (int part = 0; part < launch.group.layout.size; ++part) {
+  cuts.same = true;
+  for (int part = 0; part < size; ++part) {
     cuts.send[part] = launch.cut(arguments.send_bytes[part]);
     cuts.receive[part] = launch.cut(arguments.receive_bytes[part]);
+    cuts.same &= arguments.send[part] == arguments.send[0];
+    cuts.same &= arguments.send_bytes[part] == arguments.send_bytes[0];
   }
-  start(push_exchange_kernel, launch, launch.group, launch.call, arguments, cuts);
+  visit_ranks(size, [&](auto ranks) {
+    start(push_exchange_kernel<ranks>, launch, launch.group, launch.call, arguments, cuts);
+  });
 }
 
-void load_push_exchange() { load(push_exchange_kernel); }
+void load_push_exchange() {
+  for (const int size : {kFewRanks, kMaxRanks}) {
+    visit_ranks(size, [](auto ranks) { load(push_exchange_kernel<ranks>); });
+  }
+}
 
 }  // namespace dpt::cuda

@@ -16,9 +16,9 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
                                       DPT_PARAMETER CallView call,
                                       DPT_PARAMETER ReduceArguments arguments,
                                       DPT_PARAMETER Cut cut) {
-  DPT_SHARED(QueueEnds, ends);
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
+  DPT_SHARED(PipelineState<2>, state);
+  const Attendance attendance(group, call);
+  state.start();
   const int size = group.layout.size;
   const int rank = group.rank;
   const uint32_t peers = all_peers(group);
@@ -27,45 +27,49 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
   const ChunkOf chunk(cut);
 
   const auto push = [&](const Team& team) {
-    Sender inputs(group, call, team, kInputs, ends);
-    for (uint32_t round = 0; round < cut.rounds; ++round) {
-      if (!inputs.reserve(peers)) return false;
-      for (int step = 1; step < size; ++step) {
-        const int peer = (rank + step) % size;
-        push_scaled_chunk<VectorReducer>(team,
-                                         arguments.parts[peer] + chunk.offset(round),
-                                         chunk.bytes(round),
-                                         inputs.slot(peer),
-                                         scale);
-      }
-      inputs.publish(peers);
-    }
-    inputs.close();
-    return true;
+    const Sender inputs(group, kInputs, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + step) % size;
+            push_scaled_chunk<VectorReducer>(team,
+                                             arguments.parts[peer] + chunk.offset(round),
+                                             chunk.bytes(round),
+                                             inputs.slot(peer, round),
+                                             scale);
+          }
+        },
+        Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
+              [&](uint32_t round) { inputs.publish(round, peers); },
+              [&] { inputs.close(cut.rounds); }});
   };
 
   const auto reduce = [&](const Team& team) {
-    Receiver inputs(group, call, team, kInputs, ends);
-    for (uint32_t round = 0; round < cut.rounds; ++round) {
-      if (!inputs.await(peers)) return false;
-      const uint64_t at = chunk.offset(round);
-      reduce_chunk<VectorReducer, kRanks>(
-          team,
-          group,
-          inputs,
-          {arguments.parts[rank] + at, arguments.output + at, chunk.bytes(round), scale},
-          [](uint32_t, const Vector&) {});
-      inputs.release(peers);
-    }
-    inputs.close();
-    return true;
+    const Receiver inputs(group, kInputs, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          const uint64_t at = chunk.offset(round);
+          reduce_chunk<VectorReducer, kRanks>(
+              team,
+              group,
+              [&](int source) { return inputs.slot(source, round); },
+              {arguments.parts[rank] + at, arguments.output + at, chunk.bytes(round), scale},
+              [](uint32_t, const Vector&) {});
+        },
+        Clerk{[&](uint32_t round) { return inputs.has_come(round, peers); },
+              [&](uint32_t round) { inputs.release(round, peers); },
+              [&] { inputs.close(cut.rounds); }});
   };
 
-  const int half = num_threads() / 2;
-  const Team pushers(1, 0, half);
-  const Team reducers(2, half, half);
-  const bool ok = pushers.has_me() ? push(pushers) : reduce(reducers);
-  if (sync_channel_and(ok)) attendance.end(group, call);
+  const int half = num_threads() / kWarp / 2;
+  const Team pushers(group, call, 0, half, state.progress[0]);
+  const Team reducers(group, call, half, half, state.progress[1]);
+  bool ok = true;
+  if (pushers.has_me()) ok = push(pushers);
+  if (reducers.has_me()) ok = reduce(reducers);
+  attendance.end(ok);
 }
 
 }  // namespace

@@ -1,29 +1,107 @@
-// Some of a channel's threads, which wait for each other and for nobody else. Teams of one kernel
-// do its phases side by side: one's wait for a peer is hidden behind the others' work.
+// A team does one phase of a kernel, round by round, beside the channel's other teams. Its last
+// warp is the clerk: it waits for the peers and signals them, while the other warps, the workers,
+// move data. So neither a peer's answer nor a fence stands in the workers' way.
 #pragma once
 
-#include "cuda/device.cuh"
+#include "cuda/wait.cuh"
 
 namespace dpt::cuda {
 
+// How far a team has come, in shared memory; all 0 when the kernel starts.
+struct Progress {
+  uint32_t ready;  // rounds that workers may begin; kStop: none, ever
+  uint32_t done;   // rounds times warps of workers
+  static constexpr uint32_t kStop = ~0u;
+};
+
+// What a clerk does. Each of its threads calls all of these.
+template <typename MayBegin, typename Finish, typename Close>
+struct Clerk {
+  MayBegin may_begin;  // (round): whether this thread's peer is ready for it
+  Finish finish;       // (round): the workers are done with it
+  Close close;         // (): after the last
+};
+
 class Team {
  public:
-  // Of `count` threads from `first` on, whole warps. `number` is the team's own in its kernel.
-  DPT_DEVICE Team(int number, int first, int count)
-      : number_(number), thread_(thread_index() - first), count_(count) {}
+  // Of `warps` warps from number `first` on, at least two.
+  DPT_DEVICE Team(
+      const GroupView& group, const CallView& call, int first, int warps, Progress& progress)
+      : group_(group),
+        call_(call),
+        thread_(thread_index() - first * kWarp),
+        warps_(warps),
+        progress_(progress) {}
 
-  DPT_DEVICE bool has_me() const { return 0 <= thread_ && thread_ < count_; }
+  DPT_DEVICE bool has_me() const { return 0 <= thread_ && thread_ < warps_ * kWarp; }
+  // The peer that this thread of the clerk's waits for and signals; -1 where it is no such thread.
+  DPT_DEVICE int clerk_peer() const {
+    const int peer = thread_ - num_threads();
+    return 0 <= peer && peer < group_.layout.size && peer != group_.rank ? peer : -1;
+  }
+  // Workers'.
   DPT_DEVICE int thread() const { return thread_; }
-  DPT_DEVICE int num_threads() const { return count_; }
+  DPT_DEVICE int num_threads() const { return (warps_ - 1) * kWarp; }
 
-  DPT_DEVICE void sync() const { sync_team(number_, count_); }
-  // Whether `ok` holds in every thread of the team.
-  DPT_DEVICE bool sync_and(bool ok) const { return sync_team_and(number_, count_, ok); }
+  // All rounds: `move` is the workers' part of one. False when the group failed.
+  template <typename Move, typename Books>
+  DPT_DEVICE bool run(uint32_t rounds, Move move, const Books& clerk) const {
+    if (thread_ < num_threads()) return work(rounds, move);
+    if (!keep_books(rounds, clerk)) return false;
+    clerk.close();
+    return true;
+  }
 
  private:
-  int number_;
+  template <typename Move>
+  DPT_DEVICE bool work(uint32_t rounds, Move move) const {
+    for (uint32_t round = 0; round < rounds; ++round) {
+      uint32_t ready;
+      while ((ready = load_shared(&progress_.ready)) <= round) {
+      }
+      if (ready == Progress::kStop) return false;
+      move(round);
+      sync_warp();
+      if (thread_ % kWarp == 0) count_up(&progress_.done);
+    }
+    return true;
+  }
+
+  template <typename Books>
+  DPT_DEVICE bool keep_books(uint32_t rounds, const Books& clerk) const {
+    const auto workers = static_cast<uint32_t>(warps_ - 1);
+    const bool leads = thread_ % kWarp == 0;
+    sync_warp();  // what its threads know of the queues is in shared memory
+    bool alive = warp_and(load_relaxed(&counters_of(group_).failed) == 0);
+    Patience patience;
+    uint32_t begun = 0;
+    for (uint32_t finished = 0; finished < rounds;) {
+      if (begun < rounds) {
+        const bool mine = alive && clerk.may_begin(begun);
+        if (warp_and(mine)) {
+          ++begun;
+          patience = {};
+          if (leads) store_shared(&progress_.ready, begun);
+        } else {
+          alive = alive && warp_and(mine || !patience.is_over(group_, call_, clerk_peer()));
+          if (!alive) {
+            if (leads) store_shared(&progress_.ready, Progress::kStop);
+            return false;
+          }
+        }
+      }
+      if (warp_and(load_shared(&progress_.done) >= (finished + 1) * workers)) {
+        clerk.finish(finished++);
+      }
+    }
+    return true;
+  }
+
+  const GroupView& group_;
+  const CallView& call_;
   int thread_;
-  int count_;
+  int warps_;
+  Progress& progress_;
 };
 
 }  // namespace dpt::cuda

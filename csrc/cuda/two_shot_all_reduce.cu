@@ -19,9 +19,9 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
                                       DPT_PARAMETER CallView call,
                                       DPT_PARAMETER AllReduceArguments arguments,
                                       DPT_PARAMETER Cut cut) {
-  DPT_SHARED(QueueEnds, ends);
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
+  DPT_SHARED(PipelineState<3>, state);
+  const Attendance attendance(group, call);
+  state.start();
   const int size = group.layout.size;
   const int rank = group.rank;
   const uint32_t peers = all_peers(group);
@@ -39,75 +39,84 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
   };
 
   const auto push = [&](const Team& team) {
-    Sender inputs(group, call, team, kInputs, ends);
-    for (uint32_t round = 0; round < cut.rounds; ++round) {
-      if (!inputs.reserve(peers)) return false;
-      for (int step = 1; step < size; ++step) {
-        const int peer = (rank + step) % size;
-        const uint64_t at = offset(round, peer);
-        push_scaled_chunk<VectorReducer>(
-            team, arguments.input + at, bytes_at(at), inputs.slot(peer), scale);
-      }
-      inputs.publish(peers);
-    }
-    inputs.close();
-    return true;
+    const Sender inputs(group, kInputs, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + step) % size;
+            const uint64_t at = offset(round, peer);
+            push_scaled_chunk<VectorReducer>(
+                team, arguments.input + at, bytes_at(at), inputs.slot(peer, round), scale);
+          }
+        },
+        Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
+              [&](uint32_t round) { inputs.publish(round, peers); },
+              [&] { inputs.close(cut.rounds); }});
   };
 
   const auto reduce = [&](const Team& team) {
-    Receiver inputs(group, call, team, kInputs, ends);
-    Sender results(group, call, team, kResults, ends);
-    for (uint32_t round = 0; round < cut.rounds; ++round) {
-      if (!inputs.await(peers) || !results.reserve(peers)) return false;
-      uint4* targets[kRanks];
+    const Receiver inputs(group, kInputs, state.ends, team);
+    const Sender results(group, kResults, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          uint4* targets[kRanks];
 #pragma unroll
-      for (int step = 1; step < kRanks; ++step) {
-        if (step < size) targets[step] = results.slot((rank + step) % size);
-      }
-      const uint64_t at = offset(round, rank);
-      reduce_chunk<VectorReducer, kRanks>(
-          team,
-          group,
-          inputs,
-          {arguments.input + at, arguments.output + at, bytes_at(at), scale},
-          [&](uint32_t i, const Vector& result) {
+          for (int step = 1; step < kRanks; ++step) {
+            if (step < size) targets[step] = results.slot((rank + step) % size, round);
+          }
+          const uint64_t at = offset(round, rank);
+          reduce_chunk<VectorReducer, kRanks>(
+              team,
+              group,
+              [&](int source) { return inputs.slot(source, round); },
+              {arguments.input + at, arguments.output + at, bytes_at(at), scale},
+              [&](uint32_t i, const Vector& result) {
 #pragma unroll
-            for (int step = 1; step < kRanks; ++step) {
-              if (step < size) targets[step][i] = to_uint4(result);
-            }
-          });
-      results.publish(peers);
-      inputs.release(peers);
-    }
-    inputs.close();
-    results.close();
-    return true;
+                for (int step = 1; step < kRanks; ++step) {
+                  if (step < size) targets[step][i] = to_uint4(result);
+                }
+              });
+        },
+        Clerk{[&](uint32_t round) {
+                return inputs.has_come(round, peers) && results.has_room(round, peers);
+              },
+              [&](uint32_t round) {
+                results.publish(round, peers);
+                inputs.release(round, peers);
+              },
+              [&] {
+                inputs.close(cut.rounds);
+                results.close(cut.rounds);
+              }});
   };
 
   const auto collect = [&](const Team& team) {
-    Receiver results(group, call, team, kResults, ends);
-    for (uint32_t round = 0; round < cut.rounds; ++round) {
-      if (!results.await(peers)) return false;
-      for (int step = 1; step < size; ++step) {
-        const int source = (rank + size - step) % size;
-        const uint64_t at = offset(round, source);
-        collect_chunk(team, results.slot(source), bytes_at(at), arguments.output + at);
-      }
-      results.release(peers);
-    }
-    results.close();
-    return true;
+    const Receiver results(group, kResults, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          for (int step = 1; step < size; ++step) {
+            const int source = (rank + size - step) % size;
+            const uint64_t at = offset(round, source);
+            collect_chunk(team, results.slot(source, round), bytes_at(at), arguments.output + at);
+          }
+        },
+        Clerk{[&](uint32_t round) { return results.has_come(round, peers); },
+              [&](uint32_t round) { results.release(round, peers); },
+              [&] { results.close(cut.rounds); }});
   };
 
-  const int quarter = num_threads() / 4;
-  const Team pushers(1, 0, quarter);
-  const Team reducers(2, quarter, 2 * quarter);
-  const Team collectors(3, 3 * quarter, quarter);
+  const int quarter = num_threads() / kWarp / 4;
+  const Team pushers(group, call, 0, quarter, state.progress[0]);
+  const Team reducers(group, call, quarter, 2 * quarter, state.progress[1]);
+  const Team collectors(group, call, 3 * quarter, quarter, state.progress[2]);
   bool ok = true;
   if (pushers.has_me()) ok = push(pushers);
   if (reducers.has_me()) ok = reduce(reducers);
   if (collectors.has_me()) ok = collect(collectors);
-  if (sync_channel_and(ok)) attendance.end(group, call);
+  attendance.end(ok);
 }
 
 }  // namespace

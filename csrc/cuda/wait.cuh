@@ -58,47 +58,61 @@ DPT_DEVICE bool wait_until(const GroupView& group, const CallView& call, int pee
   return true;
 }
 
-// First and last step of every kernel, by its channel 0: tells the peers which operation this rank
-// is in, and waits for theirs.
+// First and last step of every kernel: tells the peers which operation this rank is in, and waits
+// for theirs.
 //
 // NOTE [One ahead] No kernel ends before all ranks have started it, so a rank is at most one
 // operation ahead of its peers. Two copies of whatever a peer may still read are therefore enough.
+//
+// A kernel on a group that has failed must send nothing: its peers would take it for what they
+// still wait for.
 class Attendance {
  public:
-  // False: the group has failed, leave at once.
-  DPT_DEVICE bool begin(const GroupView& group, const CallView& call) {
+  DPT_DEVICE Attendance(const GroupView& group, const CallView& call) : group_(group), call_(call) {
     const Counters& counters = counters_of(group);
-    const int peer = thread_index();
-    if (channel_index() == 0) sequence_ = load_relaxed(&counters.sequence) + 1;
-    if (channel_index() == 0 && peer < group.layout.size && peer != group.rank) {
-      const uint64_t word = uint64_t{call.description} << 32 | sequence_;
-      store_release(&control_of(group, peer).entered[sequence_ & 1][group.rank], word);
-    }
-    return sync_channel_and(load_relaxed(&counters.failed) == 0);
+    alive_ = load_relaxed(&counters.failed) == 0;
+    if (!alive_ || !attends()) return;
+    sequence_ = load_relaxed(&counters.sequence) + 1;
+    const uint64_t word = uint64_t{call.description} << 32 | sequence_;
+    store_release(&control_of(group, thread_index()).entered[sequence_ & 1][group.rank], word);
   }
 
-  DPT_DEVICE bool end(const GroupView& group, const CallView& call) const {
-    if (channel_index() != 0) return true;
-    const int peer = thread_index();
-    bool ok = true;
-    if (peer < group.layout.size && peer != group.rank) {
-      const uint64_t* entered = &control_of(group, group.rank).entered[sequence_ & 1][peer];
-      uint64_t word = 0;
-      ok = wait_until(group, call, peer, [&] {
-        word = load_acquire(entered);
-        return static_cast<uint32_t>(word) == sequence_;
-      });
-      if (ok && static_cast<uint32_t>(word >> 32) != call.description) {
-        give_up(group, HostStatus::kMismatch, peer);
-        ok = false;
-      }
+  // False: the group has failed, send nothing. Threads may differ in it.
+  DPT_DEVICE bool is_alive() const { return alive_; }
+
+  // All threads of the channel: whether all is well in all of them, `ok` included.
+  DPT_DEVICE bool end(bool ok) const {
+    ok = sync_channel_and(ok && alive_ && peer_is_here());
+    if (ok && channel_index() == 0 && thread_index() == (group_.rank == 0 ? 1 : 0)) {
+      store_relaxed(&counters_of(group_).sequence, sequence_);
     }
-    ok = sync_channel_and(ok);
-    if (ok && peer == 0) store_relaxed(&counters_of(group).sequence, sequence_);
     return ok;
   }
 
  private:
+  // Of channel 0, thread p for peer p.
+  DPT_DEVICE bool attends() const {
+    return channel_index() == 0 && thread_index() < group_.layout.size &&
+           thread_index() != group_.rank;
+  }
+  DPT_DEVICE bool peer_is_here() const {
+    if (!attends()) return true;
+    const int peer = thread_index();
+    const uint64_t* entered = &control_of(group_, group_.rank).entered[sequence_ & 1][peer];
+    uint64_t word = 0;
+    const bool here = wait_until(group_, call_, peer, [&] {
+      word = load_acquire(entered);
+      return static_cast<uint32_t>(word) == sequence_;
+    });
+    if (!here) return false;
+    if (static_cast<uint32_t>(word >> 32) == call_.description) return true;
+    give_up(group_, HostStatus::kMismatch, peer);
+    return false;
+  }
+
+  const GroupView& group_;
+  const CallView& call_;
+  bool alive_;
   uint32_t sequence_ = 0;
 };
 

@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -47,28 +46,27 @@ struct EmulatedBarrier {
   std::atomic<uint32_t> common{~0u};
 };
 
+constexpr int kWarp = 4;  // at least as many threads as a group has ranks
+
 struct EmulatedChannel {
-  explicit EmulatedChannel(int threads) : all(threads), teams(kMostTeams + 1) {
-    for (int first = 0; first < threads; first += kLanes) {
-      lanes.push_back(std::make_unique<EmulatedBarrier>(std::min(kLanes, threads - first)));
-    }
-  }
+  explicit EmulatedChannel(int threads)
+      : all(threads), lanes(split(threads, kLanes)), warps(split(threads, kWarp)) {}
   template <typename T>
   T* shared() {
     static_assert(sizeof(T) <= sizeof memory);
     return reinterpret_cast<T*>(memory);
   }
-  // The barrier of a team, made by whichever of its threads comes first.
-  EmulatedBarrier& team(int number, int count) {
-    const std::lock_guard lock(mutex);
-    if (!teams[number]) teams[number] = std::make_unique<EmulatedBarrier>(count);
-    return *teams[number];
+  using Barriers = std::vector<std::unique_ptr<EmulatedBarrier>>;
+  static Barriers split(int threads, int by) {
+    Barriers barriers;
+    for (int first = 0; first < threads; first += by) {
+      barriers.push_back(std::make_unique<EmulatedBarrier>(std::min(by, threads - first)));
+    }
+    return barriers;
   }
-  static constexpr int kMostTeams = 3;
   EmulatedBarrier all;
-  std::mutex mutex;
-  std::vector<std::unique_ptr<EmulatedBarrier>> teams;
-  std::vector<std::unique_ptr<EmulatedBarrier>> lanes;  // of neighbouring threads
+  Barriers lanes;  // of neighbouring threads
+  Barriers warps;
   alignas(16) char memory[1024] = {};
 };
 
@@ -88,12 +86,11 @@ inline int num_threads() { return emulated_thread.num_threads; }
 
 inline void sync_channel() { emulated_thread.channel->all.sync(); }
 inline bool sync_channel_and(bool ok) { return emulated_thread.channel->all.sync_and(ok); }
-inline void sync_team(int number, int count) {
-  emulated_thread.channel->team(number, count).sync();
+inline EmulatedBarrier& emulated_warp() {
+  return *emulated_thread.channel->warps[emulated_thread.thread_index / kWarp];
 }
-inline bool sync_team_and(int number, int count, bool ok) {
-  return emulated_thread.channel->team(number, count).sync_and(ok);
-}
+inline void sync_warp() { emulated_warp().sync(); }
+inline bool warp_and(bool ok) { return emulated_warp().sync_and(ok); }
 
 inline uint64_t clock_ns() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
@@ -118,6 +115,10 @@ inline uint32_t load_relaxed(const uint32_t* from) {
 inline void store_relaxed(uint32_t* to, uint32_t value) {
   atomic(to).store(value, std::memory_order_relaxed);
 }
+
+inline uint32_t load_shared(const uint32_t* from) { return load_acquire(from); }
+inline void store_shared(uint32_t* to, uint32_t value) { store_release(to, value); }
+inline void count_up(uint32_t* at) { atomic(at).fetch_add(1, std::memory_order_release); }
 
 inline uint4 load_staged(const uint4* from) { return *from; }
 inline void store_line(uint4* to, uint4 value) {

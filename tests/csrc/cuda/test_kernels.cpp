@@ -25,7 +25,7 @@ namespace {
 // A group of ranks that are host threads; small staging, so that little data takes many rounds.
 class EmulatedGroup {
  public:
-  static constexpr Grid kGrid{2, 16};
+  static constexpr Grid kGrid{2, 32};
   static constexpr uint32_t kSlotBytes = 128;
   static constexpr uint32_t kLineBytes = 256;
   static constexpr uint32_t kPacketBytes = 1024;
@@ -365,7 +365,7 @@ TEST(Kernels, APeerThatNeverComesIsATimeout) {
         // Later ones end at once.
         two_shot_all_reduce(launch, {bytes, bytes, 2000, 1, 1}, DPT_FLOAT32, DPT_SUM);
       },
-      {2, 8},
+      {2, 32},
       std::chrono::milliseconds(50));
   EXPECT_EQ(group.status(0).code, HostStatus::kTimeout);
   EXPECT_EQ(group.status(0).peer, 1u);
