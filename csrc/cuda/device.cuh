@@ -51,9 +51,6 @@ DPT_DEVICE void store_shared(uint32_t* to, uint32_t value) {
                : "r"(shared_address(to)), "r"(value)
                : "memory");
 }
-DPT_DEVICE void count_up(uint32_t* at) {
-  asm volatile("red.release.cta.shared.add.u32 [%0], 1;" : : "r"(shared_address(at)) : "memory");
-}
 
 DPT_DEVICE uint64_t clock_ns() {
   uint64_t time;

@@ -21,7 +21,7 @@ namespace dpt::cuda {
 
 constexpr int kMaxRanks = 8;
 // A channel is one thread block and its counterparts on the peers; each works by itself.
-constexpr int kMaxChannels = 32;
+constexpr int kMaxChannels = 64;
 constexpr int kMostThreads = 512;
 // Queues of a channel. A kernel that sends results while it still receives inputs uses both.
 enum Lane : int { kInputs = 0, kResults = 1 };

@@ -10,7 +10,7 @@ namespace dpt::cuda {
 // How far a team has come, in shared memory; all 0 when the kernel starts.
 struct Progress {
   uint32_t ready;  // rounds that workers may begin; kStop: none, ever
-  uint32_t done;   // rounds times warps of workers
+  uint32_t done[kMostThreads / 32];  // rounds that each warp of workers has done
   static constexpr uint32_t kStop = ~0u;
 };
 
@@ -62,14 +62,13 @@ class Team {
       if (ready == Progress::kStop) return false;
       move(round);
       sync_warp();
-      if (thread_ % kWarp == 0) count_up(&progress_.done);
+      if (thread_ % kWarp == 0) store_shared(&progress_.done[thread_ / kWarp], round + 1);
     }
     return true;
   }
 
   template <typename Books>
   DPT_DEVICE bool keep_books(uint32_t rounds, const Books& clerk) const {
-    const auto workers = static_cast<uint32_t>(warps_ - 1);
     const bool leads = thread_ % kWarp == 0;
     sync_warp();  // what its threads know of the queues is in shared memory
     bool alive = warp_and(load_relaxed(&counters_of(group_).failed) == 0);
@@ -90,9 +89,15 @@ class Team {
           }
         }
       }
-      if (warp_and(load_shared(&progress_.done) >= (finished + 1) * workers)) {
-        clerk.finish(finished++);
-      }
+      if (warp_and(workers_did(finished))) clerk.finish(finished++);
+    }
+    return true;
+  }
+
+  // Each thread of the clerk looks at some of the warps; all of them together see every one.
+  DPT_DEVICE bool workers_did(uint32_t round) const {
+    for (int warp = thread_ % kWarp; warp < warps_ - 1; warp += kWarp) {
+      if (load_shared(&progress_.done[warp]) <= round) return false;
     }
     return true;
   }

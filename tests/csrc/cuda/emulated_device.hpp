@@ -118,7 +118,6 @@ inline void store_relaxed(uint32_t* to, uint32_t value) {
 
 inline uint32_t load_shared(const uint32_t* from) { return load_acquire(from); }
 inline void store_shared(uint32_t* to, uint32_t value) { store_release(to, value); }
-inline void count_up(uint32_t* at) { atomic(at).fetch_add(1, std::memory_order_release); }
 
 inline uint4 load_staged(const uint4* from) { return *from; }
 inline void store_line(uint4* to, uint4 value) {
