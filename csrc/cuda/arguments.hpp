@@ -9,6 +9,12 @@
 #include "cuda/layout.hpp"
 #include "cuda/plan.hpp"
 
+#ifdef __CUDACC__
+#define DPT_HOST_DEVICE __host__ __device__
+#else
+#define DPT_HOST_DEVICE
+#endif
+
 namespace dpt::cuda {
 
 // How `bytes` are cut into chunks of the same size: in every round, each share has one.
@@ -16,6 +22,12 @@ struct Cut {
   uint64_t bytes;
   uint32_t chunk;  // bytes, whole vectors
   uint32_t rounds;
+
+  // Of the chunk that begins there.
+  DPT_HOST_DEVICE uint32_t bytes_at(uint64_t offset) const {
+    if (offset >= bytes) return 0;
+    return bytes - offset < chunk ? static_cast<uint32_t>(bytes - offset) : chunk;
+  }
 
   static Cut of(uint64_t bytes, uint64_t shares, uint64_t most) {
     constexpr uint64_t kVector = 16;

@@ -21,7 +21,7 @@ namespace dpt::cuda {
 
 constexpr int kMaxRanks = 8;
 // A channel is one thread block and its counterparts on the peers; each works by itself.
-constexpr int kMaxChannels = 64;
+constexpr int kMaxChannels = 32;
 constexpr int kMostThreads = 512;
 // Queues of a channel. A kernel that sends results while it still receives inputs uses both.
 enum Lane : int { kInputs = 0, kResults = 1 };
@@ -107,9 +107,8 @@ constexpr uint64_t most_in_lines(const Layout& layout, const Grid& grid) {
 
 // The longest part that kernels with packets take.
 constexpr uint64_t most_in_packets(const Layout& layout, const Grid& grid) {
-  const uint64_t crews = static_cast<uint64_t>(grid.threads / kLanes);
-  const uint64_t per_crew = layout.packet_bytes / kPacketBytes / crews;
-  return per_crew * crews * static_cast<uint64_t>(grid.channels) * kPacketData;
+  return uint64_t{layout.packet_bytes / kPacketBytes} * static_cast<uint64_t>(grid.channels) *
+         kPacketData;
 }
 
 // A group as its kernels get it.

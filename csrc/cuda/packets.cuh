@@ -23,26 +23,28 @@ DPT_DEVICE uint32_t vector_of_share(int k) {
   return lane() == kLanes - 1 ? kVectorsPerPacket - 1 : lane() + k * (kLanes - 1);
 }
 
-// Which packets of a part are this thread's: every part is dealt out to the grid in the same way.
+// Which packets of a part are this thread's: every part is dealt out to the channels alike.
 class PacketLoop {
  public:
-  DPT_DEVICE explicit PacketLoop(uint64_t bytes)
-      : count_(static_cast<uint32_t>((bytes + kPacketData - 1) / kPacketData)) {}
+  DPT_DEVICE explicit PacketLoop(uint64_t bytes) {
+    const auto count = static_cast<uint32_t>((bytes + kPacketData - 1) / kPacketData);
+    const uint32_t share = (count + num_channels() - 1) / num_channels();
+    first_ = channel_index() * share;
+    count_ = first_ >= count ? 0 : (count - first_ < share ? count - first_ : share);
+  }
 
   // Calls visit(packet of the part, packet of the channel) until one returns false.
   template <typename Visit>
   DPT_DEVICE bool each(Visit visit) const {
     const uint32_t crews = num_threads() / kLanes;
-    const uint32_t crew = thread_index() / kLanes;
-    uint32_t index = crew;
-    for (uint32_t packet = channel_index() * crews + crew; packet < count_;
-         packet += num_channels() * crews, index += crews) {
-      if (!visit(packet, index)) return false;
+    for (uint32_t index = thread_index() / kLanes; index < count_; index += crews) {
+      if (!visit(first_ + index, index)) return false;
     }
     return true;
   }
 
  private:
+  uint32_t first_;
   uint32_t count_;
 };
 

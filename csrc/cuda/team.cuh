@@ -9,7 +9,7 @@ namespace dpt::cuda {
 
 // How far a team has come, in shared memory; all 0 when the kernel starts.
 struct Progress {
-  uint32_t ready;  // rounds that workers may begin; kStop: none, ever
+  uint32_t ready;                    // rounds that workers may begin; kStop: none, ever
   uint32_t done[kMostThreads / 32];  // rounds that each warp of workers has done
   static constexpr uint32_t kStop = ~0u;
 };

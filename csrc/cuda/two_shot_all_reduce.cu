@@ -33,22 +33,17 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     const uint64_t tile = static_cast<uint64_t>(round) * num_channels() + channel_index();
     return (tile * size + owner) * cut.chunk;
   };
-  const auto bytes_at = [&](uint64_t at) -> uint64_t {
-    if (at >= cut.bytes) return 0;
-    return cut.bytes - at < cut.chunk ? cut.bytes - at : cut.chunk;
-  };
-
   const auto push = [&](const Team& team) {
     const Sender inputs(group, kInputs, state.ends, team);
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          for (int step = 1; step < size; ++step) {
-            const int peer = (rank + step) % size;
+          push_chunks<VectorReducer>(team, size - 1, cut.chunk, scale, [&](int part) {
+            const int peer = (rank + 1 + part) % size;
             const uint64_t at = offset(round, peer);
-            push_scaled_chunk<VectorReducer>(
-                team, arguments.input + at, bytes_at(at), inputs.slot(peer, round), scale);
-          }
+            auto* const slot = reinterpret_cast<char*>(inputs.slot(peer, round));
+            return Transfer{arguments.input + at, slot, cut.bytes_at(at)};
+          });
         },
         Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
               [&](uint32_t round) { inputs.publish(round, peers); },
@@ -71,7 +66,7 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
               team,
               group,
               [&](int source) { return inputs.slot(source, round); },
-              {arguments.input + at, arguments.output + at, bytes_at(at), scale},
+              {arguments.input + at, arguments.output + at, cut.bytes_at(at), scale},
               [&](uint32_t i, const Vector& result) {
 #pragma unroll
                 for (int step = 1; step < kRanks; ++step) {
@@ -97,11 +92,12 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          for (int step = 1; step < size; ++step) {
-            const int source = (rank + size - step) % size;
+          copy_chunks(team, size - 1, cut.chunk, [&](int part) {
+            const int source = (rank + size - 1 - part) % size;
             const uint64_t at = offset(round, source);
-            collect_chunk(team, results.slot(source, round), bytes_at(at), arguments.output + at);
-          }
+            const auto* const slot = reinterpret_cast<const char*>(results.slot(source, round));
+            return Transfer{slot, arguments.output + at, cut.bytes_at(at)};
+          });
         },
         Clerk{[&](uint32_t round) { return results.has_come(round, peers); },
               [&](uint32_t round) { results.release(round, peers); },
