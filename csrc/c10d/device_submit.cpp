@@ -43,6 +43,12 @@ void* Backend::start_stream(void* call) {
   return submitted->stream->native_handle();
 }
 
+int Backend::is_busy(void* call) {
+  auto* const submitted = static_cast<Submitted*>(call);
+  Backend& backend = submitted->backend;
+  return backend.coalescing_ || backend.streams_.is_capturing(submitted->device());
+}
+
 WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence) {
   const Call& call = submitted->call;
   std::vector<at::Tensor> tensors = call.inputs;
@@ -71,6 +77,7 @@ WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, u
   request.on_device = 1;
   request.device = device.index();
   request.stream = start_stream;
+  request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, nullptr, &outcome);
   if (outcome == DPT_DELEGATED) return submitted->delegated;

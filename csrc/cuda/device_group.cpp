@@ -315,6 +315,7 @@ uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
 }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
+  const cuda::RelaxedCapture relaxed;
   const int size = static_cast<int>(setup.global_ranks.size());
   Hello hello;
   UniqueFd listener;

@@ -17,7 +17,7 @@ namespace dpt {
 constexpr int kProfileFormat = 1;
 
 struct ProfileKey {
-  std::string machine;  // what times depend on, see describe_machine
+  std::string machine;  // what times depend on: see describe_machine, or the group's device
   std::string version;  // deepytorch's
   TuningClass group;
 };

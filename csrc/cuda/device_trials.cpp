@@ -1,0 +1,152 @@
+#include "cuda/device_trials.hpp"
+
+#include <array>
+#include <atomic>
+#include <cstdio>
+
+#include "cuda/checks.hpp"
+#include "cuda/gate.hpp"
+
+namespace dpt {
+namespace {
+
+constexpr uint64_t kGateTimeoutNs = 2'000'000'000;
+
+// Words that gates look at; host memory, never freed, because that would wait for the device.
+class GateWords {
+ public:
+  static GateWords& instance() {
+    static auto* const words = new GateWords;
+    return *words;
+  }
+
+  // One of the words. Two measurements of a process share one only if many run at once, and then
+  // their tickets still differ.
+  uint32_t* take() { return words_ + next_word_++ % kWords; }
+  uint32_t next_ticket() { return ++ticket_; }
+
+ private:
+  static constexpr uint32_t kWords = 64;
+
+  GateWords() {
+    DPT_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&words_),
+                                 kWords * sizeof *words_,
+                                 cudaHostAllocMapped | cudaHostAllocPortable));
+    for (uint32_t i = 0; i < kWords; ++i) words_[i] = 0;
+  }
+
+  uint32_t* words_ = nullptr;
+  std::atomic<uint32_t> next_word_{0};
+  std::atomic<uint32_t> ticket_{0};
+};
+
+class Event {
+ public:
+  explicit Event(unsigned flags) { DPT_CUDA_CHECK(cudaEventCreateWithFlags(&event_, flags)); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(cudaStream_t stream) const { DPT_CUDA_CHECK(cudaEventRecord(event_, stream)); }
+  bool has_ended() const {
+    const cudaError_t state = cudaEventQuery(event_);
+    if (state == cudaErrorNotReady) return cudaGetLastError(), false;
+    cuda::check(state, "cudaEventQuery");
+    return true;
+  }
+  double us_since(const Event& start) const {
+    float ms = 0;
+    DPT_CUDA_CHECK(cudaEventElapsedTime(&ms, start.event_, event_));
+    return ms * 1e3;
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+class CudaTrials final : public DeviceTrials {
+ public:
+  CudaTrials(int device, cuda::Stream stream)
+      : scope_(device), stream_(static_cast<cudaStream_t>(stream)) {
+    word_ = GateWords::instance().take();
+    void* on_device = nullptr;
+    DPT_CUDA_CHECK(cudaHostGetDevicePointer(&on_device, word_, 0));
+    word_on_device_ = static_cast<const uint32_t*>(on_device);
+  }
+
+  ~CudaTrials() override {
+    open_gate();
+    if (memory_ != nullptr) cudaFreeAsync(memory_, stream_);
+    cudaGetLastError();
+  }
+
+  bool is_idle() override {
+    if (!asked_) idle_.record(stream_);
+    asked_ = true;
+    return idle_.has_ended();
+  }
+
+  size_t free_bytes() const override {
+    size_t free = 0;
+    size_t total = 0;
+    DPT_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return free;
+  }
+
+  char* allocate(size_t bytes) override {
+    void* memory = nullptr;
+    if (cudaMallocAsync(&memory, bytes, stream_) != cudaSuccess) {
+      cudaGetLastError();
+      return nullptr;
+    }
+    memory_ = memory;
+    DPT_CUDA_CHECK(cudaMemsetAsync(memory_, 0, bytes, stream_));
+    return static_cast<char*>(memory_);
+  }
+
+  void close_gate() override {
+    ticket_ = GateWords::instance().next_ticket();
+    cuda::start_gate(stream_, word_on_device_, ticket_, kGateTimeoutNs);
+  }
+  void open_gate() override { __atomic_store_n(word_, ticket_, __ATOMIC_RELEASE); }
+  void start_clock() override { start_.record(stream_); }
+  void stop_clock() override { stop_.record(stream_); }
+  std::optional<double> elapsed_us() override {
+    if (!stop_.has_ended()) return std::nullopt;
+    return stop_.us_since(start_);
+  }
+
+ private:
+  cuda::DeviceScope scope_;
+  cuda::RelaxedCapture relaxed_;
+  cudaStream_t stream_;
+  Event idle_{cudaEventDisableTiming};
+  Event start_{cudaEventDefault};
+  Event stop_{cudaEventDefault};
+  bool asked_ = false;
+  uint32_t* word_ = nullptr;
+  const uint32_t* word_on_device_ = nullptr;
+  uint32_t ticket_ = 0;
+  void* memory_ = nullptr;
+};
+
+}  // namespace
+
+cuda::DeviceModel cuda::model_of(int device) {
+  cudaDeviceProp properties{};
+  DPT_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+  std::string uuid = "GPU-";
+  for (size_t i = 0; i < std::size(properties.uuid.bytes); ++i) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", properties.uuid.bytes[i] & 255);
+    if (i == 4 || i == 6 || i == 8 || i == 10) uuid += '-';
+    uuid += digits;
+  }
+  return {properties.name, properties.multiProcessorCount, uuid};
+}
+
+std::unique_ptr<DeviceTrials> DeviceTrials::on(int device, cuda::Stream stream) {
+  return std::make_unique<CudaTrials>(device, stream);
+}
+
+}  // namespace dpt
