@@ -64,15 +64,6 @@ Entry from_shared(const SharedEntry& shared) {
   return entry;
 }
 
-// The last range that is tried out serves everything above it too.
-SizeRange served_by(Collective collective, int bucket, const TuningClass& group) {
-  SizeRange range = range_of(bucket);
-  range.first = std::max(range.first, latency_bytes(collective, group.oversubscribed) + 1);
-  const size_t largest = range_of(kNumBuckets - 1).last;
-  if (bucket_of(collective, largest, group) == bucket) range.last = largest;
-  return range;
-}
-
 }  // namespace
 
 // What one rank brings to a range that is open; rank 0's counts, but for `spent_us`.

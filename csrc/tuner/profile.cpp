@@ -163,9 +163,12 @@ Array dump_table(const TimingTable& table) {
   return rows;
 }
 
+bool is_on_device(const Value& group, const std::string& path) {
+  return has(group, "on_device") && get<bool>(group, "on_device", path);
+}
+
 bool describes(const Value& group, const ProfileKey& key, const std::string& path) {
-  const bool on_device = has(group, "on_device") && get<bool>(group, "on_device", path);
-  return on_device == key.group.on_device() &&
+  return is_on_device(group, path) == key.group.on_device() &&
          get<std::string>(group, "machine", path) == key.machine &&
          get<std::string>(group, "deepytorch", path) == key.version &&
          get<int64_t>(group, "ranks", path) == key.group.ranks &&
@@ -200,6 +203,20 @@ std::optional<TimingTable> find_in_profile(const std::string& text, const Profil
     if (describes(groups[i], key, path)) return parse_table(groups[i], path);
   }
   return std::nullopt;
+}
+
+std::vector<DeviceTable> device_tables(const std::string& text, const std::string& version) {
+  std::vector<DeviceTable> tables;
+  const Array groups = parse_groups(text);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::string path = "groups[" + std::to_string(i) + "]";
+    if (!is_on_device(groups[i], path)) continue;
+    if (get<std::string>(groups[i], "deepytorch", path) != version) continue;
+    tables.push_back({get<std::string>(groups[i], "machine", path),
+                      static_cast<int>(get<int64_t>(groups[i], "ranks", path)),
+                      parse_table(groups[i], path)});
+  }
+  return tables;
 }
 
 std::string merge_into_profile(const std::string& text,

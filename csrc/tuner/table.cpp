@@ -60,6 +60,14 @@ std::optional<int> bucket_of(Collective collective, size_t bytes, const TuningCl
   return bucket;
 }
 
+SizeRange served_by(Collective collective, int bucket, const TuningClass& group) {
+  SizeRange range = range_of(bucket);
+  range.first = std::max(range.first, latency_bytes(collective, group.oversubscribed) + 1);
+  const size_t largest = range_of(kNumBuckets - 1).last;
+  if (bucket_of(collective, largest, group) == bucket) range.last = largest;
+  return range;
+}
+
 int num_buffers(Collective collective, int ranks) {
   switch (collective) {
     case DPT_ALL_GATHER:

@@ -50,6 +50,9 @@ size_t latency_bytes(Collective collective, bool oversubscribed);
 // whose buffers would be too large to try out belong to the largest bucket that is tried.
 std::optional<int> bucket_of(Collective collective, size_t bytes, const TuningClass& group);
 
+// The sizes that go by what is measured in the bucket: of the largest that is tried, all above too.
+SizeRange served_by(Collective collective, int bucket, const TuningClass& group);
+
 // Buffers of one rank in an operation of `ranks`; an operation in place has one.
 int num_buffers(Collective collective, int ranks);
 

@@ -183,7 +183,8 @@ TEST_F(DeviceTuning, ADelegateThatFailsIsNoCandidate) {
       2,
       [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
       {.tune = DPT_TUNE_AUTO, .execute = [](const dpt_request&) { return DPT_ERR_DELEGATE; }});
-  for (const Measurement& time : rows().at(0).decision.times) {
+  const Decision decision = rows().at(0).decision;
+  for (const Measurement& time : decision.times) {
     EXPECT_FALSE(is_delegate(time.candidate));
   }
 }
