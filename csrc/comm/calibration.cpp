@@ -7,7 +7,9 @@
 #include "algorithms/nodes.hpp"
 #include "base/env.hpp"
 #include "base/error.hpp"
+#include "base/log.hpp"
 #include "comm/measure.hpp"
+#include "comm/muster.hpp"
 
 namespace dpt {
 namespace {
@@ -16,6 +18,8 @@ namespace {
 constexpr double kBudgetUs = 3e6;
 // On top of the operation's own timeout, which is meant for the operation.
 constexpr std::chrono::seconds kExtraTime{10};
+// How long a rank that is in an operation on a GPU, where nobody expects to wait, waits for others.
+constexpr std::chrono::milliseconds kPatience{30000};
 // A group that is busy whenever it could measure gets by without, and without asking again.
 constexpr int kMostTimesBusy = 64;
 
@@ -182,6 +186,11 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
   const auto bucket = bucket_of(operation.collective, bytes, group_);
   DPT_CHECK(bucket.has_value());
   context.segment.throw_if_aborted();
+  if (group_.on_device() && !all_come(context, *bucket)) {
+    Decision apart;
+    apart.source = "rule of thumb: ranks come at different times";
+    return freeze(operation.collective, *bucket, std::move(apart));
+  }
   // Ranks that are in different operations part here, before anything depends on their being alike.
   if (context.nodes != nullptr) {
     enter_nodes(context);
@@ -230,6 +239,24 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
   }
   if (decision.chosen.algorithm == nullptr) decision.source = "rule of thumb";
   freeze(operation.collective, *bucket, std::move(decision));
+}
+
+bool GroupTuning::all_come(const RunContext& context, int bucket) {
+  const int collective = context.operation.collective;
+  const int place = collective * kNumBuckets + bucket;
+  static_assert(kNumCollectives * kNumBuckets <= Segment::kNumMusters);
+  if (ranks_came_apart_) {
+    decline(context, place);
+    return false;
+  }
+  const Deadline patience(std::min(kPatience, context.wait.deadline.timeout() / 2));
+  if (muster(context, place, ++visits_[collective][bucket], patience)) return true;
+  ranks_came_apart_ = true;
+  log(LogLevel::kInfo,
+      context.wait.describe() +
+          ": not all ranks came in time to measure it, so nothing of this "
+          "group is measured from here on");
+  return false;
 }
 
 void GroupTuning::freeze(Collective collective, int bucket, Decision decision) {

@@ -75,6 +75,8 @@ class GroupTuning {
   void agree_on(const RunContext& context, const Terms& mine);
   Limits limits(const Segment& segment) const;
   Proposal propose(const Operation& operation, int bucket, const Segment& segment) const;
+  // Whether all ranks are here to measure; NOTE [Muster].
+  bool all_come(const RunContext& context, int bucket);
   void freeze(Collective collective, int bucket, Decision decision);
 
   dpt_tune tune_;
@@ -84,6 +86,8 @@ class GroupTuning {
   TuningClass group_{1, false};
   bool delegate_competes_ = false;
   int times_busy_ = 0;
+  bool ranks_came_apart_ = false;
+  std::array<std::array<uint32_t, kNumBuckets>, kNumCollectives> visits_{};
   std::vector<std::unique_ptr<const Decision>> decisions_;
   std::array<std::array<std::atomic<const Decision*>, kNumBuckets>, kNumCollectives> settled_{};
 };

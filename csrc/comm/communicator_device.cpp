@@ -67,7 +67,7 @@ std::string Communicator::why_not_on_device(const dpt_request& request) const {
     return std::string("no GPU kernel for ") + name_of(request.reduce_op) + " of " +
            name_of(request.dtype);
   }
-  return DeviceGroup::why_absent();
+  return device_ ? "" : DeviceGroup::why_absent();  // found out once
 }
 
 DevicePlan Communicator::plan_on_device(const dpt_request& request) {

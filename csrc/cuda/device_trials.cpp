@@ -67,7 +67,7 @@ class Event {
 class CudaTrials final : public DeviceTrials {
  public:
   CudaTrials(int device, cuda::Stream stream)
-      : scope_(device), stream_(static_cast<cudaStream_t>(stream)) {
+      : device_(device), scope_(device), stream_(static_cast<cudaStream_t>(stream)) {
     word_ = GateWords::instance().take();
     void* on_device = nullptr;
     DPT_CUDA_CHECK(cudaHostGetDevicePointer(&on_device, word_, 0));
@@ -77,6 +77,7 @@ class CudaTrials final : public DeviceTrials {
   ~CudaTrials() override {
     open_gate();
     if (memory_ != nullptr) cudaFreeAsync(memory_, stream_);
+    if (pool_ != nullptr) cudaMemPoolDestroy(pool_);  // once that has been carried out
     cudaGetLastError();
   }
 
@@ -94,8 +95,15 @@ class CudaTrials final : public DeviceTrials {
   }
 
   char* allocate(size_t bytes) override {
+    // From a pool of its own, so that none of it stays behind in the program's.
+    cudaMemPoolProps properties{};
+    properties.allocType = cudaMemAllocationTypePinned;
+    properties.location.type = cudaMemLocationTypeDevice;
+    properties.location.id = device_;
+    if (cudaMemPoolCreate(&pool_, &properties) != cudaSuccess) pool_ = nullptr;
     void* memory = nullptr;
-    if (cudaMallocAsync(&memory, bytes, stream_) != cudaSuccess) {
+    if (pool_ == nullptr ||
+        cudaMallocFromPoolAsync(&memory, bytes, pool_, stream_) != cudaSuccess) {
       cudaGetLastError();
       return nullptr;
     }
@@ -117,6 +125,7 @@ class CudaTrials final : public DeviceTrials {
   }
 
  private:
+  int device_;
   cuda::DeviceScope scope_;
   cuda::RelaxedCapture relaxed_;
   cudaStream_t stream_;
@@ -127,6 +136,7 @@ class CudaTrials final : public DeviceTrials {
   uint32_t* word_ = nullptr;
   const uint32_t* word_on_device_ = nullptr;
   uint32_t ticket_ = 0;
+  cudaMemPool_t pool_ = nullptr;
   void* memory_ = nullptr;
 };
 

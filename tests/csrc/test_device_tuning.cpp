@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <barrier>
 #include <filesystem>
 
 #include "comm/decisions.hpp"
@@ -274,12 +275,40 @@ TEST_F(DeviceTuning, TheBudgetIsOneForHostAndDevice) {
 TEST_F(DeviceTuning, DifferentSizesAreFoundBeforeItMeasures) {
   run_ranks(2,
             [](Rank& rank) {
-              const size_t bytes = rank.rank() == 0 ? kMiB : 2 * kMiB;
+              const size_t bytes = rank.rank() == 0 ? kMiB : kMiB + 8;
               const Failure failure = failure_of([&] { sum_ones(rank, bytes); });
               EXPECT_EQ(failure.status, DPT_ERR_MISMATCH);
               EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);  // none the worse for it
             },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+}
+
+Request all_reduce(std::vector<float>& values, int64_t timeout_ms) {
+  Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
+  request.reduce_op(DPT_SUM).input(values.data()).output(values.data()).timeout_ms(timeout_ms);
+  return request;
+}
+
+// On a stream rank 0's operation would not keep rank 0 from what rank 1 waits for on the host.
+TEST_F(DeviceTuning, RanksThatComeAtDifferentTimesGoOnWithoutMeasuring) {
+  std::barrier<> rank_zero_went_on(2);
+  run_ranks(2,
+            [&](Rank& rank) {
+              sum_ones(rank, 8);  // the ranks meet
+              std::vector<float> values(kMiB / sizeof(float));
+              if (rank.rank() == 1) rank_zero_went_on.arrive_and_wait();
+              EXPECT_EQ(rank.run(on_device(rank, all_reduce(values, 400))), DPT_DELEGATED);
+              if (rank.rank() == 0) rank_zero_went_on.arrive_and_wait();
+              // Once is enough: nobody waits with another size of this group.
+              values.resize(4 * values.size());
+              EXPECT_EQ(rank.run(on_device(rank, all_reduce(values, 1 << 30))), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(stock_calls_, 0);
+  EXPECT_EQ(rows().size(), 2);
+  for (const DecisionRow& row : rows()) {
+    EXPECT_EQ(row.decision.source, "rule of thumb: ranks come at different times");
+  }
 }
 
 TEST_F(DeviceTuning, HostAndDeviceOperationsTakeTurns) {
