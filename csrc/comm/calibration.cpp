@@ -1,6 +1,7 @@
 #include "comm/calibration.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -174,7 +175,10 @@ GroupTuning::Proposal GroupTuning::propose(const Operation& operation,
   if (tune_ == DPT_TUNE_PROFILE) return proposal;
   // A late group whose slots are small would measure a part of the candidates, for everybody.
   proposal.measure = native.max_chunk_bytes >= Segment::kMaxChunkBytes;
-  if (const auto near = decisions.nearest(group_, collective, bucket)) {
+  const auto near = decisions.nearest(group_, collective, bucket);
+  // On the device the delegate does well at large sizes, whatever is faster at much smaller ones.
+  const bool serves = near && (!group_.on_device() || std::abs(near->first - bucket) <= 1);
+  if (serves) {
     const std::string size = describe_bytes(range_of(near->first).nominal);
     offer(near->second, "at " + size, "measured at " + size + " in this run, the budget is spent");
   }

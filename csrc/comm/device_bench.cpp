@@ -154,6 +154,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   try {
     trials = DeviceTrials::on(request_.device, stream);
     offer.ready = poll(context, Deadline(kMostIdling), [&] { return trials->is_idle(); });
+    offer.ready = offer.ready && trials->can_queue();
     offer.room = trials->free_bytes() / kShareOfMemory;
   } catch (const Error& error) {
     if (error.status() != DPT_ERR_SYSTEM) throw;

@@ -1,7 +1,7 @@
 #include "cuda/device_trials.hpp"
 
-#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 
 #include "cuda/checks.hpp"
@@ -10,7 +10,8 @@
 namespace dpt {
 namespace {
 
-constexpr uint64_t kGateTimeoutNs = 2'000'000'000;
+constexpr std::chrono::seconds kGateTimeout{2};
+constexpr std::chrono::milliseconds kProbeTimeout{50};
 
 // Words that gates look at; host memory, never freed, because that would wait for the device.
 class GateWords {
@@ -81,6 +82,14 @@ class CudaTrials final : public DeviceTrials {
     cudaGetLastError();
   }
 
+  bool can_queue() override {
+    const auto start = std::chrono::steady_clock::now();
+    start_gate(kProbeTimeout);
+    const bool returned = std::chrono::steady_clock::now() - start < kProbeTimeout / 2;
+    open_gate();
+    return returned;
+  }
+
   bool is_idle() override {
     if (!asked_) idle_.record(stream_);
     asked_ = true;
@@ -112,10 +121,7 @@ class CudaTrials final : public DeviceTrials {
     return static_cast<char*>(memory_);
   }
 
-  void close_gate() override {
-    ticket_ = GateWords::instance().next_ticket();
-    cuda::start_gate(stream_, word_on_device_, ticket_, kGateTimeoutNs);
-  }
+  void close_gate() override { start_gate(kGateTimeout); }
   void open_gate() override { __atomic_store_n(word_, ticket_, __ATOMIC_RELEASE); }
   void start_clock() override { start_.record(stream_); }
   void stop_clock() override { stop_.record(stream_); }
@@ -125,6 +131,11 @@ class CudaTrials final : public DeviceTrials {
   }
 
  private:
+  void start_gate(std::chrono::nanoseconds timeout) {
+    ticket_ = GateWords::instance().next_ticket();
+    cuda::start_gate(stream_, word_on_device_, ticket_, static_cast<uint64_t>(timeout.count()));
+  }
+
   int device_;
   cuda::DeviceScope scope_;
   cuda::RelaxedCapture relaxed_;

@@ -32,6 +32,9 @@ class DeviceTrials {
   static std::unique_ptr<DeviceTrials> on(int device, cuda::Stream stream);
   virtual ~DeviceTrials() = default;
 
+  // False: each launch waits for its kernel (CUDA_LAUNCH_BLOCKING, profilers), so nothing can be
+  // queued behind a gate.
+  virtual bool can_queue() = 0;
   // Whether everything that was on the stream at the first such call has ended.
   virtual bool is_idle() = 0;
   virtual size_t free_bytes() const = 0;

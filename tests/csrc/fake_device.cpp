@@ -58,6 +58,7 @@ class FakeGroup final : public DeviceGroup {
 
 class FakeTrials final : public DeviceTrials {
  public:
+  bool can_queue() override { return fake_devices().queues; }
   bool is_idle() override { return fake_devices().idle; }
   size_t free_bytes() const override { return fake_devices().free_bytes; }
   char* allocate(size_t bytes) override {

@@ -14,6 +14,7 @@ struct FakeDevices {
   std::string why_absent = "no GPUs in this test";  // empty: every rank has one
   bool shared = false;                              // all ranks use the same one
   bool idle = true;                                 // streams become idle
+  bool queues = true;                               // see DeviceTrials::can_queue
   size_t free_bytes = size_t{1} << 30;
   // Microseconds that a plan takes for so many bytes.
   std::function<double(const DevicePlan& plan, size_t bytes)> time_us;

@@ -236,6 +236,28 @@ TEST_F(DeviceTuning, LittleMemoryMeansSmallerTrials) {
   EXPECT_LE(rows()[0].bytes.first, 8 * kMiB);
 }
 
+TEST_F(DeviceTuning, WhereLaunchesWaitNothingIsMeasured) {
+  fake_devices().queues = false;
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().at(0).decision.source, "rule of thumb");
+  EXPECT_EQ(stock_calls_, 0);
+}
+
+TEST_F(DeviceTuning, WithTheBudgetSpentOnlyTheNextRangesTimesServe) {
+  run_ranks(2,
+            [](Rank& rank) {
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              rank.barrier();
+              Decisions::instance().add_spent_us(1e9);
+              rank.barrier();
+              EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_ones(rank, 16 * kMiB), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+}
+
 TEST_F(DeviceTuning, TheProfileServesTheNextRun) {
   const RankOptions options{.tune = DPT_TUNE_AUTO, .profile = profile_, .execute = stock(20)};
   run_ranks(2, [](Rank& rank) { sum_ones(rank, kMiB); }, options);
