@@ -29,10 +29,11 @@ constexpr uint32_t kSmallestSlot = 4 << 10;
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
 // The layout with the largest slots that fit; slot_bytes 0: none does.
-Layout layout_for(int size, size_t staging_bytes) {
+Layout layout_for(const DeviceGroup::Setup& setup) {
+  const int size = static_cast<int>(setup.global_ranks.size());
   for (uint32_t slot = kLargestSlot; slot >= kSmallestSlot; slot /= 2) {
-    const Layout layout = Layout::of(size, slot);
-    if (layout.block_bytes() <= staging_bytes) return layout;
+    const Layout layout = Layout::of(size, slot, setup.channels, setup.nvlink);
+    if (layout.block_bytes() <= setup.staging_bytes) return layout;
   }
   return Layout::of(size, 0);
 }
@@ -110,7 +111,8 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
-    const size_t chunk = plan.chunk_bytes != 0 ? plan.chunk_bytes : group_.layout.slot_bytes;
+    const size_t slot = group_.layout.slot_bytes;
+    const size_t chunk = plan.chunk_bytes != 0 ? std::min(plan.chunk_bytes, slot) : slot;
     Launch launch{group_, {}, plan.grid, stream, static_cast<uint32_t>(chunk)};
     launch.call.timeout_ns = static_cast<uint64_t>(request.timeout_ms) * 1000000;
     launch.call.description = describe(request, plan);
@@ -228,16 +230,17 @@ class ConnectedDeviceGroup final : public DeviceGroup {
 struct Hello {
   std::string address;  // of its socket; empty when it can't take part
   uint32_t slot_bytes = 0;
+  int channels = 0;
   std::string why_not;
 
   std::string serialize() const {
     return (address.empty() ? "-" : address) + " " + std::to_string(slot_bytes) + " " +
-           why_not.substr(0, DeviceGroup::kMostWords / 2);
+           std::to_string(channels) + " " + why_not.substr(0, DeviceGroup::kMostWords / 2);
   }
   static Hello parse(const std::string& text) {
     Hello hello;
     std::istringstream words(text);
-    words >> hello.address >> hello.slot_bytes;
+    words >> hello.address >> hello.slot_bytes >> hello.channels;
     std::getline(words, hello.why_not);
     if (hello.address == "-") hello.address.clear();
     return hello;
@@ -318,6 +321,7 @@ uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
 }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
+  const cuda::RelaxedCapture relaxed;
   const int size = static_cast<int>(setup.global_ranks.size());
   Hello hello;
   UniqueFd listener;
@@ -333,7 +337,8 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     static std::once_flag loaded;
     const cuda::DeviceScope scope(setup.device);
     std::call_once(loaded, cuda::load_kernels);
-    hello.slot_bytes = layout_for(size, setup.staging_bytes).slot_bytes;
+    hello.slot_bytes = layout_for(setup).slot_bytes;
+    hello.channels = setup.channels;
     if (hello.slot_bytes == 0) throw Error(DPT_ERR_SYSTEM, "staging_mb is used up by other groups");
     listener = listen_abstract(&hello.address);
   } catch (const Error& error) {
@@ -345,13 +350,15 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     peers.push_back(Hello::parse(words));
   }
   uint32_t slot_bytes = hello.slot_bytes;
+  int channels = hello.channels;
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     if (peers[rank].address.empty()) {
       throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ":" + peers[rank].why_not);
     }
     slot_bytes = std::min(slot_bytes, peers[rank].slot_bytes);
+    channels = std::min(channels, peers[rank].channels);
   }
-  const Layout layout = Layout::of(size, slot_bytes);
+  const Layout layout = Layout::of(size, slot_bytes, channels, setup.nvlink);
 
   std::string trouble;
   DeviceMemory own;

@@ -68,14 +68,19 @@ struct Counters {
 // Sizes that all ranks of a group agree on.
 struct Layout {
   int size;               // ranks
+  int channels;           // most of a kernel
   uint32_t slot_bytes;    // of one chunk, a multiple of kAlignment
   uint32_t line_bytes;    // of one channel's data from one rank; a line holds half data, half flags
-  uint32_t packet_bytes;  // of one channel's packets from one rank, on one trip
+  uint32_t packet_bytes;  // of one channel's packets from one rank, on one trip; 0: none
 
-  static constexpr Layout of(int size, uint32_t slot_bytes) {
+  // `packets`: whether the links deliver their lines whole.
+  static constexpr Layout of(int size,
+                             uint32_t slot_bytes,
+                             int channels = kMaxChannels,
+                             bool packets = true) {
     // Messages in lines are small, those in packets end where chunks begin to pay.
-    const uint32_t packets = slot_bytes * 9 / 8 / kPacketBytes;
-    return {size, slot_bytes, slot_bytes / 4, packets * kPacketBytes};
+    const uint32_t count = packets ? slot_bytes * 9 / 8 / kPacketBytes : 0;
+    return {size, channels, slot_bytes, slot_bytes / 4, count * kPacketBytes};
   }
 
   static constexpr size_t round(size_t bytes) {
@@ -84,15 +89,15 @@ struct Layout {
   static constexpr size_t counters_offset() { return round(sizeof(Control)); }
   static constexpr size_t lines_offset() { return counters_offset() + round(sizeof(Counters)); }
   constexpr size_t lines_bytes() const {
-    return size_t{2} * kMaxChannels * size * (2 * size_t{line_bytes});
+    return size_t{2} * channels * size * (2 * size_t{line_bytes});
   }
   constexpr size_t packets_offset() const { return lines_offset() + lines_bytes(); }
   constexpr size_t packets_bytes() const {
-    return size_t{2} * kNumTrips * kMaxChannels * size * packet_bytes;
+    return size_t{2} * kNumTrips * channels * size * packet_bytes;
   }
   constexpr size_t slots_offset() const { return packets_offset() + packets_bytes(); }
   constexpr size_t slots_bytes() const {
-    return size_t{kNumLanes} * kMaxChannels * size * kNumSlots * slot_bytes;
+    return size_t{kNumLanes} * channels * size * kNumSlots * slot_bytes;
   }
   constexpr size_t block_bytes() const { return slots_offset() + slots_bytes(); }
 };

@@ -143,7 +143,7 @@ class Packets {
   DPT_DEVICE uint4* at(int owner, int from, uint32_t index) const {
     const Layout& layout = group_.layout;
     const uint32_t copy = (sequence_ & 1) * kNumTrips + trip_;
-    const uint32_t area = (copy * kMaxChannels + channel_index()) * layout.size + from;
+    const uint32_t area = (copy * layout.channels + channel_index()) * layout.size + from;
     return reinterpret_cast<uint4*>(group_.blocks[owner] + layout.packets_offset() +
                                     size_t{area} * layout.packet_bytes) +
            index * (2 * kLanes) + lane();

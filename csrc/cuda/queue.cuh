@@ -27,7 +27,7 @@ DPT_DEVICE bool has_peer(uint32_t peers, int peer) { return peer >= 0 && (peers 
 // In `owner`'s block, of this channel's queue that `from` fills.
 DPT_DEVICE uint4* slot_at(const GroupView& group, int owner, Lane lane, int from, uint32_t chunk) {
   const Layout& layout = group.layout;
-  const uint32_t queue = (lane * kMaxChannels + channel_index()) * layout.size + from;
+  const uint32_t queue = (lane * layout.channels + channel_index()) * layout.size + from;
   const size_t at = size_t{queue * kNumSlots + chunk % kNumSlots} * layout.slot_bytes;
   return reinterpret_cast<uint4*>(group.blocks[owner] + layout.slots_offset() + at);
 }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/gate.cu"
 #include "cuda/kernels.cu"
 #include "cuda/low_latency_exchange.cu"
 #include "cuda/low_latency_reduce.cu"
@@ -402,6 +403,18 @@ TEST(Kernels, TheHostCanEndAWait) {
   });
   host.join();
   EXPECT_EQ(group.status(0).code, HostStatus::kNone);
+}
+
+TEST(Gate, OpensAtItsTicketOrAfterItsTime) {
+  uint32_t word = 6;
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    std::atomic_ref(word).store(7);
+  });
+  start_gate(nullptr, &word, 7, ~uint64_t{0});
+  EXPECT_EQ(word, 7u);
+  host.join();
+  start_gate(nullptr, &word, 8, 1'000'000);  // nobody comes
 }
 
 }  // namespace
