@@ -104,7 +104,7 @@ def calls_by_algorithm(ours: str, op: str) -> dict[str, int]:
 
 def main_algorithm(before: dict[str, int], after: dict[str, int]) -> str:
     """The algorithm that served most calls between the two counts."""
-    grown = {name: n - before.get(name, 0) for name, n in after.items()}
+    grown = {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
     return max(grown, key=lambda name: grown[name], default="unknown")
 
 
