@@ -17,7 +17,7 @@ DPT_KERNEL gate_kernel(const uint32_t* word, uint32_t ticket, uint64_t timeout_n
 void load_gate() { load(gate_kernel); }
 
 void start_gate(Stream stream, const uint32_t* word, uint32_t ticket, uint64_t timeout_ns) {
-  start(gate_kernel, Launch{{}, {}, {1, 1}, stream}, word, ticket, timeout_ns);
+  start(gate_kernel, Launch{{}, {}, {1, 1}, stream, 0}, word, ticket, timeout_ns);
 }
 
 }  // namespace dpt::cuda

@@ -92,6 +92,7 @@ class Packets {
       first = {first.x, first.y, sequence_, sequence_};
     }
     uint4* const line = at(peer, group_.rank, index);
+    sync_lanes();  // a line is written, and read, by one instruction
     store_lane(line, first);
     store_lane(line + kLanes, second);
   }
@@ -102,6 +103,7 @@ class Packets {
     const bool last = lane() == kLanes - 1;
     int missing = 0;
     for (Patience patience;;) {
+      sync_lanes();
 #pragma unroll
       for (int peer = 0; peer < kRanks; ++peer) {
         if (peer >= group_.layout.size || peer == group_.rank) continue;

@@ -5,8 +5,6 @@
 //   take:  chunks of every peer -> output; chunk of this rank's own part -> output
 //
 // push waits for the peers' take, and take for push alone: no circle.
-#include <algorithm>
-
 #include "cuda/chunks.cuh"
 #include "cuda/start.cuh"
 
@@ -17,8 +15,7 @@ namespace {
 struct Cuts {
   Cut send[kMaxRanks];
   Cut receive[kMaxRanks];
-  uint32_t most_chunk;  // bytes
-  bool same;            // all ranks are sent the same part
+  bool same;  // all ranks are sent the same part
 };
 
 DPT_DEVICE uint32_t most_rounds(const Cut* cuts, int size) {
@@ -46,7 +43,6 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
   state.start();
   const int size = group.layout.size;
   const int rank = group.rank;
-  const bool copies = arguments.send[rank] != arguments.receive[rank];
 
   const auto push = [&](const Team& team) {
     const Sender parts(group, kInputs, state.ends, team);
@@ -54,22 +50,25 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         most_rounds(cuts.send, size),
         [&](uint32_t round) {
+          const uint32_t peers = peers_in(round);
           if (cuts.same) {
             const ChunkOf chunk(cuts.send[rank]);
-            copy_chunk_to_all<kRanks>(team,
+            push_chunk_to_all<kRanks>(team,
                                       group,
                                       arguments.send[rank] + chunk.offset(round),
                                       chunk.bytes(round),
                                       [&](int peer) { return parts.slot(peer, round); });
             return;
           }
-          copy_chunks(team, size - 1, cuts.most_chunk, [&](int part) {
-            const int peer = (rank + 1 + part) % size;
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + step) % size;
+            if (!has_peer(peers, peer)) continue;
             const ChunkOf chunk(cuts.send[peer]);
-            auto* const slot = reinterpret_cast<char*>(parts.slot(peer, round));
-            const char* const from = arguments.send[peer] + chunk.offset(round);
-            return Transfer{from, slot, chunk.bytes(round)};
-          });
+            push_chunk(team,
+                       arguments.send[peer] + chunk.offset(round),
+                       chunk.bytes(round),
+                       parts.slot(peer, round));
+          }
         },
         Clerk{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
               [&](uint32_t round) { parts.publish(round, peers_in(round)); },
@@ -78,22 +77,31 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
               }});
   };
 
+  const auto copy_own = [&](const Team& team, uint32_t round) {
+    const Cut& cut = cuts.receive[rank];
+    if (round >= cut.rounds || arguments.send[rank] == arguments.receive[rank]) return;
+    const ChunkOf chunk(cut);
+    const uint64_t at = chunk.offset(round);
+    copy_chunk(team, arguments.send[rank] + at, chunk.bytes(round), arguments.receive[rank] + at);
+  };
+
   const auto take = [&](const Team& team) {
     const Receiver parts(group, kInputs, state.ends, team);
     const auto peers_in = [&](uint32_t round) { return in_round(cuts.receive, group, round); };
     return team.run(
         most_rounds(cuts.receive, size),
         [&](uint32_t round) {
-          // The own part comes last: it is there while the others are still under way.
-          copy_chunks(team, copies ? size : size - 1, cuts.most_chunk, [&](int part) {
-            const int source = (rank + 2 * size - 1 - part) % size;
-            const ChunkOf chunk(cuts.receive[source]);
-            const uint64_t at = chunk.offset(round);
-            const char* const from = source == rank
-                                         ? arguments.send[rank] + at
-                                         : reinterpret_cast<const char*>(parts.slot(source, round));
-            return Transfer{from, arguments.receive[source] + at, chunk.bytes(round)};
-          });
+          const uint32_t peers = peers_in(round);
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + size - step) % size;
+            if (!has_peer(peers, peer)) continue;
+            const ChunkOf chunk(cuts.receive[peer]);
+            collect_chunk(team,
+                          parts.slot(peer, round),
+                          chunk.bytes(round),
+                          arguments.receive[peer] + chunk.offset(round));
+          }
+          copy_own(team, round);
         },
         Clerk{[&](uint32_t round) { return parts.has_come(round, peers_in(round)); },
               [&](uint32_t round) { parts.release(round, peers_in(round)); },
@@ -120,7 +128,6 @@ void push_exchange(const Launch& launch, const ExchangeArguments& arguments) {
   for (int part = 0; part < size; ++part) {
     cuts.send[part] = launch.cut(arguments.send_bytes[part]);
     cuts.receive[part] = launch.cut(arguments.receive_bytes[part]);
-    cuts.most_chunk = std::max({cuts.most_chunk, cuts.send[part].chunk, cuts.receive[part].chunk});
     cuts.same &= arguments.send[part] == arguments.send[0];
     cuts.same &= arguments.send_bytes[part] == arguments.send_bytes[0];
   }

@@ -31,11 +31,14 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          push_chunks<VectorReducer>(team, size - 1, cut.chunk, scale, [&](int part) {
-            const int peer = (rank + 1 + part) % size;
-            auto* const slot = reinterpret_cast<char*>(inputs.slot(peer, round));
-            return Transfer{arguments.parts[peer] + chunk.offset(round), slot, chunk.bytes(round)};
-          });
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + step) % size;
+            push_scaled_chunk<VectorReducer>(team,
+                                             arguments.parts[peer] + chunk.offset(round),
+                                             chunk.bytes(round),
+                                             inputs.slot(peer, round),
+                                             scale);
+          }
         },
         Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
               [&](uint32_t round) { inputs.publish(round, peers); },

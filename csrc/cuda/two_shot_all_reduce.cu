@@ -33,17 +33,22 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     const uint64_t tile = static_cast<uint64_t>(round) * num_channels() + channel_index();
     return (tile * size + owner) * cut.chunk;
   };
+  const auto bytes_at = [&](uint64_t at) -> uint64_t {
+    if (at >= cut.bytes) return 0;
+    return cut.bytes - at < cut.chunk ? cut.bytes - at : cut.chunk;
+  };
+
   const auto push = [&](const Team& team) {
     const Sender inputs(group, kInputs, state.ends, team);
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          push_chunks<VectorReducer>(team, size - 1, cut.chunk, scale, [&](int part) {
-            const int peer = (rank + 1 + part) % size;
+          for (int step = 1; step < size; ++step) {
+            const int peer = (rank + step) % size;
             const uint64_t at = offset(round, peer);
-            auto* const slot = reinterpret_cast<char*>(inputs.slot(peer, round));
-            return Transfer{arguments.input + at, slot, cut.bytes_at(at)};
-          });
+            push_scaled_chunk<VectorReducer>(
+                team, arguments.input + at, bytes_at(at), inputs.slot(peer, round), scale);
+          }
         },
         Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
               [&](uint32_t round) { inputs.publish(round, peers); },
@@ -66,7 +71,7 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
               team,
               group,
               [&](int source) { return inputs.slot(source, round); },
-              {arguments.input + at, arguments.output + at, cut.bytes_at(at), scale},
+              {arguments.input + at, arguments.output + at, bytes_at(at), scale},
               [&](uint32_t i, const Vector& result) {
 #pragma unroll
                 for (int step = 1; step < kRanks; ++step) {
@@ -92,12 +97,11 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          copy_chunks(team, size - 1, cut.chunk, [&](int part) {
-            const int source = (rank + size - 1 - part) % size;
+          for (int step = 1; step < size; ++step) {
+            const int source = (rank + size - step) % size;
             const uint64_t at = offset(round, source);
-            const auto* const slot = reinterpret_cast<const char*>(results.slot(source, round));
-            return Transfer{slot, arguments.output + at, cut.bytes_at(at)};
-          });
+            collect_chunk(team, results.slot(source, round), bytes_at(at), arguments.output + at);
+          }
         },
         Clerk{[&](uint32_t round) { return results.has_come(round, peers); },
               [&](uint32_t round) { results.release(round, peers); },

@@ -17,7 +17,7 @@ constexpr size_t kUsualChunk = 16 << 10;
 constexpr size_t kLinesWhole = 96 << 10;
 constexpr size_t kLinesPart = 96 << 10;
 // And up to here one or the other beats NCCL.
-constexpr size_t kBeatsDelegateWhole = 1 << 20;
+constexpr size_t kBeatsDelegateWhole = 512 << 10;
 constexpr size_t kBeatsDelegatePart = 256 << 10;
 
 size_t ceil_div(size_t value, size_t by) { return (value + by - 1) / by; }
@@ -50,6 +50,10 @@ cuda::Grid grid_in_packets(const ChooseDeviceRequest& request) {
 }
 cuda::Grid full_grid(const ChooseDeviceRequest& request) {
   return {request.layout.channels, cuda::kMostThreads};
+}
+
+size_t usual_chunk(const ChooseDeviceRequest& request) {
+  return std::min(kUsualChunk, size_t{request.layout.slot_bytes});
 }
 
 bool fits_in_lines(const ChooseDeviceRequest& request, const cuda::Grid& grid) {
@@ -110,7 +114,7 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   // Ranks must not go by sizes that only they know.
   if (!request.even) {
     if (request.delegate) return delegated("parts of different sizes are not measured");
-    return {"push", full_grid(request), kUsualChunk, "parts of different sizes"};
+    return {"push", full_grid(request), usual_chunk(request), "parts of different sizes"};
   }
   if (!request.large) {
     return delegated("GPU kernels reduce this type and operation in small messages only");
@@ -123,11 +127,11 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");
   return whole ? DevicePlan{"two_shot",
                             full_grid(request),
-                            kUsualChunk,
+                            usual_chunk(request),
                             "reduce_scatter and all_gather in one kernel"}
                : DevicePlan{"push",
                             full_grid(request),
-                            kUsualChunk,
+                            usual_chunk(request),
                             "pushed into the peers' memory in chunks"};
 }
 

@@ -101,8 +101,8 @@ TEST(ChooseDevice, ByTheRuleTheDelegateServesWhatIsNotSmall) {
                            .algorithm);
   };
   EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 64 << 10), "low_latency");
-  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 1 << 20), "packet");
-  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, (1 << 20) + 8), "delegate");
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 512 << 10), "packet");
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, (512 << 10) + 8), "delegate");
   EXPECT_EQ(algorithm(DPT_ALL_GATHER, 256 << 10), "packet");
   EXPECT_EQ(algorithm(DPT_REDUCE_SCATTER, (256 << 10) + 8), "delegate");
   EXPECT_EQ(algorithm(DPT_ALL_TO_ALL, 8, /*even=*/false), "delegate");

@@ -84,7 +84,7 @@ TEST_F(DeviceTuning, NativeServesWhereItIsFaster) {
   const DecisionRow row = rows()[0];
   EXPECT_THAT(std::string(row.group.device), StartsWith("a fake GPU, 132 SMs, over"));
   EXPECT_EQ(row.decision.source, "measured now");
-  EXPECT_STREQ(row.decision.chosen.algorithm, "two_shot");
+  EXPECT_STREQ(row.decision.chosen.algorithm, "packet");
   EXPECT_THAT(row.decision.reason, HasSubstr(" x 512 threads"));
   ASSERT_TRUE(is_delegate(row.decision.times.back().candidate));
   EXPECT_DOUBLE_EQ(row.decision.times.back().median_us, 11);
@@ -168,7 +168,7 @@ TEST_F(DeviceTuning, WhatNativeCanDoIsNeverDelegatedWhereNoDelegateCompetes) {
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO});
-  EXPECT_STREQ(rows().at(0).decision.chosen.algorithm, "two_shot");
+  EXPECT_STREQ(rows().at(0).decision.chosen.algorithm, "packet");
 }
 
 TEST_F(DeviceTuning, RanksThatShareAGpuHaveNoDelegate) {
@@ -229,6 +229,9 @@ TEST_F(DeviceTuning, MessagesAreTheDelegates) {
 
 TEST_F(DeviceTuning, LittleMemoryMeansSmallerTrials) {
   fake_devices().free_bytes = 4 * kMiB;
+  fake_devices().time_us = [](const DevicePlan& plan, size_t) {
+    return std::string(plan.algorithm) == "two_shot" ? 9.0 : 10.0;  // it serves any size
+  };
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
@@ -246,6 +249,9 @@ TEST_F(DeviceTuning, WhereLaunchesWaitNothingIsMeasured) {
 }
 
 TEST_F(DeviceTuning, WithTheBudgetSpentOnlyTheNextRangesTimesServe) {
+  fake_devices().time_us = [](const DevicePlan& plan, size_t) {
+    return std::string(plan.algorithm) == "two_shot" ? 9.0 : 10.0;  // it serves any size
+  };
   run_ranks(2,
             [](Rank& rank) {
               EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);

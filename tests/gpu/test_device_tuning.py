@@ -186,6 +186,7 @@ def test_without_tuning_small_ones_are_native(tmp_path: Path) -> None:
     environment = _environment(tmp_path / "profile.json", DEEPYTORCH_TUNE="off")
     rows = spawn_ranks(_by_rule, 2, backend=BACKEND, env=environment, fresh=True)[0]
     assert rows == {
-        ("all_reduce", 4 * KIB + 128 * KIB, "low_latency"),
+        ("all_reduce", 4 * KIB, "low_latency"),
+        ("all_reduce", 128 * KIB, "packet"),
         ("all_reduce", 4 * MIB, "delegate"),
     }

@@ -140,6 +140,7 @@ inline uint4 load_line(const uint4* from) {
 inline EmulatedBarrier& emulated_lanes() {
   return *emulated_thread.channel->lanes[emulated_thread.thread_index / kLanes];
 }
+inline void sync_lanes() { emulated_lanes().sync(); }
 inline uint32_t lanes_and(uint32_t bits) { return emulated_lanes().bits_and(bits); }
 inline void store_lane(uint4* to, uint4 value) {
   const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
