@@ -1,4 +1,4 @@
-// What a team does with a chunk: copy it, or reduce it with those of the other ranks. Several loads
+// What workers do with a chunk: copy it, or reduce it with those of the other ranks. Several loads
 // of each thread are under way at a time, since a GPU's memory answers late.
 #pragma once
 
@@ -28,12 +28,12 @@ class ChunkOf {
 constexpr int kCopiesAtOnce = 8;
 constexpr int kReductionsAtOnce = 2;
 
-// Calls visit(i) for the team's vectors of `count`, `kAtOnce` of a thread in a row: first all their
-// loads, then all their stores.
+// Calls visit(i) for the squad's vectors of `count`, `kAtOnce` of a thread in a row: first all
+// their loads, then all their stores.
 template <int kAtOnce, typename Value, typename Load, typename Store>
-DPT_DEVICE void for_each_vector(const Team& team, uint32_t count, Load load, Store store) {
-  const uint32_t stride = team.num_threads();
-  for (uint32_t first = team.thread(); first < count; first += kAtOnce * stride) {
+DPT_DEVICE void for_each_vector(const Squad& squad, uint32_t count, Load load, Store store) {
+  const uint32_t stride = squad.num_threads;
+  for (uint32_t first = squad.thread; first < count; first += kAtOnce * stride) {
     Value values[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -55,44 +55,44 @@ DPT_DEVICE uint32_t num_vectors(uint64_t bytes) {
 }
 
 // The caller's memory -> a slot.
-DPT_DEVICE void push_chunk(const Team& team, const char* from, uint64_t bytes, uint4* to) {
+DPT_DEVICE void push_chunk(const Squad& squad, const char* from, uint64_t bytes, uint4* to) {
   const uint32_t plain = num_plain(address_of(from), bytes);
   const auto* const vectors = reinterpret_cast<const uint4*>(from);
   for_each_vector<kCopiesAtOnce, uint4>(
-      team,
+      squad,
       plain,
       [&](uint32_t i, uint4& value) { value = vectors[i]; },
       [&](uint32_t i, const uint4& value) { to[i] = value; });
-  for (uint32_t i = plain + team.thread(); i < num_vectors(bytes); i += team.num_threads()) {
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     to[i] = to_uint4(load_user<Vector>(from + at, bytes - at));
   }
 }
 
 // A slot -> the caller's memory.
-DPT_DEVICE void collect_chunk(const Team& team, const uint4* from, uint64_t bytes, char* to) {
+DPT_DEVICE void collect_chunk(const Squad& squad, const uint4* from, uint64_t bytes, char* to) {
   const uint32_t plain = num_plain(address_of(to), bytes);
   auto* const vectors = reinterpret_cast<uint4*>(to);
   for_each_vector<kCopiesAtOnce, uint4>(
-      team,
+      squad,
       plain,
       [&](uint32_t i, uint4& value) { value = load_staged(from + i); },
       [&](uint32_t i, const uint4& value) { vectors[i] = value; });
-  for (uint32_t i = plain + team.thread(); i < num_vectors(bytes); i += team.num_threads()) {
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     store_user(to + at, to_vector(load_staged(from + i)), bytes - at);
   }
 }
 
 // The caller's memory -> the caller's memory.
-DPT_DEVICE void copy_chunk(const Team& team, const char* from, uint64_t bytes, char* to) {
+DPT_DEVICE void copy_chunk(const Squad& squad, const char* from, uint64_t bytes, char* to) {
   const uint32_t plain = num_plain(address_of(from) | address_of(to), bytes);
   for_each_vector<kCopiesAtOnce, uint4>(
-      team,
+      squad,
       plain,
       [&](uint32_t i, uint4& value) { value = reinterpret_cast<const uint4*>(from)[i]; },
       [&](uint32_t i, const uint4& value) { reinterpret_cast<uint4*>(to)[i] = value; });
-  for (uint32_t i = plain + team.thread(); i < num_vectors(bytes); i += team.num_threads()) {
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     store_user(to + at, load_user<Vector>(from + at, bytes - at), bytes - at);
   }
@@ -101,9 +101,9 @@ DPT_DEVICE void copy_chunk(const Team& team, const char* from, uint64_t bytes, c
 // As push_chunk, with each rank's factor applied to what it sends.
 template <typename VectorReducer>
 DPT_DEVICE void push_scaled_chunk(
-    const Team& team, const char* from, uint64_t bytes, uint4* to, const Scale& scale) {
-  if (scale.input == 1) return push_chunk(team, from, bytes, to);
-  for (uint32_t i = team.thread(); i < num_vectors(bytes); i += team.num_threads()) {
+    const Squad& squad, const char* from, uint64_t bytes, uint4* to, const Scale& scale) {
+  if (scale.input == 1) return push_chunk(squad, from, bytes, to);
+  for (uint32_t i = squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     to[i] = to_uint4(VectorReducer::scale_input(load_user<Vector>(from + at, bytes - at), scale));
   }
@@ -112,7 +112,7 @@ DPT_DEVICE void push_scaled_chunk(
 // The caller's memory -> a slot of every peer, read once.
 template <int kRanks, typename SlotOf>
 DPT_DEVICE void push_chunk_to_all(
-    const Team& team, const GroupView& group, const char* from, uint64_t bytes, SlotOf slot_of) {
+    const Squad& squad, const GroupView& group, const char* from, uint64_t bytes, SlotOf slot_of) {
   uint4* slots[kRanks];
 #pragma unroll
   for (int step = 1; step < kRanks; ++step) {
@@ -127,8 +127,8 @@ DPT_DEVICE void push_chunk_to_all(
   const uint32_t plain = num_plain(address_of(from), bytes);
   const auto* const vectors = reinterpret_cast<const uint4*>(from);
   for_each_vector<kCopiesAtOnce, uint4>(
-      team, plain, [&](uint32_t i, uint4& value) { value = vectors[i]; }, store);
-  for (uint32_t i = plain + team.thread(); i < num_vectors(bytes); i += team.num_threads()) {
+      squad, plain, [&](uint32_t i, uint4& value) { value = vectors[i]; }, store);
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     store(i, to_uint4(load_user<Vector>(from + at, bytes - at)));
   }
@@ -145,7 +145,7 @@ struct OwnChunk {
 // Own input and the peers' slots, in rank order -> own output, and emit(i, vector) for the rest.
 template <typename VectorReducer, int kRanks, typename SlotOf, typename Emit>
 DPT_DEVICE void reduce_chunk(
-    const Team& team, const GroupView& group, SlotOf slot_of, const OwnChunk& own, Emit emit) {
+    const Squad& squad, const GroupView& group, SlotOf slot_of, const OwnChunk& own, Emit emit) {
   struct OneOfEach {
     Vector of[kRanks];
   };
@@ -167,7 +167,7 @@ DPT_DEVICE void reduce_chunk(
   const uint32_t plain =
       scales ? 0 : num_plain(address_of(own.input) | address_of(own.output), own.bytes);
   for_each_vector<kReductionsAtOnce, OneOfEach>(
-      team, plain, load, [&](uint32_t i, const OneOfEach& each) {
+      squad, plain, load, [&](uint32_t i, const OneOfEach& each) {
         VectorReducer reducer;
 #pragma unroll
         for (int source = 0; source < kRanks; ++source) {
@@ -179,7 +179,7 @@ DPT_DEVICE void reduce_chunk(
       });
 
   // What is not aligned, is scaled or ends within a vector.
-  for (uint32_t i = plain + team.thread(); i < num_vectors(own.bytes); i += team.num_threads()) {
+  for (uint32_t i = plain + squad.thread; i < num_vectors(own.bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     VectorReducer reducer;
     for (int source = 0; source < size; ++source) {

@@ -43,6 +43,7 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
   state.start();
   const int size = group.layout.size;
   const int rank = group.rank;
+  const bool copies = arguments.send[rank] != arguments.receive[rank];
 
   const auto push = [&](const Team& team) {
     const Sender parts(group, kInputs, state.ends, team);
@@ -53,36 +54,28 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
           const uint32_t peers = peers_in(round);
           if (cuts.same) {
             const ChunkOf chunk(cuts.send[rank]);
-            push_chunk_to_all<kRanks>(team,
+            push_chunk_to_all<kRanks>(team.workers(),
                                       group,
                                       arguments.send[rank] + chunk.offset(round),
                                       chunk.bytes(round),
                                       [&](int peer) { return parts.slot(peer, round); });
             return;
           }
-          for (int step = 1; step < size; ++step) {
-            const int peer = (rank + step) % size;
-            if (!has_peer(peers, peer)) continue;
+          team.split(size - 1, [&](int part, const Squad& squad) {
+            const int peer = (rank + 1 + part) % size;
+            if (!has_peer(peers, peer)) return;
             const ChunkOf chunk(cuts.send[peer]);
-            push_chunk(team,
+            push_chunk(squad,
                        arguments.send[peer] + chunk.offset(round),
                        chunk.bytes(round),
                        parts.slot(peer, round));
-          }
+          });
         },
         Clerk{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
               [&](uint32_t round) { parts.publish(round, peers_in(round)); },
               [&] {
                 if (parts.peer() >= 0) parts.close(cuts.send[parts.peer()].rounds);
               }});
-  };
-
-  const auto copy_own = [&](const Team& team, uint32_t round) {
-    const Cut& cut = cuts.receive[rank];
-    if (round >= cut.rounds || arguments.send[rank] == arguments.receive[rank]) return;
-    const ChunkOf chunk(cut);
-    const uint64_t at = chunk.offset(round);
-    copy_chunk(team, arguments.send[rank] + at, chunk.bytes(round), arguments.receive[rank] + at);
   };
 
   const auto take = [&](const Team& team) {
@@ -92,16 +85,18 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
         most_rounds(cuts.receive, size),
         [&](uint32_t round) {
           const uint32_t peers = peers_in(round);
-          for (int step = 1; step < size; ++step) {
-            const int peer = (rank + size - step) % size;
-            if (!has_peer(peers, peer)) continue;
-            const ChunkOf chunk(cuts.receive[peer]);
-            collect_chunk(team,
-                          parts.slot(peer, round),
-                          chunk.bytes(round),
-                          arguments.receive[peer] + chunk.offset(round));
-          }
-          copy_own(team, round);
+          // The last part is this rank's own.
+          team.split(copies ? size : size - 1, [&](int part, const Squad& squad) {
+            const int source = (rank + 1 + part) % size;
+            const ChunkOf chunk(cuts.receive[source]);
+            char* const output = arguments.receive[source] + chunk.offset(round);
+            if (source == rank) {
+              const char* const input = arguments.send[rank] + chunk.offset(round);
+              copy_chunk(squad, input, chunk.bytes(round), output);
+            } else if (has_peer(peers, source)) {
+              collect_chunk(squad, parts.slot(source, round), chunk.bytes(round), output);
+            }
+          });
         },
         Clerk{[&](uint32_t round) { return parts.has_come(round, peers_in(round)); },
               [&](uint32_t round) { parts.release(round, peers_in(round)); },
@@ -110,9 +105,11 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
               }});
   };
 
-  const int half = num_threads() / kWarp / 2;
-  const Team pushers(group, call, 0, half, state.progress[0]);
-  const Team takers(group, call, half, half, state.progress[1]);
+  // The other team has an own part beside the peers'.
+  const int warps = num_threads() / kWarp;
+  const int some = warps * 7 / 16;
+  const Team pushers(group, call, 0, some, state.progress[0]);
+  const Team takers(group, call, some, warps - some, state.progress[1]);
   bool ok = true;
   if (pushers.has_me()) ok = push(pushers);
   if (takers.has_me()) ok = take(takers);

@@ -31,14 +31,14 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          for (int step = 1; step < size; ++step) {
-            const int peer = (rank + step) % size;
-            push_scaled_chunk<VectorReducer>(team,
+          team.split(size - 1, [&](int part, const Squad& squad) {
+            const int peer = (rank + 1 + part) % size;
+            push_scaled_chunk<VectorReducer>(squad,
                                              arguments.parts[peer] + chunk.offset(round),
                                              chunk.bytes(round),
                                              inputs.slot(peer, round),
                                              scale);
-          }
+          });
         },
         Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
               [&](uint32_t round) { inputs.publish(round, peers); },
@@ -52,7 +52,7 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
         [&](uint32_t round) {
           const uint64_t at = chunk.offset(round);
           reduce_chunk<VectorReducer, kRanks>(
-              team,
+              team.workers(),
               group,
               [&](int source) { return inputs.slot(source, round); },
               {arguments.parts[rank] + at, arguments.output + at, chunk.bytes(round), scale},
@@ -63,9 +63,11 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
               [&] { inputs.close(cut.rounds); }});
   };
 
-  const int half = num_threads() / kWarp / 2;
-  const Team pushers(group, call, 0, half, state.progress[0]);
-  const Team reducers(group, call, half, half, state.progress[1]);
+  // The other team has an own part beside the peers'.
+  const int warps = num_threads() / kWarp;
+  const int some = warps * 7 / 16;
+  const Team pushers(group, call, 0, some, state.progress[0]);
+  const Team reducers(group, call, some, warps - some, state.progress[1]);
   bool ok = true;
   if (pushers.has_me()) ok = push(pushers);
   if (reducers.has_me()) ok = reduce(reducers);

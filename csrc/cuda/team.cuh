@@ -14,6 +14,12 @@ struct Progress {
   static constexpr uint32_t kStop = ~0u;
 };
 
+// Some of a team's workers, as its work on one chunk sees them.
+struct Squad {
+  int thread;
+  int num_threads;
+};
+
 // What a clerk does. Each of its threads calls all of these.
 template <typename MayBegin, typename Finish, typename Close>
 struct Clerk {
@@ -39,9 +45,18 @@ class Team {
     const int peer = thread_ - num_threads();
     return 0 <= peer && peer < group_.layout.size && peer != group_.rank ? peer : -1;
   }
-  // Workers'.
-  DPT_DEVICE int thread() const { return thread_; }
-  DPT_DEVICE int num_threads() const { return (warps_ - 1) * kWarp; }
+  // Workers': all of them, and visit(part, squad) for every part, each with workers of its own
+  // where there are enough. So the memory of several peers is at work at a time.
+  DPT_DEVICE Squad workers() const { return {thread_, num_threads()}; }
+  template <typename Visit>
+  DPT_DEVICE void split(int parts, Visit visit) const {
+    const int each = warps_ - 1 > parts ? (warps_ - 1) / parts : 1;
+    const int squads = (warps_ - 1) / each;
+    const int squad = thread_ / kWarp / each;
+    if (squad >= squads) return;
+    const Squad mine{thread_ - squad * each * kWarp, each * kWarp};
+    for (int part = squad; part < parts; part += squads) visit(part, mine);
+  }
 
   // All rounds: `move` is the workers' part of one. False when the group failed.
   template <typename Move, typename Books>
@@ -53,6 +68,7 @@ class Team {
   }
 
  private:
+  DPT_DEVICE int num_threads() const { return (warps_ - 1) * kWarp; }
   template <typename Move>
   DPT_DEVICE bool work(uint32_t rounds, Move move) const {
     for (uint32_t round = 0; round < rounds; ++round) {

@@ -43,12 +43,12 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          for (int step = 1; step < size; ++step) {
-            const int peer = (rank + step) % size;
+          team.split(size - 1, [&](int part, const Squad& squad) {
+            const int peer = (rank + 1 + part) % size;
             const uint64_t at = offset(round, peer);
             push_scaled_chunk<VectorReducer>(
-                team, arguments.input + at, bytes_at(at), inputs.slot(peer, round), scale);
-          }
+                squad, arguments.input + at, bytes_at(at), inputs.slot(peer, round), scale);
+          });
         },
         Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
               [&](uint32_t round) { inputs.publish(round, peers); },
@@ -68,7 +68,7 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
           }
           const uint64_t at = offset(round, rank);
           reduce_chunk<VectorReducer, kRanks>(
-              team,
+              team.workers(),
               group,
               [&](int source) { return inputs.slot(source, round); },
               {arguments.input + at, arguments.output + at, bytes_at(at), scale},
@@ -97,11 +97,11 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          for (int step = 1; step < size; ++step) {
-            const int source = (rank + size - step) % size;
+          team.split(size - 1, [&](int part, const Squad& squad) {
+            const int source = (rank + size - 1 - part) % size;
             const uint64_t at = offset(round, source);
-            collect_chunk(team, results.slot(source, round), bytes_at(at), arguments.output + at);
-          }
+            collect_chunk(squad, results.slot(source, round), bytes_at(at), arguments.output + at);
+          });
         },
         Clerk{[&](uint32_t round) { return results.has_come(round, peers); },
               [&](uint32_t round) { results.release(round, peers); },
