@@ -103,13 +103,8 @@ DPT_DEVICE void store_line(uint4* to, uint4 value) {
 }
 DPT_DEVICE uint4 load_line(const uint4* from) { return load_staged(from); }
 
-// Eight neighbouring threads that move a packet.
-DPT_DEVICE uint32_t lanes_mask() { return 0xffu << (thread_index() % 32 / kLanes * kLanes); }
-DPT_DEVICE void sync_lanes() { __syncwarp(lanes_mask()); }
-// What one of them says is what holds for all, bit by bit.
-DPT_DEVICE uint32_t lanes_and(uint32_t bits) { return __reduce_and_sync(lanes_mask(), bits); }
 // One line of a packet, of which each of eight neighbouring threads has its part. It is written and
-// read by one instruction of all of them.
+// read by one instruction of all of them, so the warp must be together: see sync_warp.
 DPT_DEVICE void store_lane(uint4* to, uint4 value) { store_line(to, value); }
 DPT_DEVICE uint4 load_lane(const uint4* from) { return load_staged(from); }
 

@@ -79,7 +79,7 @@ struct Layout {
                              int channels = kMaxChannels,
                              bool packets = true) {
     // Messages in lines are small, those in packets end where chunks begin to pay.
-    const uint32_t count = packets ? slot_bytes * 9 / 8 / kPacketBytes : 0;
+    const uint32_t count = packets ? slot_bytes * 9 / 8 / kPacketBytes / 4 * 4 : 0;
     return {size, channels, slot_bytes, slot_bytes / 4, count * kPacketBytes};
   }
 

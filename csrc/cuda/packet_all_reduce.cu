@@ -36,7 +36,7 @@ DPT_DEVICE void run(const GroupView& group,
   const Packets inputs(group, call, kInputs);
   const Packets results(group, call, kResults);
 
-  bool ok = lanes_and(attendance.is_alive()) != 0;
+  bool ok = warp_and(attendance.is_alive());
   ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll

@@ -21,7 +21,7 @@ DPT_DEVICE void run(const GroupView& group,
   const Packets parts(group, call, kInputs);
   const bool copies = arguments.send[rank] != arguments.receive[rank];
 
-  bool ok = lanes_and(attendance.is_alive()) != 0;
+  bool ok = warp_and(attendance.is_alive());
   ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll

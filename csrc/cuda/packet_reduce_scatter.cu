@@ -24,7 +24,7 @@ DPT_DEVICE void run(const GroupView& group,
   const PacketLoop packets(arguments.bytes);
   const Packets inputs(group, call, kInputs);
 
-  bool ok = lanes_and(attendance.is_alive()) != 0;
+  bool ok = warp_and(attendance.is_alive());
   ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll

@@ -23,29 +23,35 @@ DPT_DEVICE uint32_t vector_of_share(int k) {
   return lane() == kLanes - 1 ? kVectorsPerPacket - 1 : lane() + k * (kLanes - 1);
 }
 
-// Which packets of a part are this thread's: every part is dealt out to the channels alike.
+// Which packets of a part are this thread's: every part is dealt out to the channels alike, and in
+// them to warps, which take as many packets at a time as they have crews of eight.
+//
+// NOTE [Warps together] A warp goes through all of this in one piece: crews whose packet lies
+// behind the part's end send and receive an empty one. Were a line's eight threads ever apart, its
+// number might be written before its data.
 class PacketLoop {
  public:
+  static constexpr uint32_t kCrews = kWarp / kLanes;
+
   DPT_DEVICE explicit PacketLoop(uint64_t bytes) {
     const auto count = static_cast<uint32_t>((bytes + kPacketData - 1) / kPacketData);
-    const uint32_t share = (count + num_channels() - 1) / num_channels();
-    first_ = channel_index() * share;
-    count_ = first_ >= count ? 0 : (count - first_ < share ? count - first_ : share);
+    share_ = (count + num_channels() - 1) / num_channels();
+    share_ = (share_ + kCrews - 1) / kCrews * kCrews;
   }
 
   // Calls visit(packet of the part, packet of the channel) until one returns false.
   template <typename Visit>
   DPT_DEVICE bool each(Visit visit) const {
     const uint32_t crews = num_threads() / kLanes;
-    for (uint32_t index = thread_index() / kLanes; index < count_; index += crews) {
-      if (!visit(first_ + index, index)) return false;
+    const uint32_t crew = thread_index() / kLanes;
+    for (uint32_t index = crew; index - crew % kCrews < share_; index += crews) {
+      if (!visit(channel_index() * share_ + index, index)) return false;
     }
     return true;
   }
 
  private:
-  uint32_t first_;
-  uint32_t count_;
+  uint32_t share_;  // of each channel, whole bundles
 };
 
 // This thread's share of a packet of the caller's memory. Plain memory is aligned to vectors; there
@@ -83,7 +89,7 @@ class Packets {
         trip_(trip),
         sequence_(counters_of(group).packet_sequence[channel_index()] + 1) {}
 
-  // The channel's packet `index` for `peer`. All eight threads together, as in `receive`.
+  // The channel's packet `index` for `peer`. All of a warp together, as in `receive`.
   DPT_DEVICE void send(int peer, uint32_t index, const Share& share) const {
     uint4 first = to_uint4(share.of[0]);
     uint4 second = to_uint4(share.of[1]);
@@ -92,7 +98,7 @@ class Packets {
       first = {first.x, first.y, sequence_, sequence_};
     }
     uint4* const line = at(peer, group_.rank, index);
-    sync_lanes();  // a line is written, and read, by one instruction
+    sync_warp();
     store_lane(line, first);
     store_lane(line + kLanes, second);
   }
@@ -103,7 +109,7 @@ class Packets {
     const bool last = lane() == kLanes - 1;
     int missing = 0;
     for (Patience patience;;) {
-      sync_lanes();
+      sync_warp();
 #pragma unroll
       for (int peer = 0; peer < kRanks; ++peer) {
         if (peer >= group_.layout.size || peer == group_.rank) continue;
@@ -121,16 +127,15 @@ class Packets {
           missing = peer;
         }
       }
-      if (lanes_and(all)) break;
-      // The lanes leave together, so that none waits for one that has left.
-      if (!lanes_and(!last || !patience.is_over(group_, call_, missing))) return false;
+      if (warp_and(all)) break;
+      if (!warp_and(!last || !patience.is_over(group_, call_, missing))) return false;
     }
-    if (!last) return true;
 #pragma unroll
     for (int peer = 0; peer < kRanks; ++peer) {
-      Vector* const lines = shares[peer].of;
-      lines[0].word[2] = lines[1].word[0];
-      lines[0].word[3] = lines[1].word[1];
+      Vector& first = shares[peer].of[0];
+      const Vector& second = shares[peer].of[1];
+      first.word[2] = last ? second.word[0] : first.word[2];
+      first.word[3] = last ? second.word[1] : first.word[3];
     }
     return true;
   }

@@ -32,21 +32,11 @@ struct EmulatedBarrier {
     sync();
     return all_ok;
   }
-  uint32_t bits_and(uint32_t bits) {
-    common &= bits;
-    sync();
-    const uint32_t all = common;
-    sync();
-    common = ~0u;
-    sync();
-    return all;
-  }
   std::barrier<> barrier;
   std::atomic<int> refusals{0};
-  std::atomic<uint32_t> common{~0u};
 };
 
-constexpr int kWarp = 4;  // at least as many threads as a group has ranks
+constexpr int kWarp = 8;  // at least as many threads as a group has ranks
 
 struct EmulatedChannel {
   explicit EmulatedChannel(int threads)
@@ -140,8 +130,6 @@ inline uint4 load_line(const uint4* from) {
 inline EmulatedBarrier& emulated_lanes() {
   return *emulated_thread.channel->lanes[emulated_thread.thread_index / kLanes];
 }
-inline void sync_lanes() { emulated_lanes().sync(); }
-inline uint32_t lanes_and(uint32_t bits) { return emulated_lanes().bits_and(bits); }
 inline void store_lane(uint4* to, uint4 value) {
   const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
   if (!last) store_line(to, value);

@@ -26,9 +26,9 @@ namespace {
 // A group of ranks that are host threads; small staging, so that little data takes many rounds.
 class EmulatedGroup {
  public:
-  static constexpr Grid kGrid{2, 32};
+  static constexpr Grid kGrid{2, 64};
   static constexpr uint32_t kSlotBytes = 128;
-  static constexpr uint32_t kLineBytes = 256;
+  static constexpr uint32_t kLineBytes = 1024;
   static constexpr uint32_t kPacketBytes = 1024;
   static constexpr Layout kPair{2, kGrid.channels, kSlotBytes, kLineBytes, kPacketBytes};
   static constexpr uint64_t kMostInLines = most_in_lines(kPair, kGrid);
@@ -164,25 +164,32 @@ double expected_of(std::vector<Shifted<T>>& inputs, size_t i, ReduceOp op) {
 enum class Way { kLowLatency, kPacket, kTwoShot };
 
 template <typename T>
-void check_all_reduce(
-    EmulatedGroup& group, int ranks, Way way, size_t count, size_t shift, ReduceOp op) {
+void check_all_reduce(EmulatedGroup& group,
+                      int ranks,
+                      Way way,
+                      size_t count,
+                      size_t shift,
+                      ReduceOp op,
+                      Grid grid = EmulatedGroup::kGrid) {
   auto inputs = random_inputs<T>(ranks, count, shift, static_cast<unsigned>(count + shift));
   std::vector<Shifted<T>> outputs;
   for (int rank = 0; rank < ranks; ++rank) outputs.emplace_back(count, shift);
   const bool in_place = count % 2 == 1;
-  group.run([&](int rank, const Launch& launch) {
-    char* const output = in_place ? inputs[rank].bytes() : outputs[rank].bytes();
-    const double average = op == DPT_AVG ? 1.0 / ranks : 1;
-    const uint64_t bytes = count * sizeof(T);
-    if (way != Way::kLowLatency) {
-      auto* const run = way == Way::kPacket ? packet_all_reduce : two_shot_all_reduce;
-      run(launch, {inputs[rank].bytes(), output, bytes, 1, average}, dtype_of<T>(), op);
-    } else {
-      ReduceArguments arguments{{}, output, bytes, 1, average};
-      for (const char*& part : arguments.parts) part = inputs[rank].bytes();
-      low_latency_reduce(launch, arguments, dtype_of<T>(), op);
-    }
-  });
+  group.run(
+      [&](int rank, const Launch& launch) {
+        char* const output = in_place ? inputs[rank].bytes() : outputs[rank].bytes();
+        const double average = op == DPT_AVG ? 1.0 / ranks : 1;
+        const uint64_t bytes = count * sizeof(T);
+        if (way != Way::kLowLatency) {
+          auto* const run = way == Way::kPacket ? packet_all_reduce : two_shot_all_reduce;
+          run(launch, {inputs[rank].bytes(), output, bytes, 1, average}, dtype_of<T>(), op);
+        } else {
+          ReduceArguments arguments{{}, output, bytes, 1, average};
+          for (const char*& part : arguments.parts) part = inputs[rank].bytes();
+          low_latency_reduce(launch, arguments, dtype_of<T>(), op);
+        }
+      },
+      grid);
   group.expect_healthy();
   auto& reduced = in_place ? inputs : outputs;
   auto originals = random_inputs<T>(ranks, count, shift, static_cast<unsigned>(count + shift));
@@ -212,6 +219,18 @@ TEST_P(KernelsOfRanks, AllReduceOfAnySizeAndAlignment) {
   for (const size_t count : {1, 5, 64, 333, 3001}) {
     check_all_reduce<float>(group, ranks, Way::kTwoShot, count, count % 3, DPT_SUM);
     check_all_reduce<__nv_bfloat16>(group, ranks, Way::kTwoShot, count, count % 5, DPT_AVG);
+  }
+}
+
+// Fewer threads than packets, so that each has several.
+TEST_P(KernelsOfRanks, AllReduceInFewThreads) {
+  const int ranks = GetParam();
+  EmulatedGroup group(ranks);
+  for (const size_t count : {61, 300, 477}) {
+    for (const size_t shift : {0, 1}) {
+      check_all_reduce<float>(group, ranks, Way::kPacket, count, shift, DPT_SUM, {2, 8});
+      check_all_reduce<float>(group, ranks, Way::kPacket, count, shift, DPT_SUM, {1, 16});
+    }
   }
 }
 
@@ -366,7 +385,7 @@ TEST(Kernels, APeerThatNeverComesIsATimeout) {
         // Later ones end at once.
         two_shot_all_reduce(launch, {bytes, bytes, 2000, 1, 1}, DPT_FLOAT32, DPT_SUM);
       },
-      {2, 32},
+      {2, 64},
       std::chrono::milliseconds(50));
   EXPECT_EQ(group.status(0).code, HostStatus::kTimeout);
   EXPECT_EQ(group.status(0).peer, 1u);
