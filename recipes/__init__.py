@@ -11,10 +11,14 @@ command can list the recipes at once.
 
 RECIPES: dict[str, str] = {
     "llama_sft": "deepytorch.recipes.llama_sft",
+    "resnet50_ddp": "deepytorch.recipes.resnet50_ddp",
+    "bert_mlm": "deepytorch.recipes.bert_mlm",
 }
 
 DESCRIPTIONS: dict[str, str] = {
-    "llama_sft": "full fine-tune of a Llama-class model on instruction pairs, with DDP",
+    "llama_sft": "full fine-tune of a Llama-class model on instructions",
+    "resnet50_ddp": "an image classifier: ResNet-50, or any other of torchvision and timm",
+    "bert_mlm": "masked language modelling with a BERT-class model",
 }
 
 __all__ = ["DESCRIPTIONS", "RECIPES"]

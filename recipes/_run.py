@@ -4,12 +4,12 @@
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import deepytorch
 from deepytorch.recipes._config import RankError, RecipeError
+
+T = TypeVar("T")
 
 console = Console(soft_wrap=True)
 
@@ -82,6 +84,30 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
     # gloo down while it holds the GIL, which gloo's own thread may be waiting for.
     gc.collect()
     dist.destroy_process_group()
+
+
+def on_main(action: Callable[[], T], process: Process) -> T:
+    """What ``action`` gives on rank 0, on every rank; a RecipeError there is one on all."""
+    box: list[Any] = [None, None]
+    if process.is_main:
+        try:
+            box[0] = action()
+        except RecipeError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0, device=process.device)
+    if box[1] is not None:
+        raise RecipeError(box[1])
+    found: T = box[0]
+    return found
+
+
+def everyones(problem: str | None, process: Process) -> str | None:
+    """The first rank's problem, with its rank, on every rank; None if none has any."""
+    problems: list[Any] = [None] * process.world_size
+    dist.all_gather_object(problems, problem)
+    if process.world_size == 1:
+        return problem
+    return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), None)
 
 
 def wait_for_all(process: Process) -> None:

@@ -9,17 +9,20 @@ import sys
 import pytest
 import torch
 
+from deepytorch.recipes._batches import EndlessBatches
+from deepytorch.recipes._chat import encode, encode_all, prompt_of
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import (
     IGNORED_LABEL,
     InstructionPair,
     byte_tokenizer,
     collate,
-    encode,
-    encode_all,
-    endless_batches,
-    read_alpaca,
     standard_library_pairs,
+)
+from deepytorch.recipes._instructions import TextOptions
+from deepytorch.recipes._records import (
+    as_conversation,
+    read_alpaca,
 )
 
 DIGEST = """
@@ -27,6 +30,26 @@ import hashlib
 from deepytorch.recipes._data import standard_library_pairs
 print(hashlib.sha256(repr(standard_library_pairs()).encode()).hexdigest())
 """
+
+
+def options(max_length, **others):
+    return TextOptions(name="test", max_length=max_length, **others)
+
+
+def chats(pairs):
+    return [as_conversation(pair) for pair in pairs]
+
+
+def endless(examples, *, batch_size, rank=0, world_size=1, seed=0):
+    return EndlessBatches(
+        len(examples),
+        lambda index, epoch: examples[index],
+        lambda chosen: collate(chosen, 0),
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +89,15 @@ def test_tokenizer_gives_any_text_back(tokenizer):
 
 def test_labels_cover_the_answer_and_its_end_only(tokenizer):
     pair = InstructionPair("Say hello.", "in French", "Bonjour")
-    example, truncated = encode(pair, tokenizer, 1000)
+    example, truncated = encode(as_conversation(pair), tokenizer, options(1000))
     answer = [label for label in example.labels if label != IGNORED_LABEL]
     assert not truncated
     assert tokenizer.decode(answer) == "Bonjour</s>"
     assert example.labels[: -len(answer)] == [IGNORED_LABEL] * (len(example.labels) - len(answer))
     prompt = tokenizer.decode(example.input_ids[: -len(answer)], skip_special_tokens=True)
-    assert prompt == pair.prompt()
-    assert "### Input:\nin French" in prompt
+    assert prompt == "### Instruction:\nSay hello.\n\nin French\n\n### Response:\n"
+    assert tokenizer(prompt)["input_ids"] == example.input_ids[: -len(answer)]
+    assert prompt_of(as_conversation(pair), tokenizer) == "<s>" + prompt
 
 
 def test_truncation_is_counted_and_prompts_without_answer_are_left_out(tokenizer):
@@ -82,18 +106,20 @@ def test_truncation_is_counted_and_prompts_without_answer_are_left_out(tokenizer
         InstructionPair("b", "", "x" * 500),
         InstructionPair("c" * 500, "", "never reached"),
     ]
-    examples, summary = encode_all(pairs, tokenizer, 100)
+    examples, summary = encode_all(chats(pairs), tokenizer, options(100))
     assert [len(example.input_ids) for example in examples][1] == 100
     assert len(examples) == 2
     assert "1 truncated" in summary
     assert "1 left out" in summary
     with pytest.raises(RecipeError, match="max_length=3"):
-        encode_all(pairs, tokenizer, 3)
+        encode_all(chats(pairs), tokenizer, options(3))
 
 
 def test_padding_is_masked_and_not_trained(tokenizer):
     pairs = [InstructionPair("a", "", "b"), InstructionPair("a", "", "longer answer")]
-    batch = collate([encode(pair, tokenizer, 100)[0] for pair in pairs], tokenizer.pad_token_id)
+    batch = collate(
+        [encode(chat, tokenizer, options(100))[0] for chat in chats(pairs)], tokenizer.pad_token_id
+    )
     assert batch.input_ids.shape == batch.labels.shape == batch.attention_mask.shape
     padding = batch.attention_mask == 0
     assert padding[0].sum() == len("longer answer") - 1
@@ -102,12 +128,10 @@ def test_padding_is_masked_and_not_trained(tokenizer):
 
 
 def test_ranks_share_an_epoch_and_a_seed_repeats_it(tokenizer, pairs):
-    examples, _ = encode_all(pairs[:12], tokenizer, 10_000)
+    examples, _ = encode_all(chats(pairs[:12]), tokenizer, options(10_000))
 
     def first_epoch(rank, seed):
-        batches = endless_batches(
-            examples, tokenizer.pad_token_id, batch_size=3, rank=rank, world_size=2, seed=seed
-        )
+        batches = endless(examples, batch_size=3, rank=rank, world_size=2, seed=seed)
         rows = [row for _ in range(2) for row in next(batches).input_ids]
         return {tuple(row[row != tokenizer.pad_token_id].tolist()) for row in rows}
 
@@ -118,10 +142,8 @@ def test_ranks_share_an_epoch_and_a_seed_repeats_it(tokenizer, pairs):
 
 
 def test_epochs_are_reshuffled(tokenizer, pairs):
-    examples, _ = encode_all(pairs[:8], tokenizer, 10_000)
-    batches = endless_batches(
-        examples, tokenizer.pad_token_id, batch_size=8, rank=0, world_size=1, seed=0
-    )
+    examples, _ = encode_all(chats(pairs[:8]), tokenizer, options(10_000))
+    batches = endless(examples, batch_size=8)
     first, second = next(batches).input_ids, next(batches).input_ids
     assert first.shape == second.shape
     assert not torch.equal(first, second)
@@ -129,9 +151,9 @@ def test_epochs_are_reshuffled(tokenizer, pairs):
 
 
 def test_too_few_examples_are_an_error(tokenizer, pairs):
-    examples, _ = encode_all(pairs[:3], tokenizer, 10_000)
+    examples, _ = encode_all(chats(pairs[:3]), tokenizer, options(10_000))
     with pytest.raises(RecipeError, match="3 examples are too few for batch_size=2 on 2 processes"):
-        endless_batches(examples, 0, batch_size=2, rank=0, world_size=2, seed=0)
+        endless(examples, batch_size=2, world_size=2)
 
 
 def test_alpaca_list_and_lines_are_read(tmp_path):
