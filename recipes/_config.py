@@ -35,7 +35,7 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -> Arguments:
-    """Parse the command line of every recipe: ``[--config F] [--compare] [--dry-run] [key=value ...]``.
+    """Parse every recipe's ``[--config F] [--compare] [--dry-run] [key=value ...]``.
 
     ``argv`` None means the process's own arguments. Exits with status 2 on an unknown flag.
     """

@@ -242,11 +242,11 @@ class Fsdp2Engine:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's lists of several equal modules: a transformer's layers."""
+    """The members of the model's lists of modules that have parts: a transformer's layers."""
     blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
-            blocks += [one for one in module if any(True for _ in one.parameters())]
+            blocks += [one for one in module if any(part is not one for part in one.modules())]
     inner = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inner]
 

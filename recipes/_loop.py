@@ -84,7 +84,7 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
     if run_dir is None:
         run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
     log = ScalarLog(run_dir / "tensorboard" if process.is_main else None)
-    meter = _Meter(task, process)
+    meter = _Meter(task.unit, trainer.flops_per_unit, process)
     with (
         StepProgress(config.steps, enabled=process.is_main) as progress,
         _asked_to_end() as ending,
@@ -237,8 +237,8 @@ def _asked_to_end() -> Iterator[Callable[[], bool]]:
 class _Meter:
     """Speed, memory and utilisation of the latest step."""
 
-    def __init__(self, task: Task[Any], process: Process) -> None:
-        self._task, self._process = task, process
+    def __init__(self, unit: str, flops_per_unit: float, process: Process) -> None:
+        self._unit, self._flops, self._process = unit, flops_per_unit, process
         self._num_units, self._seconds = 0.0, 1.0
 
     def add(self, num_units: float, seconds: float) -> None:
@@ -247,16 +247,16 @@ class _Meter:
     def scalars(self) -> dict[str, float]:
         """What ScalarLog takes."""
         rate = self._num_units / self._seconds
-        found = {f"{self._task.unit}_per_s": rate, "step_time_s": self._seconds}
+        found = {f"{self._unit}_per_s": rate, "step_time_s": self._seconds}
         found["memory_gb"] = _memory.used_gb(self._process.device)
         peak = _memory.peak_flops(self._process.device)
-        if peak and self._task.flops_per_unit:
-            found["mfu"] = rate * self._task.flops_per_unit / (peak * self._process.world_size)
+        if peak and self._flops:
+            found["mfu"] = rate * self._flops / (peak * self._process.world_size)
         return found
 
     def text(self) -> str:
         """For the progress line."""
         found = self.scalars()
         mfu = f"  MFU {found['mfu']:.0%}" if "mfu" in found else ""
-        rate = found[f"{self._task.unit}_per_s"]
-        return f"{rate:,.0f} {self._task.unit}/s{mfu}  {found['memory_gb']:.1f} GB"
+        rate = found[f"{self._unit}_per_s"]
+        return f"{rate:,.0f} {self._unit}/s{mfu}  {found['memory_gb']:.1f} GB"

@@ -50,6 +50,19 @@ def peak_flops(device: torch.device) -> float:
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), 0.0)
 
 
+def transformer_flops(model: nn.Module) -> float:
+    """Operations of training on one token: 6 per trained weight, 4 per frozen one.
+
+    Kaplan et al., 2020, without attention's own. Embeddings are looked up, not multiplied by.
+    """
+    looked_up = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        looked_up.discard(head.weight)
+    weights = [one for one in model.parameters() if one not in looked_up]
+    return float(sum((6 if one.requires_grad else 4) * one.numel() for one in weights))
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Bytes on one rank."""

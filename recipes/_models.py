@@ -30,21 +30,22 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def load_model(model: str, tokenizer: Any) -> Any:
-    """The causal language model of a hub id or a path, in float32 for training.
+def load_model(model: str, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The causal language model of a hub id or a path, in ``dtype``.
 
     Raises RecipeError when it cannot be read or has fewer embeddings than the tokenizer tokens.
     """
-    return load_with(AutoModelForCausalLM, model, tokenizer)
+    return load_with(AutoModelForCausalLM, model, tokenizer, dtype)
 
 
-def load_with(auto_class: Any, model: str, tokenizer: Any) -> Any:
+def load_with(
+    auto_class: Any, model: str, tokenizer: Any, dtype: torch.dtype = torch.float32
+) -> Any:
     """What ``auto_class`` of transformers makes of ``model``; see `load_model`."""
     try:
-        loaded: Any = auto_class.from_pretrained(model)
+        loaded: Any = auto_class.from_pretrained(model, dtype=dtype)
     except (OSError, ValueError) as error:
         raise RecipeError(_cannot_load("model", model, error)) from error
-    loaded = loaded.to(torch.float32)
     num_rows = loaded.get_input_embeddings().weight.shape[0]
     if num_rows < len(tokenizer):
         raise RecipeError(

@@ -41,8 +41,8 @@ class Task(Generic[BatchT]):
     """Where the options leave it open."""
     export: Callable[[Any, Path], None]
     """Called on rank 0 after training with the model and the run's folder."""
-    flops_per_unit: float = 0.0
-    """Floating-point operations of training on one unit, for the utilisation; 0: unknown."""
+    flops_of: Callable[[nn.Module], float] | None = None
+    """Floating-point operations of training a model on one unit, for its utilisation."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Trainer(Generic[BatchT]):
         model.train()
         if options.gradient_checkpointing:
             enable_checkpointing(model)
+        self.flops_per_unit = task.flops_of(model) if task.flops_of else 0.0
         self.learning_rate = options.learning_rate or task.learning_rate
         if ours and options.engine == "ddp" and channels_last.is_convolutional(model):
             self._choose_layout(model, task)

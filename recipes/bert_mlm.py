@@ -32,6 +32,7 @@ from deepytorch.recipes._data import (
 )
 from deepytorch.recipes._instructions import packs_batches
 from deepytorch.recipes._loop import run_recipe
+from deepytorch.recipes._memory import transformer_flops
 from deepytorch.recipes._models import load_tokenizer, load_with, save_checkpoint
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console
@@ -124,6 +125,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         unit="tokens",
         learning_rate=5e-5 if config.model else 3e-3,
         export=export,
+        flops_of=transformer_flops,
     )
 
 

@@ -24,6 +24,7 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import Batch, byte_tokenizer
 from deepytorch.recipes._instructions import TextOptions, causal_loss, prepare_data
 from deepytorch.recipes._loop import run_recipe
+from deepytorch.recipes._memory import transformer_flops
 from deepytorch.recipes._models import load_model, load_tokenizer, print_sample, save_checkpoint
 from deepytorch.recipes._run import Process, console
 from deepytorch.recipes._trainer import Task
@@ -79,6 +80,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         # A model from scratch learns from large steps; a trained one forgets with them.
         learning_rate=2e-5 if config.model else 2e-3,
         export=export,
+        flops_of=transformer_flops,
     )
 
 

@@ -33,12 +33,17 @@ def train(
     compare: Annotated[
         bool, typer.Option("--compare", help="Train stock and accelerated, and compare.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print how much memory training needs, and stop.")
+    ] = False,
 ) -> None:
     """Train a recipe, or compare it with the stock way of training it."""
     find(recipe)
     arguments = [check_setting(text) for text in settings or []]
     if compare:
         arguments.insert(0, "--compare")
+    if dry_run:
+        arguments.insert(0, "--dry-run")
     if config is not None:
         if not config.is_file():
             raise ValueError(f"no configuration at {config}")

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._chat import encode, encode_all, prompt_of
@@ -21,9 +23,12 @@ from deepytorch.recipes._data import (
 )
 from deepytorch.recipes._instructions import TextOptions
 from deepytorch.recipes._records import (
+    Message,
     as_conversation,
     read_alpaca,
+    read_conversations,
 )
+from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 DIGEST = """
 import hashlib
@@ -200,3 +205,107 @@ def test_bad_alpaca_data_is_named(tmp_path, name, text, message):
 def test_missing_data_file_is_named(tmp_path):
     with pytest.raises(RecipeError, match=r"cannot read data=.*absent\.json"):
         read_alpaca(tmp_path / "absent.json")
+
+
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\\n' }}{% else %}"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = (
+    Message("system", "Be short."),
+    Message("user", "one"),
+    Message("assistant", "one"),  # the same text as the question's
+    Message("user", "two"),
+    Message("assistant", "two, too"),
+)
+
+
+def test_marked_and_unmarked_templates_train_the_same_tokens():
+    unmarked, marked = chat_tokenizer(), chat_tokenizer()
+    marked.chat_template = GENERATION
+    example, _ = encode(CHAT, unmarked, options(1000))
+    assert example == encode(CHAT, marked, options(1000))[0]
+    answers = [label for label in example.labels if label != IGNORED_LABEL]
+    assert unmarked.decode(answers) == "one<|im_end|>two, too<|im_end|>"
+    whole, _ = encode(CHAT, unmarked, options(1000, train_on_prompt=True))
+    assert whole.labels == whole.input_ids == example.input_ids
+    assert prompt_of(CHAT, unmarked).endswith("two<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_template_that_rewrites_answers_is_an_error():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(RecipeError, match="chat template changes what the system says"):
+        encode(CHAT, tokenizer, options(1000))
+
+
+def test_sharegpt_is_read_in_every_spelling(tmp_path):
+    spellings = [
+        {
+            "conversations": [
+                {"from": "system", "value": "Be short."},
+                {"from": "human", "value": "one"},
+                {"from": "gpt", "value": "one"},
+                {"from": "human", "value": "two"},
+                {"from": "gpt", "value": "two, too"},
+            ]
+        },
+        {"messages": [{"role": one.role, "content": one.content} for one in CHAT]},
+    ]
+    whole, table = tmp_path / "data.json", tmp_path / "data.parquet"
+    whole.write_text(json.dumps(spellings))
+    assert read_conversations(whole) == [CHAT, CHAT]
+    parquet.write_table(pyarrow.Table.from_pylist(spellings[1:]), table)
+    assert read_conversations(table) == [CHAT]
+    table.write_bytes(b"PAR1 no more")
+    with pytest.raises(RecipeError, match=r"cannot read data=.*data\.parquet"):
+        read_conversations(table)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"conversations": []}, 'needs a list "conversations" or "messages"'),
+        ({"messages": [3]}, "turn 0: expected an object, found a int"),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            "turn 0: \"from\" is 'robot'; known: sy",
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, 'turn 0: "value" must be a text'),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "no turn of the assistant"),
+    ],
+)
+def test_wrong_conversations_name_file_and_line(tmp_path, record, message):
+    good = {"messages": [{"role": "assistant", "content": "hi"}]}
+    lines, whole = tmp_path / "d.jsonl", tmp_path / "d.json"
+    lines.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
+    whole.write_text(f"[\n{json.dumps(good)},\n\n{json.dumps(record)}]")
+    for path, where in ((lines, "line 3"), (whole, "line 4, record 1")):
+        with pytest.raises(RecipeError) as failure:
+            read_conversations(path)
+        assert f"{path}, {where}" in str(failure.value)
+        assert message in str(failure.value)
+
+
+def test_a_batch_order_continues_at_its_position():
+    whole = endless_numbers()
+    expected = [next(whole) for _ in range(7)]
+    continued = endless_numbers()
+    continued.position = 3
+    assert [next(continued) for _ in range(4)] == expected[3:]
+    assert continued.position == 7
+    assert expected[:2] != expected[2:4]  # the next epoch's order
+
+
+def endless_numbers():
+    return EndlessBatches(
+        7,
+        lambda index, epoch: (index, epoch),
+        list,
+        batch_size=3,
+        rank=0,
+        world_size=1,
+        seed=1,
+    )

@@ -61,6 +61,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--config": None,
         "--nproc-per-node": None,
         "--compare": False,
+        "--dry-run": False,
     },
     "topology": {"--json": None, "--load": None},
     "explain": {
