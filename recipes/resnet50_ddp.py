@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from deepytorch.examples import _vision_models
+from deepytorch.examples import vision_models
 from deepytorch.recipes import _images
 from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._config import RecipeError
@@ -113,8 +113,8 @@ def build_model(config: Config, num_classes: int) -> nn.Module:
     """torchvision's or timm's ``config.model``, or ResNet-50's blocks with narrow layers."""
     if config.model is not None:
         try:
-            return _vision_models.load(config.model, config.image_size).make(num_classes)
-        except _vision_models.UnknownModelError as error:
+            return vision_models.load(config.model, config.image_size).make(num_classes)
+        except vision_models.UnknownModelError as error:
             raise RecipeError(f"model={config.model}: {error}") from error
     from transformers import ResNetConfig, ResNetForImageClassification
 

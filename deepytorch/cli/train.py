@@ -23,6 +23,7 @@ def train(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings that override the configuration."),
     ] = None,
+    *,
     config: Annotated[
         Path | None, typer.Option(help="Configuration to use instead of the recipe's own.")
     ] = None,
