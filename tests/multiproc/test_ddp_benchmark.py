@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch.examples import vision_models, ddp_benchmark
+from deepytorch.examples import ddp_benchmark, vision_models
 from deepytorch_core.testing import run_program
 
 MODULE = "deepytorch.examples.ddp_benchmark"
