@@ -204,7 +204,11 @@ def _render_train(name: str, records: Sequence[Record]) -> str:
 def _render_workload(name: str, records: Sequence[Record]) -> str:
     case = ("workload", "scale", "world_size", "device")
     latest = {
-        (*(record[field] for field in case), str(record["emulated"])): record for record in records
+        (*(record[field] for field in case), str(record["emulated"])): {
+            **record,
+            "baseline": "the plain and the tuned arm",
+        }
+        for record in records
     }
     lines = [
         _caption(name, list(latest.values()), wrong="runs with differing losses"),

@@ -95,7 +95,7 @@ def measured(times: list[float], losses: list[float]) -> dict[str, Any]:
         "native_calls": 1,
         "delegated_calls": 0,
         "decisions": [],
-        "machine": {"name": "2-core"},
+        "machine": {"name": "2-core", "cpu": "c", "cores": 2, "gpus": [], "kernel": "Linux 6"},
         "versions": {"deepytorch": "1", "torch": "2", "python": "3"},
         "commit": "c",
     }
