@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stable Diffusion in parts: loaded from a pipeline's folder or hub id, or made small."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,24 @@ def target_of(
     raise RecipeError(
         f"the scheduler's prediction_type is {kind!r}; known: epsilon, v_prediction, sample"
     )
+
+
+@torch.no_grad()
+def encode_images(
+    parts: Parts, images: Sequence[torch.Tensor], device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The VAE's posterior of each image, once: it does not change while training."""
+    vae, found = parts.vae.to(device), []
+    for image in images:
+        posterior = vae.encode(image[None].to(device)).latent_dist
+        found.append((posterior.mean[0].cpu(), posterior.std[0].cpu()))
+    return found
+
+
+def to_device(parts: Parts, device: torch.device) -> None:
+    """Move every model of the pipeline."""
+    for one in (parts.vae, parts.unet, *parts.text_encoders):
+        one.to(device)
 
 
 def _untyped(cls: Any) -> Any:

@@ -59,7 +59,9 @@ def start_engine(
         return Fsdp2Engine(model, make_optimizer, options, process)
     if options.engine == "accelerate":
         return AccelerateEngine(model, make_optimizer, options, process)
-    return DeepspeedEngine(model, make_optimizer, options, process)
+    if options.engine == "deepspeed":
+        return DeepspeedEngine(model, make_optimizer, options, process)
+    raise RecipeError(f"no engine {options.engine}")
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -83,7 +83,7 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
             console.print("resume=auto  no checkpoint yet: starting a new run")
     if run_dir is None:
         run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
-    log = ScalarLog(run_dir / "tensorboard" if process.is_main else None)
+    log = _open_log(config, run_dir, process)
     meter = _Meter(task.unit, trainer.flops_per_unit, process)
     with (
         StepProgress(config.steps, enabled=process.is_main) as progress,
@@ -175,6 +175,13 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             sys.stderr.write(f"{recipe}: {verdict}\n")
     dist.barrier()
     return 0 if verdict is None else 1
+
+
+def _open_log(config: RunOptions, run_dir: Path, process: Process) -> ScalarLog:
+    opened: list[ScalarLog] = []
+    options = asdict(config) if config.wandb else None
+    on_main(lambda: opened.append(ScalarLog(run_dir / "tensorboard", options)), process)
+    return opened[0] if opened else ScalarLog(None)
 
 
 def _save(

@@ -16,7 +16,7 @@ class RunOptions:
     name: str
     output_dir: str = "runs"
     backend: Literal["deepytorch", "stock"] = "deepytorch"
-    engine: Literal["ddp", "fsdp2", "deepspeed", "accelerate"] = "ddp"
+    engine: Literal["ddp", "fsdp2", "deepspeed", "accelerate", "megatron"] = "ddp"
     zero_stage: Literal[1, 2, 3] = 2
     offload: Literal["none", "optimizer", "parameters"] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -36,10 +36,17 @@ class RunOptions:
     save_every: int = 0
     keep_checkpoints: int = 1
     resume: str | None = None
+    wandb: bool = False
     loss_tolerance: float = 1e-4
 
     def __post_init__(self) -> None:
         self.require_positive(*_POSITIVE)
+        if self.engine == "megatron":
+            raise RecipeError(
+                "engine=megatron: Megatron-core trains models that it builds itself, which recipes "
+                "do not: use engine=fsdp2 or deepspeed here, and for a script of Megatron's own "
+                "deepytorch.integrations.megatron (docs/megatron.md)"
+            )
         if self.precision == "fp16" and self.device == "cpu":
             raise RecipeError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
         if self.offload != "none" and self.engine not in ("deepspeed", "fsdp2"):

@@ -2,6 +2,7 @@
 """What every recipe needs around its loop: processes, devices, run directory, progress."""
 
 import gc
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -94,7 +95,9 @@ def on_main(action: Callable[[], T], process: Process) -> T:
             box[0] = action()
         except RecipeError as error:
             box[1] = str(error)
-    dist.broadcast_object_list(box, src=0, device=process.device)
+    # NCCL moves what lies on the GPU; gloo, under a comparison, moves it in the host's memory.
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else process.device
+    dist.broadcast_object_list(box, src=0, device=device)
     if box[1] is not None:
         raise RecipeError(box[1])
     found: T = box[0]
@@ -176,22 +179,48 @@ class StepProgress:
 
 
 class ScalarLog:
-    """TensorBoard scalars under ``path``; nothing where it is None (other ranks)."""
+    """TensorBoard scalars under ``path``; nothing where it is None (other ranks).
 
-    def __init__(self, path: Path | None) -> None:
+    With ``wandb``, the run's options, also Weights & Biases; RecipeError if it is not installed.
+    """
+
+    def __init__(self, path: Path | None, wandb: dict[str, Any] | None = None) -> None:
         self._writer: Any = None
+        self._wandb: Any = None
         if path is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(path))
+            if wandb is not None:
+                self._wandb = _wandb_run(path.parent, wandb)
 
     def write(self, step: int, **scalars: float) -> None:
         """Record each scalar under its keyword."""
         if self._writer is not None:
             for name, value in scalars.items():
                 self._writer.add_scalar(f"train/{name}", value, step)
+        if self._wandb is not None:
+            self._wandb.log({f"train/{name}": one for name, one in scalars.items()}, step=step)
 
     def close(self) -> None:
         """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _wandb_run(run_dir: Path, options: dict[str, Any]) -> Any:
+    try:
+        wandb: Any = importlib.import_module("wandb")
+    except ModuleNotFoundError:
+        raise RecipeError("wandb=true needs it installed: pip install wandb") from None
+    # In a run that is resumed the curves go on.
+    return wandb.init(
+        project="deepytorch",
+        name=run_dir.name,
+        id=run_dir.name,
+        resume="allow",
+        dir=str(run_dir),
+        config=options,
+    )

@@ -19,6 +19,7 @@ from deepytorch.recipes._engines import enable_checkpointing, start_engine
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process
 from deepytorch_core.nn import channels_last
+from deepytorch_core.nn.kernels import Setting, apply_kernels
 
 LossShare = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -76,8 +77,12 @@ class Trainer(Generic[BatchT]):
             enable_checkpointing(model)
         self.flops_per_unit = task.flops_of(model) if task.flops_of else 0.0
         self.learning_rate = options.learning_rate or task.learning_rate
-        if ours and options.engine == "ddp" and channels_last.is_convolutional(model):
-            self._choose_layout(model, task)
+        if ours and options.engine == "ddp":  # the other engines' adapters do it themselves
+            autocast = None if options.precision == "fp32" else self._autocast_dtype()
+            setting = Setting(model=model, device=process.device, autocast=autocast)
+            apply_kernels(setting, options.kernels)
+            if channels_last.is_convolutional(model):
+                self._choose_layout(model, task)
         self.engine = start_engine(model, self._make_optimizer, options, process, group=group)
         if ours and options.compile != "off":
             deepytorch.compile(model, steps=options.steps * options.accumulation)
@@ -134,9 +139,11 @@ class Trainer(Generic[BatchT]):
 
     def autocast(self) -> torch.autocast:
         """The options' precision, around forward and loss."""
-        dtype = torch.float16 if self.options.precision == "fp16" else torch.bfloat16
-        kind = self.process.device.type
-        return torch.autocast(kind, dtype=dtype, enabled=self.options.precision != "fp32")
+        kind, enabled = self.process.device.type, self.options.precision != "fp32"
+        return torch.autocast(kind, dtype=self._autocast_dtype(), enabled=enabled)
+
+    def _autocast_dtype(self) -> torch.dtype:
+        return torch.float16 if self.options.precision == "fp16" else torch.bfloat16
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[BatchT]) -> float:

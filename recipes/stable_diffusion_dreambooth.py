@@ -115,10 +115,12 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
     parts = make_parts(config)
     if config.train_text_encoder and parts.is_xl:
         raise RecipeError("train_text_encoder=true is not offered for SDXL: train its UNet alone")
-    subject = encode_images(parts, instance_images(config), process)
+    subject = _diffusion.encode_images(parts, instance_images(config), process.device)
     prior = None
     if config.prior_weight > 0:
-        prior = encode_images(parts, class_images(config, parts, process), process)
+        prior = _diffusion.encode_images(
+            parts, class_images(config, parts, process), process.device
+        )
     if process.is_main:
         text = f"{len(subject)} images of the subject, {len(prior or [])} of its class"
         console.print(f"data        {text}", highlight=False)
@@ -147,7 +149,7 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
         else:
             parts.pipeline().save_pretrained(run_dir / "pipeline")
         model.eval()
-        on_device(parts, process.device)
+        _diffusion.to_device(parts, process.device)
         images = generate(parts, config, config.instance_prompt, range(_SAMPLES))
         _images.save_grid(images, run_dir / "sample.png")
         saved = run_dir / ("lora" if config.method == "lora" else "pipeline")
@@ -248,7 +250,7 @@ def class_images(config: Config, parts: Parts, process: Process) -> list[torch.T
     there = {path.name for path in folder.iterdir() if path.suffix in _images.SUFFIXES}
     wait_for_all(process)  # or a quick rank's images would be counted by a slow one
     missing = range(len(there), config.num_class_images)[process.rank :: process.world_size]
-    on_device(parts, process.device)
+    _diffusion.to_device(parts, process.device)
     for number in missing:
         (image,) = generate(parts, config, config.class_prompt, [number])
         image.save(folder / f"made-{number:04d}.png")
@@ -271,24 +273,6 @@ def generate(parts: Parts, config: Config, prompt: str, seeds: Sequence[int]) ->
             generator=torch.Generator().manual_seed(seed),
         ).images
     return images
-
-
-@torch.no_grad()
-def encode_images(
-    parts: Parts, images: Sequence[torch.Tensor], process: Process
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The VAE's posterior of each image, once: it does not change while training."""
-    vae, found = parts.vae.to(process.device), []
-    for image in images:
-        posterior = vae.encode(image[None].to(process.device)).latent_dist
-        found.append((posterior.mean[0].cpu(), posterior.std[0].cpu()))
-    return found
-
-
-def on_device(parts: Parts, device: torch.device) -> None:
-    """Move every model of the pipeline."""
-    for one in (parts.vae, parts.unet, *parts.text_encoders):
-        one.to(device)
 
 
 def collate(drawn: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> LatentBatch:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,3 +185,32 @@ def test_resume_without_a_checkpoint_says_what_to_give(tmp_path):
     assert _checkpoint.find("auto", str(tmp_path), "bert_mlm") is None
     with pytest.raises(RecipeError, match="is no checkpoint and no run with one"):
         _checkpoint.find(str(tmp_path), str(tmp_path), "bert_mlm")
+
+
+def test_weights_and_biases_gets_the_same_scalars(tmp_path, monkeypatch, capsys):
+    logged, runs = [], []
+
+    class Run:
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def finish(self):
+            runs.append("finished")
+
+    def init(**words):
+        runs.append(words)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert train(tmp_path, "steps=2", "wandb=true") == 0
+    run_dir = only_run_dir(tmp_path)
+    assert runs[0]["name"] == run_dir.name
+    assert runs[0]["config"]["steps"] == 2
+    assert runs[-1] == "finished"
+    assert {step: one["train/loss"] for step, one in logged if "train/loss" in one} == (
+        pytest.approx(losses(run_dir))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train(tmp_path, "steps=2", "wandb=true") == 2
+    assert "pip install wandb" in capsys.readouterr().err
+    torch.distributed.destroy_process_group()  # an error leaves that to the process's end

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import deepytorch
 from deepytorch.workloads.headline import OURS
 from deepytorch.workloads.headline.job import ArmJob, lengths
-from deepytorch.workloads.headline.worker import Trained
+from deepytorch.workloads.headline.worker import Trained, swap_kernels
 from deepytorch_core import config
 
 _IGNORED = -100
@@ -179,15 +179,16 @@ def _deepspeed_step(job: ArmJob, model: nn.Module) -> Any:
 
 
 def _ddp_step(job: ArmJob, model: nn.Module, device: torch.device, ours: bool) -> Any:
-    devices = [device] if device.type == "cuda" else None
-    wrapped: Any = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    amp = job.row.precision == "fp16"
     optimizer = _optimizer(job, model)
-    padding_free = config.current().padding_free
     if ours:
         from deepytorch.integrations.transformers import pack_batches
 
-        pack_batches(wrapped, padding_free)
-    amp = job.row.precision == "fp16"
+        swap_kernels(model, optimizer, device, autocast=amp)
+    devices = [device] if device.type == "cuda" else None
+    wrapped: Any = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    if ours:
+        pack_batches(wrapped, config.current().padding_free)
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     scaler = torch.amp.GradScaler(device.type, enabled=amp and device.type == "cuda")
 

@@ -96,7 +96,7 @@ def _record(job: ArmJob, samples: dict[str, list[Record]], rounds: int) -> Recor
         "against_tuned": _ratio(samples, best, headline.OURS),
         "collectives_only": _ratio(samples, headline.PLAIN, headline.COLLECTIVES),
         "compute_only": _ratio(samples, headline.PLAIN, headline.COMPUTE),
-        "claim": row.claim,
+        "claim": row.claim if job.scale == "full" else None,
         "loss_difference": difference,
         "loss_check": "dropout_off",
         "wrong": int(not difference <= LARGEST_LOSS_DIFFERENCE),

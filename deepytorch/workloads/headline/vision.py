@@ -14,7 +14,7 @@ import deepytorch
 from deepytorch.examples import vision_models
 from deepytorch.workloads.headline import OURS
 from deepytorch.workloads.headline.job import ArmJob
-from deepytorch.workloads.headline.worker import Trained
+from deepytorch.workloads.headline.worker import Trained, swap_kernels
 from deepytorch_core import config
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.nn import channels_last
@@ -48,8 +48,9 @@ def build(job: ArmJob, device: torch.device) -> Trained:
     if job.world_size > 1:
         devices = [device] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    optimizer = _optimizer(job, model, is_unet, fused=layout or ours)
+    optimizer = _optimizer(job, model, is_unet, fused=layout)
     if ours:
+        swap_kernels(model, optimizer, device, autocast=True)
         deepytorch.compile(model)
 
     def train(number: int) -> torch.Tensor:

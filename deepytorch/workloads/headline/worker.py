@@ -19,9 +19,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 import deepytorch
 from deepytorch.workloads.headline.job import ArmJob
+from deepytorch_core import config
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.record import Record
 from deepytorch_core.compile import compilation_of
+from deepytorch_core.nn.kernels import Setting, apply_kernels
 
 # The losses of these first steps are compared: every arm takes them on the same batches.
 CHECKED_STEPS = 6
@@ -82,6 +84,17 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
         shares = [json.loads(value) for value in store.multi_get(keys)]
         emit({"record": _record(job, trained, done + len(trained.units), shares)})
     dist.barrier()
+
+
+def swap_kernels(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, autocast: bool
+) -> None:
+    """Fused kernels and optimizers where they are measured faster; option `kernels` decides."""
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    setting = Setting(
+        model=model, optimizers=[optimizer], device=device, autocast=dtype if autocast else None
+    )
+    apply_kernels(setting, config.current().kernels)
 
 
 def _is_settled(model: nn.Module) -> bool:
