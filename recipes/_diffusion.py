@@ -149,6 +149,26 @@ def small_parts(architecture: str, image_size: int) -> Parts:
     return Parts([tokenizer] * len(text_encoders), text_encoders, vae, unet, scheduler)
 
 
+def fit_vae(vae: Any, images: Sequence[torch.Tensor], steps: int = 60) -> None:
+    """Let a VAE of random weights learn to give these images back, or its latents mean nothing."""
+    torch.manual_seed(0)
+    vae.requires_grad_(True).train()
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, fused=True)
+    whole = torch.stack(list(images)).to(vae.device)
+    for _ in range(steps):
+        batch = whole[torch.randint(len(whole), (4,))]
+        posterior = vae.encode(batch).latent_dist
+        given = vae.decode(posterior.sample()).sample
+        loss = (given - batch).square().mean() + 1e-4 * posterior.kl().mean() / batch[0].numel()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    vae.requires_grad_(False).eval()
+    with torch.no_grad():
+        spread = vae.encode(whole).latent_dist.mean.std()
+    vae.register_to_config(scaling_factor=1 / float(spread))
+
+
 def small_tokenizer() -> Any:
     """CLIP's tokenizer with a vocabulary of bytes: no merges, so no file is needed."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -115,7 +115,11 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
     parts = make_parts(config)
     if config.train_text_encoder and parts.is_xl:
         raise RecipeError("train_text_encoder=true is not offered for SDXL: train its UNet alone")
-    subject = _diffusion.encode_images(parts, instance_images(config), process.device)
+    images = instance_images(config)
+    _diffusion.to_device(parts, process.device)
+    if config.model is None:
+        _diffusion.fit_vae(parts.vae, images)
+    subject = _diffusion.encode_images(parts, images, process.device)
     prior = None
     if config.prior_weight > 0:
         prior = _diffusion.encode_images(
@@ -234,9 +238,9 @@ def instance_images(config: Config) -> list[torch.Tensor]:
         files = _images.image_files(Path(config.data))
         found = [_images.centre_crop(_images.read_image(path), size) for path in files]
     else:
-        face = _images.photograph().crop((150, 40, 390, 280))
+        face = _images.photograph().crop((140, 70, 400, 330))
         shifts = [(8 * (number % 4), 8 * (number // 4)) for number in range(12)]
-        found = [_images.centre_crop(face.crop((x, y, x + 200, y + 200)), size) for x, y in shifts]
+        found = [_images.centre_crop(face.crop((x, y, x + 220, y + 220)), size) for x, y in shifts]
     return [_images.as_tensor(image) for image in found]
 
 
@@ -250,7 +254,6 @@ def class_images(config: Config, parts: Parts, process: Process) -> list[torch.T
     there = {path.name for path in folder.iterdir() if path.suffix in _images.SUFFIXES}
     wait_for_all(process)  # or a quick rank's images would be counted by a slow one
     missing = range(len(there), config.num_class_images)[process.rank :: process.world_size]
-    _diffusion.to_device(parts, process.device)
     for number in missing:
         (image,) = generate(parts, config, config.class_prompt, [number])
         image.save(folder / f"made-{number:04d}.png")

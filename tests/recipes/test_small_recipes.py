@@ -151,9 +151,9 @@ def test_qlora_is_refused_with_what_to_use_instead():
 
 
 def test_whole_unet_is_saved_as_a_pipeline(tmp_path):
-    run_dir = run(stable_diffusion_dreambooth, tmp_path, *DIFFUSION, "steps=12", "kernels=off")
+    run_dir = run(stable_diffusion_dreambooth, tmp_path, *DIFFUSION, "steps=16", "kernels=off")
     found = losses(run_dir)
-    assert min(found[6:]) < found[0] - 0.2
+    assert sum(found[-4:]) < sum(found[:4]) - 0.8
     pipeline = StableDiffusionPipeline.from_pretrained(run_dir / "pipeline")
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
     with Image.open(run_dir / "sample.png") as image:
@@ -166,7 +166,8 @@ def test_whole_unet_is_saved_as_a_pipeline(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["sd15", "sdxl"])
-def test_lora_loads_into_a_pipeline(tmp_path, architecture):
+def test_lora_loads_into_a_pipeline(tmp_path, architecture, monkeypatch):
+    monkeypatch.setattr(_diffusion, "fit_vae", lambda vae, images: None)
     with_text = architecture == "sd15"
     words = [f"architecture={architecture}", f"train_text_encoder={str(with_text).lower()}"]
     run_dir = run(

@@ -12,7 +12,7 @@ from deepytorch.workloads import headline
 from deepytorch.workloads.headline.job import ArmJob, layers_that_fit
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record
+from deepytorch_core.bench.record import Record, describe_emulated
 
 # Different kernels round differently, and so do sums in another order; training in bf16 or fp16
 # carries it on. A wrong gradient shows as whole percents within the checked steps.
@@ -160,6 +160,8 @@ def lines(record: Record) -> list[str]:
         f"{record['device']}, {record['parameters'] / 1e6:.1f} M parameters{layers}, "
         f"{record['rounds']} rounds of {record['steps']} steps"
     ]
+    if record["emulated"]:
+        found.append(f"emulated: {describe_emulated(record['emulated'])}")
     for name, arm in record["arms"].items():
         found.append(
             f"{name:<28} {arm['step_time_us'] / 1e3:10.2f} ms a step {arm['units_per_s']:12,.0f} "

@@ -57,6 +57,9 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
     builder: Any = importlib.import_module(f"deepytorch.workloads.headline.{job.row.builder}")
     begin = time.perf_counter()
     trained: Trained = builder.build(job, device)
+    if job.device == "cuda":  # weights are made in float32 first: that is not training's peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     losses = [trained.train(number) for number in range(CHECKED_STEPS)]
     done = CHECKED_STEPS
     while not _is_settled(trained.model) and done < MAX_WARMUP_STEPS:
