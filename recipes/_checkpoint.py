@@ -55,6 +55,8 @@ def save(
     problem = everyones(problem, process)
     if process.is_main:
         if problem is not None:
+            # torch does not say that a disk is full, only where it stopped.
+            problem += f" ({_free_mb(folder)} MB were free on the disk of {folder})"
             shutil.rmtree(partial, ignore_errors=True)
         else:
             for old in checkpoints(folder)[:-keep]:
@@ -130,6 +132,11 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(numbers), spare))
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _free_mb(folder: Path) -> int:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(there).free // 2**20
 
 
 def _begin(partial: Path) -> None:

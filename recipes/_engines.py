@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process
+from deepytorch_core import config
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 State = dict[str, Any]
@@ -180,6 +181,10 @@ class Fsdp2Engine:
 
         if options.precision == "fp16":
             raise RecipeError("engine=fsdp2 has no precision=fp16: use bf16, or engine=ddp")
+        if options.offload != "none" and process.device.type == "cpu":
+            raise RecipeError(
+                f"offload={options.offload} moves from a GPU: leave it out on the CPU"
+            )
         mesh = init_device_mesh(process.device.type, (process.world_size,))
         settings: dict[str, Any] = {"mesh": mesh}
         if options.offload != "none":
@@ -285,6 +290,11 @@ class DeepspeedEngine:
     ) -> None:
         import deepspeed
 
+        if config.launched() is None:
+            raise RecipeError(
+                "engine=deepspeed asks its launcher who it is: start it with deepytorch train or "
+                "torchrun, also on one GPU (--nproc-per-node 1)"
+            )
         self.model, self.options = model, options
         self.sharded = options.zero_stage == 3
         optimizer = make_optimizer(trained_parameters(model))

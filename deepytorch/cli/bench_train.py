@@ -72,6 +72,12 @@ def train(
     json: Annotated[
         Path | None, typer.Option("--json", help="Append the record to this file.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a workload: write the table of all that --json has, as .md, .png or .html."
+        ),
+    ] = None,
 ) -> None:
     """Train under a framework, with its adapter and stock, in processes that take turns.
 
@@ -82,6 +88,8 @@ def train(
     from deepytorch_core.bench import job as jobs
     from deepytorch_core.bench import launch, record
 
+    if report is not None:
+        _check_report(report, workload, json)
     if workload == "list":
         _print_workloads()
         return
@@ -124,9 +132,24 @@ def train(
     if json is not None:
         record.write_record(json, row)
         console.err().print(f"written: {json}")
+    if report is not None and json is not None:
+        from deepytorch.workloads.headline import page
+
+        rows = record.read_records(json)
+        page.write([one for one in rows if one.get("bench") == "workload"], report)
+        console.err().print(f"written: {report}")
     for line in shown:
         console.out().print(line, soft_wrap=True)
     bench.refuse_differing_losses(row)
+
+
+def _check_report(report: Path, workload: str, json: Path | None) -> None:
+    from deepytorch.workloads.headline import page
+    from deepytorch_core.bench.job import BenchError
+
+    if not workload or json is None:
+        raise BenchError("--report shows the workloads of a file: give --workload and --json too")
+    page.check(report)
 
 
 def _nodes(number: int, world_size: int, link: str) -> "Nodes | None":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from deepytorch.cli import app
 from deepytorch.workloads import headline
-from deepytorch.workloads.headline import run
+from deepytorch.workloads.headline import page, run
 from deepytorch.workloads.headline.job import ArmJob, layers_that_fit, lengths
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import BenchError
@@ -101,7 +102,7 @@ def measured(times: list[float], losses: list[float]) -> dict[str, Any]:
     }
 
 
-def test_the_faster_tuned_arm_counts_and_the_table_shows_it() -> None:
+def test_the_faster_tuned_arm_counts_and_the_tables_show_it(tmp_path: Path) -> None:
     samples = {
         "plain": [measured([300.0, 500.0], [2.0, 1.0]), measured([320.0, 480.0], [2.0, 1.0])],
         "tuned-compile": [measured([210.0, 390.0], [2.0, 1.001])] * 2,
@@ -119,6 +120,14 @@ def test_the_faster_tuned_arm_counts_and_the_table_shows_it() -> None:
     (first, *_), last = run.lines(record), run.lines(record)[-1]
     assert "2 ranks on cpu, 1.0 M parameters, 2 rounds of 20 steps" in first
     assert "0.10%" in last
+    for suffix, beginning in ((".md", b"2-core"), (".png", b"\x89PNG"), (".html", b"<!doctype")):
+        page.write([record, record], tmp_path / f"table{suffix}")
+        assert (tmp_path / f"table{suffix}").read_bytes().startswith(beginning)
+    text = (tmp_path / "table.html").read_text()
+    assert text.count("llama-1b-varlen (tiny)") == 1
+    assert "1.60x (" in text
+    with pytest.raises(BenchError, match=r"end it in \.md, \.png, \.html"):
+        page.check(tmp_path / "table.pdf")
     table = tables.render({"f.jsonl": [record]})
     assert "1.60x" in table
     assert "1.20x" in table

@@ -121,6 +121,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--batch-size": 8,
         "--steps": 40,
         "--json": None,
+        "--report": None,
     },
     "bench compile": {
         "--suite": "default",

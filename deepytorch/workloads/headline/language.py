@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def build(job: ArmJob, device: torch.device) -> Trained:
 def _model(job: ArmJob) -> Any:
     shape, library = job.shape, importlib.import_module("transformers")
     family = job.row.more["family"]
-    settings = {
+    settings: dict[str, Any] = {
         "vocab_size": shape["vocabulary"],
         "hidden_size": shape["hidden"],
         "intermediate_size": shape["ffn"],
@@ -65,6 +66,8 @@ def _model(job: ArmJob) -> Any:
             "attention_probs_dropout_prob": job.row.dropout,
         }
         return library.BertForMaskedLM(library.BertConfig(**settings, **chance))
+    if job.arm == "tuned-flatten" and job.device == "cuda" and find_spec("flash_attn"):
+        settings["attn_implementation"] = "flash_attention_2"
     made = getattr(library, f"{family}Config")(
         # Without a padding token: its row would be set to 0, and ZeRO-3 has taken the rows away.
         **settings,
