@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._hub import loading_options, reason
 
 _bars: Any = logging
 _bars.disable_progress_bar()  # of saving: between our own lines they say nothing
@@ -82,12 +83,12 @@ def load_parts(model: str) -> Parts:
 
     def load(cls: Any, folder: str) -> Any:
         try:
-            return cls.from_pretrained(model, subfolder=folder)
+            return cls.from_pretrained(model, subfolder=folder, **loading_options(model))
         except (OSError, ValueError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise RecipeError(
-                f"cannot load the {folder} of model={model}: {reason} (a hub id needs a network or "
-                "a cached copy; a path needs a folder that a diffusers pipeline was saved to)"
+                f"cannot load the {folder} of model={model}: {reason(error)} (a hub "
+                "id needs a network or a cached copy; a path needs a folder that a diffusers "
+                "pipeline was saved to)"
             ) from error
 
     unet = load(UNet2DConditionModel, "unet")

@@ -12,13 +12,14 @@ from transformers.utils import logging
 
 from deepytorch.recipes._chat import Conversation, prompt_of
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._hub import loading_options, reason
 from deepytorch.recipes._run import console
 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a hub id or a checkpoint path; padding falls back to the end token."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, **loading_options(model))
     except (OSError, ValueError) as error:
         raise RecipeError(_cannot_load("tokenizer", model, error)) from error
     if tokenizer.eos_token_id is None:
@@ -43,7 +44,7 @@ def load_with(
 ) -> Any:
     """What ``auto_class`` of transformers makes of ``model``; see `load_model`."""
     try:
-        loaded: Any = auto_class.from_pretrained(model, dtype=dtype)
+        loaded: Any = auto_class.from_pretrained(model, dtype=dtype, **loading_options(model))
     except (OSError, ValueError) as error:
         raise RecipeError(_cannot_load("model", model, error)) from error
     num_rows = loaded.get_input_embeddings().weight.shape[0]
@@ -56,9 +57,8 @@ def load_with(
 
 
 def _cannot_load(what: str, model: str, error: Exception) -> str:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"cannot load the {what} of model={model}: {reason} "
+        f"cannot load the {what} of model={model}: {reason(error)} "
         "(a hub id needs a network or a cached copy; a path needs a Hugging Face checkpoint folder)"
     )
 

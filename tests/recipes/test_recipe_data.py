@@ -2,15 +2,18 @@
 """The embedded data, the alpaca reader, the tokenizer and the batches."""
 
 import hashlib
+import io
 import json
 import subprocess
 import sys
+from urllib.error import HTTPError, URLError
 
 import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
 
+from deepytorch.recipes import _hub
 from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._chat import encode, encode_all, prompt_of
 from deepytorch.recipes._config import RecipeError
@@ -287,6 +290,31 @@ def test_wrong_conversations_name_file_and_line(tmp_path, record, message):
             read_conversations(path)
         assert f"{path}, {where}" in str(failure.value)
         assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "online"),
+    [(None, True), (HTTPError("u", 503, "busy", None, None), True), (URLError("no"), False)],
+)
+def test_offline_is_found_out_once_and_said(answer, online, monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def urlopen(request, timeout):
+        asked.append(request)
+        if answer is not None:
+            raise answer
+        return io.BytesIO()
+
+    monkeypatch.setattr(_hub.urllib.request, "urlopen", urlopen)
+    _hub.is_online.cache_clear()
+    assert _hub.loading_options(str(tmp_path)) == {}  # a folder asks nobody
+    assert not asked
+    for _ in range(2):
+        found = _hub.loading_options("some/model")
+        assert found == ({} if online else {"local_files_only": True})
+    assert len(asked) == 1
+    assert ("offline" in capsys.readouterr().out) == (not online)
+    _hub.is_online.cache_clear()
 
 
 def test_a_batch_order_continues_at_its_position():
