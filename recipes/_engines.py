@@ -154,7 +154,8 @@ class AccelerateEngine(DdpEngine):
             cpu=process.device.type == "cpu", kwargs_handlers=handlers
         )
         optimizer = make_optimizer(trained_parameters(model))
-        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.wrapped, prepared = self.accelerator.prepare(model, optimizer)
+        self.optimizer = getattr(prepared, "optimizer", prepared)  # the scaler below is our own
         self.scaler = torch.amp.GradScaler(process.device.type, enabled=options.precision == "fp16")
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:

@@ -127,8 +127,10 @@ def finish(task: Task[BatchT], trainer: Trainer[BatchT], run_dir: Path, process:
     if trainer.engine.sharded:
         weights = trainer.engine.full_state()
         if process.is_main:
-            model = task.make_model().to(process.device)
+            model = task.make_model()
             model.load_state_dict(weights, strict=False)
+            if _memory.has_room_for(model, process.device):
+                model.to(process.device)
     on_main(lambda: task.export(model, run_dir), process)
     if process.is_main:
         console.print(f"scalars     {run_dir / 'tensorboard'}", highlight=False)

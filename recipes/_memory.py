@@ -42,6 +42,14 @@ def used_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GB
 
 
+def has_room_for(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of ``model`` fits beside what the GPU holds already; the CPU always has room."""
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return sum(one.numel() * one.element_size() for one in model.parameters()) < 0.8 * free
+
+
 def peak_flops(device: torch.device) -> float:
     """The device's dense bf16 operations per second; 0 where they are not known."""
     if device.type != "cuda":
