@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the instruction recipes share: their options, their data, and the loss of the answers."""
 
+import bisect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from deepytorch.integrations.transformers import BATCH_KEY, IntegrationError, pa
 from deepytorch.recipes._batches import EndlessBatches, in_batches
 from deepytorch.recipes._chat import Conversation, encode_all, load_conversations, print_masked
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import Batch, collate
+from deepytorch.recipes._data import Batch, Example, collate
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console
 
@@ -27,12 +28,21 @@ class TextOptions(RunOptions):
     train_on_prompt: bool = False
     max_length: int = 512
     held_out: int = 4
+    packing: Literal["none", "batch", "fixed"] = "batch"
     padding_free: Literal["auto", "on", "off"] = "auto"
     sample_tokens: int = 120
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("max_length", "held_out", "sample_tokens")
+        if self.packing == "fixed" and self.padding_free == "off":
+            raise RecipeError("packing=fixed trains rows without padding: leave padding_free=auto")
+
+    def padding_free_of(self, ours: bool) -> str:
+        """How the arm of a comparison packs; rows that were filled beforehand need it in both."""
+        if self.packing == "none" or not (ours or self.packing == "fixed"):
+            return "off"
+        return self.padding_free
 
 
 @dataclass(frozen=True)
@@ -57,10 +67,14 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
         console.print(f"data        {summary}", markup=False, highlight=False)
         print_masked(examples[0], tokenizer)
     pad = tokenizer.pad_token_id
+    fixed = config.packing == "fixed"
+    rows = fill_rows(examples, config.max_length) if fixed else [[one] for one in examples]
+    if fixed and process.is_main:
+        console.print(f"packing     {len(rows)} rows of up to {config.max_length} tokens")
     batches = EndlessBatches(
-        len(examples),
-        lambda index, epoch: examples[index],
-        lambda chosen: collate(chosen, pad),
+        len(rows),
+        lambda index, epoch: rows[index],
+        lambda chosen: collate([one for row in chosen for one in row], pad),
         batch_size=config.batch_size,
         rank=process.rank,
         world_size=process.world_size,
@@ -73,6 +87,24 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     # Every rank evaluates all of them, so that each has as many.
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
     return Data(batches, held_out, kept[0])
+
+
+def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:
+    """Examples dealt out to rows of up to ``length`` tokens: the longest first, each where least
+    room is left (best fit decreasing)."""
+    rows: list[list[Example]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    for example in sorted(examples, key=lambda one: len(one.input_ids), reverse=True):
+        needed = len(example.input_ids)
+        place = bisect.bisect_left(room, (needed, -1))
+        if place == len(room):
+            rows.append([])
+            left, row = length, len(rows) - 1
+        else:
+            left, row = room.pop(place)
+        rows[row].append(example)
+        bisect.insort(room, (left - needed, row))
+    return rows
 
 
 def causal_loss(wrapped: Any, padding_free: str) -> Callable[[Batch, torch.Tensor], torch.Tensor]:

@@ -96,7 +96,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
 
     return Task(
         make_model=make_model,
-        make_loss=lambda model, ours: causal_loss(model, config.padding_free if ours else "off"),
+        make_loss=lambda model, ours: causal_loss(model, config.padding_free_of(ours)),
         batches=data.batches,
         held_out=data.held_out,
         unit="tokens",

@@ -4,6 +4,7 @@
 import hashlib
 import io
 import json
+import random
 import subprocess
 import sys
 from urllib.error import HTTPError, URLError
@@ -19,12 +20,13 @@ from deepytorch.recipes._chat import encode, encode_all, prompt_of
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import (
     IGNORED_LABEL,
+    Example,
     InstructionPair,
     byte_tokenizer,
     collate,
     standard_library_pairs,
 )
-from deepytorch.recipes._instructions import TextOptions
+from deepytorch.recipes._instructions import TextOptions, fill_rows
 from deepytorch.recipes._records import (
     Message,
     as_conversation,
@@ -337,3 +339,24 @@ def endless_numbers():
         world_size=1,
         seed=1,
     )
+
+
+def test_rows_are_filled_with_every_example_once():
+    chance = random.Random(5)
+    examples = [Example([number] * chance.randint(1, 90), []) for number in range(400)]
+    rows = fill_rows(examples, 100)
+    sizes = [sum(len(one.input_ids) for one in row) for row in rows]
+    assert max(sizes) <= 100
+    assert sorted(one.input_ids[0] for row in rows for one in row) == list(range(400))
+    assert sum(sizes) / (100 * len(rows)) > 0.95
+    assert rows == fill_rows(examples, 100)
+
+
+def test_filled_rows_need_training_without_padding():
+    with pytest.raises(RecipeError, match="packing=fixed trains rows without padding"):
+        options(100, packing="fixed", padding_free="off")
+    arms = {packing: options(100, packing=packing) for packing in ("none", "batch", "fixed")}
+    found = {
+        name: (one.padding_free_of(False), one.padding_free_of(True)) for name, one in arms.items()
+    }
+    assert found == {"none": ("off", "off"), "batch": ("off", "auto"), "fixed": ("auto", "auto")}
