@@ -20,6 +20,8 @@ class StatisticsRow(TypedDict):
 class Candidate(TypedDict):
     algorithm: str
     chunk_bytes: int
+    channels: int
+    threads: int
     median_us: float
     spread_us: tuple[float, float]
 
@@ -27,11 +29,14 @@ class TunedPlan(TypedDict):
     op: str
     ranks: int
     oversubscribed: bool
+    device: str
     first_bytes: int
     last_bytes: int
     measured_bytes: int
     algorithm: str | None
     chunk_bytes: int
+    channels: int
+    threads: int
     reason: str
     source: str
     candidates: list[Candidate]
@@ -69,6 +74,8 @@ class Communicator:
 
 def dpt_api() -> Any: ...
 def plans() -> list[TunedPlan]: ...
+def spent_on_tuning_s() -> float: ...
+def device_plans(path: str) -> list[TunedPlan]: ...
 def statistics() -> list[StatisticsRow]: ...
 def is_registered(address: int, bytes: int) -> bool: ...
 def registered_memory() -> RegisteredMemory: ...

@@ -139,7 +139,6 @@ def core_settings(options: config.Options) -> dict[str, Any]:
         "profile": "" if profile is None else str(profile),
         "staging_bytes": (options.staging_mb or 0) << 20,
         "delegate_competes": options.collectives == "auto",
-        "native_on_device": options.collectives == "native",
     }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.bench.job import DTYPES, BenchError, format_size
+from deepytorch_core.console import say_once
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,7 @@ TUNE = ("auto", "off", "force")
 
 _SPLIT = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 _TIMEOUT_S = 120.0
+_PARAMETERS = ("algorithm", "chunk_bytes", "channels", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +61,31 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was tried: median time and quartiles in microseconds; `speedup` is gloo's time
-    over this one's, None where gloo was not tried."""
+    """A plan that was tried: median time and quartiles in microseconds; `speedup` is the stock
+    backend's time (gloo's, on GPUs NCCL's) over this one's, None where that was not tried.
+    `channels` of `threads` are a GPU kernel's grid, 0 on the host."""
 
     algorithm: str
     chunk_bytes: int
+    channels: int
+    threads: int
     median_us: float
     spread_us: tuple[float, float]
     speedup: float | None
     chosen: bool
+
+
+@dataclass(frozen=True)
+class DeviceAnswer:
+    """What groups of `ranks` GPUs decide by the profile; sizes as in Answer."""
+
+    device: str
+    ranks: int
+    buffer_bytes: int
+    measured_bytes: int
+    algorithm: str
+    reason: str
+    candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,7 @@ class Answer:
     source: str
     measured_bytes: int | None
     candidates: tuple[Candidate, ...]
+    devices: tuple[DeviceAnswer, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -111,21 +131,28 @@ def ask(question: Question) -> Answer:
         timeout_s=_TIMEOUT_S,
         fresh=True,
     )[0]
-    return answer(question, plans, calls)
+    devices = device_answers(question, _device_plans(profile))
+    return dataclasses.replace(answer(question, plans, calls), devices=devices)
+
+
+def _device_plans(profile: Path | None) -> Sequence[Mapping[str, Any]]:
+    from deepytorch_core import _core
+
+    try:
+        return _core.device_plans(str(profile)) if profile is not None else []
+    except RuntimeError as error:  # what the ranks do without, explaining can
+        say_once(f"nothing about GPUs: {profile}: {error}", level="warning")
+        return []
 
 
 def answer(
     question: Question, plans: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
 ) -> Answer:
     """What `_core.plans()` and `_core.statistics()` of rank 0 say about the question."""
-    share = question.bytes // _shares(question)
+    share = question.bytes // _shares(question.op, question.world_size)
     (call,) = [row for row in calls if row["op"] == question.op]
     plan = next(
-        (
-            plan
-            for plan in plans
-            if plan["op"] == question.op and plan["first_bytes"] <= share <= plan["last_bytes"]
-        ),
+        (plan for plan in plans if not plan["device"] and _serves(plan, question.op, share)),
         None,
     )
     common = {
@@ -154,6 +181,33 @@ def answer(
     )
 
 
+def device_answers(
+    question: Question, plans: Sequence[Mapping[str, Any]]
+) -> tuple[DeviceAnswer, ...]:
+    """What `_core.device_plans()` say about the question, for each kind of group they are of."""
+    found = []
+    for plan in plans:
+        share = question.bytes // _shares(question.op, plan["ranks"])
+        if not _serves(plan, question.op, share) or plan["algorithm"] is None:
+            continue
+        found.append(
+            DeviceAnswer(
+                device=plan["device"],
+                ranks=plan["ranks"],
+                buffer_bytes=share,
+                measured_bytes=plan["measured_bytes"],
+                algorithm=plan["algorithm"],
+                reason=plan["reason"],
+                candidates=_candidates(plan),
+            )
+        )
+    return tuple(found)
+
+
+def _serves(plan: Mapping[str, Any], op: str, share: int) -> bool:
+    return bool(plan["op"] == op and plan["first_bytes"] <= share <= plan["last_bytes"])
+
+
 def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:
     times = plan["candidates"]
     stock = next((time["median_us"] for time in times if time["algorithm"] == "delegate"), None)
@@ -161,11 +215,12 @@ def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:
         Candidate(
             algorithm=time["algorithm"],
             chunk_bytes=time["chunk_bytes"],
+            channels=time["channels"],
+            threads=time["threads"],
             median_us=time["median_us"],
             spread_us=(time["spread_us"][0], time["spread_us"][1]),
             speedup=None if stock is None else stock / time["median_us"],
-            chosen=(time["algorithm"], time["chunk_bytes"])
-            == (plan["algorithm"], plan["chunk_bytes"]),
+            chosen=all(time[name] == plan[name] for name in _PARAMETERS),
         )
         for time in times
     )
@@ -183,7 +238,7 @@ def run_once(rank: int, world_size: int, question: Question) -> tuple[list[Any],
     from deepytorch_core.bench.ops import OPERATIONS as MEASURED
 
     dtype: torch.dtype = getattr(torch, question.dtype)
-    share = max(1, question.bytes // dtype.itemsize // _shares(question))
+    share = max(1, question.bytes // dtype.itemsize // _shares(question.op, world_size))
     group = dist.group.WORLD
     assert group is not None
 
@@ -206,5 +261,5 @@ def run_once(rank: int, world_size: int, question: Question) -> tuple[list[Any],
     return list(_core.plans()), list(_core.statistics())
 
 
-def _shares(question: Question) -> int:
-    return question.world_size if question.op in _SPLIT else 1
+def _shares(op: str, ranks: int) -> int:
+    return ranks if op in _SPLIT else 1

@@ -82,17 +82,26 @@ def _sentence(plan: dict[str, Any]) -> str:
         sizes = f"{plan['first_bytes']} to {plan['last_bytes']} bytes"
     chosen = plan["algorithm"] or "rule of thumb"
     times = ", ".join(
-        f"{time['algorithm']}{_chunk(time)} {time['median_us']:.0f} us"
+        f"{time['algorithm']}{_parameters(time)} {_microseconds(time['median_us'])}"
         for time in plan["candidates"]
     )
     return (
-        f"decision: {plan['op']} of {plan['ranks']} ranks, {sizes}: {chosen}"
-        f"{_chunk(plan)}, {plan['source']}" + (f" ({times})" if times else "")
+        f"decision: {plan['op']} of {plan['ranks']} ranks{_place(plan)}, {sizes}: {chosen}"
+        f"{_parameters(plan)}, {plan['source']}" + (f" ({times})" if times else "")
     )
 
 
-def _chunk(plan: dict[str, Any]) -> str:
-    return f"/{plan['chunk_bytes'] >> 10}K" if plan["chunk_bytes"] else ""
+def _place(plan: dict[str, Any]) -> str:
+    return f" on {plan['device']}" if plan["device"] else ""
+
+
+def _parameters(plan: dict[str, Any]) -> str:
+    grid = f"/{plan['channels']}x{plan['threads']}" if plan["channels"] else ""
+    return grid + (f"/{plan['chunk_bytes'] >> 10}K" if plan["chunk_bytes"] else "")
+
+
+def _microseconds(time_us: float) -> str:
+    return f"{time_us:.0f} us" if time_us >= 100 else f"{time_us:.1f} us"
 
 
 def _merged(statistics: list[dict[str, Any]]) -> tuple[Row, ...]:

@@ -1,10 +1,13 @@
 #include <pybind11/pybind11.h>
 
+#include <limits>
+
 #include "bindings/register.hpp"
 #include "comm/c_api.hpp"
 #include "comm/decisions.hpp"
 #include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
+#include "tuner/profile.hpp"
 
 namespace py = pybind11;
 
@@ -12,33 +15,60 @@ namespace dpt {
 
 namespace {
 
+py::dict to_dict(const DecisionRow& row) {
+  const Decision& decision = row.decision;
+  const auto put = [](py::dict& to, const Candidate& candidate) {
+    to["chunk_bytes"] = candidate.chunk_bytes;
+    to["channels"] = candidate.channels;
+    to["threads"] = candidate.threads;
+  };
+  py::list candidates;
+  for (const Measurement& time : decision.times) {
+    py::dict candidate;
+    candidate["algorithm"] = time.candidate.algorithm;
+    put(candidate, time.candidate);
+    candidate["median_us"] = time.median_us;
+    candidate["spread_us"] = py::make_tuple(time.low_us, time.high_us);
+    candidates.append(candidate);
+  }
+  const bool by_rule = decision.chosen.algorithm == nullptr;
+  py::dict plan;
+  plan["op"] = name_of(row.collective);
+  plan["ranks"] = row.group.ranks;
+  plan["oversubscribed"] = row.group.oversubscribed;
+  plan["device"] = std::string(row.group.device);
+  plan["first_bytes"] = row.bytes.first;
+  plan["last_bytes"] = row.bytes.last;
+  plan["measured_bytes"] = row.bytes.nominal;
+  plan["algorithm"] = by_rule ? py::object(py::none()) : py::str(decision.chosen.algorithm);
+  put(plan, decision.chosen);
+  plan["reason"] = decision.reason;
+  plan["source"] = decision.source;
+  plan["candidates"] = candidates;
+  return plan;
+}
+
 py::list plans() {
   py::list plans;
-  for (const DecisionRow& row : Decisions::instance().rows()) {
-    const Decision& decision = row.decision;
-    py::list candidates;
-    for (const Measurement& time : decision.times) {
-      py::dict candidate;
-      candidate["algorithm"] = time.candidate.algorithm;
-      candidate["chunk_bytes"] = time.candidate.chunk_bytes;
-      candidate["median_us"] = time.median_us;
-      candidate["spread_us"] = py::make_tuple(time.low_us, time.high_us);
-      candidates.append(candidate);
+  for (const DecisionRow& row : Decisions::instance().rows()) plans.append(to_dict(row));
+  return plans;
+}
+
+py::list device_plans(const std::string& path) {
+  py::list plans;
+  for (const DeviceTable& table : device_tables(read_profile(path), DPT_VERSION)) {
+    const TuningClass group{table.ranks, false, 1, table.device};
+    for (int index = 0; index < kNumCollectives; ++index) {
+      const auto collective = static_cast<Collective>(index);
+      for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
+        const Entry& times = table.times.at(collective, bucket);
+        if (times.empty()) continue;
+        const Limits limits{std::numeric_limits<size_t>::max(), true, true};
+        Decision decision = decide(times, limits, "in the profile");
+        decision.source = "profile " + path;
+        plans.append(to_dict({group, collective, served_by(collective, bucket, group), decision}));
+      }
     }
-    const bool by_rule = decision.chosen.algorithm == nullptr;
-    py::dict plan;
-    plan["op"] = name_of(row.collective);
-    plan["ranks"] = row.group.ranks;
-    plan["oversubscribed"] = row.group.oversubscribed;
-    plan["first_bytes"] = row.bytes.first;
-    plan["last_bytes"] = row.bytes.last;
-    plan["measured_bytes"] = row.bytes.nominal;
-    plan["algorithm"] = by_rule ? py::object(py::none()) : py::str(decision.chosen.algorithm);
-    plan["chunk_bytes"] = decision.chosen.chunk_bytes;
-    plan["reason"] = decision.reason;
-    plan["source"] = decision.source;
-    plan["candidates"] = candidates;
-    plans.append(plan);
   }
   return plans;
 }
@@ -72,6 +102,15 @@ void register_comm(py::module_& m) {
         &plans,
         "What the tuner settled on in this process: one row per op, group shape and range of "
         "sizes; sizes are of one buffer. `algorithm` is None where the rule of thumb stays.");
+  m.def(
+      "spent_on_tuning_s",
+      [] { return Decisions::instance().spent_us() / 1e6; },
+      "Seconds that this process spent measuring plans.");
+  m.def("device_plans",
+        &device_plans,
+        py::arg("path"),
+        "What groups of GPUs decide by the profile at `path`, as `plans` gives it. RuntimeError or "
+        "ValueError when it can't be read.");
   m.def(
       "is_registered",
       [](uintptr_t address, size_t bytes) {

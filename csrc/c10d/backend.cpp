@@ -59,8 +59,7 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  nullptr,
                                  setup_.tune,
                                  setup_.profile.c_str(),
-                                 setup_.staging_bytes,
-                                 setup_.native_on_device ? 1 : 0};
+                                 setup_.staging_bytes};
   const dpt_store store = store_table(setup_.store.get());
   const dpt_delegate delegate{this,
                               start_on_delegate,
@@ -209,7 +208,7 @@ WorkPtr Backend::submit(Call what) {
   const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
   Call& call = submitted->call;
   if (call.results.empty()) call.results = call.outputs;
-  if (setup_.native_on_device && submitted->device().is_cuda()) {
+  if (setup_.native && submitted->device().is_cuda()) {
     return note_coalesced(submit_on_device(submitted, sequence), call);
   }
 

@@ -45,7 +45,6 @@ class Backend : public c10d::Backend {
     std::string profile;             // path; empty: none
     size_t staging_bytes = 0;        // 0: the core's default
     bool delegate_competes = false;  // native code must be faster than the stock backend
-    bool native_on_device = false;   // GPU kernels, where the group can have them
   };
 
   explicit Backend(Setup setup);
@@ -166,6 +165,7 @@ class Backend : public c10d::Backend {
   // Counts it in when a group of calls is open.
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
   static void* start_stream(void* call);
+  static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, Replay replay);
   WorkPtr delegate(dpt_collective collective,
                    const std::vector<at::Tensor>& tensors,

@@ -48,6 +48,10 @@ bool DeviceStreams::can_follow_last(const c10::Stream& stream) const {
   return last_ && *last_ != stream && api_->stream_capture(stream.native_handle()) == last_capture_;
 }
 
+bool DeviceStreams::is_capturing(const c10::Device& device) const {
+  return api_->stream_capture(guard_of(device).getStream(device).native_handle()) != 0;
+}
+
 void DeviceStreams::hold_current(const c10::Device& device) {
   const c10::Stream current = guard_of(device).getStream(device);
   if (can_follow_last(current)) done_->block(current);

@@ -27,6 +27,8 @@ class DeviceStreams {
   c10::Stream begin(const c10::Device& device, bool asynchronous);
   // It is on that stream.
   void end(const c10::Stream& stream);
+  // Whether a graph captures the caller's stream.
+  bool is_capturing(const c10::Device& device) const;
   // Before the stock backend's operations: behind the native ones.
   void hold_current(const c10::Device& device);
 

@@ -43,6 +43,12 @@ void* Backend::start_stream(void* call) {
   return submitted->stream->native_handle();
 }
 
+int Backend::is_busy(void* call) {
+  auto* const submitted = static_cast<Submitted*>(call);
+  Backend& backend = submitted->backend;
+  return backend.coalescing_ || backend.streams_.is_capturing(submitted->device());
+}
+
 WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence) {
   const Call& call = submitted->call;
   std::vector<at::Tensor> tensors = call.inputs;
@@ -53,8 +59,13 @@ WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, u
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const bool takes_parts = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER;
   const bool exchanges = call.collective == DPT_ALL_TO_ALL;
-  const auto inputs = pointers_of(call.inputs, gives_parts || exchanges ? parts : 1);
-  const auto outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
+  const char* const not_native = why_not_plain(tensors, device);
+  std::vector<void*> inputs;
+  std::vector<void*> outputs;
+  if (not_native == nullptr) {  // sparse ones, for one, have none
+    inputs = pointers_of(call.inputs, gives_parts || exchanges ? parts : 1);
+    outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
+  }
   const std::vector<const void*> input_pointers(inputs.begin(), inputs.end());
   std::vector<size_t> input_counts;
   std::vector<size_t> output_counts;
@@ -67,10 +78,11 @@ WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, u
   request.outputs = outputs.data();
   request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
   request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
-  request.not_native = why_not_plain(tensors, device);
+  request.not_native = not_native;
   request.on_device = 1;
   request.device = device.index();
   request.stream = start_stream;
+  request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, nullptr, &outcome);
   if (outcome == DPT_DELEGATED) return submitted->delegated;

@@ -1,21 +1,40 @@
-// Requests of the core's own on the stock backend: how the tuner learns what gloo takes.
+// Requests of the core's own on the stock backend: how the tuner learns what gloo and NCCL take.
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 
 #include "backend.hpp"
+#include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
 
 // `parts` buffers of the request, which lie one behind the other, as one flat tensor.
 at::Tensor wrap_parts(void* first, const dpt_request& request, int64_t parts) {
-  return at::from_blob(first, {parts * static_cast<int64_t>(request.count)}, at::kFloat);
+  const auto type = request.dtype == DPT_BFLOAT16 ? at::kBFloat16 : at::kFloat;
+  const auto device = request.on_device != 0
+                          ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(request.device))
+                          : at::Device(at::kCPU);
+  // Told the device, it asks nobody whose memory this is.
+  return at::for_blob(first, {parts * static_cast<int64_t>(request.count)})
+      .options(at::device(device).dtype(type))
+      .target_device(device)
+      .make_tensor();
+}
+
+// What a program that waits for the operation uses. On a device it then runs on the caller's own
+// stream, which is as fast as the stock backend can be.
+template <typename Options>
+Options options_for(const dpt_request& request) {
+  Options options;
+  options.timeout = Milliseconds(request.timeout_ms);
+  options.asyncOp = request.on_device == 0;
+  return options;
 }
 
 WorkPtr start_request(c10d::Backend& stock, const dpt_request& request) {
   const int size = stock.getSize();
-  const Milliseconds timeout(request.timeout_ms);
   const bool is_root = stock.getRank() == request.root;
   const auto inputs = [&](int64_t parts) {
     return wrap_parts(const_cast<void*>(request.inputs[0]), request, parts);
@@ -26,54 +45,47 @@ WorkPtr start_request(c10d::Backend& stock, const dpt_request& request) {
   switch (request.collective) {
     case DPT_ALL_REDUCE: {
       std::vector<at::Tensor> tensors = {outputs(1)};
-      c10d::AllreduceOptions options;
-      options.timeout = timeout;
+      auto options = options_for<c10d::AllreduceOptions>(request);
       return stock.allreduce(tensors, options);
     }
     case DPT_REDUCE: {
       std::vector<at::Tensor> tensors = {outputs(1)};
-      c10d::ReduceOptions options;
+      auto options = options_for<c10d::ReduceOptions>(request);
       options.rootRank = request.root;
-      options.timeout = timeout;
       return stock.reduce(tensors, options);
     }
     case DPT_BROADCAST: {
       std::vector<at::Tensor> tensors = {outputs(1)};
-      c10d::BroadcastOptions options;
+      auto options = options_for<c10d::BroadcastOptions>(request);
       options.rootRank = request.root;
-      options.timeout = timeout;
       return stock.broadcast(tensors, options);
     }
     case DPT_ALL_GATHER: {
       at::Tensor output = outputs(size);
       at::Tensor input = inputs(1);
-      c10d::AllgatherOptions options;
-      options.timeout = timeout;
+      auto options = options_for<c10d::AllgatherOptions>(request);
       return stock._allgather_base(output, input, options);
     }
     case DPT_REDUCE_SCATTER: {
       at::Tensor output = outputs(1);
       at::Tensor input = inputs(size);
-      c10d::ReduceScatterOptions options;
-      options.timeout = timeout;
+      auto options = options_for<c10d::ReduceScatterOptions>(request);
       return stock._reduce_scatter_base(output, input, options);
     }
     case DPT_GATHER: {
       std::vector<std::vector<at::Tensor>> all;
       if (is_root) all.push_back(outputs(size).chunk(size));
       std::vector<at::Tensor> one = {inputs(1)};
-      c10d::GatherOptions options;
+      auto options = options_for<c10d::GatherOptions>(request);
       options.rootRank = request.root;
-      options.timeout = timeout;
       return stock.gather(all, one, options);
     }
     case DPT_SCATTER: {
       std::vector<std::vector<at::Tensor>> all;
       if (is_root) all.push_back(inputs(size).chunk(size));
       std::vector<at::Tensor> one = {outputs(1)};
-      c10d::ScatterOptions options;
+      auto options = options_for<c10d::ScatterOptions>(request);
       options.rootRank = request.root;
-      options.timeout = timeout;
       return stock.scatter(one, all, options);
     }
     default:
@@ -92,12 +104,22 @@ dpt_status Backend::execute_on_delegate(void* context,
                                         const dpt_request* request,
                                         dpt_error* error) {
   try {
-    if (request->dtype != DPT_FLOAT32 ||
-        (request->reduce_op != DPT_SUM && request->reduce_op != DPT_NO_REDUCE)) {
-      throw std::invalid_argument("the tuner times float32 and sums only");
+    const bool on_device = request->on_device != 0;
+    const bool sums = request->reduce_op == DPT_SUM || request->reduce_op == DPT_NO_REDUCE;
+    if (request->dtype != (on_device ? DPT_BFLOAT16 : DPT_FLOAT32) || !sums) {
+      throw std::invalid_argument(
+          "the tuner times sums of float32, on devices of bfloat16, and nothing else");
     }
-    const BackendPtr stock = static_cast<Backend*>(context)->delegate_for("cpu");
-    start_request(*stock, *request)->wait();
+    const BackendPtr stock =
+        static_cast<Backend*>(context)->delegate_for(on_device ? "cuda" : "cpu");
+    if (!on_device) {
+      start_request(*stock, *request)->wait();
+      return DPT_OK;
+    }
+    const c10::StreamGuard guard(*static_cast<Submitted*>(request->call)->stream);
+    const WorkPtr work = start_request(*stock, *request);
+    // The stream waits for it, not this thread. What ran on that stream itself has no work.
+    if (work) work->synchronize();
     return DPT_OK;
   } catch (const std::exception& caught) {
     copy_message(caught.what(), error);

@@ -84,8 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& tune,
          const std::string& profile,
          size_t staging_bytes,
-         bool delegate_competes,
-         bool native_on_device) {
+         bool delegate_competes) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
@@ -99,8 +98,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                            parse_tune(tune),
                                                            profile,
                                                            staging_bytes,
-                                                           delegate_competes,
-                                                           native_on_device});
+                                                           delegate_competes});
       },
       py::arg("store"),
       py::arg("rank"),
@@ -115,6 +113,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("profile") = "",
       py::arg("staging_bytes") = 0,
       py::arg("delegate_competes") = false,
-      py::arg("native_on_device") = false,
       "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
 }

@@ -1,12 +1,16 @@
 #include "comm/calibration.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <limits>
 
 #include "algorithms/nodes.hpp"
 #include "base/env.hpp"
 #include "base/error.hpp"
+#include "base/log.hpp"
 #include "comm/measure.hpp"
+#include "comm/muster.hpp"
 
 namespace dpt {
 namespace {
@@ -15,18 +19,24 @@ namespace {
 constexpr double kBudgetUs = 3e6;
 // On top of the operation's own timeout, which is meant for the operation.
 constexpr std::chrono::seconds kExtraTime{10};
+// How long a rank that is in an operation on a GPU, where nobody expects to wait, waits for others.
+constexpr std::chrono::milliseconds kPatience{30000};
+// A group that is busy whenever it could measure gets by without, and without asking again.
+constexpr int kMostTimesBusy = 64;
 
 // An Entry as it crosses process borders.
 struct SharedEntry {
   struct Time {
     char algorithm[16];
     uint64_t chunk_bytes;
+    int32_t channels;
+    int32_t threads;
     double median_us;
     double low_us;
     double high_us;
   };
   uint32_t size;
-  Time times[8];
+  Time times[12];
 };
 
 SharedEntry to_shared(const Entry& entry) {
@@ -36,6 +46,8 @@ SharedEntry to_shared(const Entry& entry) {
     SharedEntry::Time& time = shared.times[shared.size++];
     std::strncpy(time.algorithm, measurement.candidate.algorithm, sizeof time.algorithm - 1);
     time.chunk_bytes = measurement.candidate.chunk_bytes;
+    time.channels = measurement.candidate.channels;
+    time.threads = measurement.candidate.threads;
     time.median_us = measurement.median_us;
     time.low_us = measurement.low_us;
     time.high_us = measurement.high_us;
@@ -49,24 +61,19 @@ Entry from_shared(const SharedEntry& shared) {
     const SharedEntry::Time& time = shared.times[i];
     const char* algorithm = known_algorithm(time.algorithm);
     DPT_CHECK(algorithm != nullptr);
-    entry.push_back({{algorithm, time.chunk_bytes}, time.median_us, time.low_us, time.high_us});
+    entry.push_back({{algorithm, time.chunk_bytes, time.channels, time.threads},
+                     time.median_us,
+                     time.low_us,
+                     time.high_us});
   }
   return entry;
-}
-
-// The last range that is tried out serves everything above it too.
-SizeRange served_by(Collective collective, int bucket, TuningClass group) {
-  SizeRange range = range_of(bucket);
-  range.first = std::max(range.first, latency_bytes(collective, group.oversubscribed) + 1);
-  const size_t largest = range_of(kNumBuckets - 1).last;
-  if (bucket_of(collective, largest, group) == bucket) range.last = largest;
-  return range;
 }
 
 }  // namespace
 
 // What one rank brings to a range that is open; rank 0's counts, but for `spent_us`.
 struct GroupTuning::Proposal {
+  bool busy;        // on any rank: nothing is settled now
   bool measure;     // if the budget allows; else, or with the budget spent, `entry`
   double spent_us;  // by this rank's process
   char found[24];   // how the plan's reason says where `entry` comes from
@@ -83,28 +90,39 @@ void GroupTuning::agree(Segment& segment,
                         Nodes* nodes,
                         bool oversubscribed,
                         const WaitContext& wait) {
-  struct Settings {
-    dpt_tune tune;
-    bool fixed_chunk;
-    bool delegate;
-    bool oversubscribed;
-  };
+  if (nodes != nullptr && nodes->layout.size() > kMostMeasuringRanks) return;  // the rule of thumb
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
-  if (nodes != nullptr && nodes->layout.size() > kMostMeasuringRanks) return;  // the rule of thumb
   const RunContext context{segment, none, plan, wait, WaitStyle::kBackground, nodes};
-  const Settings mine{tune_, env().chunk_bytes != 0, delegate_.execute != nullptr, oversubscribed};
-  const std::vector<Settings> all = exchange(context, mine);
+  group_.nodes = nodes != nullptr ? nodes->num_nodes() : 1;
+  agree_on(context, {tune_, env().chunk_bytes == 0, delegate_.execute != nullptr, oversubscribed});
+}
+
+void GroupTuning::agree_on_device(const RunContext& context,
+                                  std::string_view device,
+                                  bool delegate) {
+  group_.device = device;
+  agree_on(context, {tune_, true, delegate && delegate_.execute != nullptr, false});
+}
+
+void GroupTuning::agree_on(const RunContext& context, const Terms& mine) {
+  const std::vector<Terms> all = exchange(context, mine);
   tune_ = all[0].tune;
-  group_ = {static_cast<int>(all.size()), false, nodes != nullptr ? nodes->num_nodes() : 1};
+  group_.ranks = static_cast<int>(all.size());
   delegate_competes_ = true;
   measures_ = tune_ != DPT_TUNE_OFF;
-  for (const Settings& rank : all) {
+  for (const Terms& rank : all) {
     delegate_competes_ &= rank.delegate;
-    measures_ &= !rank.fixed_chunk;
+    measures_ &= rank.measures;
     group_.oversubscribed |= rank.oversubscribed;
   }
+}
+
+Limits GroupTuning::limits(const Segment& segment) const {
+  const bool on_device = group_.on_device();
+  const size_t most = on_device ? std::numeric_limits<size_t>::max() : segment.max_chunk_bytes();
+  return {most, delegate_competes_, on_device};
 }
 
 bool GroupTuning::is_open(Collective collective, size_t bytes) const {
@@ -119,9 +137,10 @@ const Decision* GroupTuning::find(Collective collective, size_t bytes) const {
   return bucket ? settled_[collective][*bucket].load(std::memory_order_acquire) : nullptr;
 }
 
-GroupTuning::Proposal GroupTuning::propose(Collective collective,
+GroupTuning::Proposal GroupTuning::propose(const Operation& operation,
                                            int bucket,
-                                           size_t max_chunk_bytes) const {
+                                           const Segment& segment) const {
+  const Collective collective = operation.collective;
   Decisions& decisions = Decisions::instance();
   Proposal proposal{};
   proposal.spent_us = decisions.spent_us();
@@ -130,9 +149,11 @@ GroupTuning::Proposal GroupTuning::propose(Collective collective,
     std::strncpy(proposal.found, found.c_str(), sizeof proposal.found - 1);
     std::strncpy(proposal.source, source.c_str(), sizeof proposal.source - 1);
   };
+  Limits native = limits(segment);
+  native.delegate = false;
   // Times without the delegate's can't show that native code is no slower.
   const auto complete = [&](const Entry& entry) {
-    if (winner(entry, {max_chunk_bytes, false}) == nullptr) return false;
+    if (winner(entry, native) == nullptr) return false;
     return !delegate_competes_ || tune_ == DPT_TUNE_PROFILE ||
            std::any_of(entry.begin(), entry.end(), [](const Measurement& measurement) {
              return is_delegate(measurement.candidate);
@@ -153,22 +174,32 @@ GroupTuning::Proposal GroupTuning::propose(Collective collective,
   }
   if (tune_ == DPT_TUNE_PROFILE) return proposal;
   // A late group whose slots are small would measure a part of the candidates, for everybody.
-  proposal.measure = max_chunk_bytes == Segment::kMaxChunkBytes;
-  if (const auto near = decisions.nearest(group_, collective, bucket)) {
+  proposal.measure = native.max_chunk_bytes >= Segment::kMaxChunkBytes;
+  const auto near = decisions.nearest(group_, collective, bucket);
+  // On the device the delegate does well at large sizes, whatever is faster at much smaller ones.
+  const bool serves = near && (!group_.on_device() || std::abs(near->first - bucket) <= 1);
+  if (serves) {
     const std::string size = describe_bytes(range_of(near->first).nominal);
     offer(near->second, "at " + size, "measured at " + size + " in this run, the budget is spent");
   }
   return proposal;
 }
 
-void GroupTuning::settle(const RunContext& context, size_t bytes) {
+void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) {
   const Operation& operation = context.operation;
   const auto bucket = bucket_of(operation.collective, bytes, group_);
   DPT_CHECK(bucket.has_value());
   context.segment.throw_if_aborted();
+  if (group_.on_device() && !all_come(context, *bucket)) {
+    Decision apart;
+    apart.source = "rule of thumb: ranks come at different times";
+    return freeze(operation.collective, *bucket, std::move(apart));
+  }
   // Ranks that are in different operations part here, before anything depends on their being alike.
   if (context.nodes != nullptr) {
     enter_nodes(context);
+  } else if (group_.on_device()) {
+    enter_small(context);
   } else {
     enter(context, {});
   }
@@ -178,41 +209,58 @@ void GroupTuning::settle(const RunContext& context, size_t bytes) {
   const RunContext together{
       context.segment, context.operation, context.plan, wait, context.style, context.nodes};
 
-  const Limits limits{context.segment.max_chunk_bytes(), delegate_competes_};
-  const std::vector<Proposal> all =
-      exchange(together, propose(operation.collective, *bucket, limits.max_chunk_bytes));
+  Proposal mine = propose(operation, *bucket, context.segment);
+  mine.busy = bench.is_busy();
+  const std::vector<Proposal> all = exchange(together, mine);
   double spent_us = 0;
-  for (const Proposal& proposal : all) spent_us = std::max(spent_us, proposal.spent_us);
+  bool busy = false;
+  for (const Proposal& proposal : all) {
+    spent_us = std::max(spent_us, proposal.spent_us);
+    busy |= proposal.busy;
+  }
+
+  const bool measures = all[0].measure && spent_us < kBudgetUs;
+  // Known times serve a busy rank too. Without them it gets the rule of thumb, for now.
+  if (busy && measures && ++times_busy_ <= kMostTimesBusy) return;
 
   Decision decision;
-  if (all[0].measure && spent_us < kBudgetUs) {
-    const auto start = std::chrono::steady_clock::now();
-    const size_t nominal = range_of(*bucket).nominal;
-    const std::vector<Candidate> plans = candidates({.collective = operation.collective,
-                                                     .bytes = nominal,
-                                                     .size = group_.ranks,
-                                                     .not_native = "",
-                                                     .max_chunk_bytes = limits.max_chunk_bytes,
-                                                     .oversubscribed = group_.oversubscribed,
-                                                     .nodes = group_.nodes});
-    const Entry entry =
-        measure(together, {nominal, plans}, delegate_competes_ ? &delegate_ : nullptr);
-    const std::chrono::duration<double, std::micro> spent =
-        std::chrono::steady_clock::now() - start;
+  if (measures && !busy) {
+    const Bench::Result found = bench.measure(together, *bucket);
     Decisions& decisions = Decisions::instance();
-    decisions.add_spent_us(spent.count());
-    if (!entry.empty()) {
-      decisions.add_measured(group_, operation.collective, *bucket, entry);
+    decisions.add_spent_us(found.spent_us);
+    if (!found.times.empty()) {
+      decisions.add_measured(group_, operation.collective, found.bucket, found.times);
       if (context.segment.rank() == 0 && group_.nodes == 1) decisions.save(profile_, group_);
     }
-    decision = decide(entry, limits, "measured");
+    decision = decide(found.times, limits(context.segment), "measured");
     decision.source = "measured now";
+    if (found.bucket != *bucket) {
+      decision.source += " at " + describe_bytes(range_of(found.bucket).nominal);
+    }
   } else {
-    decision = decide(from_shared(all[0].entry), limits, all[0].found);
+    decision = decide(from_shared(all[0].entry), limits(context.segment), all[0].found);
     decision.source = all[0].source;
   }
   if (decision.chosen.algorithm == nullptr) decision.source = "rule of thumb";
   freeze(operation.collective, *bucket, std::move(decision));
+}
+
+bool GroupTuning::all_come(const RunContext& context, int bucket) {
+  const int collective = context.operation.collective;
+  const int place = collective * kNumBuckets + bucket;
+  static_assert(kNumCollectives * kNumBuckets <= Segment::kNumMusters);
+  if (ranks_came_apart_) {
+    decline(context, place);
+    return false;
+  }
+  const Deadline patience(std::min(kPatience, context.wait.deadline.timeout() / 2));
+  if (muster(context, place, ++visits_[collective][bucket], patience)) return true;
+  ranks_came_apart_ = true;
+  log(LogLevel::kInfo,
+      context.wait.describe() +
+          ": not all ranks came in time to measure it, so nothing of this "
+          "group is measured from here on");
+  return false;
 }
 
 void GroupTuning::freeze(Collective collective, int bucket, Decision decision) {

@@ -9,6 +9,7 @@
 #include "base/log.hpp"
 #include "comm/fabric.hpp"
 #include "comm/invitations.hpp"
+#include "comm/measure.hpp"
 #include "host/reduce.hpp"
 #include "tuner/choose.hpp"
 
@@ -46,12 +47,12 @@ Communicator::Communicator(const dpt_comm_options& options,
       rank_(options.rank),
       global_ranks_(options.global_ranks, options.global_ranks + options.size),
       native_(options.native != 0),
-      native_on_device_(options.native_on_device != 0),
       staging_bytes_(options.staging_bytes),
       store_(std::move(store)),
       delegate_(delegate),
       statistics_(make_group_statistics(group_name_)),
-      tuning_(options, delegate) {
+      tuning_(options, delegate),
+      device_tuning_(options, delegate) {
   if (options.rank < 0 || options.rank >= options.size) {
     throw Error(DPT_ERR_INVALID,
                 "group " + group_name_ + ": rank " + std::to_string(options.rank) +
@@ -128,6 +129,9 @@ std::string Communicator::why_never_native(const dpt_request& request) const {
   if (!is_message(request.collective) && !is_native_collective(request.collective))
     return "no native algorithm yet";
   if (request.not_native != nullptr) return request.not_native;
+  if (is_message(request.collective) && request.on_device != 0) {
+    return std::string("no GPU kernel for ") + name_of(request.collective);
+  }
   return "";
 }
 
@@ -181,13 +185,15 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
     try {
       const size_t bytes =
           bytes_to_choose_by(pending.operation, static_cast<int>(global_ranks_.size()));
+      HostBench bench(tuning_.group(), tuning_.rival());
       tuning_.settle({*segment_,
                       pending.operation,
                       pending.plan,
                       wait,
                       wait_style(bytes, in_caller),
                       nodes_.get()},
-                     bytes);
+                     bytes,
+                     bench);
     } catch (const Error& error) {
       fail_operation(error, wait);
     }

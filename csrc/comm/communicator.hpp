@@ -108,6 +108,10 @@ class Communicator {
   dpt_outcome submit_device(const dpt_request& request);
   std::string why_not_on_device(const dpt_request& request) const;
   DevicePlan plan_on_device(const dpt_request& request);
+  // Runs `task` with what it needs to meet the other ranks, in turn with the group's operations on
+  // host memory, which share its signals.
+  void run_in_turn(const dpt_request& request, const std::function<void(const WaitContext&)>& task);
+  void settle_on_device(const dpt_request& request, size_t bytes);
   void join_devices(const dpt_request& request);
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
   void watch_device(DeviceGroup* group);
@@ -125,7 +129,6 @@ class Communicator {
   int rank_;
   std::vector<int64_t> global_ranks_;
   bool native_;
-  bool native_on_device_;
   size_t staging_bytes_;
   std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
@@ -141,6 +144,7 @@ class Communicator {
   std::string no_messages_;  // the same for sends and receives
   bool oversubscribed_ = false;
   GroupTuning tuning_;
+  GroupTuning device_tuning_;  // once device_ is there
 
   std::mutex state_mutex_;  // guards segment_'s, nodes_' and messages_' replacement, and failure_
   std::unique_ptr<Segment> segment_;  // of this node's ranks

@@ -4,6 +4,8 @@
 
 #include "base/log.hpp"
 #include "comm/communicator.hpp"
+#include "comm/device_bench.hpp"
+#include "comm/device_class.hpp"
 #include "comm/fabric.hpp"
 #include "comm/measure.hpp"
 #include "tuner/choose_device.hpp"
@@ -56,9 +58,6 @@ dpt_outcome Communicator::submit_device(const dpt_request& request) {
 
 std::string Communicator::why_not_on_device(const dpt_request& request) const {
   if (std::string reason = why_never_native(request); !reason.empty()) return reason;
-  if (!native_on_device_) {
-    return "GPU kernels are new: collectives=native uses them";
-  }
   if (global_ranks_.size() == 1) return "a group of one rank";
   if (!has_device_kernels(request.collective)) {
     return std::string("no GPU kernel for ") + name_of(request.collective);
@@ -68,7 +67,7 @@ std::string Communicator::why_not_on_device(const dpt_request& request) const {
     return std::string("no GPU kernel for ") + name_of(request.reduce_op) + " of " +
            name_of(request.dtype);
   }
-  return DeviceGroup::why_absent();
+  return device_ ? "" : DeviceGroup::why_absent();  // found out once
 }
 
 DevicePlan Communicator::plan_on_device(const dpt_request& request) {
@@ -81,25 +80,57 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
     }
   }
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
+  const size_t bytes = request.count * size_of(request.dtype);
+  const bool tunes = reason.empty() && even;
+  if (tunes && device_tuning_.is_open(request.collective, bytes)) settle_on_device(request, bytes);
   return choose_device({.collective = request.collective,
-                        .bytes = request.count * size_of(request.dtype),
+                        .bytes = bytes,
                         .even = even,
                         .large = request.reduce_op == DPT_NO_REDUCE ||
                                  cuda::has_large_kernels(request.dtype, request.reduce_op),
                         .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
-                        .not_native = std::move(reason)});
+                        .not_native = std::move(reason),
+                        .delegate = device_tuning_.delegate_competes(),
+                        .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+}
+
+void Communicator::run_in_turn(const dpt_request& request,
+                               const std::function<void(const WaitContext&)>& task) {
+  const WaitContext wait{Deadline(std::chrono::milliseconds(request.timeout_ms)),
+                         [this, &request] {
+                           return std::string(name_of(request.collective)) +
+                                  " (on GPUs, the first of its kind) of group " + group_name_ +
+                                  " on rank " + std::to_string(global_ranks_[rank_]);
+                         },
+                         interrupted_};
+  while (!progress_.try_run_inline([&] { task(wait); })) progress_.drain(kWaitSlice);
+}
+
+void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
+  const Operation operation{.collective = request.collective,
+                            .dtype = request.dtype,
+                            .reduce_op = request.reduce_op,
+                            .premul_factor = request.premul_factor,
+                            .root = request.root,
+                            .count = request.count,
+                            .inputs = nullptr,
+                            .outputs = nullptr,
+                            .sequence = next_sequence_++};
+  const Plan plan;
+  run_in_turn(request, [&](const WaitContext& wait) {
+    DeviceBench bench(*device_->group, request, device_tuning_.rival());
+    try {
+      device_tuning_.settle(
+          {*segment_, operation, plan, wait, WaitStyle::kBackground}, bytes, bench);
+    } catch (const Error& error) {
+      fail_operation(error, wait);
+    }
+  });
 }
 
 void Communicator::join_devices(const dpt_request& request) {
   if (device_) return;
-  const WaitContext wait{Deadline(std::chrono::milliseconds(request.timeout_ms)),
-                         [this, &request] {
-                           return std::string(name_of(request.collective)) +
-                                  " (the first on GPUs) of group " + group_name_ + " on rank " +
-                                  std::to_string(global_ranks_[rank_]);
-                         },
-                         interrupted_};
-  const auto join = [&] {
+  run_in_turn(request, [&](const WaitContext& wait) {
     ensure_connected(wait, *store_);
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
@@ -110,14 +141,13 @@ void Communicator::join_devices(const dpt_request& request) {
       } catch (const Error& error) {
         if (error.status() != DPT_ERR_SYSTEM) fail_operation(error, wait);
         state->why_not = error.what();
-        log(LogLevel::kWarning,
+        // Only who asked for native code misses anything.
+        log(delegate_.execute == nullptr ? LogLevel::kWarning : LogLevel::kInfo,
             "group " + group_name_ + " uses the stock backend on GPUs: " + state->why_not);
       }
     }
     device_ = std::move(state);
-  };
-  // In turn with the group's operations on host memory, which share its signals.
-  while (!progress_.try_run_inline(join)) progress_.drain(kWaitSlice);
+  });
 }
 
 void Communicator::connect_devices(int device, const WaitContext& wait, DeviceState* state) {
@@ -136,10 +166,21 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const size_t most = staging_bytes_ != 0 ? staging_bytes_ : kDefaultStagingBytes;
   const size_t used = fabric.device_staging_used();
   const size_t left = most - std::min(most, used);
-  state->group = DeviceGroup::connect(
-      {rank_, global_ranks_, device, left / kShareOfStaging, all_gather, wait});
+  const DeviceClass devices = describe_devices(context, device);
+  const int channels = offer_channels(devices.num_sms, fabric.device_channels_used());
+  state->group = DeviceGroup::connect({rank_,
+                                       global_ranks_,
+                                       device,
+                                       left / kShareOfStaging,
+                                       channels,
+                                       devices.nvlink,
+                                       all_gather,
+                                       wait});
+  // NCCL refuses ranks that share a GPU.
+  device_tuning_.agree_on_device(context, devices.text, !devices.shared);
   state->staging_bytes = state->group->layout().block_bytes();
-  fabric.add_device_staging(static_cast<int64_t>(state->staging_bytes));
+  fabric.add_device_use(static_cast<int64_t>(state->staging_bytes),
+                        state->group->layout().channels);
   fabric.on_tick(segment_.get(), [this, group = state->group.get()] { watch_device(group); });
 }
 
@@ -173,7 +214,8 @@ void Communicator::check_device(const dpt_request& request) {
 void Communicator::leave_devices() {
   if (!device_ || !device_->group) return;
   Fabric::instance().on_tick(segment_.get(), nullptr);
-  Fabric::instance().add_device_staging(-static_cast<int64_t>(device_->staging_bytes));
+  Fabric::instance().add_device_use(-static_cast<int64_t>(device_->staging_bytes),
+                                    -device_->group->layout().channels);
   device_.reset();
 }
 

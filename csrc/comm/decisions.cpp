@@ -10,6 +10,8 @@ namespace {
 
 ProfileKey key_of(TuningClass group) {
   static const std::string machine = describe_machine();
+  // Kernels run at the device's own speed, whatever the host is.
+  if (group.on_device()) return {std::string(group.device), DPT_VERSION, group};
   return {machine, DPT_VERSION, group};
 }
 

@@ -58,9 +58,14 @@ class Fabric {
   // that. It may fail the group, and must not use the fabric.
   void on_tick(Segment* segment, std::function<void()> tick);
 
-  // Device memory that the staging of this process's groups takes.
+  // Device memory that the staging of this process's groups takes, and the multiprocessors that
+  // their kernels would together.
   size_t device_staging_used() const { return device_staging_used_; }
-  void add_device_staging(int64_t bytes) { device_staging_used_ += bytes; }
+  int device_channels_used() const { return device_channels_used_; }
+  void add_device_use(int64_t staging_bytes, int channels) {
+    device_staging_used_ += staging_bytes;
+    device_channels_used_ += channels;
+  }
 
   // Whether the ranks that share this node outnumber the cores they may use together.
   bool oversubscribed(const std::vector<PeerInfo>& peers) const;
@@ -87,6 +92,7 @@ class Fabric {
   std::map<Segment*, Group> groups_;
   size_t staging_used_ = 0;
   std::atomic<size_t> device_staging_used_{0};
+  std::atomic<int> device_channels_used_{0};
   std::unique_ptr<Watchdog> watchdog_;
 };
 

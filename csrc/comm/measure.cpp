@@ -2,70 +2,46 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <limits>
+#include <cstring>
 #include <new>
 #include <optional>
 
 #include "algorithms/nodes.hpp"
 #include "base/error.hpp"
 #include "base/log.hpp"
+#include "comm/race.hpp"
+#include "tuner/choose.hpp"
 
 namespace dpt {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// One range has enough when it had this long and this many rounds, and stops at the latest after
-// the longer time or the larger number.
-constexpr double kEnoughUs = 20e3;
-constexpr double kMostUs = 100e3;
-constexpr int kFewestRounds = 3;
-constexpr int kFewestLongRounds = 2;
-constexpr int kMostRounds = 25;
-// A candidate whose best time is this much worse than the best of all is not tried again. The first
-// time may have been bad luck; native ones that cost next to nothing get all their chances.
-constexpr double kHopelessAtFirst = 4;
-constexpr double kHopeless = 2;
-constexpr double kCheapUs = 1000;
+constexpr Pace kPace{.enough_us = 20e3,
+                     .most_us = 100e3,
+                     .fewest_rounds = 3,
+                     .fewest_long_rounds = 2,
+                     .most_rounds = 25,
+                     .cheap_us = 1000};
 
-// Memory for one trial operation, written once so that its pages are there.
-class Scratch {
+// Written once so that its pages are there.
+class HostMemory {
  public:
-  static constexpr std::align_val_t kAlignment{4096};
-
-  Scratch(Collective collective, size_t bytes, int rank, int ranks) {
-    const bool is_root = rank == 0;
-    const int inputs = num_inputs(collective, is_root, ranks);
-    const int outputs = num_outputs(collective, is_root, ranks);
-    const bool in_place = num_buffers(collective, ranks) == 1;
-    const size_t all = bytes * (in_place ? 1 : inputs + outputs);
-    memory_ = static_cast<char*>(::operator new(all, kAlignment, std::nothrow));
-    if (memory_ == nullptr) return;
-    std::memset(memory_, 0, all);
-    char* next = memory_;
-    for (int i = 0; i < inputs; ++i, next += bytes) this->inputs.push_back(next);
-    if (in_place) next = memory_;
-    for (int i = 0; i < outputs; ++i, next += bytes) this->outputs.push_back(next);
+  explicit HostMemory(size_t bytes)
+      : memory_(static_cast<char*>(::operator new(bytes, kAlignment, std::nothrow))) {
+    if (memory_ != nullptr) std::memset(memory_, 0, bytes);
   }
-  ~Scratch() { ::operator delete(memory_, kAlignment); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
+  ~HostMemory() { ::operator delete(memory_, kAlignment); }
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
 
-  bool has_memory() const { return memory_ != nullptr; }
-
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
+  char* get() const { return memory_; }
 
  private:
+  static constexpr std::align_val_t kAlignment{4096};
+
   char* memory_;
 };
-
-ReduceOp trial_reduce_op(Collective collective) {
-  const bool reduces =
-      collective == DPT_ALL_REDUCE || collective == DPT_REDUCE || collective == DPT_REDUCE_SCATTER;
-  return reduces ? DPT_SUM : DPT_NO_REDUCE;
-}
 
 double microseconds_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
@@ -133,26 +109,6 @@ class Trial {
   const dpt_delegate* delegate_;
 };
 
-// One candidate's way through the rounds.
-struct Course {
-  Candidate candidate;
-  bool alive = true;
-  double best_us = std::numeric_limits<double>::infinity();
-  std::vector<double> times_us = {};  // of the timed rounds
-};
-
-// The delegate is no yardstick: the best native candidate is always wanted.
-void drop_hopeless(std::vector<Course>* courses, double factor) {
-  double best_us = std::numeric_limits<double>::infinity();
-  for (const Course& course : *courses) {
-    if (!is_delegate(course.candidate)) best_us = std::min(best_us, course.best_us);
-  }
-  for (Course& course : *courses) {
-    const bool cheap = !is_delegate(course.candidate) && course.best_us < kCheapUs;
-    if (!cheap && course.best_us > factor * best_us) course.alive = false;
-  }
-}
-
 }  // namespace
 
 std::vector<char> exchange_bytes(const RunContext& context, const void* mine, size_t bytes) {
@@ -191,65 +147,48 @@ std::vector<char> exchange_bytes(const RunContext& context, const void* mine, si
   return all;
 }
 
-Entry measure(const RunContext& context, const Trials& what, const dpt_delegate* delegate) {
-  const size_t bytes = what.bytes;
+Bench::Result HostBench::measure(const RunContext& context, int bucket) {
+  const auto start = Clock::now();
+  const size_t bytes = range_of(bucket).nominal;
   const Collective collective = context.operation.collective;
+  std::vector<Candidate> racers = candidates({.collective = collective,
+                                              .bytes = bytes,
+                                              .size = group_.ranks,
+                                              .not_native = "",
+                                              .max_chunk_bytes = context.segment.max_chunk_bytes(),
+                                              .oversubscribed = group_.oversubscribed,
+                                              .nodes = group_.nodes});
   const Nodes* nodes = context.nodes;
-  const Scratch scratch(collective,
-                        bytes,
-                        nodes != nullptr ? nodes->rank : context.segment.rank(),
-                        nodes != nullptr ? nodes->layout.size() : context.segment.size());
+  const int rank = nodes != nullptr ? nodes->rank : context.segment.rank();
+  const HostMemory memory(trial_bytes(collective, bytes, rank, group_.ranks));
   struct Ready {
     bool has_memory;
   };
-  for (const Ready& rank : exchange(context, Ready{scratch.has_memory()})) {
-    if (!rank.has_memory) return {};
+  for (const Ready& each : exchange(context, Ready{memory.get() != nullptr})) {
+    if (!each.has_memory) return {bucket, {}, microseconds_since(start)};
   }
+  const TrialBuffers buffers(collective, bytes, rank, group_.ranks, memory.get());
   Operation operation{};
   operation.collective = collective;
   operation.dtype = DPT_FLOAT32;
   operation.reduce_op = trial_reduce_op(collective);
   operation.premul_factor = 1;
   operation.count = bytes / size_of(DPT_FLOAT32);
-  operation.inputs = scratch.inputs.data();
-  operation.outputs = scratch.outputs.data();
+  operation.inputs = buffers.inputs.data();
+  operation.outputs = buffers.outputs.data();
   operation.sequence = context.operation.sequence;
-  const Trial trial(context, operation, delegate);
+  const Trial trial(context, operation, delegate_);
 
-  std::vector<Course> courses;
-  for (const Candidate& candidate : what.plans) courses.push_back({candidate});
   double elapsed_us = 0;
-  if (delegate != nullptr) {
-    courses.push_back({{known_algorithm("delegate")}});
+  if (delegate_ != nullptr) {
     // It connects at its first operation, which is no fair sample.
-    courses.back().alive =
-        trial.run(courses.back().candidate, Clock::now(), &elapsed_us).has_value();
+    const Candidate stock{known_algorithm("delegate")};
+    if (trial.run(stock, Clock::now(), &elapsed_us)) racers.push_back(stock);
   }
-  const auto start = Clock::now();
-  // The first round is not timed.
-  for (int round = 0; round <= kMostRounds; ++round) {
-    for (size_t i = 0; i < courses.size(); ++i) {
-      // Back and forth, so that a drift of the machine's speed hits all alike.
-      Course& course = courses[round % 2 == 0 ? i : courses.size() - 1 - i];
-      if (!course.alive) continue;
-      const auto time_us = trial.run(course.candidate, start, &elapsed_us);
-      course.alive = time_us.has_value();
-      if (!time_us) continue;
-      course.best_us = std::min(course.best_us, *time_us);
-      if (round > 0) course.times_us.push_back(*time_us);
-    }
-    drop_hopeless(&courses, round == 0 ? kHopelessAtFirst : kHopeless);
-    if (round >= kFewestLongRounds && elapsed_us > kMostUs) break;
-    if (round >= kFewestRounds && elapsed_us > kEnoughUs) break;
-  }
-  Entry entry;
-  for (Course& course : courses) {
-    const bool timed = !course.times_us.empty();
-    if (!timed && !std::isfinite(course.best_us)) continue;
-    entry.push_back(timed ? summarize(course.candidate, course.times_us)
-                          : summarize(course.candidate, {course.best_us}));
-  }
-  return entry;
+  const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {
+    return trial.run(racers[i], since, elapsed);
+  });
+  return {bucket, times, microseconds_since(start)};
 }
 
 }  // namespace dpt

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "algorithms/algorithm.hpp"
+#include "comm/calibration.hpp"
 #include "tuner/table.hpp"
 
 namespace dpt {
@@ -29,14 +30,18 @@ std::vector<T> exchange(const RunContext& context, const T& mine) {
   return all;
 }
 
-struct Trials {
-  size_t bytes;  // of one buffer
-  std::vector<Candidate> plans;
-};
+// Times the plans for a collective in host memory, and the delegate unless it is nullptr. Nothing
+// when a rank lacks the memory. Takes about a tenth of a second, more where one operation does.
+class HostBench final : public Bench {
+ public:
+  HostBench(const TuningClass& group, const dpt_delegate* delegate)
+      : group_(group), delegate_(delegate) {}
 
-// The times of the plans for the collective of `context.operation`, and of the delegate unless it
-// is nullptr. The same on every rank; empty when a rank lacks the memory. Called by all ranks,
-// after an `enter`. Takes about a tenth of a second, more where one operation does.
-Entry measure(const RunContext& context, const Trials& what, const dpt_delegate* delegate);
+  Result measure(const RunContext& context, int bucket) override;
+
+ private:
+  const TuningClass& group_;
+  const dpt_delegate* delegate_;
+};
 
 }  // namespace dpt

@@ -9,7 +9,36 @@
 #include "cuda/layout.hpp"
 #include "cuda/plan.hpp"
 
+#ifdef __CUDACC__
+#define DPT_HOST_DEVICE __host__ __device__
+#else
+#define DPT_HOST_DEVICE
+#endif
+
 namespace dpt::cuda {
+
+// How `bytes` are cut into chunks of the same size: in every round, each share has one.
+struct Cut {
+  uint64_t bytes;
+  uint32_t chunk;  // bytes, whole vectors
+  uint32_t rounds;
+
+  // Of the chunk that begins there.
+  DPT_HOST_DEVICE uint32_t bytes_at(uint64_t offset) const {
+    if (offset >= bytes) return 0;
+    return bytes - offset < chunk ? static_cast<uint32_t>(bytes - offset) : chunk;
+  }
+
+  static Cut of(uint64_t bytes, uint64_t shares, uint64_t most) {
+    constexpr uint64_t kVector = 16;
+    const uint64_t rounds = (bytes + shares * most - 1) / (shares * most);
+    if (rounds == 0) return {0, 0, 0};
+    const uint64_t chunk = (bytes + rounds * shares - 1) / (rounds * shares);
+    return {bytes,
+            static_cast<uint32_t>((chunk + kVector - 1) / kVector * kVector),
+            static_cast<uint32_t>(rounds)};
+  }
+};
 
 // Parts that ranks reduce: rank p receives parts[p] of every rank. In an all_reduce by
 // low_latency_reduce all of them are the whole input.
@@ -46,6 +75,11 @@ struct Launch {
   CallView call;
   Grid grid;
   Stream stream;
+  uint32_t chunk_bytes;  // most that one slot is to carry
+
+  Cut cut(uint64_t bytes, uint64_t shares_per_channel = 1) const {
+    return Cut::of(bytes, shares_per_channel * static_cast<uint64_t>(grid.channels), chunk_bytes);
+  }
 };
 
 // Each starts one kernel and returns. Whether a dtype and operation can be reduced: can_reduce.
@@ -54,6 +88,16 @@ void low_latency_reduce(const Launch& launch,
                         DataType dtype,
                         ReduceOp op);
 void low_latency_exchange(const Launch& launch, const ExchangeArguments& arguments);
+void packet_all_reduce(const Launch& launch,
+                       const AllReduceArguments& arguments,
+                       DataType dtype,
+                       ReduceOp op);
+void packet_reduce_scatter(const Launch& launch,
+                           const ReduceArguments& arguments,
+                           DataType dtype,
+                           ReduceOp op);
+// Of equal parts.
+void packet_exchange(const Launch& launch, const ExchangeArguments& arguments);
 void push_reduce_scatter(const Launch& launch,
                          const ReduceArguments& arguments,
                          DataType dtype,

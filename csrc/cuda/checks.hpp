@@ -32,6 +32,21 @@ class DeviceScope {
   int before_ = 0;
 };
 
+// While a graph is captured, in whatever thread, calls that might disturb that are errors unless
+// their own thread says that it knows: what is done here has nothing to do with a captured stream.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  void exchange() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 }  // namespace dpt::cuda
 
 #define DPT_CUDA_CHECK(call) ::dpt::cuda::check(call, #call)

@@ -28,6 +28,30 @@ DPT_DEVICE void sync_channel() { __syncthreads(); }
 // Whether `ok` holds in every thread of the channel.
 DPT_DEVICE bool sync_channel_and(bool ok) { return __syncthreads_and(ok) != 0; }
 
+constexpr int kWarp = 32;
+DPT_DEVICE void sync_warp() { __syncwarp(); }
+DPT_DEVICE bool warp_and(bool ok) { return __all_sync(~0u, ok) != 0; }
+
+// Words in shared memory, between the channel's threads: what was written before a store or a count
+// is seen after the load that reads it.
+DPT_DEVICE uint32_t shared_address(const uint32_t* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+DPT_DEVICE uint32_t load_shared(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(shared_address(from))
+               : "memory");
+  return value;
+}
+DPT_DEVICE void store_shared(uint32_t* to, uint32_t value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;"
+               :
+               : "r"(shared_address(to)), "r"(value)
+               : "memory");
+}
+
 DPT_DEVICE uint64_t clock_ns() {
   uint64_t time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
@@ -78,6 +102,16 @@ DPT_DEVICE void store_line(uint4* to, uint4 value) {
                : "memory");
 }
 DPT_DEVICE uint4 load_line(const uint4* from) { return load_staged(from); }
+
+// Eight neighbouring threads that move a packet.
+DPT_DEVICE uint32_t lanes_mask() { return 0xffu << (thread_index() % 32 / kLanes * kLanes); }
+DPT_DEVICE void sync_lanes() { __syncwarp(lanes_mask()); }
+// What one of them says is what holds for all, bit by bit.
+DPT_DEVICE uint32_t lanes_and(uint32_t bits) { return __reduce_and_sync(lanes_mask(), bits); }
+// One line of a packet, of which each of eight neighbouring threads has its part. It is written and
+// read by one instruction of all of them.
+DPT_DEVICE void store_lane(uint4* to, uint4 value) { store_line(to, value); }
+DPT_DEVICE uint4 load_lane(const uint4* from) { return load_staged(from); }
 
 }  // namespace dpt::cuda
 #endif

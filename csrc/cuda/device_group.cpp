@@ -23,20 +23,19 @@ using cuda::Launch;
 using cuda::Layout;
 using cuda::ReduceArguments;
 
-// Low-latency messages are small; what they stage is a small part of the whole.
-constexpr uint32_t kSlotsPerLines = 4;
 constexpr uint32_t kLargestSlot = 64 << 10;
 constexpr uint32_t kSmallestSlot = 4 << 10;
 // How long a group that goes away waits for its kernels.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
 // The layout with the largest slots that fit; slot_bytes 0: none does.
-Layout layout_for(int size, size_t staging_bytes) {
+Layout layout_for(const DeviceGroup::Setup& setup) {
+  const int size = static_cast<int>(setup.global_ranks.size());
   for (uint32_t slot = kLargestSlot; slot >= kSmallestSlot; slot /= 2) {
-    const Layout layout{size, slot, slot / kSlotsPerLines};
-    if (layout.block_bytes() <= staging_bytes) return layout;
+    const Layout layout = Layout::of(size, slot, setup.channels, setup.nvlink);
+    if (layout.block_bytes() <= setup.staging_bytes) return layout;
   }
-  return {size, 0, 0};
+  return Layout::of(size, 0);
 }
 
 // Memory of the host that kernels write their last word to.
@@ -78,6 +77,7 @@ uint32_t describe(const dpt_request& request, const DevicePlan& plan) {
   for (const char* letter = plan.algorithm; *letter != '\0'; ++letter) {
     mix(static_cast<uint64_t>(*letter));
   }
+  mix(plan.chunk_bytes);
   mix(static_cast<uint64_t>(plan.grid.channels) << 32 | static_cast<uint32_t>(plan.grid.threads));
   return hash;
 }
@@ -111,7 +111,9 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
-    Launch launch{group_, {}, plan.grid, stream};
+    const size_t slot = group_.layout.slot_bytes;
+    const size_t chunk = plan.chunk_bytes != 0 ? std::min(plan.chunk_bytes, slot) : slot;
+    Launch launch{group_, {}, plan.grid, stream, static_cast<uint32_t>(chunk)};
     launch.call.timeout_ns = static_cast<uint64_t>(request.timeout_ms) * 1000000;
     launch.call.description = describe(request, plan);
     switch (request.collective) {
@@ -147,20 +149,22 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     const double factor = request.reduce_op == DPT_PREMUL_SUM ? request.premul_factor : 1;
     const double average = request.reduce_op == DPT_AVG ? 1.0 / size : 1;
     const bool whole = request.collective == DPT_ALL_REDUCE;
-    if (plan.algorithm == std::string_view("two_shot")) {
-      return cuda::two_shot_all_reduce(
-          launch,
-          {input(request, 0), output(request, 0), bytes, factor, average},
-          request.dtype,
-          request.reduce_op);
+    const std::string_view algorithm = plan.algorithm;
+    if (whole && algorithm != "low_latency") {
+      auto* const start =
+          algorithm == "packet" ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
+      return start(launch,
+                   {input(request, 0), output(request, 0), bytes, factor, average},
+                   request.dtype,
+                   request.reduce_op);
     }
     ReduceArguments arguments{{}, output(request, 0), bytes, factor, average};
     for (int rank = 0; rank < size; ++rank) {
       arguments.parts[rank] = input(request, whole ? 0 : rank);
     }
-    auto* const start = plan.algorithm == std::string_view("low_latency")
-                            ? cuda::low_latency_reduce
-                            : cuda::push_reduce_scatter;
+    auto* const start = algorithm == "low_latency" ? cuda::low_latency_reduce
+                        : algorithm == "packet"    ? cuda::packet_reduce_scatter
+                                                   : cuda::push_reduce_scatter;
     start(launch, arguments, request.dtype, request.reduce_op);
   }
 
@@ -200,9 +204,10 @@ class ConnectedDeviceGroup final : public DeviceGroup {
                       std::string("no device kernel for ") + name_of(request.collective));
       }
     }
-    auto* const start = plan.algorithm == std::string_view("low_latency")
-                            ? cuda::low_latency_exchange
-                            : cuda::push_exchange;
+    const std::string_view algorithm = plan.algorithm;
+    auto* const start = algorithm == "low_latency" ? cuda::low_latency_exchange
+                        : algorithm == "packet"    ? cuda::packet_exchange
+                                                   : cuda::push_exchange;
     start(launch, arguments);
   }
   static void send(ExchangeArguments* arguments, int rank, const char* from, uint64_t bytes) {
@@ -225,16 +230,17 @@ class ConnectedDeviceGroup final : public DeviceGroup {
 struct Hello {
   std::string address;  // of its socket; empty when it can't take part
   uint32_t slot_bytes = 0;
+  int channels = 0;
   std::string why_not;
 
   std::string serialize() const {
     return (address.empty() ? "-" : address) + " " + std::to_string(slot_bytes) + " " +
-           why_not.substr(0, DeviceGroup::kMostWords / 2);
+           std::to_string(channels) + " " + why_not.substr(0, DeviceGroup::kMostWords / 2);
   }
   static Hello parse(const std::string& text) {
     Hello hello;
     std::istringstream words(text);
-    words >> hello.address >> hello.slot_bytes;
+    words >> hello.address >> hello.slot_bytes >> hello.channels;
     std::getline(words, hello.why_not);
     if (hello.address == "-") hello.address.clear();
     return hello;
@@ -315,6 +321,7 @@ uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
 }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
+  const cuda::RelaxedCapture relaxed;
   const int size = static_cast<int>(setup.global_ranks.size());
   Hello hello;
   UniqueFd listener;
@@ -330,7 +337,8 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     static std::once_flag loaded;
     const cuda::DeviceScope scope(setup.device);
     std::call_once(loaded, cuda::load_kernels);
-    hello.slot_bytes = layout_for(size, setup.staging_bytes).slot_bytes;
+    hello.slot_bytes = layout_for(setup).slot_bytes;
+    hello.channels = setup.channels;
     if (hello.slot_bytes == 0) throw Error(DPT_ERR_SYSTEM, "staging_mb is used up by other groups");
     listener = listen_abstract(&hello.address);
   } catch (const Error& error) {
@@ -342,13 +350,15 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     peers.push_back(Hello::parse(words));
   }
   uint32_t slot_bytes = hello.slot_bytes;
+  int channels = hello.channels;
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     if (peers[rank].address.empty()) {
       throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ":" + peers[rank].why_not);
     }
     slot_bytes = std::min(slot_bytes, peers[rank].slot_bytes);
+    channels = std::min(channels, peers[rank].channels);
   }
-  const Layout layout{size, slot_bytes, slot_bytes / kSlotsPerLines};
+  const Layout layout = Layout::of(size, slot_bytes, channels, setup.nvlink);
 
   std::string trouble;
   DeviceMemory own;

@@ -25,6 +25,8 @@ class DeviceGroup {
     const std::vector<int64_t>& global_ranks;
     int device;            // as this process numbers them
     size_t staging_bytes;  // most device memory for this group
+    int channels;          // most of its kernels
+    bool nvlink;           // between all ranks
     // Every rank's text, in rank order. Of at most kMostWords bytes.
     std::function<std::vector<std::string>(const std::string&)> all_gather;
     const WaitContext& wait;

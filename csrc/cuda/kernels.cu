@@ -5,9 +5,13 @@ namespace dpt::cuda {
 
 void load_low_latency_reduce();
 void load_low_latency_exchange();
+void load_packet_all_reduce();
+void load_packet_reduce_scatter();
+void load_packet_exchange();
 void load_push_reduce_scatter();
 void load_two_shot_all_reduce();
 void load_push_exchange();
+void load_gate();
 
 bool can_reduce_on_device(DataType dtype, ReduceOp op) {
   const bool floating =
@@ -26,9 +30,13 @@ bool has_large_kernels(DataType dtype, ReduceOp op) {
 void load_kernels() {
   load_low_latency_reduce();
   load_low_latency_exchange();
+  load_packet_all_reduce();
+  load_packet_reduce_scatter();
+  load_packet_exchange();
   load_push_reduce_scatter();
   load_two_shot_all_reduce();
   load_push_exchange();
+  load_gate();
 }
 
 }  // namespace dpt::cuda

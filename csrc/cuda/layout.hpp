@@ -4,6 +4,7 @@
 //   control   flags that the peers set
 //   counters  this rank's own bookkeeping, kept from kernel to kernel
 //   lines     staging of low-latency kernels: data that carries its flags with it
+//   packets   the same in larger units, for messages of middle size
 //   slots     staging of push kernels: a short queue of chunks from every peer
 //
 // NOTE [Device sequence] Flags, counters and the parity of staging live in device memory and are
@@ -26,6 +27,13 @@ constexpr int kMostThreads = 512;
 enum Lane : int { kInputs = 0, kResults = 1 };
 constexpr int kNumLanes = 2;
 constexpr int kNumSlots = 4;  // chunks a queue holds
+// Threads that move a packet together, and what it holds. A kernel's results travel apart from its
+// inputs, on a trip of their own.
+constexpr int kLanes = 8;
+constexpr int kVectorsPerPacket = 15;
+constexpr uint32_t kPacketData = 240;
+constexpr uint32_t kPacketBytes = 256;
+constexpr int kNumTrips = 2;
 
 constexpr size_t kAlignment = 128;
 
@@ -51,16 +59,29 @@ struct Control {
 struct Counters {
   uint32_t sent[kMaxChannels][kNumLanes][kMaxRanks];
   uint32_t received[kMaxChannels][kNumLanes][kMaxRanks];
-  uint32_t line_sequence[kMaxChannels];  // of the channel's last low-latency kernel
-  uint32_t sequence;                     // of the group's last native operation
-  uint32_t failed;                       // kernels that start now end at once
+  uint32_t line_sequence[kMaxChannels];    // of the channel's last low-latency kernel
+  uint32_t packet_sequence[kMaxChannels];  // of the channel's last kernel with packets
+  uint32_t sequence;                       // of the group's last native operation
+  uint32_t failed;                         // kernels that start now end at once
 };
 
 // Sizes that all ranks of a group agree on.
 struct Layout {
-  int size;             // ranks
-  uint32_t slot_bytes;  // of one chunk, a multiple of kAlignment
-  uint32_t line_bytes;  // of one channel's data from one rank; a line holds half data, half flags
+  int size;               // ranks
+  int channels;           // most of a kernel
+  uint32_t slot_bytes;    // of one chunk, a multiple of kAlignment
+  uint32_t line_bytes;    // of one channel's data from one rank; a line holds half data, half flags
+  uint32_t packet_bytes;  // of one channel's packets from one rank, on one trip; 0: none
+
+  // `packets`: whether the links deliver their lines whole.
+  static constexpr Layout of(int size,
+                             uint32_t slot_bytes,
+                             int channels = kMaxChannels,
+                             bool packets = true) {
+    // Messages in lines are small, those in packets end where chunks begin to pay.
+    const uint32_t count = packets ? slot_bytes * 9 / 8 / kPacketBytes : 0;
+    return {size, channels, slot_bytes, slot_bytes / 4, count * kPacketBytes};
+  }
 
   static constexpr size_t round(size_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -68,11 +89,15 @@ struct Layout {
   static constexpr size_t counters_offset() { return round(sizeof(Control)); }
   static constexpr size_t lines_offset() { return counters_offset() + round(sizeof(Counters)); }
   constexpr size_t lines_bytes() const {
-    return size_t{2} * kMaxChannels * size * (2 * size_t{line_bytes});
+    return size_t{2} * channels * size * (2 * size_t{line_bytes});
   }
-  constexpr size_t slots_offset() const { return lines_offset() + lines_bytes(); }
+  constexpr size_t packets_offset() const { return lines_offset() + lines_bytes(); }
+  constexpr size_t packets_bytes() const {
+    return size_t{2} * kNumTrips * channels * size * packet_bytes;
+  }
+  constexpr size_t slots_offset() const { return packets_offset() + packets_bytes(); }
   constexpr size_t slots_bytes() const {
-    return size_t{kNumLanes} * kMaxChannels * size * kNumSlots * slot_bytes;
+    return size_t{kNumLanes} * channels * size * kNumSlots * slot_bytes;
   }
   constexpr size_t block_bytes() const { return slots_offset() + slots_bytes(); }
 };
@@ -83,6 +108,12 @@ constexpr uint64_t most_in_lines(const Layout& layout, const Grid& grid) {
   constexpr uint64_t kDataPerLine = 8;
   const uint64_t per_thread = layout.line_bytes / kDataPerLine / grid.threads;
   return per_thread * grid.threads * grid.channels * kDataPerLine;
+}
+
+// The longest part that kernels with packets take.
+constexpr uint64_t most_in_packets(const Layout& layout, const Grid& grid) {
+  return uint64_t{layout.packet_bytes / kPacketBytes} * static_cast<uint64_t>(grid.channels) *
+         kPacketData;
 }
 
 // A group as its kernels get it.

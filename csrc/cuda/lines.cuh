@@ -32,9 +32,8 @@ class Lines {
     return ok;
   }
 
-  // All threads together, when all lines are in: the next kernel uses the other copy.
+  // When all of the channel's lines are in: the next kernel uses the other copy.
   DPT_DEVICE void close() const {
-    sync_channel();
     if (thread_index() == 0) counters_of(group_).line_sequence[channel_index()] = sequence_;
   }
 
@@ -42,7 +41,8 @@ class Lines {
   DPT_DEVICE uint4* at(int owner, int from, uint64_t index) const {
     const Layout& layout = group_.layout;
     const size_t area =
-        (static_cast<size_t>(sequence_ & 1) * kMaxChannels + channel_index()) * layout.size + from;
+        (static_cast<size_t>(sequence_ & 1) * layout.channels + channel_index()) * layout.size +
+        from;
     return reinterpret_cast<uint4*>(group_.blocks[owner] + Layout::lines_offset() +
                                     area * 2 * layout.line_bytes) +
            index;

@@ -15,8 +15,7 @@ DPT_DEVICE uint64_t num_lines(uint64_t bytes) { return (bytes + Half::kBytes - 1
 DPT_KERNEL low_latency_exchange_kernel(DPT_PARAMETER GroupView group,
                                        DPT_PARAMETER CallView call,
                                        DPT_PARAMETER ExchangeArguments arguments) {
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
+  const Attendance attendance(group, call);
   const Lines lines(group, call);
   const int size = group.layout.size;
   const int rank = group.rank;
@@ -31,7 +30,8 @@ DPT_KERNEL low_latency_exchange_kernel(DPT_PARAMETER GroupView group,
     store_user(arguments.receive[part] + at, data, arguments.receive_bytes[part] - at);
   };
 
-  for (int step = 1; step < size; ++step) {
+  bool ok = attendance.is_alive();
+  for (int step = 1; step < size && ok; ++step) {
     const int peer = (rank + step) % size;
     const uint64_t count = num_lines(arguments.send_bytes[peer]);
     uint64_t line = thread_index();
@@ -45,7 +45,6 @@ DPT_KERNEL low_latency_exchange_kernel(DPT_PARAMETER GroupView group,
     for (uint64_t i = first; i < count; i += stride) store(rank, i, load(rank, i));
   }
 
-  bool ok = true;
   for (int step = 1; step < size; ++step) {
     const int peer = (rank + size - step) % size;
     const uint64_t count = num_lines(arguments.receive_bytes[peer]);
@@ -56,9 +55,7 @@ DPT_KERNEL low_latency_exchange_kernel(DPT_PARAMETER GroupView group,
       if (ok) store(peer, i, data);
     }
   }
-  if (!sync_channel_and(ok)) return;
-  lines.close();
-  attendance.end(group, call);
+  if (attendance.end(ok)) lines.close();
 }
 
 }  // namespace

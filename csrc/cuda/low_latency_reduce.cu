@@ -14,8 +14,7 @@ template <typename T, typename Op>
 DPT_KERNEL low_latency_reduce_kernel(DPT_PARAMETER GroupView group,
                                      DPT_PARAMETER CallView call,
                                      DPT_PARAMETER ReduceArguments arguments) {
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
+  const Attendance attendance(group, call);
   const Lines lines(group, call);
   const int size = group.layout.size;
   const int rank = group.rank;
@@ -31,15 +30,15 @@ DPT_KERNEL low_latency_reduce_kernel(DPT_PARAMETER GroupView group,
         load_user<Half>(arguments.parts[part] + at, arguments.bytes - at), scale);
   };
 
+  bool ok = attendance.is_alive();
   uint64_t line = thread_index();
-  for (uint64_t i = first; i < count; i += stride, line += num_threads()) {
+  for (uint64_t i = first; i < count && ok; i += stride, line += num_threads()) {
     for (int step = 1; step < size; ++step) {
       const int peer = (rank + step) % size;
       lines.send(peer, line, own(peer, i));
     }
   }
 
-  bool ok = true;
   line = thread_index();
   for (uint64_t i = first; i < count && ok; i += stride, line += num_threads()) {
     HalfReducer reducer;
@@ -55,9 +54,7 @@ DPT_KERNEL low_latency_reduce_kernel(DPT_PARAMETER GroupView group,
     const uint64_t at = i * Half::kBytes;
     if (ok) store_user(arguments.output + at, reducer.result(scale), arguments.bytes - at);
   }
-  if (!sync_channel_and(ok)) return;
-  lines.close();
-  attendance.end(group, call);
+  if (attendance.end(ok)) lines.close();
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
-// Stands in for device_group.cpp where the core is built without CUDA's compiler.
+// Stands in for device_group.cpp and device_trials.cpp where the core is built without CUDA's
+// compiler.
 #include "base/error.hpp"
 #include "cuda/device_group.hpp"
+#include "cuda/device_trials.hpp"
 
 namespace dpt {
 
@@ -12,7 +14,13 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup&) {
   throw Error(DPT_ERR_SYSTEM, why_absent());
 }
 
+std::unique_ptr<DeviceTrials> DeviceTrials::on(int, cuda::Stream) {
+  throw Error(DPT_ERR_SYSTEM, DeviceGroup::why_absent());
+}
+
 namespace cuda {
+DeviceModel model_of(int) { throw Error(DPT_ERR_SYSTEM, DeviceGroup::why_absent()); }
+std::optional<bool> has_nvlink(int, const std::string&) { return std::nullopt; }
 bool can_reduce_on_device(DataType, ReduceOp) { return false; }
 bool has_large_kernels(DataType, ReduceOp) { return false; }
 }  // namespace cuda

@@ -1,6 +1,7 @@
 // What the tuner decides for one operation on the device; identical on every rank of the group.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace dpt {
@@ -18,6 +19,7 @@ struct Grid {
 struct DevicePlan {
   const char* algorithm = "delegate";
   cuda::Grid grid{0, 0};
+  size_t chunk_bytes = 0;  // what a slot of a queue carries at most; 0: all it holds
   std::string reason;
 };
 

@@ -1,137 +1,142 @@
 // Large all_gather, all_to_all, broadcast, gather and scatter: each pair of ranks moves its part in
-// chunks, which the sender pushes into the receiver's queue and the receiver copies to the output.
+// chunks. Two teams, each at its own pace:
 //
-//   round t:  push chunk t + 1 of every peer's part, then copy chunk t of every peer's
-//   own:      this rank's own part is copied meanwhile
+//   push:  chunk of every peer's part -> queue of that peer
+//   take:  chunks of every peer -> output; chunk of this rank's own part -> output
 //
-// No round waits for a later one of any rank, so the ranks cannot wait for each other in a circle.
-#include "cuda/channel.cuh"
+// push waits for the peers' take, and take for push alone: no circle.
+#include "cuda/chunks.cuh"
 #include "cuda/start.cuh"
-#include "cuda/vectors.cuh"
 
 namespace dpt::cuda {
 namespace {
 
-// How one part of `bytes` is cut, on both sides alike: in every round each channel moves a chunk.
-struct Cut {
-  uint64_t bytes;
-  uint64_t chunk;  // bytes
-  uint32_t rounds;
-
-  DPT_DEVICE static Cut of(uint64_t bytes, uint32_t slot_bytes) {
-    const uint64_t channels = num_channels();
-    const uint64_t most = channels * slot_bytes;
-    const uint64_t rounds = (bytes + most - 1) / most;
-    if (rounds == 0) return {0, 0, 0};
-    const uint64_t chunk = (bytes + rounds * channels - 1) / (rounds * channels);
-    return {bytes, (chunk + 15) / 16 * 16, static_cast<uint32_t>(rounds)};
-  }
-  DPT_DEVICE uint64_t offset(uint32_t round) const {
-    return (static_cast<uint64_t>(round) * num_channels() + channel_index()) * chunk;
-  }
-  // Of this channel's chunk.
-  DPT_DEVICE uint64_t valid(uint32_t round) const {
-    const uint64_t at = offset(round);
-    if (at >= bytes) return 0;
-    return bytes - at < chunk ? bytes - at : chunk;
-  }
+// How each part is cut, on both sides of a pair alike.
+struct Cuts {
+  Cut send[kMaxRanks];
+  Cut receive[kMaxRanks];
+  bool same;  // all ranks are sent the same part
 };
 
+DPT_DEVICE uint32_t most_rounds(const Cut* cuts, int size) {
+  uint32_t most = 0;
+  for (int part = 0; part < size; ++part)
+    most = most < cuts[part].rounds ? cuts[part].rounds : most;
+  return most;
+}
+// The peers with a chunk in this round, as bits.
+DPT_DEVICE uint32_t in_round(const Cut* cuts, const GroupView& group, uint32_t round) {
+  uint32_t parts = 0;
+  for (int part = 0; part < group.layout.size; ++part) {
+    if (cuts[part].rounds > round) parts |= 1u << part;
+  }
+  return parts & all_peers(group);
+}
+
+template <int kRanks>
 DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
                                 DPT_PARAMETER CallView call,
-                                DPT_PARAMETER ExchangeArguments arguments) {
-  DPT_SHARED(ChannelShared, shared);
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
-  Channel channel(group, call, shared);
+                                DPT_PARAMETER ExchangeArguments arguments,
+                                DPT_PARAMETER Cuts cuts) {
+  DPT_SHARED(PipelineState<2>, state);
+  const Attendance attendance(group, call);
+  state.start();
   const int size = group.layout.size;
   const int rank = group.rank;
-  const uint32_t slot_bytes = group.layout.slot_bytes;
+  const bool copies = arguments.send[rank] != arguments.receive[rank];
 
-  // Of the parts with a chunk in a round, as bits.
-  const auto in_round = [&](const uint64_t* bytes, uint32_t round) {
-    uint32_t peers = 0;
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer != rank && Cut::of(bytes[peer], slot_bytes).rounds > round) peers |= 1u << peer;
-    }
-    return peers;
+  const auto push = [&](const Team& team) {
+    const Sender parts(group, kInputs, state.ends, team);
+    const auto peers_in = [&](uint32_t round) { return in_round(cuts.send, group, round); };
+    return team.run(
+        most_rounds(cuts.send, size),
+        [&](uint32_t round) {
+          const uint32_t peers = peers_in(round);
+          if (cuts.same) {
+            const ChunkOf chunk(cuts.send[rank]);
+            push_chunk_to_all<kRanks>(team.workers(),
+                                      group,
+                                      arguments.send[rank] + chunk.offset(round),
+                                      chunk.bytes(round),
+                                      [&](int peer) { return parts.slot(peer, round); });
+            return;
+          }
+          team.split(size - 1, [&](int part, const Squad& squad) {
+            const int peer = (rank + 1 + part) % size;
+            if (!has_peer(peers, peer)) return;
+            const ChunkOf chunk(cuts.send[peer]);
+            push_chunk(squad,
+                       arguments.send[peer] + chunk.offset(round),
+                       chunk.bytes(round),
+                       parts.slot(peer, round));
+          });
+        },
+        Clerk{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
+              [&](uint32_t round) { parts.publish(round, peers_in(round)); },
+              [&] {
+                if (parts.peer() >= 0) parts.close(cuts.send[parts.peer()].rounds);
+              }});
   };
 
-  const auto push = [&](uint32_t round) {
-    const uint32_t peers = in_round(arguments.send_bytes, round);
-    if (peers == 0) return true;
-    if (!channel.reserve(kInputs, peers)) return false;
-    for (int step = 1; step < size; ++step) {
-      const int peer = (rank + step) % size;
-      if ((peers >> peer & 1) == 0) continue;
-      const Cut cut = Cut::of(arguments.send_bytes[peer], slot_bytes);
-      const char* from = arguments.send[peer] + cut.offset(round);
-      uint4* to = channel.outgoing(kInputs, peer);
-      const uint64_t valid = cut.valid(round);
-      for (uint64_t i = thread_index(); i * 16 < valid; i += num_threads()) {
-        to[i] = to_uint4(load_user<Vector>(from + i * 16, valid - i * 16));
-      }
-    }
-    channel.publish(kInputs, peers);
-    return true;
+  const auto take = [&](const Team& team) {
+    const Receiver parts(group, kInputs, state.ends, team);
+    const auto peers_in = [&](uint32_t round) { return in_round(cuts.receive, group, round); };
+    return team.run(
+        most_rounds(cuts.receive, size),
+        [&](uint32_t round) {
+          const uint32_t peers = peers_in(round);
+          // The last part is this rank's own.
+          team.split(copies ? size : size - 1, [&](int part, const Squad& squad) {
+            const int source = (rank + 1 + part) % size;
+            const ChunkOf chunk(cuts.receive[source]);
+            char* const output = arguments.receive[source] + chunk.offset(round);
+            if (source == rank) {
+              const char* const input = arguments.send[rank] + chunk.offset(round);
+              copy_chunk(squad, input, chunk.bytes(round), output);
+            } else if (has_peer(peers, source)) {
+              collect_chunk(squad, parts.slot(source, round), chunk.bytes(round), output);
+            }
+          });
+        },
+        Clerk{[&](uint32_t round) { return parts.has_come(round, peers_in(round)); },
+              [&](uint32_t round) { parts.release(round, peers_in(round)); },
+              [&] {
+                if (parts.peer() >= 0) parts.close(cuts.receive[parts.peer()].rounds);
+              }});
   };
 
-  const auto take = [&](uint32_t round) {
-    const uint32_t peers = in_round(arguments.receive_bytes, round);
-    if (peers == 0) return true;
-    if (!channel.await(kInputs, peers)) return false;
-    for (int step = 1; step < size; ++step) {
-      const int peer = (rank + size - step) % size;
-      if ((peers >> peer & 1) == 0) continue;
-      const Cut cut = Cut::of(arguments.receive_bytes[peer], slot_bytes);
-      char* to = arguments.receive[peer] + cut.offset(round);
-      const uint4* from = channel.incoming(kInputs, peer);
-      const uint64_t valid = cut.valid(round);
-      for (uint64_t i = thread_index(); i * 16 < valid; i += num_threads()) {
-        store_user(to + i * 16, to_vector(load_staged(from + i)), valid - i * 16);
-      }
-    }
-    channel.release(kInputs, peers);
-    return true;
-  };
-
-  const auto copy_own = [&](uint32_t round) {
-    if (arguments.send[rank] == arguments.receive[rank]) return;
-    const Cut cut = Cut::of(arguments.receive_bytes[rank], slot_bytes);
-    if (round >= cut.rounds) return;
-    const uint64_t at = cut.offset(round);
-    const uint64_t valid = cut.valid(round);
-    for (uint64_t i = thread_index(); i * 16 < valid; i += num_threads()) {
-      const uint64_t left = valid - i * 16;
-      store_user(arguments.receive[rank] + at + i * 16,
-                 load_user<Vector>(arguments.send[rank] + at + i * 16, left),
-                 left);
-    }
-  };
-
-  uint32_t rounds = 0;
-  for (int part = 0; part < size; ++part) {
-    const uint32_t out = Cut::of(arguments.send_bytes[part], slot_bytes).rounds;
-    const uint32_t in = Cut::of(arguments.receive_bytes[part], slot_bytes).rounds;
-    rounds = rounds > out ? rounds : out;
-    rounds = rounds > in ? rounds : in;
-  }
-  if (!push(0)) return;
-  for (uint32_t round = 0; round < rounds; ++round) {
-    if (!push(round + 1)) return;
-    copy_own(round);
-    if (!take(round)) return;
-  }
-  channel.close();
-  attendance.end(group, call);
+  // The other team has an own part beside the peers'.
+  const int warps = num_threads() / kWarp;
+  const int some = warps * 7 / 16;
+  const Team pushers(group, call, 0, some, state.progress[0]);
+  const Team takers(group, call, some, warps - some, state.progress[1]);
+  bool ok = true;
+  if (pushers.has_me()) ok = push(pushers);
+  if (takers.has_me()) ok = take(takers);
+  attendance.end(ok);
 }
 
 }  // namespace
 
 void push_exchange(const Launch& launch, const ExchangeArguments& arguments) {
-  start(push_exchange_kernel, launch, launch.group, launch.call, arguments);
+  const int size = launch.group.layout.size;
+  Cuts cuts{};
+  cuts.same = true;
+  for (int part = 0; part < size; ++part) {
+    cuts.send[part] = launch.cut(arguments.send_bytes[part]);
+    cuts.receive[part] = launch.cut(arguments.receive_bytes[part]);
+    cuts.same &= arguments.send[part] == arguments.send[0];
+    cuts.same &= arguments.send_bytes[part] == arguments.send_bytes[0];
+  }
+  visit_ranks(size, [&](auto ranks) {
+    start(push_exchange_kernel<ranks>, launch, launch.group, launch.call, arguments, cuts);
+  });
 }
 
-void load_push_exchange() { load(push_exchange_kernel); }
+void load_push_exchange() {
+  for (const int size : {kFewRanks, kMaxRanks}) {
+    visit_ranks(size, [](auto ranks) { load(push_exchange_kernel<ranks>); });
+  }
+}
 
 }  // namespace dpt::cuda

@@ -95,6 +95,34 @@ bool visit_large_dtype(DataType dtype, Visitor visitor) {
          });
 }
 
+// Kernels that hold something of every rank in registers come for few ranks and for all.
+constexpr int kFewRanks = 4;
+template <typename Visitor>
+void visit_ranks(int size, Visitor visitor) {
+  if (size <= kFewRanks) {
+    visitor(std::integral_constant<int, kFewRanks>{});
+  } else {
+    visitor(std::integral_constant<int, kMaxRanks>{});
+  }
+}
+// Calls `visitor` with a T and the number of ranks.
+template <typename Visitor>
+void visit_large(DataType dtype, const GroupView& group, Visitor visitor) {
+  visit_large_dtype(dtype, [&](auto element) {
+    visit_ranks(group.layout.size, [&](auto ranks) { visitor(element, ranks); });
+  });
+}
+template <typename Visitor>
+void for_each_large(Visitor visitor) {
+  for (const DataType dtype : {DPT_FLOAT32, DPT_BFLOAT16, DPT_FLOAT16}) {
+    visit_large_dtype(dtype, [&](auto element) {
+      for (const int size : {kFewRanks, kMaxRanks}) {
+        visit_ranks(size, [&](auto ranks) { visitor(element, ranks); });
+      }
+    });
+  }
+}
+
 // Calls `visitor` with a T and an Op.
 template <typename Visitor>
 void visit_reduction(DataType dtype, ReduceOp op, Visitor visitor) {

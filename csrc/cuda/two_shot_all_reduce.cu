@@ -1,118 +1,122 @@
 // Large all_reduce: reduce_scatter and all_gather in one kernel, pipelined. The message is cut into
-// tiles, one per channel and round, and each tile into a chunk for every rank to reduce.
+// tiles, one per channel and round, and each tile into a chunk for every rank to reduce. Three
+// teams go through the rounds, each at its own pace:
 //
-//   push    (kInputs):   chunk p of this rank's tile -> queue of rank p
-//   reduce  (kResults):  own chunk and the peers', in rank order -> output, and queues of all peers
-//   collect:             the peers' reduced chunks -> output
+//   push    (kInputs):             chunk p of this rank's tile -> queue of rank p
+//   reduce  (kInputs -> kResults): own chunk and the peers', in rank order -> output, and all peers
+//   collect (kResults):            the peers' reduced chunks -> output
 //
-//   round t:  push t + 1, reduce t, collect t - 1
-//
-// Each link carries 2 (P - 1) / P of the message. No step waits for a later one of any rank, so the
-// ranks cannot wait for each other in a circle.
-#include "cuda/reduce_chunks.cuh"
+// Each link carries 2 (P - 1) / P of the message. push waits for the peers' reduce, that for push
+// and collect, and collect for reduce alone: no circle.
+#include "cuda/chunks.cuh"
 #include "cuda/start.cuh"
 
 namespace dpt::cuda {
 namespace {
 
-template <typename T>
+template <typename T, int kRanks>
 DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
                                       DPT_PARAMETER CallView call,
-                                      DPT_PARAMETER AllReduceArguments arguments) {
-  DPT_SHARED(ChannelShared, shared);
-  Attendance attendance;
-  if (!attendance.begin(group, call)) return;
-  Channel channel(group, call, shared);
+                                      DPT_PARAMETER AllReduceArguments arguments,
+                                      DPT_PARAMETER Cut cut) {
+  DPT_SHARED(PipelineState<3>, state);
+  const Attendance attendance(group, call);
+  state.start();
   const int size = group.layout.size;
   const int rank = group.rank;
-  const uint32_t peers = channel.all_peers();
+  const uint32_t peers = all_peers(group);
   const Scale scale{arguments.input_factor, arguments.result_factor};
   using VectorReducer = Reducer<T, Sum, Vector>;
 
-  const uint64_t chunks = static_cast<uint64_t>(num_channels()) * size;  // of a round
-  const uint64_t most = chunks * group.layout.slot_bytes;
-  const uint64_t rounds = (arguments.bytes + most - 1) / most;
-  const uint64_t share = (arguments.bytes + rounds * chunks - 1) / (rounds * chunks);
-  const uint64_t chunk = (share + 15) / 16 * 16;
-  // Of the chunk that `owner` reduces.
-  const auto offset = [&](uint64_t round, int owner) {
-    return ((round * num_channels() + channel_index()) * size + owner) * chunk;
+  // Where the chunk that `owner` reduces begins, and what it has of the message.
+  const auto offset = [&](uint32_t round, int owner) {
+    const uint64_t tile = static_cast<uint64_t>(round) * num_channels() + channel_index();
+    return (tile * size + owner) * cut.chunk;
   };
-  const auto valid_bytes = [&](uint64_t at) {
-    if (at >= arguments.bytes) return uint64_t{0};
-    return arguments.bytes - at < chunk ? arguments.bytes - at : chunk;
-  };
-  const auto own = [&](uint64_t at, uint64_t valid) {
-    return VectorReducer::scale_input(load_user<Vector>(arguments.input + at, valid), scale);
+  const auto bytes_at = [&](uint64_t at) -> uint64_t {
+    if (at >= cut.bytes) return 0;
+    return cut.bytes - at < cut.chunk ? cut.bytes - at : cut.chunk;
   };
 
-  const auto push = [&](uint64_t round) {
-    if (round >= rounds) return true;
-    if (!channel.reserve(kInputs, peers)) return false;
-    for (uint64_t i = thread_index(); i * 16 < chunk; i += num_threads()) {
-      Vector parts[kMaxRanks];
+  const auto push = [&](const Team& team) {
+    const Sender inputs(group, kInputs, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          team.split(size - 1, [&](int part, const Squad& squad) {
+            const int peer = (rank + 1 + part) % size;
+            const uint64_t at = offset(round, peer);
+            push_scaled_chunk<VectorReducer>(
+                squad, arguments.input + at, bytes_at(at), inputs.slot(peer, round), scale);
+          });
+        },
+        Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
+              [&](uint32_t round) { inputs.publish(round, peers); },
+              [&] { inputs.close(cut.rounds); }});
+  };
+
+  const auto reduce = [&](const Team& team) {
+    const Receiver inputs(group, kInputs, state.ends, team);
+    const Sender results(group, kResults, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          uint4* targets[kRanks];
 #pragma unroll
-      for (int step = 1; step < kMaxRanks; ++step) {
-        if (step >= size) continue;
-        const uint64_t at = offset(round, (rank + step) % size);
-        const uint64_t valid = valid_bytes(at);
-        if (i * 16 < valid) parts[step] = own(at + i * 16, valid - i * 16);
-      }
+          for (int step = 1; step < kRanks; ++step) {
+            if (step < size) targets[step] = results.slot((rank + step) % size, round);
+          }
+          const uint64_t at = offset(round, rank);
+          reduce_chunk<VectorReducer, kRanks>(
+              team.workers(),
+              group,
+              [&](int source) { return inputs.slot(source, round); },
+              {arguments.input + at, arguments.output + at, bytes_at(at), scale},
+              [&](uint32_t i, const Vector& result) {
 #pragma unroll
-      for (int step = 1; step < kMaxRanks; ++step) {
-        if (step >= size) continue;
-        const int peer = (rank + step) % size;
-        if (i * 16 < valid_bytes(offset(round, peer))) {
-          channel.outgoing(kInputs, peer)[i] = to_uint4(parts[step]);
-        }
-      }
-    }
-    channel.publish(kInputs, peers);
-    return true;
+                for (int step = 1; step < kRanks; ++step) {
+                  if (step < size) targets[step][i] = to_uint4(result);
+                }
+              });
+        },
+        Clerk{[&](uint32_t round) {
+                return inputs.has_come(round, peers) && results.has_room(round, peers);
+              },
+              [&](uint32_t round) {
+                results.publish(round, peers);
+                inputs.release(round, peers);
+              },
+              [&] {
+                inputs.close(cut.rounds);
+                results.close(cut.rounds);
+              }});
   };
 
-  const auto reduce = [&](uint64_t round) {
-    if (!channel.await(kInputs, peers) || !channel.reserve(kResults, peers)) return false;
-    const uint64_t at = offset(round, rank);
-    const uint64_t valid = valid_bytes(at);
-    for (uint64_t i = thread_index(); i * 16 < valid; i += num_threads()) {
-      const Vector input = own(at + i * 16, valid - i * 16);
-      const Vector result = reduce_incoming<VectorReducer>(channel, group, i, input, scale);
-#pragma unroll
-      for (int step = 1; step < kMaxRanks; ++step) {
-        if (step < size) channel.outgoing(kResults, (rank + step) % size)[i] = to_uint4(result);
-      }
-      store_user(arguments.output + at + i * 16, result, valid - i * 16);
-    }
-    channel.publish(kResults, peers);
-    channel.release(kInputs, peers);
-    return true;
+  const auto collect = [&](const Team& team) {
+    const Receiver results(group, kResults, state.ends, team);
+    return team.run(
+        cut.rounds,
+        [&](uint32_t round) {
+          team.split(size - 1, [&](int part, const Squad& squad) {
+            const int source = (rank + size - 1 - part) % size;
+            const uint64_t at = offset(round, source);
+            collect_chunk(squad, results.slot(source, round), bytes_at(at), arguments.output + at);
+          });
+        },
+        Clerk{[&](uint32_t round) { return results.has_come(round, peers); },
+              [&](uint32_t round) { results.release(round, peers); },
+              [&] { results.close(cut.rounds); }});
   };
 
-  const auto collect = [&](uint64_t round) {
-    if (!channel.await(kResults, peers)) return false;
-    for (int step = 1; step < size; ++step) {
-      const int source = (rank + step) % size;
-      const uint64_t at = offset(round, source);
-      const uint64_t valid = valid_bytes(at);
-      const uint4* from = channel.incoming(kResults, source);
-      for (uint64_t i = thread_index(); i * 16 < valid; i += num_threads()) {
-        store_user(
-            arguments.output + at + i * 16, to_vector(load_staged(from + i)), valid - i * 16);
-      }
-    }
-    channel.release(kResults, peers);
-    return true;
-  };
-
-  if (!push(0)) return;
-  for (uint64_t round = 0; round < rounds; ++round) {
-    if (!push(round + 1) || !reduce(round)) return;
-    if (round > 0 && !collect(round - 1)) return;
-  }
-  if (!collect(rounds - 1)) return;
-  channel.close();
-  attendance.end(group, call);
+  const int quarter = num_threads() / kWarp / 4;
+  const Team pushers(group, call, 0, quarter, state.progress[0]);
+  const Team reducers(group, call, quarter, 2 * quarter, state.progress[1]);
+  const Team collectors(group, call, 3 * quarter, quarter, state.progress[2]);
+  bool ok = true;
+  if (pushers.has_me()) ok = push(pushers);
+  if (reducers.has_me()) ok = reduce(reducers);
+  if (collectors.has_me()) ok = collect(collectors);
+  attendance.end(ok);
 }
 
 }  // namespace
@@ -122,20 +126,20 @@ void two_shot_all_reduce(const Launch& launch,
                          DataType dtype,
                          ReduceOp op) {
   DPT_CHECK(has_large_kernels(dtype, op));
-  visit_large_dtype(dtype, [&](auto element) {
-    start(two_shot_all_reduce_kernel<decltype(element)>,
+  const auto size = static_cast<uint64_t>(launch.group.layout.size);
+  visit_large(dtype, launch.group, [&](auto element, auto ranks) {
+    start(two_shot_all_reduce_kernel<decltype(element), ranks>,
           launch,
           launch.group,
           launch.call,
-          arguments);
+          arguments,
+          launch.cut(arguments.bytes, size));
   });
 }
 
 void load_two_shot_all_reduce() {
-  for (const DataType dtype : {DPT_FLOAT32, DPT_BFLOAT16, DPT_FLOAT16}) {
-    visit_large_dtype(dtype,
-                      [](auto element) { load(two_shot_all_reduce_kernel<decltype(element)>); });
-  }
+  for_each_large(
+      [](auto element, auto ranks) { load(two_shot_all_reduce_kernel<decltype(element), ranks>); });
 }
 
 }  // namespace dpt::cuda

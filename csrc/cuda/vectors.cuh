@@ -20,6 +20,19 @@ using Half = Words<2>;
 DPT_DEVICE Vector to_vector(uint4 v) { return {{v.x, v.y, v.z, v.w}}; }
 DPT_DEVICE uint4 to_uint4(const Vector& v) { return {v.word[0], v.word[1], v.word[2], v.word[3]}; }
 
+// Word by word: a choice between two objects would be one between their addresses, and so put both
+// into memory.
+DPT_DEVICE Vector pick(bool first, const Vector& a, const Vector& b) {
+  Vector picked;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t one = a.word[i];
+    const uint32_t other = b.word[i];
+    picked.word[i] = first ? one : other;
+  }
+  return picked;
+}
+
 DPT_DEVICE uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
 // Slow ways, out of line: they would be most of every kernel and are hardly ever taken. They use

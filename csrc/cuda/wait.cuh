@@ -25,69 +25,94 @@ DPT_DEVICE void give_up(const GroupView& group, HostStatus::Code code, int peer)
   store_relaxed(&counters.failed, 1);
 }
 
+// How long one wait may still go on.
+class Patience {
+ public:
+  // Asked after each poll in vain; true when the group failed or the time is up.
+  DPT_DEVICE bool is_over(const GroupView& group, const CallView& call, int peer) {
+    // The host's word lies behind PCIe, so it is read rarely.
+    constexpr uint32_t kPollsPerCheck = 1024;
+    if (++polls_ % kPollsPerCheck != 0) return false;
+    if (load_relaxed(&group.status->abort) != 0) {
+      store_relaxed(&counters_of(group).failed, 1);
+      return true;
+    }
+    const uint64_t now = clock_ns();
+    if (start_ == 0) start_ = now;
+    if (now - start_ <= call.timeout_ns) return false;
+    give_up(group, HostStatus::kTimeout, peer);
+    return true;
+  }
+
+ private:
+  uint32_t polls_ = 0;
+  uint64_t start_ = 0;
+};
+
 // Polls until `ready()`; false when the group failed first.
 template <typename Ready>
 DPT_DEVICE bool wait_until(const GroupView& group, const CallView& call, int peer, Ready ready) {
-  // The host's word lies behind PCIe, so it is read rarely.
-  constexpr uint32_t kPollsPerCheck = 1024;
-  uint64_t start = 0;
-  for (uint32_t polls = 1; !ready(); ++polls) {
-    if (polls % kPollsPerCheck != 0) continue;
-    if (load_relaxed(&group.status->abort) != 0) {
-      store_relaxed(&counters_of(group).failed, 1);
-      return false;
-    }
-    const uint64_t now = clock_ns();
-    if (start == 0) start = now;
-    if (now - start > call.timeout_ns) {
-      give_up(group, HostStatus::kTimeout, peer);
-      return false;
-    }
+  for (Patience patience; !ready();) {
+    if (patience.is_over(group, call, peer)) return false;
   }
   return true;
 }
 
-// First and last step of every kernel, by its channel 0: tells the peers which operation this rank
-// is in, and waits for theirs.
+// First and last step of every kernel: tells the peers which operation this rank is in, and waits
+// for theirs.
 //
 // NOTE [One ahead] No kernel ends before all ranks have started it, so a rank is at most one
 // operation ahead of its peers. Two copies of whatever a peer may still read are therefore enough.
+//
+// A kernel on a group that has failed must send nothing: its peers would take it for what they
+// still wait for.
 class Attendance {
  public:
-  // False: the group has failed, leave at once.
-  DPT_DEVICE bool begin(const GroupView& group, const CallView& call) {
+  DPT_DEVICE Attendance(const GroupView& group, const CallView& call) : group_(group), call_(call) {
     const Counters& counters = counters_of(group);
-    const int peer = thread_index();
-    if (channel_index() == 0) sequence_ = load_relaxed(&counters.sequence) + 1;
-    if (channel_index() == 0 && peer < group.layout.size && peer != group.rank) {
-      const uint64_t word = uint64_t{call.description} << 32 | sequence_;
-      store_release(&control_of(group, peer).entered[sequence_ & 1][group.rank], word);
-    }
-    return sync_channel_and(load_relaxed(&counters.failed) == 0);
+    alive_ = load_relaxed(&counters.failed) == 0;
+    if (!alive_ || !attends()) return;
+    sequence_ = load_relaxed(&counters.sequence) + 1;
+    const uint64_t word = uint64_t{call.description} << 32 | sequence_;
+    store_release(&control_of(group, thread_index()).entered[sequence_ & 1][group.rank], word);
   }
 
-  DPT_DEVICE bool end(const GroupView& group, const CallView& call) const {
-    if (channel_index() != 0) return true;
-    const int peer = thread_index();
-    bool ok = true;
-    if (peer < group.layout.size && peer != group.rank) {
-      const uint64_t* entered = &control_of(group, group.rank).entered[sequence_ & 1][peer];
-      uint64_t word = 0;
-      ok = wait_until(group, call, peer, [&] {
-        word = load_acquire(entered);
-        return static_cast<uint32_t>(word) == sequence_;
-      });
-      if (ok && static_cast<uint32_t>(word >> 32) != call.description) {
-        give_up(group, HostStatus::kMismatch, peer);
-        ok = false;
-      }
+  // False: the group has failed, send nothing. Threads may differ in it.
+  DPT_DEVICE bool is_alive() const { return alive_; }
+
+  // All threads of the channel: whether all is well in all of them, `ok` included.
+  DPT_DEVICE bool end(bool ok) const {
+    ok = sync_channel_and(ok && alive_ && peer_is_here());
+    if (ok && channel_index() == 0 && thread_index() == (group_.rank == 0 ? 1 : 0)) {
+      store_relaxed(&counters_of(group_).sequence, sequence_);
     }
-    ok = sync_channel_and(ok);
-    if (ok && peer == 0) store_relaxed(&counters_of(group).sequence, sequence_);
     return ok;
   }
 
  private:
+  // Of channel 0, thread p for peer p.
+  DPT_DEVICE bool attends() const {
+    return channel_index() == 0 && thread_index() < group_.layout.size &&
+           thread_index() != group_.rank;
+  }
+  DPT_DEVICE bool peer_is_here() const {
+    if (!attends()) return true;
+    const int peer = thread_index();
+    const uint64_t* entered = &control_of(group_, group_.rank).entered[sequence_ & 1][peer];
+    uint64_t word = 0;
+    const bool here = wait_until(group_, call_, peer, [&] {
+      word = load_acquire(entered);
+      return static_cast<uint32_t>(word) == sequence_;
+    });
+    if (!here) return false;
+    if (static_cast<uint32_t>(word >> 32) == call_.description) return true;
+    give_up(group_, HostStatus::kMismatch, peer);
+    return false;
+  }
+
+  const GroupView& group_;
+  const CallView& call_;
+  bool alive_;
   uint32_t sequence_ = 0;
 };
 

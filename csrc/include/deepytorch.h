@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 3
+#define DPT_ABI_VERSION 4
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -119,6 +119,10 @@ typedef struct dpt_request {
   /* Asked for, in the calling thread, once native code will serve the request: a stream of the
    * device (as CUDA's driver names it) on which the buffers are ready. */
   void* (*stream)(void* call);
+  /* Asked for, in the calling thread, before the tuner measures on that stream. Not 0: nothing can
+   * run there now and come to its end, as while a graph captures the stream, or in an open group of
+   * the delegate's operations. NULL: never. */
+  int (*busy)(void* call);
   int* source; /* recv: receives the sender's rank in the group; lives as `call` does;
                     may be NULL */
 } dpt_request;
@@ -142,9 +146,10 @@ typedef struct dpt_delegate {
   dpt_status (*start)(void* context, void* call, dpt_error* error);
   /* Carries it out to its end. */
   dpt_status (*run)(void* context, void* call, dpt_error* error);
-  /* Carries out a request of the core's own (its `call` is NULL) on host memory, where buffers of
-   * one kind lie one behind the other: how the tuner times the delegate. NULL: it is no candidate.
-   */
+  /* Carries out a request of the core's own, where buffers of one kind lie one behind the other:
+   * how the tuner times the delegate. On host memory to its end, with NULL for `call`. On a device
+   * the operation is put on the stream that `stream` gave for `call`, and the thread goes on. NULL:
+   * the delegate is no candidate, and gets only what native code can't do. */
   dpt_status (*execute)(void* context, const dpt_request* request, dpt_error* error);
 } dpt_delegate;
 
@@ -183,7 +188,6 @@ typedef struct dpt_comm_options {
   dpt_tune tune;
   const char* profile;  /* path of the profile to read and write; NULL or empty: none */
   size_t staging_bytes; /* most staging memory of this process, over all groups; 0: the default */
-  int native_on_device; /* 0: operations on GPUs go to the delegate */
 } dpt_comm_options;
 
 typedef struct dpt_api {

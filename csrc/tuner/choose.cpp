@@ -122,11 +122,15 @@ Decision decide(const Entry& entry, const Limits& limits, const std::string& fou
   const Measurement* best = winner(entry, limits);
   if (best == nullptr) return {};
   Decision decision{best->candidate, "", "", entry};
-  if (is_delegate(best->candidate)) {
-    decision.reason = "faster than native, " + found;
-  } else {
+  const Candidate& chosen = best->candidate;
+  if (is_delegate(chosen)) {
     decision.reason =
-        "fastest " + found + ", chunks of " + describe_bytes(best->candidate.chunk_bytes);
+        (limits.on_device ? "native is not clearly faster, " : "faster than native, ") + found;
+  } else if (limits.on_device) {
+    decision.reason = "fastest " + found + ", " + std::to_string(chosen.channels) + " x " +
+                      std::to_string(chosen.threads) + " threads";
+  } else {
+    decision.reason = "fastest " + found + ", chunks of " + describe_bytes(chosen.chunk_bytes);
   }
   return decision;
 }

@@ -1,52 +1,210 @@
 #include "tuner/choose_device.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 
 namespace dpt {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr size_t kLine = 8;     // bytes of data
-constexpr size_t kVector = 16;  // bytes that a thread moves at a time
+constexpr size_t kLine = 8;  // bytes of data
+// More threads than this go to one channel when all channels have that many.
+constexpr size_t kFewThreads = 128;
+constexpr size_t kUsualChunk = 16 << 10;
 
-// Up to here one trip with twice the bytes beats two trips or flags behind the data, on NVLink.
-constexpr size_t kLowLatencyWhole = 128 << 10;
-constexpr size_t kLowLatencyPart = 32 << 10;
+// Up to here lines, with twice the bytes in the shortest trip, beat packets, on NVLink.
+constexpr size_t kLinesWhole = 96 << 10;
+constexpr size_t kLinesPart = 96 << 10;
+// And up to here one or the other beats NCCL.
+constexpr size_t kBeatsDelegateWhole = 512 << 10;
+constexpr size_t kBeatsDelegatePart = 256 << 10;
 
 size_t ceil_div(size_t value, size_t by) { return (value + by - 1) / by; }
 
-// Threads enough for `work` of them at a time, in as few channels as that takes.
-cuda::Grid grid_for(size_t work) {
-  const size_t threads =
-      std::clamp(round_up(work, kWarp), size_t{kWarp}, size_t{cuda::kMostThreads});
+bool is_whole(const ChooseDeviceRequest& request) { return request.collective == DPT_ALL_REDUCE; }
+// What one rank sends another at a time.
+size_t part_of(const ChooseDeviceRequest& request) {
+  return is_whole(request) ? ceil_div(request.bytes, request.layout.size) : request.bytes;
+}
+// Every rank has a part of the same size for every other.
+bool sends_to_all(const ChooseDeviceRequest& request) {
+  return is_whole(request) || request.collective == DPT_REDUCE_SCATTER ||
+         request.collective == DPT_ALL_GATHER || request.collective == DPT_ALL_TO_ALL;
+}
+
+// A thread for each of `work`, on as many channels as that fills with some.
+cuda::Grid grid_for(size_t work, const cuda::Layout& layout) {
   const size_t channels =
-      std::clamp(ceil_div(work, threads), size_t{1}, size_t{cuda::kMaxChannels});
+      std::clamp(ceil_div(work, kFewThreads), size_t{1}, static_cast<size_t>(layout.channels));
+  const size_t threads = std::clamp(
+      round_up(ceil_div(work, channels), kWarp), size_t{kWarp}, size_t{cuda::kMostThreads});
   return {static_cast<int>(channels), static_cast<int>(threads)};
+}
+cuda::Grid grid_in_lines(const ChooseDeviceRequest& request) {
+  return grid_for(ceil_div(request.bytes, kLine), request.layout);
+}
+cuda::Grid grid_in_packets(const ChooseDeviceRequest& request) {
+  const size_t packets = ceil_div(part_of(request), cuda::kPacketData);
+  return grid_for(packets * cuda::kLanes, request.layout);
+}
+cuda::Grid full_grid(const ChooseDeviceRequest& request) {
+  return {request.layout.channels, cuda::kMostThreads};
+}
+
+size_t usual_chunk(const ChooseDeviceRequest& request) {
+  return std::min(kUsualChunk, size_t{request.layout.slot_bytes});
+}
+
+bool fits_in_lines(const ChooseDeviceRequest& request, const cuda::Grid& grid) {
+  return request.even && request.bytes <= cuda::most_in_lines(request.layout, grid);
+}
+bool fits_in_packets(const ChooseDeviceRequest& request, const cuda::Grid& grid) {
+  constexpr size_t kVector = 16;  // parts of an all_reduce end at whole ones
+  return request.even && request.large && sends_to_all(request) &&
+         part_of(request) + kVector <= cuda::most_in_packets(request.layout, grid);
+}
+
+// One way to carry out collectives on the device, and what is worth trying of it.
+struct Algorithm {
+  const char* name;
+  bool (*serves)(const ChooseDeviceRequest& request, const cuda::Grid& grid);
+  cuda::Grid (*grid)(const ChooseDeviceRequest& request);  // the usual one
+  size_t chunks[3];  // the first of them, and each other that is not 0
+};
+// One line for each.
+constexpr Algorithm kAlgorithms[] = {
+    {"low_latency", fits_in_lines, grid_in_lines, {}},
+    {"packet", fits_in_packets, grid_in_packets, {}},
+    {"two_shot",
+     [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
+       return is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
+     },
+     full_grid,
+     {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
+    {"push",
+     [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
+       return !is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
+     },
+     full_grid,
+     {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
+};
+// Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
+// has to do without.
+constexpr int kFewerChannels[] = {16};
+
+const Algorithm* find(const char* name) {
+  for (const Algorithm& algorithm : kAlgorithms) {
+    if (std::strcmp(algorithm.name, name) == 0) return &algorithm;
+  }
+  return nullptr;
+}
+
+DevicePlan delegated(std::string reason) { return {"delegate", {0, 0}, 0, std::move(reason)}; }
+
+DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
+  const bool whole = is_whole(request);
+  const bool wins = request.bytes <= (whole ? kBeatsDelegateWhole : kBeatsDelegatePart);
+  const bool native = wins || !request.delegate;
+  const cuda::Grid in_lines = grid_in_lines(request);
+  if (native && request.bytes <= (whole ? kLinesWhole : kLinesPart) &&
+      fits_in_lines(request, in_lines)) {
+    return {"low_latency", in_lines, 0, "small: data and flags in one trip"};
+  }
+  // Ranks must not go by sizes that only they know.
+  if (!request.even) {
+    if (request.delegate) return delegated("parts of different sizes are not measured");
+    return {"push", full_grid(request), usual_chunk(request), "parts of different sizes"};
+  }
+  if (!request.large) {
+    return delegated("GPU kernels reduce this type and operation in small messages only");
+  }
+  if (!native) return delegated("GPU kernels are not known to be faster at this size");
+  const cuda::Grid in_packets = grid_in_packets(request);
+  if (fits_in_packets(request, in_packets)) {
+    return {"packet", in_packets, 0, "data with its own arrival, in packets"};
+  }
+  if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");
+  return whole ? DevicePlan{"two_shot",
+                            full_grid(request),
+                            usual_chunk(request),
+                            "reduce_scatter and all_gather in one kernel"}
+               : DevicePlan{"push",
+                            full_grid(request),
+                            usual_chunk(request),
+                            "pushed into the peers' memory in chunks"};
+}
+
+// Whether what was measured at one size and type serves this one.
+bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
+  const Algorithm* algorithm = find(candidate.algorithm);
+  const auto within = [](int number, int most) { return 0 < number && number <= most; };
+  return algorithm != nullptr && within(candidate.channels, request.layout.channels) &&
+         within(candidate.threads, cuda::kMostThreads) &&
+         algorithm->serves(request, {candidate.channels, candidate.threads});
 }
 
 }  // namespace
 
+int offer_channels(int num_sms, int used) {
+  // The rest is for kernels that compute, which end by themselves, and for the delegate's.
+  const int budget = num_sms * 3 / 4;
+  constexpr int kLeast = 2;
+  const auto half = static_cast<unsigned>(std::max(budget - used, 0) / 2);
+  return std::clamp(static_cast<int>(std::bit_floor(half)), kLeast, cuda::kMaxChannels);
+}
+
 DevicePlan choose_device(const ChooseDeviceRequest& request) {
-  if (!request.not_native.empty()) return {"delegate", {0, 0}, request.not_native};
-  const bool whole = request.collective == DPT_ALL_REDUCE;
-  const cuda::Grid in_lines = grid_for(ceil_div(request.bytes, kLine));
-  const bool fits = request.bytes <= cuda::most_in_lines(request.layout, in_lines);
-  if (request.even && fits && request.bytes <= (whole ? kLowLatencyWhole : kLowLatencyPart)) {
-    return {"low_latency", in_lines, "small: data and flags in one trip"};
+  if (!request.not_native.empty()) return delegated(request.not_native);
+  if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
+    const Candidate& chosen = request.tuned->chosen;
+    if (is_delegate(chosen)) return delegated(request.tuned->reason);
+    if (serves(chosen, request)) return to_device_plan(chosen, request.tuned->reason);
   }
-  // Ranks must not go by sizes that only they know.
-  if (!request.even) {
-    return {"push", {cuda::kMaxChannels, cuda::kMostThreads}, "parts of different sizes"};
+  return rule_of_thumb(request);
+}
+
+std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
+  ChooseDeviceRequest native = request;
+  native.delegate = false;
+  native.tuned = nullptr;
+  const DevicePlan rule = rule_of_thumb(native);
+  std::vector<Candidate> found = {{known_device_algorithm(rule.algorithm),
+                                   rule.chunk_bytes,
+                                   rule.grid.channels,
+                                   rule.grid.threads}};
+  const auto add = [&](const Algorithm& algorithm, const cuda::Grid& grid, size_t chunk) {
+    const bool is_rule = algorithm.name == found[0].algorithm && chunk == found[0].chunk_bytes &&
+                         grid.channels == found[0].channels && grid.threads == found[0].threads;
+    if (is_rule || !algorithm.serves(request, grid)) return;
+    if (found.size() == kMostDeviceCandidates) return;
+    found.push_back({algorithm.name, chunk, grid.channels, grid.threads});
+  };
+  for (const Algorithm& algorithm : kAlgorithms) {
+    const cuda::Grid usual = algorithm.grid(request);
+    add(algorithm, usual, algorithm.chunks[0]);
+    for (const size_t chunk : algorithm.chunks) {
+      if (chunk != 0 && chunk != algorithm.chunks[0]) add(algorithm, usual, chunk);
+    }
+    for (const int channels : kFewerChannels) {
+      if (channels < usual.channels) {
+        add(algorithm, {channels, usual.threads}, algorithm.chunks[0]);
+      }
+    }
   }
-  if (!request.large) {
-    return {
-        "delegate", {0, 0}, "GPU kernels reduce this type and operation in small messages only"};
-  }
-  // What one channel moves to one peer in a round is at least a few vectors of each thread.
-  const size_t part = whole ? ceil_div(request.bytes, request.layout.size) : request.bytes;
-  const cuda::Grid grid = grid_for(ceil_div(part, kVector));
-  return whole ? DevicePlan{"two_shot", grid, "reduce_scatter and all_gather in one kernel"}
-               : DevicePlan{"push", grid, "pushed into the peers' memory in chunks"};
+  return found;
+}
+
+DevicePlan to_device_plan(const Candidate& candidate, std::string reason) {
+  return {candidate.algorithm,
+          {candidate.channels, candidate.threads},
+          candidate.chunk_bytes,
+          std::move(reason)};
+}
+
+const char* known_device_algorithm(const char* name) {
+  const Algorithm* algorithm = find(name);
+  return algorithm != nullptr ? algorithm->name : nullptr;
 }
 
 }  // namespace dpt

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "base/types.hpp"
 #include "cuda/layout.hpp"
 #include "cuda/plan.hpp"
+#include "tuner/choose.hpp"
 
 namespace dpt {
 
@@ -17,8 +19,25 @@ struct ChooseDeviceRequest {
   bool large = true;       // there are kernels for it that take any size
   cuda::Layout layout;     // of the group
   std::string not_native;  // not empty: why native code can't serve the request or the group
+  bool delegate = false;   // it competes: it keeps what native code is not known to do faster
+  const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
 };
 
+// How many channels the kernels of one more group may have when those of the others may have `used`
+// in all. Kernels of several groups may wait for peers at the same time, each with its own partner,
+// and in different orders; they must all find room on the device.
+int offer_channels(int num_sms, int used);
+
 DevicePlan choose_device(const ChooseDeviceRequest& request);
+
+// The plans worth trying for an even request, without the delegate: first the rule of thumb's, then
+// smaller grids, which leave more of the device to others. At most kMostDeviceCandidates.
+constexpr size_t kMostDeviceCandidates = 9;
+std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
+
+DevicePlan to_device_plan(const Candidate& candidate, std::string reason);
+
+// As known_algorithm, of algorithms on the device.
+const char* known_device_algorithm(const char* name);
 
 }  // namespace dpt

@@ -2,11 +2,13 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <sstream>
 
 #include "base/error.hpp"
@@ -39,6 +41,13 @@ const T& get(const Value& object, const char* name, const std::string& path) {
   return *typed;
 }
 
+bool has(const Value& object, const char* name) {
+  const auto* fields = object.get_if<Object>();
+  return fields != nullptr && std::any_of(fields->begin(), fields->end(), [&](const auto& each) {
+           return each.first == name;
+         });
+}
+
 double to_number(const Value& value, const std::string& path) {
   if (const auto* integer = value.get_if<int64_t>()) return static_cast<double>(*integer);
   const auto* number = value.get_if<json::Number>();
@@ -48,8 +57,18 @@ double to_number(const Value& value, const std::string& path) {
 
 Value to_value(double number) {
   char digits[32];
-  std::snprintf(digits, sizeof digits, "%.1f", number);
+  std::snprintf(digits, sizeof digits, "%.2f", number);
   return {json::Number{digits}};
+}
+
+// An integer from 0 on that older profiles lack.
+int get_count(const Value& object, const char* name, const std::string& path) {
+  if (!has(object, name)) return 0;
+  const int64_t count = get<int64_t>(object, name, path);
+  if (count < 0 || count > std::numeric_limits<int>::max()) {
+    fail(path + "." + name + " is " + std::to_string(count));
+  }
+  return static_cast<int>(count);
 }
 
 std::string at(const std::string& path, const char* name, size_t index) {
@@ -83,7 +102,10 @@ Measurement parse_time(const Value& time, const std::string& path) {
   const auto& spread = get<Array>(time, "spread_us", path);
   if (spread.size() != 2) fail(path + ".spread_us needs two numbers");
   const double median = to_number(field(time, "median_us", path), path + ".median_us");
-  return {{algorithm, static_cast<size_t>(chunk)},
+  return {{algorithm,
+           static_cast<size_t>(chunk),
+           get_count(time, "channels", path),
+           get_count(time, "threads", path)},
           median,
           to_number(spread[0], path + ".spread_us[0]"),
           to_number(spread[1], path + ".spread_us[1]")};
@@ -121,11 +143,17 @@ Array dump_table(const TimingTable& table) {
       if (entry.empty()) continue;
       Array times;
       for (const Measurement& measurement : entry) {
-        times.push_back({Object{
-            {"algorithm", {std::string(measurement.candidate.algorithm)}},
-            {"chunk_bytes", {static_cast<int64_t>(measurement.candidate.chunk_bytes)}},
-            {"median_us", to_value(measurement.median_us)},
-            {"spread_us", {Array{to_value(measurement.low_us), to_value(measurement.high_us)}}}}});
+        const Candidate& candidate = measurement.candidate;
+        Object time = {{"algorithm", {std::string(candidate.algorithm)}},
+                       {"chunk_bytes", {static_cast<int64_t>(candidate.chunk_bytes)}}};
+        if (candidate.channels != 0) {
+          time.push_back({"channels", {static_cast<int64_t>(candidate.channels)}});
+          time.push_back({"threads", {static_cast<int64_t>(candidate.threads)}});
+        }
+        time.push_back({"median_us", to_value(measurement.median_us)});
+        time.push_back(
+            {"spread_us", {Array{to_value(measurement.low_us), to_value(measurement.high_us)}}});
+        times.push_back({std::move(time)});
       }
       rows.push_back({Object{{"collective", {std::string(name_of(collective))}},
                              {"bytes", {static_cast<int64_t>(range_of(bucket).nominal)}},
@@ -135,8 +163,13 @@ Array dump_table(const TimingTable& table) {
   return rows;
 }
 
+bool is_on_device(const Value& group, const std::string& path) {
+  return has(group, "on_device") && get<bool>(group, "on_device", path);
+}
+
 bool describes(const Value& group, const ProfileKey& key, const std::string& path) {
-  return get<std::string>(group, "machine", path) == key.machine &&
+  return is_on_device(group, path) == key.group.on_device() &&
+         get<std::string>(group, "machine", path) == key.machine &&
          get<std::string>(group, "deepytorch", path) == key.version &&
          get<int64_t>(group, "ranks", path) == key.group.ranks &&
          get<bool>(group, "oversubscribed", path) == key.group.oversubscribed;
@@ -172,6 +205,20 @@ std::optional<TimingTable> find_in_profile(const std::string& text, const Profil
   return std::nullopt;
 }
 
+std::vector<DeviceTable> device_tables(const std::string& text, const std::string& version) {
+  std::vector<DeviceTable> tables;
+  const Array groups = parse_groups(text);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::string path = "groups[" + std::to_string(i) + "]";
+    if (!is_on_device(groups[i], path)) continue;
+    if (get<std::string>(groups[i], "deepytorch", path) != version) continue;
+    tables.push_back({get<std::string>(groups[i], "machine", path),
+                      static_cast<int>(get<int64_t>(groups[i], "ranks", path)),
+                      parse_table(groups[i], path)});
+  }
+  return tables;
+}
+
 std::string merge_into_profile(const std::string& text,
                                const ProfileKey& key,
                                const TimingTable& table) {
@@ -187,11 +234,13 @@ std::string merge_into_profile(const std::string& text,
     }
   }
   std::erase_if(groups, [&](const Value& group) { return describes(group, key, "groups"); });
-  groups.push_back({Object{{"machine", {key.machine}},
-                           {"deepytorch", {key.version}},
-                           {"ranks", {static_cast<int64_t>(key.group.ranks)}},
-                           {"oversubscribed", {key.group.oversubscribed}},
-                           {"measured", {dump_table(merged)}}}});
+  Object group = {{"machine", {key.machine}},
+                  {"deepytorch", {key.version}},
+                  {"ranks", {static_cast<int64_t>(key.group.ranks)}},
+                  {"oversubscribed", {key.group.oversubscribed}}};
+  if (key.group.on_device()) group.push_back({"on_device", {true}});
+  group.push_back({"measured", {dump_table(merged)}});
+  groups.push_back({std::move(group)});
   Object profile{{"format", {static_cast<int64_t>(kProfileFormat)}},
                  {"groups", {std::move(groups)}}};
   for (auto& field : other_fields(text)) profile.push_back(std::move(field));

@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "tuner/table.hpp"
 
@@ -17,7 +18,7 @@ namespace dpt {
 constexpr int kProfileFormat = 1;
 
 struct ProfileKey {
-  std::string machine;  // what times depend on, see describe_machine
+  std::string machine;  // what times depend on: see describe_machine, or the group's device
   std::string version;  // deepytorch's
   TuningClass group;
 };
@@ -25,6 +26,15 @@ struct ProfileKey {
 // The table that the profile's text holds for `key`, or nothing. Throws Error(DPT_ERR_INVALID) that
 // names the wrong field.
 std::optional<TimingTable> find_in_profile(const std::string& text, const ProfileKey& key);
+
+// All tables of operations on devices, whatever the device, that this version wrote. Throws as
+// find_in_profile.
+struct DeviceTable {
+  std::string device;
+  int ranks;
+  TimingTable times;
+};
+std::vector<DeviceTable> device_tables(const std::string& text, const std::string& version);
 
 // The profile's text with the times of `table` put in. `text` may be empty: a new profile. Throws
 // as find_in_profile.

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <limits>
 
+#include "tuner/choose_device.hpp"
+
 namespace dpt {
 namespace {
 
@@ -19,6 +21,7 @@ constexpr size_t kNodesScratchBytes = 8 << 20;
 
 constexpr double kEqual = 1.03;
 constexpr double kBeyondNoise = 1.1;
+constexpr double kClearlyFaster = 1.03;  // on the device, where times are steadier
 
 constexpr const char* kDelegate = "delegate";
 
@@ -33,12 +36,14 @@ SizeRange range_of(int bucket) {
           last ? std::numeric_limits<size_t>::max() : nominal_of(bucket) * 2 - 1};
 }
 
+int last_bucket(const TuningClass& group) { return kNumBuckets - (group.on_device() ? 1 : 2); }
+
 size_t latency_bytes(Collective collective, bool oversubscribed) {
   const bool sums_whole = collective == DPT_ALL_REDUCE || collective == DPT_REDUCE;
   return sums_whole && oversubscribed ? 64 << 10 : kLatencyBytes;
 }
 
-std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass group) {
+std::optional<int> bucket_of(Collective collective, size_t bytes, const TuningClass& group) {
   // Ranks of an all_to_all may each see another size, and none knows the others'.
   const bool same_size = collective < kNumCollectives && collective != DPT_ALL_TO_ALL;
   if (!same_size || collective == DPT_BARRIER) return std::nullopt;
@@ -46,12 +51,21 @@ std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass gr
   // 64 KiB << 2b is the middle of bucket b, half and twice of it are its ends.
   constexpr int kSecond = std::bit_width(2 * kFirstNominal);
   const int above = static_cast<int>(std::bit_width(bytes)) - kSecond;
-  int bucket = above < 0 ? 0 : std::min(above / 2 + 1, kNumBuckets - 1);
+  int bucket = above < 0 ? 0 : std::min(above / 2 + 1, last_bucket(group));
+  if (group.on_device()) return bucket;
   size_t most = group.oversubscribed ? kSharedScratchBytes / group.ranks : kScratchBytes;
   if (group.nodes > 1) most = std::min(most, kNodesScratchBytes);
   const size_t buffers = num_buffers(collective, group.ranks);
   while (bucket > 0 && nominal_of(bucket) * buffers > most) --bucket;
   return bucket;
+}
+
+SizeRange served_by(Collective collective, int bucket, const TuningClass& group) {
+  SizeRange range = range_of(bucket);
+  range.first = std::max(range.first, latency_bytes(collective, group.oversubscribed) + 1);
+  const size_t largest = range_of(kNumBuckets - 1).last;
+  if (bucket_of(collective, largest, group) == bucket) range.last = largest;
+  return range;
 }
 
 int num_buffers(Collective collective, int ranks) {
@@ -70,7 +84,7 @@ const char* known_algorithm(const char* name) {
   for (const char* known : {"one_shot", "pipelined", "exchange", "hierarchical", kDelegate}) {
     if (std::strcmp(name, known) == 0) return known;
   }
-  return nullptr;
+  return known_device_algorithm(name);
 }
 
 bool is_delegate(const Candidate& candidate) {
@@ -86,7 +100,7 @@ Measurement summarize(const Candidate& candidate, std::vector<double> times_us) 
     const double weight = place - static_cast<double>(below);
     const double time_us = times_us[below] * (1 - weight) + times_us[above] * weight;
     // As the profile keeps it, so that the next run decides as this one did.
-    return std::round(time_us * 10) / 10;
+    return std::round(time_us * 100) / 100;
   };
   return {candidate, quantile(0.5), quantile(0.25), quantile(0.75)};
 }
@@ -109,6 +123,14 @@ const Measurement* winner(const Entry& entry, const Limits& limits) {
     return usable(each) && (equal || each.low_us <= fastest->high_us);
   });
   if (delegate == nullptr || !limits.delegate) return &*native;
+  if (limits.on_device) {
+    const auto is_clearly_faster = [&](const Measurement& each) {
+      return each.median_us * kClearlyFaster <= delegate->median_us &&
+             each.high_us < delegate->low_us;
+    };
+    if (is_clearly_faster(*native)) return &*native;
+    return is_clearly_faster(*fastest) ? fastest : delegate;
+  }
   const bool faster = delegate->median_us * kBeyondNoise <= fastest->median_us &&
                       delegate->high_us < fastest->low_us;
   return faster ? delegate : &*native;

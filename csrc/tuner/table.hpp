@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "base/types.hpp"
@@ -17,14 +18,16 @@ namespace dpt {
 constexpr size_t kLatencyBytes = 16 << 10;
 
 constexpr int kNumCollectives = DPT_ALL_TO_ALL + 1;
-constexpr int kNumBuckets = 6;
+constexpr int kNumBuckets = 7;  // the last is the device's alone
 
-// A group's ranks, whether those of a node outnumber its cores, and its nodes: groups that are
-// alike in this share what was measured.
+// A group's ranks, whether those of a node outnumber its cores, its nodes, and for operations on
+// GPUs what these are: groups that are alike in this share what was measured.
 struct TuningClass {
   int ranks;
   bool oversubscribed;
   int nodes = 1;
+  std::string_view device = {};  // model and links, of lasting text; empty: in the host's memory
+  bool on_device() const { return !device.empty(); }
   auto operator<=>(const TuningClass&) const = default;
 };
 
@@ -35,6 +38,8 @@ struct SizeRange {
   size_t last;
 };
 SizeRange range_of(int bucket);
+// The bucket of the largest sizes.
+int last_bucket(const TuningClass& group);
 
 // Up to here nothing is measured for this collective. Above kLatencyBytes that is where every rank
 // reduces everything itself because ranks share cores: it takes one barrier instead of three, and
@@ -43,7 +48,10 @@ size_t latency_bytes(Collective collective, bool oversubscribed);
 
 // The bucket that serves a collective of this size, or nothing where no measurement is made. Sizes
 // whose buffers would be too large to try out belong to the largest bucket that is tried.
-std::optional<int> bucket_of(Collective collective, size_t bytes, TuningClass group);
+std::optional<int> bucket_of(Collective collective, size_t bytes, const TuningClass& group);
+
+// The sizes that go by what is measured in the bucket: of the largest that is tried, all above too.
+SizeRange served_by(Collective collective, int bucket, const TuningClass& group);
 
 // Buffers of one rank in an operation of `ranks`; an operation in place has one.
 int num_buffers(Collective collective, int ranks);
@@ -51,6 +59,8 @@ int num_buffers(Collective collective, int ranks);
 struct Candidate {
   const char* algorithm;  // from known_algorithm
   size_t chunk_bytes = 0;
+  int channels = 0;  // the grid of a kernel on the device; 0 on the host
+  int threads = 0;
 };
 
 // The table's own copy of an algorithm's name, so that names compare and outlive their source;
@@ -74,12 +84,14 @@ using Entry = std::vector<Measurement>;  // in the order of `candidates`
 struct Limits {
   size_t max_chunk_bytes;
   bool delegate;
+  bool on_device = false;
 };
 
 // The measurement that wins, nullptr when none is usable. Among native candidates the fastest, or
 // the first that is as good within the noise, which is why the rule of thumb's comes first. The
 // delegate only if it is faster beyond the noise: by 10%, and with its upper quartile below that
-// winner's lower one.
+// winner's lower one. On the device it is the other way round, since NCCL is hard to beat: a native
+// one only if it is faster than the delegate by 3%, with quartiles that do not overlap.
 const Measurement* winner(const Entry& entry, const Limits& limits);
 
 // One class's measurements.

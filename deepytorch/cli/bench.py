@@ -2,37 +2,19 @@
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import console
+from deepytorch.cli import bench_table, console
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.job import Job
     from deepytorch_core.bench.record import Record
 
 app = typer.Typer(help="Measure against a baseline, interleaved in the same run.")
-
-
-# Title and width; a negative width aligns to the left.
-_COLUMNS = {
-    "op": ("op", -14),
-    "size": ("size", 5),
-    "count": ("count", 9),
-    "type": ("type", -8),
-    "redop": ("redop", -5),
-    "root": ("root", 4),
-    "algorithm": ("algorithm", -10),
-    "time": ("time us", 9),
-    "algbw": ("algbw GB/s", 10),
-    "busbw": ("busbw GB/s", 10),
-    "wrong": ("#wrong", 6),
-    "baseline": ("", 9),
-    "speedup": ("speed-up (quartiles)", 22),
-}
 
 
 @app.callback()
@@ -72,7 +54,8 @@ def collectives(
     baseline: Annotated[
         str | None,
         typer.Option(
-            help="gloo, nccl, deepspeed-shm (DeepSpeed's shared-memory all_reduce; needs "
+            help="gloo, nccl, nccl-symm (NCCL on registered symmetric memory), torch-symm (torch's "
+            "symmetric memory), deepspeed-shm (DeepSpeed's shared-memory all_reduce; needs "
             "deepspeed) or mpi (Intel MPI; needs impi-rt and mpi4py); default: gloo on CPUs, nccl "
             "on GPUs."
         ),
@@ -89,6 +72,14 @@ def collectives(
             "--direct",
             help="Call the groups' backends past torch.distributed's Python functions and "
             "dispatcher, as the op of deepspeed-shm is called.",
+        ),
+    ] = False,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph",
+            help="Time replays of calls captured in CUDA graphs, and check their results too; for "
+            "--device cuda.",
         ),
     ] = False,
     nodes: Annotated[
@@ -181,6 +172,7 @@ def collectives(
         baseline=baseline,
         registered=registered,
         direct=direct,
+        cuda_graph=cuda_graph,
         iterations=iterations,
     )
 
@@ -190,7 +182,7 @@ def collectives(
     node_counts = forecasts.parse_nodes(forecast) if forecast else ()
     earlier = record.read_records(json) if forecast and json is not None and json.exists() else []
     records = []
-    for row in _shown(launch.run(job), job.baseline):
+    for row in bench_table.shown(launch.run(job), job.baseline):
         records.append(row)
         if json is not None:
             record.write_record(json, row)
@@ -200,7 +192,7 @@ def collectives(
         write_plot(records, plot)
     for path in filter(None, (json, plot)):
         console.err().print(f"written: {path}")
-    for line in summary(records):
+    for line in bench_table.summary(records):
         console.out().print(line, soft_wrap=True)
     if node_counts:
         _show_forecast(job, records, earlier, node_counts, json)
@@ -397,22 +389,6 @@ def refuse_differing_losses(row: "Record") -> None:
         raise typer.Exit(1)
 
 
-def summary(rows: Sequence["Record"]) -> list[str]:
-    """The worst and the median speed-up of each operation, over its sizes and types."""
-    from deepytorch_core.bench.job import format_size
-
-    lines = []
-    for op in dict.fromkeys(row["op"] for row in rows):
-        own = [row for row in rows if row["op"] == op]
-        worst = min(own, key=lambda row: float(row["speedup"]))
-        median = statistics.median(float(row["speedup"]) for row in own)
-        where = f"{format_size(worst['bytes'])} {worst['dtype']}" if worst["bytes"] else "no data"
-        lines.append(
-            f"{op}: worst {worst['speedup']:.2f}x ({where}), median {median:.2f}x of {len(own)}"
-        )
-    return lines
-
-
 def difference(row: "Record") -> str:
     difference = row["loss_difference"]
     return "equal bit for bit" if difference == 0 else f"relative difference {difference}"
@@ -467,62 +443,3 @@ def groups(
     if json is not None:
         record.write_record(json, found)
         console.err().print(f"written: {json}")
-
-
-def _shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
-    """The same rows, each printed as it comes, in lines that a pipe or a log keeps whole."""
-    from deepytorch_core.bench.record import describe_emulated
-
-    out = console.out()
-    titles = {**_COLUMNS, "baseline": (f"{baseline} us", 9)}
-    first = True
-    for row in rows:
-        if first:
-            if row["emulated"]:
-                out.print(describe_emulated(row["emulated"]), soft_wrap=True)
-            out.print(
-                _line(titles, [title for title, _ in titles.values()]), style="bold", soft_wrap=True
-            )
-            first = False
-        cells = _cells(row)
-        out.print(_line(titles, [cells[name] for name in titles]), soft_wrap=True)
-        yield row
-
-
-def _cells(row: "Record") -> dict[str, str]:
-    from deepytorch_core.bench.job import format_size
-
-    low, high = row["speedup_spread"]
-    return {
-        "op": row["op"],
-        "size": format_size(row["bytes"]),
-        "count": str(count(row)),
-        "type": row["dtype"],
-        "redop": "sum" if row["op"] in ("all_reduce", "reduce_scatter") else "none",
-        "root": "0" if row["op"] == "broadcast" else "-1",
-        "algorithm": row["algorithm"],
-        "time": f"{row['time_us']:.1f}",
-        "algbw": f"{row['algbw_gbps']:.2f}",
-        "busbw": f"{row['busbw_gbps']:.2f}",
-        "wrong": str(row["wrong"]),
-        "baseline": f"{row['baseline_time_us']:.1f}",
-        "speedup": f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
-    }
-
-
-def _line(columns: dict[str, tuple[str, int]], cells: list[str]) -> str:
-    widths = [width for _, width in columns.values()]
-    parts = [
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
-        for cell, width in zip(cells, widths, strict=True)
-    ]
-    return "  ".join(parts).rstrip()
-
-
-def count(row: "Record") -> int:
-    """nccl-tests' column `count`: elements of the buffer, or of one share where ranks share it."""
-    import torch
-
-    itemsize: int = getattr(torch, row["dtype"]).itemsize
-    shares = row["world_size"] if row["op"] not in ("all_reduce", "broadcast") else 1
-    return int(row["bytes"]) // itemsize // shares

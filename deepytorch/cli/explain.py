@@ -8,7 +8,7 @@ from rich.table import Table
 from deepytorch.cli import console
 
 if TYPE_CHECKING:
-    from deepytorch_core.explain import Answer, Candidate
+    from deepytorch_core.explain import Answer, Candidate, DeviceAnswer
 
 
 def add_to(app: typer.Typer) -> None:
@@ -45,7 +45,8 @@ def explain(
 ) -> None:
     """Show the candidates for a collective with their times, the choice and its reason.
 
-    Runs the collective once on ranks of this machine, with the option tune as it is set.
+    Runs the collective once on ranks of this machine, with the option tune as it is set. What
+    jobs on GPUs measured, the profile has, and is shown below.
     `explain compile` shows what earlier runs decided about compiling models, with the places of
     graph breaks.
     """
@@ -84,14 +85,31 @@ def show(answer: "Answer") -> None:
     out = console.out()
     title = f"{answer.op} of {format_size(answer.bytes)}, {answer.dtype}, {answer.world_size} ranks"
     out.print(console.fields(title, _summary(answer)))
-    if not answer.candidates:
-        return
+    if answer.candidates:
+        out.print(_table(answer.candidates, stock="gloo", column="chunk"))
+    for device in answer.devices:
+        title = f"on {device.ranks} GPUs: {device.device}"
+        out.print(console.fields(title, _device_summary(device)))
+        out.print(_table(device.candidates, stock="NCCL", column="grid"))
+
+
+def _table(candidates: "tuple[Candidate, ...]", *, stock: str, column: str) -> Table:
     table = Table(box=None, title="", title_justify="left")
-    for name in ("", "candidate", "chunk", "median us", "quartiles us", "against gloo"):
+    for name in ("", "candidate", column, "median us", "quartiles us", f"against {stock}"):
         table.add_column(name, justify="left" if name in ("", "candidate") else "right")
-    for candidate in answer.candidates:
-        table.add_row(*_cells(candidate), style="bold" if candidate.chosen else None)
-    out.print(table)
+    for candidate in candidates:
+        table.add_row(*_cells(candidate, stock), style="bold" if candidate.chosen else None)
+    return table
+
+
+def _device_summary(answer: "DeviceAnswer") -> list[tuple[str, str]]:
+    from deepytorch_core.bench.job import format_size
+
+    return [
+        ("plan", "NCCL" if answer.algorithm == "delegate" else answer.algorithm),
+        ("reason", answer.reason),
+        ("measured with", f"{format_size(answer.measured_bytes)} of bfloat16 for each buffer"),
+    ]
 
 
 def _summary(answer: "Answer") -> list[tuple[str, str]]:
@@ -107,15 +125,16 @@ def _summary(answer: "Answer") -> list[tuple[str, str]]:
     return rows
 
 
-def _cells(candidate: "Candidate") -> list[str]:
+def _cells(candidate: "Candidate", stock: str) -> list[str]:
     from deepytorch_core.bench.job import format_size
 
     low, high = candidate.spread_us
-    stock = candidate.algorithm == "delegate"
+    grid = f"{candidate.channels} x {candidate.threads}" if candidate.channels else ""
+    chunk = format_size(candidate.chunk_bytes) if candidate.chunk_bytes else ""
     return [
         "*" if candidate.chosen else "",
-        "gloo" if stock else candidate.algorithm,
-        format_size(candidate.chunk_bytes) if candidate.chunk_bytes else "",
+        stock if candidate.algorithm == "delegate" else candidate.algorithm,
+        ", ".join(filter(None, (grid, chunk))),
         f"{candidate.median_us:.1f}",
         f"{low:.1f}-{high:.1f}",
         "" if candidate.speedup is None else f"{candidate.speedup:.2f}x",

@@ -3,96 +3,45 @@
 Started by `launch.run`; see `worker` for how.
 """
 
+import contextlib
+import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from deepytorch_core.bench import bandwidth, baselines, reference, timing, worker
+from deepytorch_core.bench import baselines, graphs, memory, reference, timing, worker
 from deepytorch_core.bench.job import BenchError, Job
-from deepytorch_core.bench.ops import (
-    OPERATIONS,
-    Allocate,
-    Buffers,
-    Operation,
-    bytes_of,
-    make_buffers,
-    share_of,
-)
+from deepytorch_core.bench.ops import Allocate, Buffers, Operation
 from deepytorch_core.bench.record import Record
+from deepytorch_core.bench.rows import Measured, Row, cases, row_of
+
+GRAPH_BUDGET_S = 0.6  # of a row's replays
+OTHER = "other"  # an algorithm that is not ours
 
 
-@dataclass(frozen=True)
-class Row:
-    """One operation of one size: `share` elements of `dtype` a rank, `num_bytes` as nccl-tests."""
+@dataclass
+class Pair:
+    """Both arms of a row, (ours, baseline), and how many of their elements were wrong so far."""
 
-    op: Operation
-    num_bytes: int
-    share: int
-    dtype: str
-    world_size: int
+    trials: tuple[baselines.Trial, baselines.Trial]
+    wrong: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
-    def moves(self) -> bool:
-        return self.op.name != "barrier"
+    def calls(self) -> tuple[timing.Call, timing.Call]:
+        ours, baseline = self.trials
+        return ours.call, baseline.call
 
-    def buffers(self, allocate: Allocate) -> Buffers:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return make_buffers(self.op, self.share, dtype, self.world_size, allocate)
-
-
-def cases(job: Job) -> Iterator[Row]:
-    """The rows of a job, in order."""
-    for name in job.ops:
-        op = OPERATIONS[name]
-        # A barrier has neither size nor type, so it is one row.
-        for dtype_name in job.dtypes if name != "barrier" else job.dtypes[:1]:
-            dtype: torch.dtype = getattr(torch, dtype_name)
-            for asked in job.sizes if name != "barrier" else (0,):
-                num_bytes = asked * (job.world_size if job.per_rank and op.split else 1)
-                share = share_of(op, num_bytes, dtype, job.world_size)
-                exact = bytes_of(op, share, dtype, job.world_size) if name != "barrier" else 0
-                yield Row(op, exact, share, dtype_name, job.world_size)
-
-
-def row_of(
-    job: Job,
-    row: Row,
-    algorithm: str,
-    comparison: timing.Comparison,
-    wrong: tuple[int, int],
-) -> Record:
-    """The fields `COLLECTIVE_FIELDS` of `record` that the ranks know; `wrong` is (ours, other)."""
-    dtype: torch.dtype = getattr(torch, row.dtype)
-    time_us = comparison.time_us
-    busbw = bandwidth.busbw_gbps(row.op.name, row.num_bytes, time_us, row.world_size)
-    return {
-        "op": row.op.name,
-        "bytes": row.num_bytes,
-        "bytes_per_rank": row.share * dtype.itemsize if row.moves else 0,
-        "per_rank": job.per_rank,
-        "dtype": row.dtype,
-        "world_size": row.world_size,
-        "device": job.device,
-        "registered": job.registered,
-        "direct": job.direct,
-        "algorithm": algorithm,
-        "time_us": round(time_us, 3),
-        "baseline": job.baseline,
-        "baseline_time_us": round(comparison.baseline_time_us, 3),
-        "speedup": round(comparison.speedup, 3),
-        "speedup_spread": [round(value, 3) for value in comparison.spread],
-        "num_blocks": comparison.num_blocks,
-        "algbw_gbps": round(bandwidth.algbw_gbps(row.num_bytes, time_us), 4),
-        "busbw_gbps": round(busbw, 4),
-        "wrong": wrong[timing.OURS],
-        "baseline_wrong": wrong[timing.BASELINE],
-        "emulated": None,  # the launcher knows more
-    }
+    def zero(self) -> None:
+        """Zeros stay zeros: repeated sums of anything else grow until they overflow."""
+        for trial in self.trials:
+            trial.buffers.input.zero_()
+            trial.buffers.output.zero_()
 
 
 class Bench:
@@ -102,61 +51,132 @@ class Bench:
     the interpreter ends may abort the process.
     """
 
-    def __init__(self, job: Job, rank: int, store: Store) -> None:
+    def __init__(self, job: Job, rank: int, store: Store, cleanup: contextlib.ExitStack) -> None:
+        """`cleanup` is closed by the caller, on all ranks, when the last row is done."""
         self._set_up(job, worker.Groups(job, rank, store))
-        bind = _to_the_backend(self.groups.device) if job.direct else _through_torch
-        self.bind_baseline = (
-            bind(self.groups.baseline)
-            if job.baseline in baselines.TORCH_BACKENDS
-            else baselines.connect(job, rank)
-        )
+        rows = list(cases(job))
+        if self.groups.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.groups.device)
+            memory.refuse_too_large(rows, free, self.ranks)
+        bind = self._binder(self.groups.baseline)
+        self.prepare_ours = self._in_memory(rows, self.bind_ours, self.allocate_ours)
+        if job.baseline in baselines.PEER_MEMORY:
+            measure = functools.partial(self.graphs.about, in_graph=job.cuda_graph)
+            connected = baselines.connected(job, self.groups, rows, bind, measure)
+            self.prepare_baseline = cleanup.enter_context(connected)
+        else:
+            if job.baseline not in baselines.TORCH_BACKENDS:
+                bind = baselines.connect(job, rank)
+            self.prepare_baseline = self._in_memory(rows, bind, self.allocate)
 
     def _set_up(self, job: Job, groups: worker.Groups) -> None:
         """What an arm needs, be it in one process with the other or apart."""
         self.job = job
         self.groups = groups
         self.ranks = groups.ranks
-        bind = _to_the_backend(groups.device) if job.direct else _through_torch
-        self.bind_ours = bind(groups.ours)
+        self.graphs = graphs.Graphs(groups.clock, groups.ranks, graphs.capture)
+        self.bind_ours = self._binder(groups.ours)
         self.allocate = _allocate_on(groups.device)
         self.allocate_ours = self._registered_allocate() if job.registered else self.allocate
 
     def record(self, row: Row) -> Record:
         """Checks and times one row; the same on every rank."""
-        op = row.op
-        ours, baseline = row.buffers(self.allocate_ours), row.buffers(self.allocate)
-        calls = (self.bind_ours(op, ours), self.bind_baseline(op, baseline))
-        before = self._calls(op)
+        # Their buffers outlive every graph of the row.
+        pair = Pair((self.prepare_ours(row), self.prepare_baseline(row)))
+        before = self._calls(row.op)
         if row.moves:
-            wrong = self._check(op, ours, row.share, calls[timing.OURS], arm=timing.OURS)
-            baseline_wrong = self._check(
-                op, baseline, row.share, calls[timing.BASELINE], arm=timing.BASELINE
-            )
+            pair.wrong = [
+                self._check(row, trial.buffers, trial.call, algorithm=algorithm)
+                for trial, algorithm in zip(pair.trials, (None, OTHER), strict=True)
+            ]
         else:
-            wrong, baseline_wrong = (self._check_barrier(call) for call in calls)
-        comparison = self._time(calls, (ours, baseline))
-        algorithm = self._algorithm(op, before)
-        return row_of(self.job, row, algorithm, comparison, (wrong, baseline_wrong))
+            pair.wrong = [self._check_barrier(trial.call) for trial in pair.trials]
+        if self.job.cuda_graph:
+            measured = self._in_graphs(row, pair)
+        else:
+            measured = self._call_by_call(row, pair, before)
+        return row_of(self.job, row, measured)
+
+    def _call_by_call(self, row: Row, pair: Pair, before: dict[str, int]) -> Measured:
+        """Times calls from the CPU; on GPUs also what a call costs the CPU."""
+        pair.zero()
+        blocks = timing.sample(
+            pair.calls,
+            clock=self.groups.clock,
+            ranks=self.ranks,
+            iterations=self.job.iterations,
+            budget_s=self.job.budget_s,
+        )
+        comparison = timing.compare(blocks)
+        ways = (self._algorithm(row.op, before), pair.trials[timing.BASELINE].way)
+        cpu_us = None
+        if self.groups.device.type == "cuda":
+            schedule = timing.enqueueing(max(comparison.time_us, comparison.baseline_time_us))
+            clock = worker.enqueue_clock
+            cpu = timing.compare(timing.follow(schedule, pair.calls, clock=clock, ranks=self.ranks))
+            cpu_us = (cpu.time_us, cpu.baseline_time_us)
+        return Measured(comparison, (pair.wrong[0], pair.wrong[1]), ways, cpu_us=cpu_us)
+
+    def _in_graphs(self, row: Row, pair: Pair) -> Measured:
+        """Checks what replays give, then times replays."""
+        pair.zero()
+        probes = timing.probe(pair.calls, clock=self.groups.clock, ranks=self.ranks)
+        count = graphs.calls_per_graph(min(probes))
+        # Sums in place grow from call to call, so of them a graph of one is checked.
+        checked = count if graphs.is_idempotent(row.op) else 1
+        with self._captured(row, pair, checked) as (replays, algorithm):
+            for arm, name in enumerate((algorithm, OTHER)):
+                buffers = pair.trials[arm].buffers
+                pair.wrong[arm] += self._check(row, buffers, replays[arm], algorithm=name)
+        pair.zero()
+        with self._captured(row, pair, count) as (replays, algorithm):
+            blocks = timing.sample(
+                replays,
+                clock=self.groups.clock,
+                ranks=self.ranks,
+                iterations=self.job.iterations,
+                budget_s=min(self.job.budget_s, GRAPH_BUDGET_S),
+                pace=timing.REPLAYS,
+            )
+        return Measured(
+            timing.compare(timing.divided(blocks, count)),
+            (pair.wrong[0], pair.wrong[1]),
+            (algorithm, pair.trials[timing.BASELINE].way),
+            calls_per_graph=count,
+        )
+
+    @contextlib.contextmanager
+    def _captured(
+        self, row: Row, pair: Pair, count: int
+    ) -> Iterator[tuple[tuple[timing.Call, timing.Call], str]]:
+        """Replays of both arms' graphs of `count` calls, and the algorithm captured of ours."""
+        before = self._calls(row.op)
+        with self.graphs.captured(pair.calls[timing.OURS], count) as ours:
+            algorithm = self._algorithm(row.op, before)
+            with self.graphs.captured(pair.calls[timing.BASELINE], count) as baseline:
+                yield (ours.replay, baseline.replay), algorithm
 
     def _check(
-        self, op: Operation, buffers: Buffers, share: int, call: timing.Call, *, arm: int
+        self, row: Row, buffers: Buffers, call: timing.Call, *, algorithm: str | None
     ) -> int:
-        """Wrong elements over all ranks."""
+        """Wrong elements over all ranks after one call.
+
+        `algorithm` is the one that serves it; None is what our backend counts meanwhile.
+        """
         reference.fill(buffers.input, self.groups.rank)
-        before = self._calls(op)
+        if not row.op.in_place:
+            buffers.output.zero_()  # an earlier right result is none of this call
+        before = self._calls(row.op)
         call()
+        name = self._algorithm(row.op, before) if algorithm is None else algorithm
         expected = reference.pieces(
-            op.name, rank=self.groups.rank, world_size=self.job.world_size, share=share
+            row.op.name, rank=self.groups.rank, world_size=row.world_size, share=row.share
         )
         # Native sums round once. Others may round after each addition, and so may a sum in a type
         # as wide as the accumulator.
-        wide = buffers.output.dtype in (torch.float32, torch.float64)
-        native = (
-            arm == timing.OURS
-            and self.job.ours == "deepytorch"
-            and self._algorithm(op, before) != "delegate"
-        )
-        roundings = 1 if native and not wide else max(1, self.job.world_size - 1)
+        wide = row.torch_dtype in (torch.float32, torch.float64)
+        native = self.job.ours == "deepytorch" and name not in (OTHER, "delegate")
+        roundings = 1 if native and not wide else max(1, row.world_size - 1)
         wrong = reference.count_wrong(buffers.output, expected, num_roundings=roundings)
         return self.ranks.total(wrong)
 
@@ -175,21 +195,28 @@ class Bench:
         last = self.ranks.maximum([entered / 1e3])[0]
         return self.ranks.total(int(left / 1e3 < last))
 
-    def _time(
-        self, calls: tuple[timing.Call, timing.Call], arms: tuple[Buffers, Buffers]
-    ) -> timing.Comparison:
-        for buffers in arms:
-            # Zeros stay zeros: repeated sums of anything else grow until they overflow.
-            buffers.input.zero_()
-            buffers.output.zero_()
-        blocks = timing.sample(
-            calls,
-            clock=self.groups.clock,
-            ranks=self.ranks,
-            iterations=self.job.iterations,
-            budget_s=self.job.budget_s,
-        )
-        return timing.compare(blocks)
+    def _in_memory(
+        self, rows: Sequence[Row], bind: baselines.Bind, allocate: Allocate
+    ) -> baselines.Prepare:
+        """Arms with tensors of `allocate`."""
+        buffers_of: Callable[[Row], Buffers]
+        if self.groups.device.type == "cuda" and allocate is self.allocate:
+            buffers_of = memory.Arena(rows, allocate).buffers
+        else:
+
+            def buffers_of(row: Row) -> Buffers:
+                return row.buffers(allocate)
+
+        def prepare(row: Row) -> baselines.Trial:
+            buffers = buffers_of(row)
+            return baselines.Trial(bind(row.op, buffers), buffers)
+
+        return prepare
+
+    def _binder(self, group: dist.ProcessGroup) -> baselines.Bind:
+        if self.job.direct:
+            return _to_the_backend(group._get_backend(self.groups.device))
+        return lambda op, buffers: lambda: op.call(buffers.input, buffers.output, group)
 
     def _registered_allocate(self) -> Allocate:
         device = self.groups.device
@@ -216,29 +243,17 @@ def measure(job: Job, rank: int, store: Store, emit: worker.Emit) -> None:
 
     Raises BenchError when the job needs what this machine or backend lacks.
     """
-    bench = Bench(job, rank, store)
-    for row in cases(job):
-        record = bench.record(row)
-        if rank == 0:
-            emit({"record": record})
+    with contextlib.ExitStack() as cleanup:
+        bench = Bench(job, rank, store, cleanup)
+        for row in cases(job):
+            record = bench.record(row)
+            if rank == 0:
+                emit({"record": record})
 
 
-def _to_the_backend(device: torch.device) -> Callable[[dist.ProcessGroup], baselines.Bind]:
+def _to_the_backend(backend: Any) -> baselines.Bind:
     """Binds to the C++ entry point itself, as a rival's op is called."""
-
-    def bind_group(group: dist.ProcessGroup) -> baselines.Bind:
-        backend = group._get_backend(device)
-
-        def bind(op: Operation, buffers: Buffers) -> timing.Call:
-            return lambda: op.submit(buffers.input, buffers.output, backend).wait()
-
-        return bind
-
-    return bind_group
-
-
-def _through_torch(group: dist.ProcessGroup) -> baselines.Bind:
-    return lambda op, buffers: lambda: op.call(buffers.input, buffers.output, group)
+    return lambda op, buffers: lambda: op.submit(buffers.input, buffers.output, backend).wait()
 
 
 def _allocate_on(device: torch.device) -> Allocate:

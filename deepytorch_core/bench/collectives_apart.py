@@ -19,8 +19,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.baselines import TORCH_BACKENDS
-from deepytorch_core.bench.collectives import Bench, Row, cases, row_of
+from deepytorch_core.bench.collectives import OTHER, Bench
 from deepytorch_core.bench.job import BenchError, Job
+from deepytorch_core.bench.rows import Measured, Row, cases, row_of
 from deepytorch_core.bench.turns import Turns
 
 
@@ -40,6 +41,8 @@ class ApartJob(Job):
         super().__post_init__()
         if self.baseline not in TORCH_BACKENDS:
             raise BenchError(f"{self.baseline} shares its processes with ours: leave --nodes out")
+        if self.cuda_graph:
+            raise BenchError("--cuda-graph is for the GPUs of one machine: leave --nodes out")
 
     @property
     def num_processes(self) -> int:
@@ -95,13 +98,15 @@ class Arm(Bench):
         call = self.bind_ours(row.op, buffers)
         before = self._calls(row.op)
         wrong = (
-            self._check(row.op, buffers, row.share, call, arm=self.arm)
+            self._check(
+                row, buffers, call, algorithm=OTHER if self.arm == timing.BASELINE else None
+            )
             if row.moves
             else self._check_barrier(call)
         )
         buffers.input.zero_()
         buffers.output.zero_()
-        probe = self.ranks.maximum([min(self.groups.clock(call, timing.NUM_PROBES)[1:])])[0]
+        (probe,) = timing.probe([call], clock=self.groups.clock, ranks=self.ranks)
         self._put(f"{key}/probe{self.arm}", probe)
         self._turns.finished(f"{key}/check{self.arm}")
         probes = [self._get(f"{key}/probe{arm}") for arm in (timing.OURS, timing.BASELINE)]
@@ -150,7 +155,8 @@ def measure(job: ApartJob, process: int, store: Store, emit: worker.Emit) -> Non
         if shares:
             comparison = timing.compare([share["blocks"] for share in shares])
             wrong = (shares[0]["wrong"], shares[1]["wrong"])
-            emit({"record": row_of(job, row, shares[0]["algorithm"], comparison, wrong)})
+            measured = Measured(comparison, wrong, (shares[0]["algorithm"], ""))
+            emit({"record": row_of(job, row, measured)})
 
 
 if __name__ == "__main__":

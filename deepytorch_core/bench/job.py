@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from deepytorch_core.bench.baselines import BASELINES, LIMITS, TORCH_BACKENDS
+from deepytorch_core.bench.baselines import BASELINES, LIMITS, TORCH_BACKENDS, Limits
 from deepytorch_core.testing.emulation import Seat, Setting, parse_delay, parse_rate, seats
 
 OPERATIONS = (
@@ -105,9 +105,11 @@ class Run:
         _expect("baseline", self.baseline, BASELINES)
         if self.world_size < 1:
             raise BenchError(f"--world-size must be at least 1, not {self.world_size}")
-        if self.baseline == "nccl" and self.device == "cpu":
-            raise BenchError("NCCL moves GPU memory only: use --baseline gloo, or --device cuda")
         limits = LIMITS[self.baseline]
+        if self.device == "cpu" and "cpu" not in limits.devices:
+            raise BenchError(
+                f"{limits.title} moves GPU memory only: use --baseline gloo, or --device cuda"
+            )
         if self.device not in limits.devices:
             raise BenchError(
                 f"{limits.title} is for {', '.join(limits.devices)} only: use --baseline gloo or "
@@ -163,6 +165,7 @@ class Job(Run):
 
     `sizes` are bytes as nccl-tests counts them, or, with `per_rank`, those of one rank's part.
     `direct` calls a group's backend past torch.distributed's Python functions and dispatcher.
+    `cuda_graph` times replays of captured calls.
     """
 
     WORKER = "deepytorch_core.bench.collectives"
@@ -173,6 +176,7 @@ class Job(Run):
     per_rank: bool = False
     registered: bool = False
     direct: bool = False
+    cuda_graph: bool = False
     iterations: int = 0
     budget_s: float = 1.0
 
@@ -187,6 +191,8 @@ class Job(Run):
         if not (self.ops and self.sizes and self.dtypes):
             raise BenchError("nothing to measure: --ops, --sizes and --dtype need a value each")
         limits = LIMITS[self.baseline]
+        if self.cuda_graph:
+            self._check_graphs(limits)
         for option, asked, offered in (
             ("--ops", self.ops, limits.ops),
             ("--dtype", self.dtypes, limits.dtypes),
@@ -195,8 +201,17 @@ class Job(Run):
             if lacking:
                 raise BenchError(
                     f"{limits.title} has no {', '.join(lacking)}: limit {option} to "
-                    f"{', '.join(offered or ())}, or use --baseline gloo"
+                    f"{', '.join(offered or ())}, or use --baseline "
+                    f"{'gloo' if 'cpu' in limits.devices else 'nccl'}"
                 )
+
+    def _check_graphs(self, limits: Limits) -> None:
+        if self.device != "cuda":
+            raise BenchError("--cuda-graph captures work of GPUs: give --device cuda too")
+        if limits.backend != "nccl":
+            raise BenchError(f"{limits.title} cannot be captured: use --baseline nccl")
+        if "barrier" in self.ops:
+            raise BenchError("--cuda-graph: a barrier waits on the CPU: leave it out of --ops")
 
 
 @dataclass(frozen=True, kw_only=True)

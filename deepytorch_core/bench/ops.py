@@ -115,6 +115,13 @@ def bytes_of(op: Operation, share: int, dtype: torch.dtype, world_size: int) -> 
     return share * dtype.itemsize * (world_size if op.split else 1)
 
 
+def share_bytes(op: Operation, share: int, dtype: torch.dtype, world_size: int) -> tuple[int, int]:
+    """Bytes of the input, and of the output where that is a tensor of its own, else 0."""
+    source = share * (op.input_shares or world_size) * dtype.itemsize
+    target = share * (op.output_shares or world_size) * dtype.itemsize
+    return source, 0 if op.in_place else target
+
+
 def make_buffers(
     op: Operation,
     share: int,

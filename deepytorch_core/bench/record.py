@@ -24,10 +24,15 @@ COLLECTIVE_FIELDS = (
     "device",
     "registered",
     "direct",
+    "cuda_graph",
+    "calls_per_graph",
     "algorithm",
     "time_us",
+    "cpu_us",
     "baseline",
+    "baseline_algorithm",
     "baseline_time_us",
+    "baseline_cpu_us",
     "speedup",
     "speedup_spread",
     "num_blocks",
@@ -42,7 +47,11 @@ COLLECTIVE_FIELDS = (
     "commit",
 )
 """The fields that `bench collectives` writes. `bytes` is nccl-tests' size, `bytes_per_rank` one
-rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. `emulated` is
+rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. With
+`cuda_graph` times are GPU time of a call in replays of `calls_per_graph` (else None) of them.
+`cpu_us` and `baseline_cpu_us` are the CPU's time to enqueue a call on a GPU, None where calls were
+not made from the CPU or not measured so. `baseline_algorithm` is "" unless the baseline has several
+ways, of which the fastest was taken. `emulated` is
 None for ranks on the machine as it is, else the nodes and the network that were emulated: how many
 ranks each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in
 ms, and whether the arms were processes of their own."""

@@ -31,9 +31,14 @@ class Piece:
     sources: tuple[tuple[int, int], ...]
 
 
-def values(rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Elements [start, start + count) of `rank`'s input, a CPU tensor of `dtype`."""
-    index = torch.arange(start + 1, start + count + 1, dtype=torch.int64)
+def values(
+    rank: int, start: int, count: int, dtype: torch.dtype, *, device: torch.device | None = None
+) -> torch.Tensor:
+    """Elements [start, start + count) of `rank`'s input, of `dtype` on `device` (None: the CPU).
+
+    The same bits on every device.
+    """
+    index = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device or "cpu")
     mixed = (index + rank * _RANK_STRIDE) * _STEP
     mixed ^= mixed >> 32
     mixed *= _MIX
@@ -41,15 +46,16 @@ def values(rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tenso
     if not dtype.is_floating_point:
         return ((mixed & ((1 << _INTEGER_BITS[dtype]) - 1)) | 1).to(dtype)
     odd = ((mixed & 0x1FFFFFF) | 1) - (1 << 24)
-    exponent = -21 - ((mixed >> 40) & 3)
-    return torch.ldexp(odd.to(torch.float64), exponent).to(dtype)
+    # A division by a power of two is exact everywhere; torch.ldexp rounds on GPUs.
+    power = 1 << (21 + ((mixed >> 40) & 3))
+    return (odd.to(torch.float64) / power.to(torch.float64)).to(dtype)
 
 
 def fill(target: torch.Tensor, rank: int) -> None:
     """Writes `rank`'s input into the flat tensor `target`."""
     for start in range(0, target.numel(), SEGMENT):
         part = target[start : start + SEGMENT]
-        part.copy_(values(rank, start, part.numel(), target.dtype))
+        part.copy_(values(rank, start, part.numel(), target.dtype, device=target.device))
 
 
 def pieces(op: str, *, rank: int, world_size: int, share: int) -> Iterator[Piece]:
@@ -88,23 +94,28 @@ def count_wrong(
     its dtype: 1 means the exact sum correctly rounded, or its neighbour (within one unit in the
     last place); n means the bound of n roundings of partial sums.
     """
-    wrong = 0
+    device = output.device
+    # Counted where the output lies, and read once: gigabytes on a GPU are checked in a second.
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
     for piece in expected:
-        actual = output[piece.start : piece.start + piece.count].cpu()
-        parts = (values(rank, start, piece.count, output.dtype) for rank, start in piece.sources)
+        actual = output[piece.start : piece.start + piece.count]
+        parts = (
+            values(rank, start, piece.count, output.dtype, device=device)
+            for rank, start in piece.sources
+        )
         if len(piece.sources) == 1 or not output.dtype.is_floating_point:
-            exact = sum(parts, start=torch.zeros((), dtype=output.dtype))
-            wrong += int((actual != exact).sum())
+            exact = sum(parts, start=torch.zeros((), dtype=output.dtype, device=device))
+            wrong += (actual != exact).sum()
             continue
-        total = torch.zeros(piece.count, dtype=torch.float64)
-        magnitude = torch.zeros(piece.count, dtype=torch.float64)
+        total = torch.zeros(piece.count, dtype=torch.float64, device=device)
+        magnitude = torch.zeros(piece.count, dtype=torch.float64, device=device)
         for part in parts:
             total += part.double()
             magnitude += part.double().abs()
         bound = tolerance(total, magnitude, output.dtype, num_roundings)
         # Written so that a NaN counts as wrong.
-        wrong += int((~((actual.double() - total).abs() <= bound)).sum())
-    return wrong
+        wrong += (~((actual.double() - total).abs() <= bound)).sum()
+    return int(wrong)
 
 
 def tolerance(
@@ -121,8 +132,8 @@ def tolerance(
     epsilon = torch.finfo(dtype).eps
     if num_roundings > 1:
         return magnitude * (epsilon * num_roundings / 2)
-    exponent = torch.frexp(total).exponent - 1
-    unit = torch.ldexp(torch.full_like(total, epsilon), exponent)
+    # A number over its mantissa is a power of two, exactly, from which mantissas are in [1/2, 1).
+    unit = total / torch.frexp(total).mantissa * (epsilon / 2)
     unit[total == 0] = 0.0
     accumulated = magnitude * torch.finfo(torch.float32).eps
     return unit + (accumulated if epsilon > torch.finfo(torch.float32).eps else 0.0)

@@ -33,6 +33,13 @@ NEEDED_FIELDS = (
     *("speedup_spread", "wrong", "machine", "versions", "commit"),
 )
 
+# What a table of collectives on one machine's GPUs shows beyond that.
+GPU_FIELDS = (
+    *NEEDED_FIELDS,
+    *("device", "cuda_graph", "algorithm", "time_us", "baseline_time_us", "cpu_us"),
+    "baseline_cpu_us",
+)
+
 _Row = tuple[str, str, int, str]  # label, dtype, world_size, baseline
 
 
@@ -50,13 +57,14 @@ def render(files: Mapping[str, Sequence[Record]]) -> str:
     parts: list[str] = []
     for name, records in files.items():
         for kind, fields, render_group in (
-            (None, NEEDED_FIELDS, _render_collectives),
+            ("collectives", NEEDED_FIELDS, _render_collectives),
+            ("gpu", GPU_FIELDS, _render_gpu),
             ("ddp", DDP_FIELDS, _render_ddp),
             ("train", TRAIN_FIELDS, _render_train),
             ("compile", COMPILE_FIELDS, _render_compile),
             ("workload", WORKLOAD_FIELDS, _render_workload),
         ):
-            group = [record for record in records if record.get("bench") == kind]
+            group = [record for record in records if _kind(record) == kind]
             _refuse_incomplete(name, group, fields)
             if group:
                 parts.append(render_group(name, group))
@@ -94,6 +102,12 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{path}: the results differ from {options.results}; run {command}\n")
         return 1
     return 0
+
+
+def _kind(record: Record) -> str:
+    """Which table shows the record: that of its benchmark, and of its machine for collectives."""
+    on_gpus = record.get("device") == "cuda" and not record.get("emulated")
+    return str(record.get("bench") or ("gpu" if on_gpus else "collectives"))
 
 
 def _refuse_incomplete(name: str, records: Sequence[Record], fields: Iterable[str]) -> None:
@@ -142,6 +156,41 @@ def _column(record: Record) -> int:
 def _is_per_rank(record: Record) -> bool:
     """Asked for by one rank's part, where that is another number than nccl-tests' size."""
     return bool(record.get("per_rank")) and record["bytes_per_rank"] != record["bytes"]
+
+
+def _render_gpu(name: str, records: Sequence[Record]) -> str:
+    """Every size has a column, every cell both times: claims differ from size to size."""
+    cells: dict[tuple[str, str, int, str, bool], dict[int, Record]] = {}
+    for record in records:  # a later run of the same case replaces an earlier one
+        row = (_label(record), record["dtype"], record["world_size"], record["baseline"])
+        cells.setdefault((*row, record["cuda_graph"]), {})[_column(record)] = record
+    columns = sorted({size for line in cells.values() for size in line})
+    lines = [
+        _caption(name, [record for line in cells.values() for record in line.values()])
+        + " Below it the microseconds of a call, ours : theirs, and the algorithm; eager calls "
+        "also with the CPU's microseconds.",
+        "",
+        _line(["operation", "dtype", "GPUs", "against", "timing", *map(_heading, columns)]),
+        _line(["---", "---", "---:", "---", "---", *("---:" for _ in columns)]),
+    ]
+    for (label, dtype, world_size, baseline, in_graph), line in cells.items():
+        timing = "CUDA graph" if in_graph else "eager"
+        values = [_gpu_cell(line.get(size)) for size in columns]
+        lines.append(_line([label, dtype, str(world_size), baseline, timing, *values]))
+    return "\n".join(lines)
+
+
+def _gpu_cell(record: Record | None) -> str:
+    if record is None:
+        return ""
+    parts = [_cell(record), f"{_us(record['time_us'])} : {_us(record['baseline_time_us'])}"]
+    if record["cpu_us"] is not None:
+        parts.append(f"CPU {_us(record['cpu_us'])} : {_us(record['baseline_cpu_us'])}")
+    return "<br>".join([*parts, record["algorithm"]])
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _render_ddp(name: str, records: Sequence[Record]) -> str:

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MIN_PAIRS = 8
-MAX_PAIRS = 100
-MAX_REPETITIONS = 50
-BLOCK_US = 2000.0
 NUM_PROBES = 3
 
 OURS, BASELINE = 0, 1
@@ -37,6 +34,20 @@ class Agreement(Protocol):
     def maximum(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over the ranks."""
         ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long blocks get (`block_us`), and at most how many pairs and calls in a block."""
+
+    block_us: float
+    max_pairs: int
+    max_repetitions: int
+
+
+CALLS = Pace(block_us=2000.0, max_pairs=100, max_repetitions=50)
+# A replay is many calls, and a GPU's clock has no scheduler to average out.
+REPLAYS = Pace(block_us=3000.0, max_pairs=25, max_repetitions=20)
 
 
 @dataclass(frozen=True)
@@ -79,17 +90,25 @@ def block_order(num_pairs: int) -> list[int]:
     return order
 
 
-def plan(probes_us: Sequence[float], *, iterations: int, budget_s: float) -> Schedule:
+def plan(
+    probes_us: Sequence[float], *, iterations: int, budget_s: float, pace: Pace = CALLS
+) -> Schedule:
     """Short blocks, and as many pairs as fit `budget_s`, given the time of one call per arm."""
     repetitions = tuple(
-        iterations or int(min(max(BLOCK_US / max(probe_us, 1.0), 1), MAX_REPETITIONS))
+        iterations or int(min(max(pace.block_us / max(probe_us, 1.0), 1), pace.max_repetitions))
         for probe_us in probes_us
     )
     # One call more per block for the untimed one.
     calls = zip(repetitions, probes_us, strict=True)
     pair_us = sum((count + 1) * probe_us for count, probe_us in calls)
     affordable = budget_s * 1e6 / max(pair_us, 1.0)
-    return Schedule(int(min(max(affordable, MIN_PAIRS), MAX_PAIRS)), repetitions)
+    return Schedule(int(min(max(affordable, MIN_PAIRS), pace.max_pairs)), repetitions)
+
+
+def enqueueing(call_us: float) -> Schedule:
+    """Blocks for the CPU's time of calls that take `call_us` on a GPU; its queue never fills."""
+    depth = int(min(max(CALLS.block_us / max(call_us, 1.0), 4), 16))
+    return Schedule(MIN_PAIRS, (depth, depth))
 
 
 def sample(
@@ -99,15 +118,21 @@ def sample(
     ranks: Agreement,
     iterations: int = 0,
     budget_s: float = 1.0,
+    pace: Pace = CALLS,
 ) -> list[list[list[float]]]:
     """Times both arms; returns [arm][block][repetition] in microseconds, the slowest rank's.
 
     `calls` are (ours, baseline). `iterations` fixes the timed calls per block, 0 adapts them; the
     number of blocks follows `budget_s`. Runs on every rank with equal arguments.
     """
-    probes = [min(clock(call, NUM_PROBES)[1:]) for call in calls]
-    schedule = plan(ranks.maximum(probes), iterations=iterations, budget_s=budget_s)
+    probes = probe(calls, clock=clock, ranks=ranks)
+    schedule = plan(probes, iterations=iterations, budget_s=budget_s, pace=pace)
     return follow(schedule, calls, clock=clock, ranks=ranks)
+
+
+def probe(calls: Sequence[Call], *, clock: Clock, ranks: Agreement) -> list[float]:
+    """About how long one of each of `calls` takes, in microseconds; the slowest rank's."""
+    return ranks.maximum([min(clock(call, NUM_PROBES)[1:]) for call in calls])
 
 
 def follow(
@@ -122,6 +147,11 @@ def follow(
     flat = ranks.maximum([t for arm_blocks in blocks for block in arm_blocks for t in block])
     slowest = iter(flat)
     return [[[next(slowest) for _ in block] for block in arm_blocks] for arm_blocks in blocks]
+
+
+def divided(blocks: Sequence[Sequence[Sequence[float]]], count: int) -> list[list[list[float]]]:
+    """What `sample` returned, for one of `count` calls in each that it timed."""
+    return [[[value / count for value in block] for block in arm_blocks] for arm_blocks in blocks]
 
 
 def compare(blocks: Sequence[Sequence[Sequence[float]]]) -> Comparison:

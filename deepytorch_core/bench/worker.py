@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Self
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from deepytorch_core.bench import timing
-from deepytorch_core.bench.baselines import TORCH_BACKENDS
+from deepytorch_core.bench.baselines import LIMITS
 from deepytorch_core.bench.job import BenchError, Run
 
 REFUSED = 2  # exit status of a rank that was asked for something it cannot do
@@ -51,14 +52,14 @@ class Ranks:
 class Groups:
     """The groups of both arms on this rank, and one for the measurement itself.
 
-    A baseline that is no torch backend has no group here; `baseline` is then gloo's.
+    `baseline` is of the backend that the baseline is, or that its processes have.
     """
 
     ours: dist.ProcessGroup
     baseline: dist.ProcessGroup
 
     def __init__(self, job: Run, rank: int, store: Store) -> None:
-        name = job.baseline if job.baseline in TORCH_BACKENDS else "gloo"
+        name = LIMITS[job.baseline].backend
         self._start(job, rank, store, name)
         self.baseline = _world(name)
         timeout = timedelta(seconds=job.timeout_s)
@@ -103,7 +104,7 @@ def calls_by_algorithm(ours: str, op: str) -> dict[str, int]:
 
 def main_algorithm(before: dict[str, int], after: dict[str, int]) -> str:
     """The algorithm that served most calls between the two counts."""
-    grown = {name: n - before.get(name, 0) for name, n in after.items()}
+    grown = {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
     return max(grown, key=lambda name: grown[name], default="unknown")
 
 
@@ -183,6 +184,17 @@ def cuda_clock(call: timing.Call, repetitions: int) -> list[float]:
     events[-1].synchronize()
     pairs = zip(events, events[1:], strict=False)
     return [float(start.elapsed_time(end)) * 1e3 for start, end in pairs]
+
+
+def enqueue_clock(call: timing.Call, repetitions: int) -> list[float]:
+    """A `timing.Clock` of the CPU: its mean time of a call, while the GPU has little to do."""
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(repetitions):
+        call()
+    end = time.perf_counter_ns()
+    torch.cuda.synchronize()
+    return [(end - start) / 1e3 / repetitions]
 
 
 def _exit_with_launcher(pipe: int) -> None:

@@ -1,6 +1,8 @@
 // Plans on the device: which kernel at which size, and that lines never overflow.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "tuner/choose_device.hpp"
 
 namespace dpt {
@@ -8,7 +10,7 @@ namespace {
 
 using cuda::Layout;
 
-constexpr Layout kLayout{4, 64 << 10, 16 << 10};
+constexpr Layout kLayout = Layout::of(4, 64 << 10);
 
 TEST(ChooseDevice, SmallMessagesTravelInLines) {
   for (const Collective collective :
@@ -16,7 +18,17 @@ TEST(ChooseDevice, SmallMessagesTravelInLines) {
     const DevicePlan plan = choose_device(
         {.collective = collective, .bytes = 8192, .layout = kLayout, .not_native = ""});
     EXPECT_STREQ(plan.algorithm, "low_latency");
-    EXPECT_EQ(plan.grid.channels * plan.grid.threads, 1024);
+    EXPECT_EQ(plan.grid.channels, 8);
+    EXPECT_EQ(plan.grid.threads, 128);
+  }
+}
+
+TEST(ChooseDevice, MiddleSizesTravelInPackets) {
+  for (const Collective collective :
+       {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL}) {
+    const DevicePlan plan = choose_device(
+        {.collective = collective, .bytes = 512 << 10, .layout = kLayout, .not_native = ""});
+    EXPECT_STREQ(plan.algorithm, "packet");
   }
 }
 
@@ -59,14 +71,135 @@ TEST(ChooseDevice, WhatHasNoLargeKernelIsDelegatedBeyondLines) {
   EXPECT_NE(plan.reason.find("small messages only"), std::string::npos);
 }
 
-TEST(ChooseDevice, LinesAlwaysFit) {
+TEST(ChooseDevice, LinesAndPacketsAlwaysFit) {
   for (uint32_t slot = 64 << 10; slot >= 4 << 10; slot /= 2) {
-    const Layout layout{8, slot, slot / 4};
-    for (size_t bytes = 1; bytes < 300'000; bytes = bytes * 9 / 8 + 1) {
+    const Layout layout = Layout::of(8, slot);
+    for (size_t bytes = 1; bytes < 100'000'000; bytes = bytes * 9 / 8 + 1) {
       const DevicePlan plan = choose_device(
           {.collective = DPT_ALL_REDUCE, .bytes = bytes, .layout = layout, .not_native = ""});
-      if (std::string(plan.algorithm) != "low_latency") continue;
-      EXPECT_LE(bytes, most_in_lines(layout, plan.grid));
+      const std::string algorithm = plan.algorithm;
+      if (algorithm == "low_latency") {
+        EXPECT_LE(bytes, most_in_lines(layout, plan.grid));
+      } else if (algorithm == "packet") {
+        EXPECT_LE(bytes / 8, most_in_packets(layout, plan.grid));
+      } else {
+        EXPECT_LE(plan.chunk_bytes, slot);
+      }
+    }
+  }
+}
+
+// With a delegate that competes, what is not known to be faster is its.
+TEST(ChooseDevice, ByTheRuleTheDelegateServesWhatIsNotSmall) {
+  const auto algorithm = [](Collective collective, size_t bytes, bool even = true) {
+    return std::string(choose_device({.collective = collective,
+                                      .bytes = bytes,
+                                      .even = even,
+                                      .layout = kLayout,
+                                      .not_native = "",
+                                      .delegate = true})
+                           .algorithm);
+  };
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 64 << 10), "low_latency");
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 512 << 10), "packet");
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, (512 << 10) + 8), "delegate");
+  EXPECT_EQ(algorithm(DPT_ALL_GATHER, 256 << 10), "packet");
+  EXPECT_EQ(algorithm(DPT_REDUCE_SCATTER, (256 << 10) + 8), "delegate");
+  EXPECT_EQ(algorithm(DPT_ALL_TO_ALL, 8, /*even=*/false), "delegate");
+}
+
+Decision decided(Candidate candidate) { return {candidate, "fastest measured", "", {}}; }
+
+TEST(ChooseDevice, WhatWasSettledOnServesWhereItCan) {
+  const Decision two_shot = decided({known_algorithm("two_shot"), 4096, 16, cuda::kMostThreads});
+  ChooseDeviceRequest request{.collective = DPT_ALL_REDUCE,
+                              .bytes = 1 << 20,
+                              .layout = kLayout,
+                              .not_native = "",
+                              .delegate = true,
+                              .tuned = &two_shot};
+  const DevicePlan plan = choose_device(request);
+  EXPECT_STREQ(plan.algorithm, "two_shot");
+  EXPECT_EQ(plan.grid.channels, 16);
+  EXPECT_EQ(plan.grid.threads, cuda::kMostThreads);
+  EXPECT_EQ(plan.chunk_bytes, 4096);
+  EXPECT_EQ(plan.reason, "fastest measured");
+  request.large = false;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  request.bytes = 64 << 10;
+  EXPECT_STREQ(choose_device(request).algorithm, "low_latency");
+  const Decision stock = decided({known_algorithm("delegate")});
+  request.tuned = &stock;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  request.not_native = "for the test";
+  EXPECT_EQ(choose_device(request).reason, "for the test");
+}
+
+TEST(ChooseDevice, LinesThatDoNotFitAreNotUsedWhateverWasSettledOn) {
+  const Decision lines = decided({known_algorithm("low_latency"), 0, 1, 512});
+  ChooseDeviceRequest request{.collective = DPT_ALL_REDUCE,
+                              .bytes = 16 << 10,
+                              .layout = kLayout,
+                              .not_native = "",
+                              .tuned = &lines};
+  EXPECT_EQ(choose_device(request).grid.channels, 1);
+  request.bytes = 64 << 10;
+  EXPECT_EQ(choose_device(request).grid.channels, 32);  // the rule of thumb's
+  const Decision no_grid = decided({known_algorithm("low_latency")});
+  request.tuned = &no_grid;
+  EXPECT_EQ(choose_device(request).grid.channels, 32);
+}
+
+TEST(ChooseDevice, WithoutNvlinkThereAreNoPackets) {
+  const Layout layout = Layout::of(4, 32 << 10, 32, /*packets=*/false);
+  for (size_t bytes = 1; bytes < 100'000'000; bytes = bytes * 9 / 8 + 1) {
+    const DevicePlan plan = choose_device(
+        {.collective = DPT_ALL_REDUCE, .bytes = bytes, .layout = layout, .not_native = ""});
+    EXPECT_STRNE(plan.algorithm, "packet");
+  }
+}
+
+// Of any number of groups; only the last ones' least share may go beyond the device.
+TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
+  int used = 0;
+  std::vector<int> offers;
+  for (int group = 0; group < 10; ++group) {
+    offers.push_back(offer_channels(132, used));
+    used += offers.back();
+  }
+  EXPECT_EQ(offers[0], 32);
+  EXPECT_EQ(offers[1], 32);
+  EXPECT_TRUE(std::is_sorted(offers.rbegin(), offers.rend()));
+  EXPECT_LT(used, 132);
+  EXPECT_EQ(offer_channels(20, 0), 4);
+}
+
+TEST(DeviceCandidates, BeginWithTheRuleOfThumbsAndDiffer) {
+  for (int index = 0; index < kNumCollectives; ++index) {
+    const auto collective = static_cast<Collective>(index);
+    if (collective == DPT_BARRIER || collective == DPT_REDUCE) continue;
+    for (size_t bytes = 64 << 10; bytes <= size_t{256} << 20; bytes *= 4) {
+      ChooseDeviceRequest request{
+          .collective = collective, .bytes = bytes, .layout = kLayout, .not_native = ""};
+      const std::vector<Candidate> found = device_candidates(request);
+      ASSERT_FALSE(found.empty());
+      EXPECT_LE(found.size(), kMostDeviceCandidates);
+      const DevicePlan rule = choose_device(request);
+      EXPECT_STREQ(found[0].algorithm, rule.algorithm);
+      EXPECT_EQ(found[0].channels, rule.grid.channels);
+      for (size_t i = 0; i < found.size(); ++i) {
+        EXPECT_EQ(known_algorithm(found[i].algorithm), found[i].algorithm);
+        const Decision decision = decided(found[i]);
+        request.tuned = &decision;
+        const DevicePlan plan = choose_device(request);
+        EXPECT_EQ(plan.grid.channels, found[i].channels);  // each serves the size it is tried at
+        for (size_t other = 0; other < i; ++other) {
+          EXPECT_FALSE(found[i].algorithm == found[other].algorithm &&
+                       found[i].channels == found[other].channels &&
+                       found[i].threads == found[other].threads &&
+                       found[i].chunk_bytes == found[other].chunk_bytes);
+        }
+      }
     }
   }
 }

@@ -87,6 +87,47 @@ TEST(Profile, IsForOneMachineVersionAndShape) {
   EXPECT_FALSE(find_in_profile("", kKey));
 }
 
+TEST(Profile, KeepsGridsOfTheDeviceApartFromTheHosts) {
+  const ProfileKey device{"a GPU", "1.2.3", {4, false, 1, "a GPU"}};
+  TimingTable table;
+  table.at(DPT_ALL_REDUCE, kNumBuckets - 1) = {
+      {{known_algorithm("two_shot"), 4096, 32, 512}, 1234.56, 1230, 1240},
+      {{known_algorithm("delegate")}, 1300, 1290, 1310}};
+  std::string text = merge_into_profile("", kKey, table_with(DPT_BROADCAST, 2, 10));
+  const std::string host_only = text;
+  text = merge_into_profile(text, device, table);
+  const Entry entry = find_in_profile(text, device)->at(DPT_ALL_REDUCE, kNumBuckets - 1);
+  ASSERT_EQ(entry.size(), 2);
+  EXPECT_EQ(entry[0].candidate.chunk_bytes, 4096);
+  EXPECT_EQ(entry[0].candidate.channels, 32);
+  EXPECT_EQ(entry[0].candidate.threads, 512);
+  EXPECT_DOUBLE_EQ(entry[0].median_us, 1234.56);
+  EXPECT_EQ(entry[1].candidate.channels, 0);
+  EXPECT_THAT(text, HasSubstr("\"on_device\": true"));
+  EXPECT_TRUE(find_in_profile(text, kKey));
+  EXPECT_FALSE(find_in_profile(text, {"another GPU", "1.2.3", {4, false, 1, "another GPU"}}));
+  // The same words for the machine do not make a host's table a device's.
+  EXPECT_FALSE(find_in_profile(text, {"a GPU", "1.2.3", {4, false}}));
+  // Host tables are written as they always were.
+  EXPECT_THAT(host_only, Not(HasSubstr("on_device")));
+  EXPECT_THAT(host_only, Not(HasSubstr("channels")));
+}
+
+TEST(Profile, WithoutWhatDevicesAddedIsReadable) {
+  const std::string older = R"({"format": 1, "groups": [{"machine": "a machine",
+    "deepytorch": "1.2.3", "ranks": 4, "oversubscribed": true, "measured": [
+    {"collective": "all_reduce", "bytes": 1048576, "times": [{"algorithm": "pipelined",
+     "chunk_bytes": 65536, "median_us": 10.5, "spread_us": [10.0, 11.0]}]}]}]})";
+  const auto found = find_in_profile(older, kKey);
+  ASSERT_TRUE(found);
+  EXPECT_DOUBLE_EQ(found->at(DPT_ALL_REDUCE, 2).at(0).median_us, 10.5);
+  EXPECT_EQ(found->at(DPT_ALL_REDUCE, 2)[0].candidate.threads, 0);
+  std::string wrong = older;
+  wrong.replace(
+      wrong.find("\"chunk_bytes\": 65536"), 20, "\"chunk_bytes\": 65536, \"threads\": -1");
+  EXPECT_THAT(message_of(wrong), HasSubstr("times[0].threads is -1"));
+}
+
 TEST(Profile, OfAnotherFormatIsReplaced) {
   const std::string later = R"({"format": 99, "groups": "who knows"})";
   EXPECT_FALSE(find_in_profile(later, kKey));
@@ -110,7 +151,7 @@ TEST(Profile, NamesTheWrongField) {
   EXPECT_THAT(with("\"pipelined\"", "\"magic\""), HasSubstr("there is no algorithm magic"));
   EXPECT_THAT(with("65536", "65537"), HasSubstr("measured[0].times[0].chunk_bytes is 65537"));
   EXPECT_THAT(with("65536", "-64"), HasSubstr("chunk_bytes is -64"));
-  EXPECT_THAT(with("10.0", "\"ten\""), HasSubstr("median_us is a string, not a number"));
+  EXPECT_THAT(with("10.00", "\"ten\""), HasSubstr("median_us is a string, not a number"));
   EXPECT_THAT(with("1048576", "1048577"), HasSubstr("bytes is no size that is measured"));
 }
 

@@ -64,6 +64,19 @@ TEST(Bucket, LimitsTheMemoryOfATrial) {
   }
 }
 
+TEST(Bucket, OfTheDeviceGoesOneFurther) {
+  const TuningClass device{4, false, 1, "a GPU"};
+  EXPECT_EQ(bucket_of(DPT_ALL_REDUCE, 16 << 10, device), std::nullopt);
+  EXPECT_EQ(bucket_of(DPT_ALL_REDUCE, (16 << 10) + 1, device), 0);
+  EXPECT_EQ(bucket_of(DPT_ALL_GATHER, 64 << 20, device), 5);
+  EXPECT_EQ(bucket_of(DPT_ALL_GATHER, 256 << 20, device), 6);
+  EXPECT_EQ(bucket_of(DPT_ALL_GATHER, size_t{1} << 40, device), 6);
+  EXPECT_EQ(bucket_of(DPT_ALL_TO_ALL, 1 << 20, device), std::nullopt);
+  EXPECT_EQ(range_of(6).nominal, 256 << 20);
+  EXPECT_NE(device, (TuningClass{4, false, 1, "another GPU"}));
+  EXPECT_NE(device, (TuningClass{4, false}));
+}
+
 TEST(Summary, IsTheMedianAndItsQuartiles) {
   const Measurement odd = summarize({known_algorithm("pipelined"), 64}, {5, 1, 3});
   EXPECT_DOUBLE_EQ(odd.median_us, 3);
@@ -114,6 +127,47 @@ TEST(Winner, IsNeverTheDelegateWhereItMayNotCompete) {
   const Entry entry = {time_of("pipelined", 65536, 90, 100, 110),
                        time_of("delegate", 0, 9, 10, 11)};
   EXPECT_FALSE(is_delegate(winner(entry, {1 << 20, false})->candidate));
+}
+
+Measurement grid_of(int channels, double low, double median, double high) {
+  return {{known_algorithm("two_shot"), 0, channels, 512}, median, low, high};
+}
+
+TEST(Winner, OnTheDeviceIsNativeOnlyWhereItIsClearlyFaster) {
+  constexpr Limits kDevice{1 << 20, true, true};
+  const auto native_wins = [&](double low, double median, double high) {
+    const Entry entry = {grid_of(32, low, median, high), time_of("delegate", 0, 99, 100, 101)};
+    return !is_delegate(winner(entry, kDevice)->candidate);
+  };
+  EXPECT_TRUE(native_wins(95, 97, 98));
+  EXPECT_FALSE(native_wins(97, 98, 98.5));  // by less than 3%
+  EXPECT_FALSE(native_wins(80, 95, 99));    // the spreads touch
+  EXPECT_FALSE(native_wins(100, 105, 110));
+  // The first of equals, unless only the fastest is fast enough.
+  const auto channels = [&](const Entry& entry) {
+    return winner(entry, kDevice)->candidate.channels;
+  };
+  EXPECT_EQ(
+      channels(
+          {grid_of(32, 88, 90, 92), grid_of(16, 87, 89, 90), time_of("delegate", 0, 99, 100, 101)}),
+      32);
+  EXPECT_EQ(channels({grid_of(32, 96, 98, 99),
+                      grid_of(16, 95.5, 96, 97),
+                      time_of("delegate", 0, 99, 100, 101)}),
+            16);
+  EXPECT_EQ(winner({grid_of(32, 199, 200, 201), time_of("delegate", 0, 9, 10, 11)},
+                   {1 << 20, false, true})
+                ->candidate.channels,
+            32);
+}
+
+TEST(Decide, OnTheDeviceNamesTheGrid) {
+  constexpr Limits kDevice{1 << 20, true, true};
+  EXPECT_EQ(decide({grid_of(16, 9, 10, 11)}, kDevice, "measured").reason,
+            "fastest measured, 16 x 512 threads");
+  EXPECT_EQ(decide({grid_of(16, 9, 10, 11), time_of("delegate", 0, 9, 10, 11)}, kDevice, "measured")
+                .reason,
+            "native is not clearly faster, measured");
 }
 
 TEST(Decide, SaysWhatWonAndWhereThatIsKnownFrom) {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from deepytorch.cli import bench
+from deepytorch.cli import bench, bench_table
 from deepytorch_core.bench import ddp, percentiles
 
 
@@ -90,7 +90,7 @@ def test_the_summary_names_worst_and_median():
         return {"op": op, "bytes": num_bytes, "dtype": "float32", "speedup": speedup}
 
     rows = [row("all_reduce", 1024, 9.0), row("barrier", 0, 3.0), row("all_reduce", 4096, 2.0)]
-    assert bench.summary([*rows, row("all_reduce", 8192, 4.0)]) == [
+    assert bench_table.summary([*rows, row("all_reduce", 8192, 4.0)]) == [
         "all_reduce: worst 2.00x (4K float32), median 4.00x of 3",
         "barrier: worst 3.00x (no data), median 3.00x of 1",
     ]

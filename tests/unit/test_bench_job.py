@@ -79,7 +79,7 @@ def test_a_job_survives_its_way_to_the_ranks():
         ({"ops": ("all_reduse",)}, "all_reduse.*known: all_reduce"),
         ({"dtypes": ("float31",)}, "float31.*float32"),
         ({"device": "tpu"}, "tpu.*cpu, cuda"),
-        ({"baseline": "ucc"}, "ucc.*gloo, nccl, deepspeed-shm, mpi"),
+        ({"baseline": "ucc"}, "ucc.*gloo, nccl, nccl-symm, torch-symm, deepspeed-shm, mpi"),
         ({"baseline": "mpi", "device": "cuda"}, "MPI is for cpu only.*--baseline gloo"),
         ({"baseline": "mpi", "dtypes": ("bfloat16",)}, "MPI has no bfloat16: limit --dtype to"),
         (
@@ -88,6 +88,22 @@ def test_a_job_survives_its_way_to_the_ranks():
         ),
         ({"baseline": "deepspeed-shm", "dtypes": ("int32",)}, "no int32: limit --dtype to float32"),
         ({"baseline": "nccl"}, "--baseline gloo, or --device cuda"),
+        ({"baseline": "nccl-symm"}, "moves GPU memory only.*--device cuda"),
+        ({"baseline": "torch-symm"}, "torch's symmetric memory moves GPU memory only"),
+        (
+            {"baseline": "torch-symm", "device": "cuda", "ops": ("all_gather",)},
+            "no all_gather: limit --ops to all_reduce, reduce_scatter, or use --baseline nccl",
+        ),
+        (
+            {"baseline": "torch-symm", "device": "cuda", "dtypes": ("float16",)},
+            "no float16: limit --dtype to float32, bfloat16, or use --baseline nccl",
+        ),
+        ({"cuda_graph": True}, "^--cuda-graph captures work of GPUs: give --device cuda too$"),
+        ({"cuda_graph": True, "device": "cuda"}, "gloo cannot be captured: use --baseline nccl"),
+        (
+            {"cuda_graph": True, "device": "cuda", "baseline": "nccl", "ops": ("barrier",)},
+            "--cuda-graph: a barrier waits on the CPU: leave it out of --ops",
+        ),
         ({"world_size": 0}, "world-size"),
         ({"iterations": -1}, "iterations"),
         ({"sizes": ()}, "--sizes"),

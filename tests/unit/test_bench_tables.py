@@ -20,10 +20,15 @@ def row(num_bytes, **changes):
         "device": "cpu",
         "registered": False,
         "direct": False,
+        "cuda_graph": False,
+        "calls_per_graph": None,
         "algorithm": "one_shot",
         "time_us": 10.0,
+        "cpu_us": None,
         "baseline": "gloo",
+        "baseline_algorithm": "",
         "baseline_time_us": 123.0,
+        "baseline_cpu_us": None,
         "speedup": 12.3,
         "speedup_spread": [11.0, 13.2],
         "num_blocks": 8,
@@ -229,6 +234,47 @@ def test_emulated_rows_say_so(project):
         "all_reduce (emulated 2 nodes of 4 ranks, 1000 Mbit/s, 250 Mbit/s a flow, 1 ms each way, "
         "cyclic order, each arm in processes of its own)" in readme.read_text()
     )
+
+
+def on_gpus(num_bytes, **changes):
+    fields = {"device": "cuda", "dtype": "bfloat16", "world_size": 4, "baseline": "nccl"}
+    fields |= {"cuda_graph": True, "calls_per_graph": 20, "algorithm": "low_latency"}
+    fields |= {"time_us": 7.14, "baseline_time_us": 123.4, "speedup": 2.05}
+    fields |= {"speedup_spread": [2.0, 2.1], "machine": {"name": "64-core Xeon, 4x NVIDIA H200"}}
+    return row(num_bytes, **{**fields, **changes})
+
+
+def test_gpus_have_a_table_of_every_size_with_both_times():
+    records = [
+        on_gpus(1 << 10),
+        on_gpus(1 << 30, algorithm="delegate", speedup=1.0, speedup_spread=[0.99, 1.01]),
+        on_gpus(1 << 10, baseline="torch-symm"),
+        on_gpus(2 << 10, cuda_graph=False, cpu_us=12.3, baseline_cpu_us=23.4, registered=True),
+    ]
+    text = tables.render({"collectives-4-h200.jsonl": records})
+    assert "| operation | dtype | GPUs | against | timing | 1K | 2K | 1G |" in text
+    cell = "**2.0** (2.0-2.1)<br>7.1 : 123"
+    first = f"| all_reduce | bfloat16 | 4 | nccl | CUDA graph | {cell}<br>low_latency |  | "
+    assert f"{first}**1.00** (0.99-1.01)<br>7.1 : 123<br>delegate |" in text
+    eager = "all_reduce (registered) | bfloat16 | 4 | nccl | eager |  | "
+    assert f"{eager}{cell}<br>CPU 12.3 : 23.4<br>low_latency |" in text
+    assert "against | nccl" not in text
+    assert "times faster than nccl / torch-symm" in text
+
+
+def test_gpus_and_emulated_nodes_have_tables_of_their_own():
+    emulated = {"nodes": 2, "ranks_per_node": [1, 1], "order": "block", "link_mbit": None}
+    emulated |= {"flow_cap_mbit": None, "delay_ms": 0.0, "separate_processes": True}
+    records = [on_gpus(1024), on_gpus(1024, emulated=emulated)]
+    text = tables.render({"mixed.jsonl": records})
+    assert text.count("| operation |") == 2
+
+
+def test_an_incomplete_record_of_gpus_is_an_error():
+    record = on_gpus(1024)
+    del record["time_us"]
+    with pytest.raises(ValueError, match="lacks.*time_us"):
+        tables.render({"collectives-2-h200.jsonl": [record]})
 
 
 def test_series_are_ordered_and_leave_out_barriers():

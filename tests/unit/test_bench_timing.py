@@ -72,7 +72,7 @@ def test_the_slowest_rank_counts():
 def test_the_plan_follows_the_time_of_one_call():
     fast = timing.plan([10.0, 100.0], iterations=0, budget_s=1.0)
     assert fast.repetitions == (50, 20)
-    assert fast.num_pairs == timing.MAX_PAIRS
+    assert fast.num_pairs == timing.CALLS.max_pairs
     slow = timing.plan([50_000.0, 300_000.0], iterations=0, budget_s=1.0)
     assert slow == timing.Schedule(timing.MIN_PAIRS, (1, 1))
     assert timing.plan([10.0, 100.0], iterations=7, budget_s=1.0).repetitions == (7, 7)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -233,6 +233,7 @@ class FakeRun:
     wrong: int = 0
     baseline_wrong: int = 0
     job: object = None
+    changes: dict = field(default_factory=dict)
 
     def __call__(self, job):
         self.job = job
@@ -241,7 +242,7 @@ class FakeRun:
         row |= {"speedup_spread": [1.0, 2.0], "wrong": self.wrong, "algorithm": "one_shot"}
         row |= {"baseline_wrong": self.baseline_wrong, "emulated": None}
         row |= {"baseline": "gloo", "registered": False, "machine": {"name": "test"}}
-        yield row
+        yield row | self.changes
 
 
 def bench(monkeypatch, fake, *arguments):
@@ -329,6 +330,27 @@ def test_bench_refuses_options_of_nodes_that_do_not_fit(monkeypatch, arguments, 
     result = bench(monkeypatch, FakeRun(), *arguments)
     assert result.exit_code != 0
     assert message in str(result.exception)
+
+
+def test_bench_in_graphs(monkeypatch):
+    fake = FakeRun()
+    result = bench(monkeypatch, fake, "--device", "cuda", "--cuda-graph")
+    assert result.exit_code == 0, result.output
+    assert fake.job.cuda_graph
+    assert fake.job.baseline == "nccl"
+
+
+def test_graphs_need_gpus(monkeypatch, capsys):
+    assert main(monkeypatch, "bench", "collectives", "--cuda-graph") == 1
+    error = capsys.readouterr().err
+    assert "--cuda-graph captures work of GPUs: give --device cuda too" in " ".join(error.split())
+
+
+@pytest.mark.parametrize("cpu_us", [None, 12.34])
+def test_bench_shows_the_cpu_time_where_it_was_measured(monkeypatch, cpu_us):
+    fake = FakeRun(changes={"cpu_us": cpu_us, "baseline_cpu_us": cpu_us})
+    output = bench(monkeypatch, fake).output
+    assert ("cpu us" in output) == ("12.3" in output) == (cpu_us is not None)
 
 
 def test_bench_table_has_the_columns_of_nccl_tests_and_ours(monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +20,14 @@ def plan(**changes: Any) -> dict[str, Any]:
         "op": "all_reduce",
         "ranks": 2,
         "oversubscribed": False,
+        "device": "",
         "first_bytes": 2097152,
         "last_bytes": 8388607,
         "measured_bytes": 4194304,
         "algorithm": "pipelined",
         "chunk_bytes": 131072,
+        "channels": 0,
+        "threads": 0,
         "reason": "fastest measured, chunks of 128 KiB",
         "source": "measured now",
         "candidates": [
@@ -34,10 +39,14 @@ def plan(**changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-def times(algorithm: str, chunk_bytes: int, median_us: float) -> dict[str, Any]:
+def times(
+    algorithm: str, chunk_bytes: int, median_us: float, *, channels: int = 0
+) -> dict[str, Any]:
     return {
         "algorithm": algorithm,
         "chunk_bytes": chunk_bytes,
+        "channels": channels,
+        "threads": 512 if channels else 0,
         "median_us": median_us,
         "spread_us": (median_us - 10, median_us + 10),
     }
@@ -80,6 +89,62 @@ def test_the_plan_of_the_size_is_found() -> None:
     assert [candidate.chosen for candidate in found.candidates] == [True, False, False]
 
 
+GPU_PLAN = plan(
+    device="NVIDIA H200, 132 SMs, over NVLink",
+    ranks=4,
+    algorithm="two_shot",
+    chunk_bytes=0,
+    channels=16,
+    threads=512,
+    reason="fastest in the profile, 16 x 512 threads",
+    source="profile /home/user/profile.json",
+    candidates=[
+        times("two_shot", 0, 50.0, channels=32),
+        times("two_shot", 0, 40.0, channels=16),
+        times("delegate", 0, 60.0),
+    ],
+)
+
+
+def test_what_gpus_decide_is_not_what_the_host_does() -> None:
+    row = call(algorithm="one_shot", reason="small: one barrier")
+    assert explain.answer(QUESTION, [GPU_PLAN], [row]).source == "rule of thumb"
+    small = GPU_PLAN | {"first_bytes": 1, "last_bytes": 2}
+    (found,) = explain.device_answers(QUESTION, [small, GPU_PLAN])
+    assert (found.algorithm, found.ranks, found.buffer_bytes) == ("two_shot", 4, 4 << 20)
+    assert [candidate.chosen for candidate in found.candidates] == [False, True, False]
+    assert [candidate.speedup for candidate in found.candidates] == [1.2, 1.5, 1.0]
+    # A part is that of the group the times are of.
+    question = explain.Question(op="all_gather", bytes=16 << 20, world_size=2)
+    (found,) = explain.device_answers(question, [GPU_PLAN | {"op": "all_gather"}])
+    assert found.buffer_bytes == 4 << 20
+
+
+def test_tables_of_gpus_come_from_the_profile(tmp_path: Path) -> None:
+    from deepytorch_core import _core
+
+    def time(algorithm: str, median_us: float, **grid: int) -> dict[str, Any]:
+        spread = [median_us - 0.5, median_us + 0.5]
+        values = {"algorithm": algorithm, "chunk_bytes": 0, "median_us": median_us}
+        return {**values, "spread_us": spread, **grid}
+
+    times = [time("two_shot", 97.5, channels=16, threads=512), time("delegate", 100.0)]
+    row = {"collective": "all_reduce", "bytes": 268435456, "times": times}
+    shape = {"deepytorch": _core.__version__, "ranks": 4, "oversubscribed": False}
+    group = {"machine": "a GPU", **shape, "on_device": True, "measured": [row]}
+    host = {"machine": "a CPU", **shape, "measured": []}
+    old = group | {"deepytorch": "0"}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"format": 1, "groups": [host, old, group]}))
+    (found,) = _core.device_plans(str(path))
+    assert (found["device"], found["ranks"], found["measured_bytes"]) == ("a GPU", 4, 256 << 20)
+    assert found["algorithm"] == "delegate"  # two_shot is faster by less than 3%
+    assert found["first_bytes"] == 128 << 20
+    assert found["last_bytes"] > 1 << 40
+    assert found["candidates"][0]["channels"] == 16
+    assert _core.device_plans(str(tmp_path / "none.json")) == []
+
+
 def test_sizes_of_shared_buffers_are_one_ranks_share() -> None:
     question = explain.Question(op="all_gather", bytes=8 << 20, world_size=2)
     found = explain.answer(question, [plan(op="all_gather")], [call(op="all_gather")])
@@ -108,7 +173,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[explain.Question]:
 
     def ask(question: explain.Question) -> explain.Answer:
         questions.append(question)
-        return explain.answer(question, [plan()], [call()])
+        devices = explain.device_answers(question, [GPU_PLAN])
+        return dataclasses.replace(explain.answer(question, [plan()], [call()]), devices=devices)
 
     monkeypatch.setattr(explain, "ask", ask)
     return questions
@@ -125,10 +191,15 @@ def test_the_command_prints_candidates_and_the_choice(asked: list[explain.Questi
         "against gloo",
         "1250.0",
         "2.50x",
+        "on 4 GPUs: NVIDIA H200, 132 SMs, over NVLink",
+        "against NCCL",
+        "1.50x",
+        "4M of bfloat16 for each buffer",
     ):
         assert text in result.output
-    (line,) = [line for line in result.output.splitlines() if line.lstrip().startswith("*")]
-    assert "128K" in line
+    lines = [line for line in result.output.splitlines() if line.lstrip().startswith("*")]
+    assert ["128K" in line for line in lines] == [True, False]
+    assert "16 x 512" in lines[1]
     assert asked == [explain.Question(op="all_reduce", bytes=4 << 20, tune="off")]
 
 

@@ -83,6 +83,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--baseline": None,
         "--registered": False,
         "--direct": False,
+        "--cuda-graph": False,
         "--nodes": 0,
         "--ranks-per-node": "1",
         "--link": "",

@@ -30,6 +30,8 @@ def plan() -> dict[str, Any]:
         return {
             "algorithm": algorithm,
             "chunk_bytes": chunk_bytes,
+            "channels": 0,
+            "threads": 0,
             "median_us": median_us,
             "spread_us": (median_us - 1, median_us + 1),
         }
@@ -38,11 +40,14 @@ def plan() -> dict[str, Any]:
         "op": "all_reduce",
         "ranks": 2,
         "oversubscribed": False,
+        "device": "",
         "first_bytes": 524288,
         "last_bytes": 2097151,
         "measured_bytes": 1048576,
         "algorithm": "pipelined",
         "chunk_bytes": 131072,
+        "channels": 0,
+        "threads": 0,
         "reason": "fastest measured",
         "source": "measured now",
         "candidates": [time("pipelined", 131072, 300.4), time("delegate", 0, 1500.0)],
@@ -76,6 +81,17 @@ def test_text(made: report.Report) -> None:
         "decision: all_reduce of 2 ranks, 524288 to 2097151 bytes: pipelined/128K, measured now "
         "(pipelined/128K 300 us, delegate 1500 us)",
     ]
+
+
+def test_decisions_of_gpus_name_them_and_their_grids() -> None:
+    kernel = {"algorithm": "low_latency", "channels": 8, "threads": 512, "median_us": 8.25}
+    stock = {"algorithm": "delegate", "channels": 0, "threads": 0, "median_us": 16.0}
+    times = [kernel | {"chunk_bytes": 0}, stock | {"chunk_bytes": 0}]
+    decided = plan() | kernel | {"chunk_bytes": 0, "candidates": times, "device": "NVIDIA H200"}
+    assert report._sentence(decided) == (
+        "decision: all_reduce of 2 ranks on NVIDIA H200, 524288 to 2097151 bytes: "
+        "low_latency/8x512, measured now (low_latency/8x512 8.2 us, delegate 16.0 us)"
+    )
 
 
 def test_choices_made_in_python(

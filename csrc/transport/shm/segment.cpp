@@ -93,6 +93,7 @@ struct Segment::Shared {
   alignas(kCacheLine) std::atomic<uint32_t> abort_state;
   int32_t abort_status;
   char abort_reason[480];
+  std::atomic<uint32_t> musters[kNumMusters];
   RankState ranks[kMaxRanks];
 };
 
@@ -362,6 +363,8 @@ void Segment::abort(dpt_status status, const std::string& reason) {
 bool Segment::aborted() const {
   return shared_->abort_state.load(std::memory_order_acquire) != kRunning;
 }
+
+std::atomic<uint32_t>& Segment::muster(int place) const { return shared_->musters[place]; }
 
 void Segment::throw_if_aborted() const {
   if (!aborted()) return;

@@ -2,6 +2,7 @@
 // block lies in host memory. Slow, but all of a kernel's logic runs, also under ThreadSanitizer.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -18,15 +19,54 @@
 
 namespace dpt::cuda {
 
+// Threads that meet, and vote.
+struct EmulatedBarrier {
+  explicit EmulatedBarrier(int threads) : barrier(threads) {}
+  void sync() { barrier.arrive_and_wait(); }
+  bool sync_and(bool ok) {
+    if (!ok) ++refusals;
+    sync();
+    const bool all_ok = refusals == 0;
+    sync();
+    if (!ok) --refusals;
+    sync();
+    return all_ok;
+  }
+  uint32_t bits_and(uint32_t bits) {
+    common &= bits;
+    sync();
+    const uint32_t all = common;
+    sync();
+    common = ~0u;
+    sync();
+    return all;
+  }
+  std::barrier<> barrier;
+  std::atomic<int> refusals{0};
+  std::atomic<uint32_t> common{~0u};
+};
+
+constexpr int kWarp = 4;  // at least as many threads as a group has ranks
+
 struct EmulatedChannel {
-  explicit EmulatedChannel(int threads) : all(threads) {}
+  explicit EmulatedChannel(int threads)
+      : all(threads), lanes(split(threads, kLanes)), warps(split(threads, kWarp)) {}
   template <typename T>
   T* shared() {
     static_assert(sizeof(T) <= sizeof memory);
     return reinterpret_cast<T*>(memory);
   }
-  std::barrier<> all;
-  std::atomic<int> refusals[2] = {};
+  using Barriers = std::vector<std::unique_ptr<EmulatedBarrier>>;
+  static Barriers split(int threads, int by) {
+    Barriers barriers;
+    for (int first = 0; first < threads; first += by) {
+      barriers.push_back(std::make_unique<EmulatedBarrier>(std::min(by, threads - first)));
+    }
+    return barriers;
+  }
+  EmulatedBarrier all;
+  Barriers lanes;  // of neighbouring threads
+  Barriers warps;
   alignas(16) char memory[1024] = {};
 };
 
@@ -36,7 +76,6 @@ struct EmulatedThread {
   int thread_index;
   int num_threads;
   EmulatedChannel* channel;
-  unsigned num_votes = 0;
 };
 inline thread_local EmulatedThread emulated_thread;
 
@@ -45,17 +84,13 @@ inline int num_channels() { return emulated_thread.num_channels; }
 inline int thread_index() { return emulated_thread.thread_index; }
 inline int num_threads() { return emulated_thread.num_threads; }
 
-inline void sync_channel() { emulated_thread.channel->all.arrive_and_wait(); }
-inline bool sync_channel_and(bool ok) {
-  EmulatedThread& self = emulated_thread;
-  std::atomic<int>& refusals = self.channel->refusals[self.num_votes++ % 2];
-  if (!ok) ++refusals;
-  sync_channel();
-  const bool all_ok = refusals == 0;
-  sync_channel();
-  if (self.thread_index == 0) refusals = 0;
-  return all_ok;
+inline void sync_channel() { emulated_thread.channel->all.sync(); }
+inline bool sync_channel_and(bool ok) { return emulated_thread.channel->all.sync_and(ok); }
+inline EmulatedBarrier& emulated_warp() {
+  return *emulated_thread.channel->warps[emulated_thread.thread_index / kWarp];
 }
+inline void sync_warp() { emulated_warp().sync(); }
+inline bool warp_and(bool ok) { return emulated_warp().sync_and(ok); }
 
 inline uint64_t clock_ns() {
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
@@ -81,6 +116,9 @@ inline void store_relaxed(uint32_t* to, uint32_t value) {
   atomic(to).store(value, std::memory_order_relaxed);
 }
 
+inline uint32_t load_shared(const uint32_t* from) { return load_acquire(from); }
+inline void store_shared(uint32_t* to, uint32_t value) { store_release(to, value); }
+
 inline uint4 load_staged(const uint4* from) { return *from; }
 inline void store_line(uint4* to, uint4 value) {
   uint64_t halves[2];
@@ -96,6 +134,26 @@ inline uint4 load_line(const uint4* from) {
   uint4 value;
   std::memcpy(&value, halves, sizeof value);
   return value;
+}
+
+// A line of a packet is whole where its last part, which has the number, is.
+inline EmulatedBarrier& emulated_lanes() {
+  return *emulated_thread.channel->lanes[emulated_thread.thread_index / kLanes];
+}
+inline void sync_lanes() { emulated_lanes().sync(); }
+inline uint32_t lanes_and(uint32_t bits) { return emulated_lanes().bits_and(bits); }
+inline void store_lane(uint4* to, uint4 value) {
+  const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
+  if (!last) store_line(to, value);
+  emulated_lanes().sync();
+  if (last) store_line(to, value);
+}
+inline uint4 load_lane(const uint4* from) {
+  const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
+  uint4 value{};
+  if (last) value = load_line(from);
+  emulated_lanes().sync();
+  return last ? value : load_line(from);
 }
 
 // Runs the kernel to its end.

@@ -9,9 +9,13 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/gate.cu"
 #include "cuda/kernels.cu"
 #include "cuda/low_latency_exchange.cu"
 #include "cuda/low_latency_reduce.cu"
+#include "cuda/packet_all_reduce.cu"
+#include "cuda/packet_exchange.cu"
+#include "cuda/packet_reduce_scatter.cu"
 #include "cuda/push_exchange.cu"
 #include "cuda/push_reduce_scatter.cu"
 #include "cuda/two_shot_all_reduce.cu"
@@ -22,13 +26,16 @@ namespace {
 // A group of ranks that are host threads; small staging, so that little data takes many rounds.
 class EmulatedGroup {
  public:
-  static constexpr Grid kGrid{2, 12};
+  static constexpr Grid kGrid{2, 32};
   static constexpr uint32_t kSlotBytes = 128;
   static constexpr uint32_t kLineBytes = 256;
-  static constexpr uint64_t kMostInLines = most_in_lines({2, kSlotBytes, kLineBytes}, kGrid);
+  static constexpr uint32_t kPacketBytes = 1024;
+  static constexpr Layout kPair{2, kGrid.channels, kSlotBytes, kLineBytes, kPacketBytes};
+  static constexpr uint64_t kMostInLines = most_in_lines(kPair, kGrid);
+  static constexpr uint64_t kMostInPackets = most_in_packets(kPair, kGrid);
 
   explicit EmulatedGroup(int size) : size_(size) {
-    const Layout layout{size, kSlotBytes, kLineBytes};
+    const Layout layout{size, kGrid.channels, kSlotBytes, kLineBytes, kPacketBytes};
     for (int rank = 0; rank < size; ++rank) {
       blocks_.emplace_back(layout.block_bytes() + kAlignment);
       statuses_.push_back(std::make_unique<HostStatus>());
@@ -50,7 +57,7 @@ class EmulatedGroup {
       ranks.emplace_back([&, rank] {
         const uint64_t timeout_ns =
             static_cast<uint64_t>(std::chrono::nanoseconds(timeout).count());
-        body(rank, {views_[rank], {timeout_ns, 7}, grid, nullptr});
+        body(rank, {views_[rank], {timeout_ns, 7}, grid, nullptr, kSlotBytes});
       });
     }
     for (std::thread& rank : ranks) rank.join();
@@ -154,7 +161,7 @@ double expected_of(std::vector<Shifted<T>>& inputs, size_t i, ReduceOp op) {
   return op == DPT_AVG ? sum / static_cast<double>(inputs.size()) : sum;
 }
 
-enum class Way { kLowLatency, kTwoShot };
+enum class Way { kLowLatency, kPacket, kTwoShot };
 
 template <typename T>
 void check_all_reduce(
@@ -167,9 +174,9 @@ void check_all_reduce(
     char* const output = in_place ? inputs[rank].bytes() : outputs[rank].bytes();
     const double average = op == DPT_AVG ? 1.0 / ranks : 1;
     const uint64_t bytes = count * sizeof(T);
-    if (way == Way::kTwoShot) {
-      two_shot_all_reduce(
-          launch, {inputs[rank].bytes(), output, bytes, 1, average}, dtype_of<T>(), op);
+    if (way != Way::kLowLatency) {
+      auto* const run = way == Way::kPacket ? packet_all_reduce : two_shot_all_reduce;
+      run(launch, {inputs[rank].bytes(), output, bytes, 1, average}, dtype_of<T>(), op);
     } else {
       ReduceArguments arguments{{}, output, bytes, 1, average};
       for (const char*& part : arguments.parts) part = inputs[rank].bytes();
@@ -199,6 +206,9 @@ TEST_P(KernelsOfRanks, AllReduceOfAnySizeAndAlignment) {
   for (const size_t count : {1, 2, 3, 31, 64, 96}) {
     check_all_reduce<float>(group, ranks, Way::kLowLatency, count, count % 3, DPT_SUM);
   }
+  for (const size_t count : {1, 5, 61, 333, 951}) {
+    check_all_reduce<float>(group, ranks, Way::kPacket, count, count % 4, DPT_SUM);
+  }
   for (const size_t count : {1, 5, 64, 333, 3001}) {
     check_all_reduce<float>(group, ranks, Way::kTwoShot, count, count % 3, DPT_SUM);
     check_all_reduce<__nv_bfloat16>(group, ranks, Way::kTwoShot, count, count % 5, DPT_AVG);
@@ -208,7 +218,7 @@ TEST_P(KernelsOfRanks, AllReduceOfAnySizeAndAlignment) {
 TEST_P(KernelsOfRanks, AllReduceOfEveryType) {
   const int ranks = GetParam();
   EmulatedGroup group(ranks);
-  for (const Way way : {Way::kLowLatency, Way::kTwoShot}) {
+  for (const Way way : {Way::kLowLatency, Way::kPacket, Way::kTwoShot}) {
     check_all_reduce<__half>(group, ranks, way, 77, 1, DPT_SUM);
     check_all_reduce<__nv_bfloat16>(group, ranks, way, 78, 0, DPT_AVG);
     check_all_reduce<float>(group, ranks, way, 79, 0, DPT_AVG);
@@ -223,9 +233,9 @@ TEST_P(KernelsOfRanks, AllReduceOfEveryType) {
 TEST_P(KernelsOfRanks, ReduceScatter) {
   const int ranks = GetParam();
   EmulatedGroup group(ranks);
-  for (const bool low_latency : {true, false}) {
+  for (auto* const run : {low_latency_reduce, packet_reduce_scatter, push_reduce_scatter}) {
     for (const size_t count : {1, 9, 60, 777}) {
-      if (low_latency && count * 2 > EmulatedGroup::kMostInLines) continue;
+      if (run == low_latency_reduce && count * 2 > EmulatedGroup::kMostInLines) continue;
       auto inputs = random_inputs<__nv_bfloat16>(ranks, count * ranks, 1, 5);
       std::vector<Shifted<__nv_bfloat16>> outputs;
       for (int rank = 0; rank < ranks; ++rank) outputs.emplace_back(count, 3);
@@ -234,7 +244,6 @@ TEST_P(KernelsOfRanks, ReduceScatter) {
         for (int part = 0; part < ranks; ++part) {
           arguments.parts[part] = inputs[rank].bytes() + part * count * 2;
         }
-        auto* const run = low_latency ? low_latency_reduce : push_reduce_scatter;
         run(launch, arguments, DPT_BFLOAT16, DPT_PREMUL_SUM);
       });
       group.expect_healthy();
@@ -294,6 +303,33 @@ TEST_P(KernelsOfRanks, ExchangeOfAnySizes) {
   }
 }
 
+TEST_P(KernelsOfRanks, ExchangeOfEqualParts) {
+  const int ranks = GetParam();
+  EmulatedGroup group(ranks);
+  for (const size_t count : {1, 16, 239, 240, 1000, 1919}) {
+    ASSERT_LE(count, EmulatedGroup::kMostInPackets);
+    auto inputs = random_inputs<float>(ranks, count, count % 2, 11);
+    std::vector<Shifted<float>> outputs;
+    for (int rank = 0; rank < ranks; ++rank) outputs.emplace_back(count * ranks, count % 3);
+    group.run([&](int rank, const Launch& launch) {  // bytes of each: an all_gather
+      ExchangeArguments arguments{};
+      for (int peer = 0; peer < ranks; ++peer) {
+        arguments.send[peer] = inputs[rank].bytes();
+        arguments.receive[peer] = outputs[rank].bytes() + peer * count;
+        arguments.send_bytes[peer] = arguments.receive_bytes[peer] = count;
+      }
+      packet_exchange(launch, arguments);
+    });
+    group.expect_healthy();
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (int peer = 0; peer < ranks; ++peer) {
+        EXPECT_EQ(std::memcmp(outputs[rank].bytes() + peer * count, inputs[peer].bytes(), count), 0)
+            << count << " bytes, " << peer << " -> " << rank;
+      }
+    }
+  }
+}
+
 // Everything on one group in random order, with grids of different sizes: the books that kernels
 // keep for each other must fit.
 TEST_P(KernelsOfRanks, MixedOnOneGroup) {
@@ -301,7 +337,10 @@ TEST_P(KernelsOfRanks, MixedOnOneGroup) {
   EmulatedGroup group(ranks);
   std::mt19937 random(3);
   for (int round = 0; round < 12; ++round) {
-    switch (random() % 3) {
+    switch (random() % 4) {
+      case 3:
+        check_all_reduce<float>(group, ranks, Way::kPacket, random() % 900 + 1, 0, DPT_SUM);
+        break;
       case 0:
         check_exchange(group, ranks, random() % 2 == 0, random());
         break;
@@ -327,7 +366,7 @@ TEST(Kernels, APeerThatNeverComesIsATimeout) {
         // Later ones end at once.
         two_shot_all_reduce(launch, {bytes, bytes, 2000, 1, 1}, DPT_FLOAT32, DPT_SUM);
       },
-      {2, 4},
+      {2, 32},
       std::chrono::milliseconds(50));
   EXPECT_EQ(group.status(0).code, HostStatus::kTimeout);
   EXPECT_EQ(group.status(0).peer, 1u);
@@ -364,6 +403,18 @@ TEST(Kernels, TheHostCanEndAWait) {
   });
   host.join();
   EXPECT_EQ(group.status(0).code, HostStatus::kNone);
+}
+
+TEST(Gate, OpensAtItsTicketOrAfterItsTime) {
+  uint32_t word = 6;
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    std::atomic_ref(word).store(7);
+  });
+  start_gate(nullptr, &word, 7, ~uint64_t{0});
+  EXPECT_EQ(word, 7u);
+  host.join();
+  start_gate(nullptr, &word, 8, 1'000'000);  // nobody comes
 }
 
 }  // namespace

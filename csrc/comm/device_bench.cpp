@@ -1,0 +1,210 @@
+#include "comm/device_bench.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <string>
+#include <thread>
+
+#include "base/error.hpp"
+#include "base/log.hpp"
+#include "comm/measure.hpp"
+#include "comm/race.hpp"
+#include "tuner/choose_device.hpp"
+
+namespace dpt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Times are of the type that models are trained in, and serve all others.
+constexpr DataType kType = DPT_BFLOAT16;
+// The program may have queued a lot.
+constexpr std::chrono::seconds kMostIdling{10};
+constexpr std::chrono::microseconds kPoll{20};
+// Trials take at most this part of the memory that is free.
+constexpr size_t kShareOfMemory = 4;
+// A round is as many calls as take this long.
+constexpr double kRoundUs = 500;
+constexpr int kFirstCalls = 4;
+constexpr int kMostCalls = 40;
+constexpr Pace kPace{.enough_us = 40e3,
+                     .most_us = 120e3,
+                     .fewest_rounds = 7,
+                     .fewest_long_rounds = 3,
+                     .most_rounds = 25,
+                     .cheap_us = 0};
+
+// Polls until `done()`; false when `limit` passed first. The group's end and Ctrl-C end it too.
+template <typename Done>
+bool poll(const RunContext& context, Deadline limit, Done done) {
+  auto next_check = Clock::now() + kWaitSlice;
+  while (!done()) {
+    if (limit.expired()) return false;
+    context.segment.throw_if_aborted();
+    if (Clock::now() >= next_check) {
+      context.wait.check();
+      next_check = Clock::now() + kWaitSlice;
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+  return true;
+}
+
+// The trial operation, and the two ways to put it on the stream.
+class Trial {
+ public:
+  Trial(const RunContext& context,
+        DeviceTrials& trials,
+        DeviceGroup& group,
+        const dpt_delegate* delegate)
+      : context_(context), trials_(trials), group_(group), delegate_(delegate) {}
+
+  dpt_request request{};
+  cuda::Stream stream = nullptr;
+
+  // Without the gate: what the stock backend sets up at its first call may need the device.
+  bool try_delegate() const {
+    trials_.start_clock();
+    bool ok = call({known_algorithm("delegate")});
+    trials_.stop_clock();
+    ok &= wait_for_clock().has_value();
+    return all_agree(ok);
+  }
+
+  // Of `calls` calls, each on average, on the slowest rank; nothing when it failed on any.
+  std::optional<double> run(const Candidate& candidate,
+                            int calls,
+                            Clock::time_point start,
+                            double* elapsed_us) const {
+    trials_.close_gate();
+    bool ok = call(candidate);  // not timed: it lets all ranks begin together
+    trials_.start_clock();
+    for (int i = 0; i < calls && ok; ++i) ok = call(candidate);
+    trials_.stop_clock();
+    context_.barrier();
+    trials_.open_gate();
+    const std::optional<double> time_us = wait_for_clock();
+    struct Outcome {
+      double time_us;
+      double elapsed_us;
+      bool failed;
+    };
+    const std::chrono::duration<double, std::micro> since = Clock::now() - start;
+    const std::vector<Outcome> all =
+        exchange(context_, Outcome{time_us.value_or(0) / calls, since.count(), !ok || !time_us});
+    double slowest = 0;
+    bool failed = false;
+    for (const Outcome& outcome : all) {
+      slowest = std::max(slowest, outcome.time_us);
+      failed |= outcome.failed;
+    }
+    *elapsed_us = all[0].elapsed_us;
+    return failed ? std::nullopt : std::optional(slowest);
+  }
+
+  bool all_agree(bool ok) const {
+    const std::vector<char> all = exchange(context_, static_cast<char>(ok));
+    return std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
+  }
+
+ private:
+  bool call(const Candidate& candidate) const {
+    if (!is_delegate(candidate)) {
+      group_.launch(request, to_device_plan(candidate, "on trial"), stream);
+      return true;
+    }
+    dpt_error error{};
+    if (delegate_->execute(delegate_->context, &request, &error) == DPT_OK) return true;
+    log(LogLevel::kDebug, std::string("the stock backend is no candidate: ") + error.message);
+    return false;
+  }
+
+  std::optional<double> wait_for_clock() const {
+    std::optional<double> time_us;
+    const Deadline limit = context_.wait.deadline;
+    if (!poll(context_, limit, [&] { return (time_us = trials_.elapsed_us()).has_value(); })) {
+      throw Error(DPT_ERR_TIMEOUT,
+                  context_.wait.describe() + ": a trial of it did not end in time");
+    }
+    return time_us;
+  }
+
+  const RunContext& context_;
+  DeviceTrials& trials_;
+  DeviceGroup& group_;
+  const dpt_delegate* delegate_;
+};
+
+// What a rank can offer to trials.
+struct Offer {
+  bool ready;
+  uint64_t room;  // bytes
+};
+
+}  // namespace
+
+Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
+  const Collective collective = context.operation.collective;
+  const int rank = context.segment.rank();
+  const int ranks = context.segment.size();
+  const cuda::Stream stream = request_.stream(request_.call);
+  std::unique_ptr<DeviceTrials> trials;
+  Offer offer{};
+  try {
+    trials = DeviceTrials::on(request_.device, stream);
+    offer.ready = poll(context, Deadline(kMostIdling), [&] { return trials->is_idle(); });
+    offer.ready = offer.ready && trials->can_queue();
+    offer.room = trials->free_bytes() / kShareOfMemory;
+  } catch (const Error& error) {
+    if (error.status() != DPT_ERR_SYSTEM) throw;
+    log(LogLevel::kDebug, std::string("nothing is measured on the GPU: ") + error.what());
+  }
+  for (const Offer& each : exchange(context, offer)) {
+    if (!each.ready) return {bucket, {}, 0};
+    offer.room = std::min(offer.room, each.room);
+  }
+  const size_t num = num_buffers(collective, ranks);
+  while (bucket > 0 && range_of(bucket).nominal * num > offer.room) --bucket;
+
+  const auto start = Clock::now();
+  const size_t bytes = range_of(bucket).nominal;
+  Trial trial(context, *trials, group_, delegate_);
+  char* const memory = trials->allocate(trial_bytes(collective, bytes, rank, ranks));
+  if (!trial.all_agree(memory != nullptr)) return {bucket, {}, 0};
+  const TrialBuffers buffers(collective, bytes, rank, ranks, memory);
+  trial.stream = stream;
+  trial.request.collective = collective;
+  trial.request.dtype = kType;
+  trial.request.reduce_op = trial_reduce_op(collective);
+  trial.request.premul_factor = 1;
+  trial.request.inputs = buffers.inputs.data();
+  trial.request.outputs = buffers.outputs.data();
+  trial.request.count = bytes / size_of(kType);
+  trial.request.timeout_ms = request_.timeout_ms;
+  trial.request.on_device = 1;
+  trial.request.device = request_.device;
+  trial.request.call = request_.call;
+
+  std::vector<Candidate> racers = device_candidates(
+      {.collective = collective, .bytes = bytes, .layout = group_.layout(), .not_native = ""});
+  Clock::duration connecting{};
+  if (delegate_ != nullptr) {
+    const auto before = Clock::now();
+    if (trial.try_delegate()) racers.push_back({known_algorithm("delegate")});
+    connecting = Clock::now() - before;  // the program would wait for it just the same
+  }
+  std::vector<int> calls(racers.size(), kFirstCalls);
+  const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {
+    const auto time_us = trial.run(racers[i], calls[i], since, elapsed);
+    if (time_us) {
+      const double wanted = std::ceil(kRoundUs / std::max(*time_us, 1.0));
+      calls[i] = std::clamp(static_cast<int>(wanted), 1, kMostCalls);
+    }
+    return time_us;
+  });
+  const std::chrono::duration<double, std::micro> spent = Clock::now() - start - connecting;
+  return {bucket, times, spent.count()};
+}
+
+}  // namespace dpt

@@ -1,0 +1,44 @@
+// Candidates on trial against each other, wherever they run: rounds in which each has its turn, on
+// scratch memory, until their times are known well enough.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "tuner/table.hpp"
+
+namespace dpt {
+
+// One range of sizes has enough when it had this long and this many rounds, and stops at the latest
+// after the longer time or the larger number.
+struct Pace {
+  double enough_us;
+  double most_us;
+  int fewest_rounds;
+  int fewest_long_rounds;
+  int most_rounds;
+  double cheap_us;  // native candidates that take less get all their chances
+};
+
+// Lets the candidate of that index have a turn: its time in microseconds, the slowest rank's, or
+// nothing when it failed on any. `elapsed_us` becomes rank 0's time since `start`. All ranks get
+// the same, so they go through the same rounds.
+using Turn = std::function<std::optional<double>(
+    size_t index, std::chrono::steady_clock::time_point start, double* elapsed_us)>;
+
+// The first round is not timed.
+Entry race(const std::vector<Candidate>& candidates, const Pace& pace, const Turn& turn);
+
+ReduceOp trial_reduce_op(Collective collective);
+
+// Memory for one trial operation of buffers of `bytes`, and how it is cut.
+size_t trial_bytes(Collective collective, size_t bytes, int rank, int ranks);
+struct TrialBuffers {
+  TrialBuffers(Collective collective, size_t bytes, int rank, int ranks, char* memory);
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+};
+
+}  // namespace dpt

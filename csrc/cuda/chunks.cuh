@@ -1,0 +1,196 @@
+// What workers do with a chunk: copy it, or reduce it with those of the other ranks. Several loads
+// of each thread are under way at a time, since a GPU's memory answers late.
+#pragma once
+
+#include "cuda/arguments.hpp"
+#include "cuda/queue.cuh"
+#include "cuda/vectors.cuh"
+
+namespace dpt::cuda {
+
+// This channel's chunk of each round of a part.
+class ChunkOf {
+ public:
+  DPT_DEVICE explicit ChunkOf(const Cut& cut) : cut_(cut) {}
+  DPT_DEVICE uint64_t offset(uint32_t round) const {
+    return (static_cast<uint64_t>(round) * num_channels() + channel_index()) * cut_.chunk;
+  }
+  DPT_DEVICE uint64_t bytes(uint32_t round) const {
+    const uint64_t at = offset(round);
+    if (at >= cut_.bytes) return 0;
+    return cut_.bytes - at < cut_.chunk ? cut_.bytes - at : cut_.chunk;
+  }
+
+ private:
+  const Cut& cut_;
+};
+
+constexpr int kCopiesAtOnce = 8;
+constexpr int kReductionsAtOnce = 2;
+
+// Calls visit(i) for the squad's vectors of `count`, `kAtOnce` of a thread in a row: first all
+// their loads, then all their stores.
+template <int kAtOnce, typename Value, typename Load, typename Store>
+DPT_DEVICE void for_each_vector(const Squad& squad, uint32_t count, Load load, Store store) {
+  const uint32_t stride = squad.num_threads;
+  for (uint32_t first = squad.thread; first < count; first += kAtOnce * stride) {
+    Value values[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k * stride < count) load(first + k * stride, values[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k * stride < count) store(first + k * stride, values[k]);
+    }
+  }
+}
+
+// Vectors that are whole and aligned; the rest of a chunk goes the slow way.
+DPT_DEVICE uint32_t num_plain(uint64_t addresses, uint64_t bytes) {
+  return addresses % Vector::kBytes == 0 ? static_cast<uint32_t>(bytes / Vector::kBytes) : 0;
+}
+DPT_DEVICE uint32_t num_vectors(uint64_t bytes) {
+  return static_cast<uint32_t>((bytes + Vector::kBytes - 1) / Vector::kBytes);
+}
+
+// The caller's memory -> a slot.
+DPT_DEVICE void push_chunk(const Squad& squad, const char* from, uint64_t bytes, uint4* to) {
+  const uint32_t plain = num_plain(address_of(from), bytes);
+  const auto* const vectors = reinterpret_cast<const uint4*>(from);
+  for_each_vector<kCopiesAtOnce, uint4>(
+      squad,
+      plain,
+      [&](uint32_t i, uint4& value) { value = vectors[i]; },
+      [&](uint32_t i, const uint4& value) { to[i] = value; });
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    to[i] = to_uint4(load_user<Vector>(from + at, bytes - at));
+  }
+}
+
+// A slot -> the caller's memory.
+DPT_DEVICE void collect_chunk(const Squad& squad, const uint4* from, uint64_t bytes, char* to) {
+  const uint32_t plain = num_plain(address_of(to), bytes);
+  auto* const vectors = reinterpret_cast<uint4*>(to);
+  for_each_vector<kCopiesAtOnce, uint4>(
+      squad,
+      plain,
+      [&](uint32_t i, uint4& value) { value = load_staged(from + i); },
+      [&](uint32_t i, const uint4& value) { vectors[i] = value; });
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    store_user(to + at, to_vector(load_staged(from + i)), bytes - at);
+  }
+}
+
+// The caller's memory -> the caller's memory.
+DPT_DEVICE void copy_chunk(const Squad& squad, const char* from, uint64_t bytes, char* to) {
+  const uint32_t plain = num_plain(address_of(from) | address_of(to), bytes);
+  for_each_vector<kCopiesAtOnce, uint4>(
+      squad,
+      plain,
+      [&](uint32_t i, uint4& value) { value = reinterpret_cast<const uint4*>(from)[i]; },
+      [&](uint32_t i, const uint4& value) { reinterpret_cast<uint4*>(to)[i] = value; });
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    store_user(to + at, load_user<Vector>(from + at, bytes - at), bytes - at);
+  }
+}
+
+// As push_chunk, with each rank's factor applied to what it sends.
+template <typename VectorReducer>
+DPT_DEVICE void push_scaled_chunk(
+    const Squad& squad, const char* from, uint64_t bytes, uint4* to, const Scale& scale) {
+  if (scale.input == 1) return push_chunk(squad, from, bytes, to);
+  for (uint32_t i = squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    to[i] = to_uint4(VectorReducer::scale_input(load_user<Vector>(from + at, bytes - at), scale));
+  }
+}
+
+// The caller's memory -> a slot of every peer, read once.
+template <int kRanks, typename SlotOf>
+DPT_DEVICE void push_chunk_to_all(
+    const Squad& squad, const GroupView& group, const char* from, uint64_t bytes, SlotOf slot_of) {
+  uint4* slots[kRanks];
+#pragma unroll
+  for (int step = 1; step < kRanks; ++step) {
+    if (step < group.layout.size) slots[step] = slot_of((group.rank + step) % group.layout.size);
+  }
+  const auto store = [&](uint32_t i, const uint4& value) {
+#pragma unroll
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < group.layout.size) slots[step][i] = value;
+    }
+  };
+  const uint32_t plain = num_plain(address_of(from), bytes);
+  const auto* const vectors = reinterpret_cast<const uint4*>(from);
+  for_each_vector<kCopiesAtOnce, uint4>(
+      squad, plain, [&](uint32_t i, uint4& value) { value = vectors[i]; }, store);
+  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    store(i, to_uint4(load_user<Vector>(from + at, bytes - at)));
+  }
+}
+
+// What one reduction of a chunk reads and writes of this rank's own.
+struct OwnChunk {
+  const char* input;
+  char* output;
+  uint64_t bytes;
+  Scale scale;
+};
+
+// Own input and the peers' slots, in rank order -> own output, and emit(i, vector) for the rest.
+template <typename VectorReducer, int kRanks, typename SlotOf, typename Emit>
+DPT_DEVICE void reduce_chunk(
+    const Squad& squad, const GroupView& group, SlotOf slot_of, const OwnChunk& own, Emit emit) {
+  struct OneOfEach {
+    Vector of[kRanks];
+  };
+  const int size = group.layout.size;
+  const int rank = group.rank;
+  const uint4* inputs[kRanks];
+#pragma unroll
+  for (int source = 0; source < kRanks; ++source) {
+    if (source >= size) continue;
+    inputs[source] = source == rank ? reinterpret_cast<const uint4*>(own.input) : slot_of(source);
+  }
+  const auto load = [&](uint32_t i, OneOfEach& each) {
+#pragma unroll
+    for (int source = 0; source < kRanks; ++source) {
+      if (source < size) each.of[source] = to_vector(load_staged(inputs[source] + i));
+    }
+  };
+  const bool scales = own.scale.input != 1;
+  const uint32_t plain =
+      scales ? 0 : num_plain(address_of(own.input) | address_of(own.output), own.bytes);
+  for_each_vector<kReductionsAtOnce, OneOfEach>(
+      squad, plain, load, [&](uint32_t i, const OneOfEach& each) {
+        VectorReducer reducer;
+#pragma unroll
+        for (int source = 0; source < kRanks; ++source) {
+          if (source < size) reducer.add(each.of[source]);
+        }
+        const Vector result = reducer.result(own.scale);
+        emit(i, result);
+        reinterpret_cast<Vector*>(own.output)[i] = result;
+      });
+
+  // What is not aligned, is scaled or ends within a vector.
+  for (uint32_t i = plain + squad.thread; i < num_vectors(own.bytes); i += squad.num_threads) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    VectorReducer reducer;
+    for (int source = 0; source < size; ++source) {
+      reducer.add(source == rank ? VectorReducer::scale_input(
+                                       load_user<Vector>(own.input + at, own.bytes - at), own.scale)
+                                 : to_vector(load_staged(slot_of(source) + i)));
+    }
+    const Vector result = reducer.result(own.scale);
+    emit(i, result);
+    store_user(own.output + at, result, own.bytes - at);
+  }
+}
+
+}  // namespace dpt::cuda

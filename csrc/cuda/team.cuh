@@ -1,0 +1,128 @@
+// A team does one phase of a kernel, round by round, beside the channel's other teams. Its last
+// warp is the clerk: it waits for the peers and signals them, while the other warps, the workers,
+// move data. So neither a peer's answer nor a fence stands in the workers' way.
+#pragma once
+
+#include "cuda/wait.cuh"
+
+namespace dpt::cuda {
+
+// How far a team has come, in shared memory; all 0 when the kernel starts.
+struct Progress {
+  uint32_t ready;                    // rounds that workers may begin; kStop: none, ever
+  uint32_t done[kMostThreads / 32];  // rounds that each warp of workers has done
+  static constexpr uint32_t kStop = ~0u;
+};
+
+// Some of a team's workers, as its work on one chunk sees them.
+struct Squad {
+  int thread;
+  int num_threads;
+};
+
+// What a clerk does. Each of its threads calls all of these.
+template <typename MayBegin, typename Finish, typename Close>
+struct Clerk {
+  MayBegin may_begin;  // (round): whether this thread's peer is ready for it
+  Finish finish;       // (round): the workers are done with it
+  Close close;         // (): after the last
+};
+
+class Team {
+ public:
+  // Of `warps` warps from number `first` on, at least two.
+  DPT_DEVICE Team(
+      const GroupView& group, const CallView& call, int first, int warps, Progress& progress)
+      : group_(group),
+        call_(call),
+        thread_(thread_index() - first * kWarp),
+        warps_(warps),
+        progress_(progress) {}
+
+  DPT_DEVICE bool has_me() const { return 0 <= thread_ && thread_ < warps_ * kWarp; }
+  // The peer that this thread of the clerk's waits for and signals; -1 where it is no such thread.
+  DPT_DEVICE int clerk_peer() const {
+    const int peer = thread_ - num_threads();
+    return 0 <= peer && peer < group_.layout.size && peer != group_.rank ? peer : -1;
+  }
+  // Workers': all of them, and visit(part, squad) for every part, each with workers of its own
+  // where there are enough. So the memory of several peers is at work at a time.
+  DPT_DEVICE Squad workers() const { return {thread_, num_threads()}; }
+  template <typename Visit>
+  DPT_DEVICE void split(int parts, Visit visit) const {
+    const int each = warps_ - 1 > parts ? (warps_ - 1) / parts : 1;
+    const int squads = (warps_ - 1) / each;
+    const int squad = thread_ / kWarp / each;
+    if (squad >= squads) return;
+    const Squad mine{thread_ - squad * each * kWarp, each * kWarp};
+    for (int part = squad; part < parts; part += squads) visit(part, mine);
+  }
+
+  // All rounds: `move` is the workers' part of one. False when the group failed.
+  template <typename Move, typename Books>
+  DPT_DEVICE bool run(uint32_t rounds, Move move, const Books& clerk) const {
+    if (thread_ < num_threads()) return work(rounds, move);
+    if (!keep_books(rounds, clerk)) return false;
+    clerk.close();
+    return true;
+  }
+
+ private:
+  DPT_DEVICE int num_threads() const { return (warps_ - 1) * kWarp; }
+  template <typename Move>
+  DPT_DEVICE bool work(uint32_t rounds, Move move) const {
+    for (uint32_t round = 0; round < rounds; ++round) {
+      uint32_t ready;
+      while ((ready = load_shared(&progress_.ready)) <= round) {
+      }
+      if (ready == Progress::kStop) return false;
+      move(round);
+      sync_warp();
+      if (thread_ % kWarp == 0) store_shared(&progress_.done[thread_ / kWarp], round + 1);
+    }
+    return true;
+  }
+
+  template <typename Books>
+  DPT_DEVICE bool keep_books(uint32_t rounds, const Books& clerk) const {
+    const bool leads = thread_ % kWarp == 0;
+    sync_warp();  // what its threads know of the queues is in shared memory
+    bool alive = warp_and(load_relaxed(&counters_of(group_).failed) == 0);
+    Patience patience;
+    uint32_t begun = 0;
+    for (uint32_t finished = 0; finished < rounds;) {
+      if (begun < rounds) {
+        const bool mine = alive && clerk.may_begin(begun);
+        if (warp_and(mine)) {
+          ++begun;
+          patience = {};
+          if (leads) store_shared(&progress_.ready, begun);
+        } else {
+          alive = alive && warp_and(mine || !patience.is_over(group_, call_, clerk_peer()));
+          if (!alive) {
+            if (leads) store_shared(&progress_.ready, Progress::kStop);
+            return false;
+          }
+        }
+      }
+      if (warp_and(workers_did(finished))) clerk.finish(finished++);
+    }
+    return true;
+  }
+
+  // Each thread of the clerk looks at some of the warps; all of them together see every one.
+  DPT_DEVICE bool workers_did(uint32_t round) const {
+    for (int warp = thread_ % kWarp; warp < warps_ - 1; warp += kWarp) {
+      if (load_shared(&progress_.done[warp]) <= round) return false;
+    }
+    return true;
+  }
+
+  const GroupView& group_;
+  const CallView& call_;
+  int thread_;
+  int warps_;
+  Progress& progress_;
+};
+
+}  // namespace dpt::cuda

@@ -1,0 +1,122 @@
+#include "fake_device.hpp"
+
+#include <barrier>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "base/error.hpp"
+#include "cuda/device_group.hpp"
+#include "cuda/device_trials.hpp"
+
+namespace dpt {
+namespace testing {
+namespace {
+
+thread_local double device_clock_us = 0;
+
+// What the ranks of a group share: where each has its input.
+struct Meeting {
+  explicit Meeting(int size) : inputs(size), all(size) {}
+  std::vector<const void*> inputs;
+  std::barrier<> all;
+};
+
+class FakeGroup final : public DeviceGroup {
+ public:
+  FakeGroup(int rank, std::shared_ptr<Meeting> meeting)
+      : rank_(rank),
+        meeting_(std::move(meeting)),
+        layout_(cuda::Layout::of(static_cast<int>(meeting_->inputs.size()), 32 << 10)) {}
+
+  const cuda::Layout& layout() const override { return layout_; }
+
+  // Sums of floats; other operations only take their time.
+  void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream) override {
+    meeting_->inputs[rank_] = request.inputs[0];
+    meeting_->all.arrive_and_wait();
+    std::vector<float> sum;
+    if (request.collective == DPT_ALL_REDUCE && request.dtype == DPT_FLOAT32) {
+      sum.assign(request.count, 0);
+      for (const void* input : meeting_->inputs) {
+        for (size_t i = 0; i < request.count; ++i) sum[i] += static_cast<const float*>(input)[i];
+      }
+    }
+    meeting_->all.arrive_and_wait();
+    std::copy(sum.begin(), sum.end(), static_cast<float*>(request.outputs[0]));
+    advance_device(fake_devices().time_us(plan, request.count * size_of(request.dtype)));
+  }
+
+  std::optional<Failure> failure() const override { return std::nullopt; }
+  void abort() override {}
+
+ private:
+  int rank_;
+  std::shared_ptr<Meeting> meeting_;
+  cuda::Layout layout_;
+};
+
+class FakeTrials final : public DeviceTrials {
+ public:
+  bool can_queue() override { return fake_devices().queues; }
+  bool is_idle() override { return fake_devices().idle; }
+  size_t free_bytes() const override { return fake_devices().free_bytes; }
+  char* allocate(size_t bytes) override {
+    memory_.resize(bytes);
+    return memory_.data();
+  }
+  void close_gate() override {}
+  void open_gate() override {}
+  void start_clock() override { start_us_ = device_clock_us; }
+  void stop_clock() override { stop_us_ = device_clock_us; }
+  std::optional<double> elapsed_us() override { return stop_us_ - start_us_; }
+
+ private:
+  std::vector<char> memory_;
+  double start_us_ = 0;
+  double stop_us_ = 0;
+};
+
+}  // namespace
+
+FakeDevices& fake_devices() {
+  static FakeDevices devices;
+  return devices;
+}
+
+void advance_device(double time_us) { device_clock_us += time_us; }
+
+}  // namespace testing
+
+std::string DeviceGroup::why_absent() { return testing::fake_devices().why_absent; }
+
+uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
+
+std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
+  using testing::Meeting;
+  std::shared_ptr<Meeting> own;
+  if (setup.rank == 0) own = std::make_shared<Meeting>(setup.global_ranks.size());
+  const auto address = reinterpret_cast<uintptr_t>(&own);
+  const std::string text = setup.all_gather(std::to_string(address))[0];
+  const auto meeting =
+      *reinterpret_cast<std::shared_ptr<Meeting>*>(std::strtoull(text.c_str(), nullptr, 10));
+  setup.all_gather("");  // rank 0's may go now
+  return std::make_unique<testing::FakeGroup>(setup.rank, meeting);
+}
+
+std::unique_ptr<DeviceTrials> DeviceTrials::on(int, cuda::Stream) {
+  return std::make_unique<testing::FakeTrials>();
+}
+
+namespace cuda {
+
+DeviceModel model_of(int device) {
+  const int which = testing::fake_devices().shared ? 0 : device;
+  return {"a fake GPU", 132, "GPU-" + std::to_string(which)};
+}
+std::optional<bool> has_nvlink(int, const std::string&) { return true; }
+bool can_reduce_on_device(DataType, ReduceOp) { return true; }
+bool has_large_kernels(DataType dtype, ReduceOp) { return size_of(dtype) <= sizeof(float); }
+
+}  // namespace cuda
+}  // namespace dpt

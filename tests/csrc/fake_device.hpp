@@ -1,0 +1,29 @@
+// GPUs that are threads and host memory, in the place of csrc/cuda: linked into the tests, they let
+// all of csrc/comm run as it does on GPUs. Time on them is what a test says it is.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "base/types.hpp"
+#include "cuda/plan.hpp"
+
+namespace dpt::testing {
+
+struct FakeDevices {
+  std::string why_absent = "no GPUs in this test";  // empty: every rank has one
+  bool shared = false;                              // all ranks use the same one
+  bool idle = true;                                 // streams become idle
+  bool queues = true;                               // see DeviceTrials::can_queue
+  size_t free_bytes = size_t{1} << 30;
+  // Microseconds that a plan takes for so many bytes.
+  std::function<double(const DevicePlan& plan, size_t bytes)> time_us;
+};
+
+// One for all tests; each sets it anew.
+FakeDevices& fake_devices();
+
+// Lets time pass on this thread's device.
+void advance_device(double time_us);
+
+}  // namespace dpt::testing

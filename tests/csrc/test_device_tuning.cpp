@@ -1,0 +1,359 @@
+// Operations on GPUs (fake_device.hpp): when they are native, and how the ranks find that out.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <barrier>
+#include <filesystem>
+
+#include "comm/decisions.hpp"
+#include "fake_device.hpp"
+#include "rank_threads.hpp"
+
+namespace dpt::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr size_t kKiB = 1 << 10;
+constexpr size_t kMiB = 1 << 20;
+
+class DeviceTuning : public ::testing::Test {
+ protected:
+  DeviceTuning() {
+    Decisions::instance().reset();
+    std::filesystem::create_directories(folder_);
+    fake_devices() = {};
+    fake_devices().why_absent = "";
+    fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
+  }
+  ~DeviceTuning() override {
+    Decisions::instance().reset();
+    fake_devices() = {};
+    std::filesystem::remove_all(folder_);
+  }
+
+  // NCCL, at `time_us` for an operation.
+  std::function<dpt_status(const dpt_request&)> stock(double time_us) {
+    return [this, time_us](const dpt_request& request) {
+      EXPECT_EQ(request.on_device, 1);
+      EXPECT_EQ(request.dtype, DPT_BFLOAT16);
+      ++stock_calls_;
+      advance_device(time_us);
+      return DPT_OK;
+    };
+  }
+
+  static std::vector<DecisionRow> rows() { return Decisions::instance().rows(); }
+
+  std::atomic<int> stock_calls_ = 0;
+  std::filesystem::path folder_ =
+      std::filesystem::temp_directory_path() / ("deepytorch-device-" + std::to_string(getpid()));
+  std::string profile_ = folder_ / "profile.json";
+};
+
+Request on_device(Rank& rank, Request request, bool busy = false) {
+  request.request.on_device = 1;
+  request.request.device = rank.rank();
+  request.request.stream = [](void*) -> void* { return nullptr; };
+  if (busy) request.request.busy = [](void*) { return 1; };
+  return request;
+}
+
+dpt_outcome sum_ones(Rank& rank, size_t bytes, bool busy = false) {
+  std::vector<float> values(bytes / sizeof(float), 1.0F);
+  Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
+  request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
+  const dpt_outcome outcome = rank.run(on_device(rank, std::move(request), busy));
+  if (outcome == DPT_COMPLETED) {
+    EXPECT_EQ(values, std::vector<float>(values.size(), static_cast<float>(rank.size())));
+  }
+  return outcome;
+}
+
+TEST_F(DeviceTuning, NativeServesWhereItIsFaster) {
+  run_ranks(2,
+            [](Rank& rank) {
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(11)});
+  ASSERT_EQ(rows().size(), 1);
+  const DecisionRow row = rows()[0];
+  EXPECT_THAT(std::string(row.group.device), StartsWith("a fake GPU, 132 SMs, over"));
+  EXPECT_EQ(row.decision.source, "measured now");
+  EXPECT_STREQ(row.decision.chosen.algorithm, "packet");
+  EXPECT_THAT(row.decision.reason, HasSubstr(" x 512 threads"));
+  ASSERT_TRUE(is_delegate(row.decision.times.back().candidate));
+  EXPECT_DOUBLE_EQ(row.decision.times.back().median_us, 11);
+  EXPECT_DOUBLE_EQ(row.decision.times.front().median_us, 10);
+}
+
+TEST_F(DeviceTuning, TheDelegateStaysWhereNativeIsNotClearlyFaster) {
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(10.2)});
+  EXPECT_TRUE(is_delegate(rows().at(0).decision.chosen));
+  EXPECT_EQ(rows()[0].decision.reason, "native is not clearly faster, measured");
+}
+
+TEST_F(DeviceTuning, SmallMessagesAreNativeUnmeasured) {
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 16 * kKiB), DPT_COMPLETED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(1)});
+  EXPECT_EQ(stock_calls_, 0);
+  EXPECT_EQ(rows().size(), 0);
+}
+
+TEST_F(DeviceTuning, TheFastestGridIsChosen) {
+  fake_devices().time_us = [](const DevicePlan& plan, size_t) {
+    return plan.grid.channels == 16 ? 5.0 : 10.0;
+  };
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().at(0).decision.chosen.channels, 16);
+}
+
+TEST_F(DeviceTuning, AGroupThatIsAlikeMeasuresNothing) {
+  const RankOptions options{.tune = DPT_TUNE_AUTO, .execute = stock(20)};
+  run_ranks(2, [](Rank& rank) { sum_ones(rank, kMiB); }, options);
+  const int calls = stock_calls_;
+  EXPECT_GT(calls, 0);
+  run_ranks(2, [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); }, options);
+  EXPECT_EQ(stock_calls_, calls);
+  EXPECT_EQ(rows().at(0).decision.source, "measured in this run");
+}
+
+TEST_F(DeviceTuning, ABusyStreamLeavesTheRangeOpen) {
+  run_ranks(2,
+            [](Rank& rank) {
+              const bool one_is_busy = rank.rank() == 1;
+              EXPECT_EQ(sum_ones(rank, kMiB, one_is_busy), DPT_DELEGATED);
+              EXPECT_EQ(sum_ones(rank, 64 * kKiB, true), DPT_COMPLETED);
+              rank.barrier();
+              EXPECT_EQ(rows().size(), 0);
+              rank.barrier();
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_ones(rank, kMiB, true), DPT_COMPLETED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().size(), 1);
+}
+
+TEST_F(DeviceTuning, AGroupThatIsAlwaysBusyStopsAsking) {
+  run_ranks(2,
+            [](Rank& rank) {
+              for (int i = 0; i < 70; ++i) EXPECT_EQ(sum_ones(rank, kMiB, true), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().at(0).decision.source, "rule of thumb");
+}
+
+TEST_F(DeviceTuning, WithoutTuningTheRuleOfThumbLeavesLargeOnesToTheDelegate) {
+  run_ranks(2,
+            [](Rank& rank) {
+              EXPECT_EQ(sum_ones(rank, 128 * kKiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_OFF, .execute = stock(20)});
+  EXPECT_EQ(stock_calls_, 0);
+  // collectives=native: no delegate competes.
+  run_ranks(2, [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); });
+}
+
+TEST_F(DeviceTuning, WhatNativeCanDoIsNeverDelegatedWhereNoDelegateCompetes) {
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+            {.tune = DPT_TUNE_AUTO});
+  EXPECT_STREQ(rows().at(0).decision.chosen.algorithm, "packet");
+}
+
+TEST_F(DeviceTuning, RanksThatShareAGpuHaveNoDelegate) {
+  fake_devices().shared = true;
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(1)});
+  EXPECT_EQ(stock_calls_, 0);
+}
+
+TEST_F(DeviceTuning, ADelegateThatFailsIsNoCandidate) {
+  run_ranks(
+      2,
+      [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+      {.tune = DPT_TUNE_AUTO, .execute = [](const dpt_request&) { return DPT_ERR_DELEGATE; }});
+  const Decision decision = rows().at(0).decision;
+  for (const Measurement& time : decision.times) {
+    EXPECT_FALSE(is_delegate(time.candidate));
+  }
+}
+
+TEST_F(DeviceTuning, TypesWithoutLargeKernelsGoByTheRuleWhereALargeOneWon) {
+  run_ranks(2,
+            [](Rank& rank) {
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              std::vector<double> wide(kMiB / sizeof(double));
+              Request request(DPT_ALL_REDUCE, DPT_FLOAT64, wide.size());
+              request.reduce_op(DPT_SUM).input(wide.data()).output(wide.data());
+              EXPECT_EQ(rank.run(on_device(rank, std::move(request))), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+}
+
+TEST_F(DeviceTuning, ExchangesOfUnknownSizesAreTheDelegates) {
+  run_ranks(2,
+            [](Rank& rank) {
+              std::vector<float> values(kMiB / sizeof(float));
+              Request request(DPT_ALL_TO_ALL, DPT_FLOAT32, values.size() / 2);
+              for (int part = 0; part < 2; ++part) {
+                request.input(values.data()).output(values.data());
+              }
+              EXPECT_EQ(rank.run(on_device(rank, std::move(request))), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().size(), 0);
+}
+
+TEST_F(DeviceTuning, MessagesAreTheDelegates) {
+  run_ranks(2,
+            [](Rank& rank) {
+              float value = 0;
+              Request request(rank.rank() == 0 ? DPT_SEND : DPT_RECV, DPT_FLOAT32, 1);
+              request.root(1 - rank.rank()).input(&value).output(&value);
+              EXPECT_EQ(rank.run(on_device(rank, std::move(request))), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO});
+}
+
+TEST_F(DeviceTuning, LittleMemoryMeansSmallerTrials) {
+  fake_devices().free_bytes = 4 * kMiB;
+  fake_devices().time_us = [](const DevicePlan& plan, size_t) {
+    return std::string(plan.algorithm) == "two_shot" ? 9.0 : 10.0;  // it serves any size
+  };
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_COMPLETED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().at(0).decision.source, "measured now at 1 MiB");
+  EXPECT_LE(rows()[0].bytes.first, 8 * kMiB);
+}
+
+TEST_F(DeviceTuning, WhereLaunchesWaitNothingIsMeasured) {
+  fake_devices().queues = false;
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().at(0).decision.source, "rule of thumb");
+  EXPECT_EQ(stock_calls_, 0);
+}
+
+TEST_F(DeviceTuning, WithTheBudgetSpentOnlyTheNextRangesTimesServe) {
+  fake_devices().time_us = [](const DevicePlan& plan, size_t) {
+    return std::string(plan.algorithm) == "two_shot" ? 9.0 : 10.0;  // it serves any size
+  };
+  run_ranks(2,
+            [](Rank& rank) {
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              rank.barrier();
+              Decisions::instance().add_spent_us(1e9);
+              rank.barrier();
+              EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_ones(rank, 16 * kMiB), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+}
+
+TEST_F(DeviceTuning, TheProfileServesTheNextRun) {
+  const RankOptions options{.tune = DPT_TUNE_AUTO, .profile = profile_, .execute = stock(20)};
+  run_ranks(2, [](Rank& rank) { sum_ones(rank, kMiB); }, options);
+  const Decision measured = rows().at(0).decision;
+  for (const dpt_tune tune : {DPT_TUNE_AUTO, DPT_TUNE_PROFILE}) {
+    Decisions::instance().reset();  // a new process
+    stock_calls_ = 0;
+    run_ranks(2,
+              [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+              {.tune = tune, .profile = profile_, .execute = stock(20)});
+    EXPECT_EQ(stock_calls_, 0);
+    const Decision loaded = rows().at(0).decision;
+    EXPECT_EQ(loaded.source, "profile " + profile_);
+    EXPECT_EQ(loaded.chosen.channels, measured.chosen.channels);
+    EXPECT_EQ(loaded.chosen.threads, measured.chosen.threads);
+  }
+}
+
+TEST_F(DeviceTuning, RepeatableRunsMeasureNothing) {
+  run_ranks(2,
+            [](Rank& rank) {
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(sum_ones(rank, 64 * kKiB), DPT_COMPLETED);
+            },
+            {.tune = DPT_TUNE_PROFILE, .profile = profile_, .execute = stock(20)});
+  EXPECT_EQ(stock_calls_, 0);
+}
+
+TEST_F(DeviceTuning, TheBudgetIsOneForHostAndDevice) {
+  Decisions::instance().add_spent_us(1e9);
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().at(0).decision.source, "rule of thumb");
+}
+
+TEST_F(DeviceTuning, DifferentSizesAreFoundBeforeItMeasures) {
+  run_ranks(2,
+            [](Rank& rank) {
+              const size_t bytes = rank.rank() == 0 ? kMiB : kMiB + 8;
+              const Failure failure = failure_of([&] { sum_ones(rank, bytes); });
+              EXPECT_EQ(failure.status, DPT_ERR_MISMATCH);
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);  // none the worse for it
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+}
+
+Request all_reduce(std::vector<float>& values, int64_t timeout_ms) {
+  Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
+  request.reduce_op(DPT_SUM).input(values.data()).output(values.data()).timeout_ms(timeout_ms);
+  return request;
+}
+
+// On a stream rank 0's operation would not keep rank 0 from what rank 1 waits for on the host.
+TEST_F(DeviceTuning, RanksThatComeAtDifferentTimesGoOnWithoutMeasuring) {
+  std::barrier<> rank_zero_went_on(2);
+  run_ranks(2,
+            [&](Rank& rank) {
+              sum_ones(rank, 8);  // the ranks meet
+              std::vector<float> values(kMiB / sizeof(float));
+              if (rank.rank() == 1) rank_zero_went_on.arrive_and_wait();
+              EXPECT_EQ(rank.run(on_device(rank, all_reduce(values, 400))), DPT_DELEGATED);
+              if (rank.rank() == 0) rank_zero_went_on.arrive_and_wait();
+              // Once is enough: nobody waits with another size of this group.
+              values.resize(4 * values.size());
+              EXPECT_EQ(rank.run(on_device(rank, all_reduce(values, 1 << 30))), DPT_DELEGATED);
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(stock_calls_, 0);
+  EXPECT_EQ(rows().size(), 2);
+  for (const DecisionRow& row : rows()) {
+    EXPECT_EQ(row.decision.source, "rule of thumb: ranks come at different times");
+  }
+}
+
+TEST_F(DeviceTuning, HostAndDeviceOperationsTakeTurns) {
+  run_ranks(3,
+            [](Rank& rank) {
+              std::vector<float> values(100000, 1.0F);
+              Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
+              request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
+              const Pending pending = rank.start(std::move(request));
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED);
+              pending.get();
+              EXPECT_EQ(values, std::vector<float>(values.size(), 3.0F));
+            },
+            {.tune = DPT_TUNE_AUTO});
+  EXPECT_EQ(rows().size(), 3);
+}
+
+}  // namespace
+}  // namespace dpt::testing

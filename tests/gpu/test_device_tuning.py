@@ -1,0 +1,192 @@
+"""collectives=auto on GPUs: native kernels where they were measured faster than NCCL, else NCCL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.testing import needs_gpus, spawn_ranks
+
+pytestmark = [pytest.mark.gpu, needs_gpus(2)]
+
+KIB = 1 << 10
+MIB = 1 << 20
+BACKEND = "cuda:deepytorch,cpu:deepytorch"
+
+
+def _device(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _exercise(rank: int, world_size: int, group: Any = None) -> None:
+    """Every collective the tuner measures, over its sizes; results are checked."""
+    device = _device(rank)
+    for size in [4 * KIB, 64 * KIB, 300 * KIB, 4 * MIB, 64 * MIB]:
+        count = size // 4
+        for _ in range(2):
+            value = torch.full((count,), float(rank + 1), device=device)
+            dist.all_reduce(value, group=group)
+            assert value.eq(world_size * (world_size + 1) / 2).all(), size
+
+            whole = torch.empty(count * world_size, device=device)
+            mine = torch.full((count,), float(rank), device=device)
+            work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+            assert work is not None
+            work.wait()
+            for peer, part in enumerate(whole.chunk(world_size)):
+                assert part.eq(peer).all(), size
+
+            part = torch.empty(count, device=device)
+            dist.reduce_scatter_tensor(part, whole, group=group)
+            assert part.eq(rank * world_size).all(), size
+    torch.cuda.synchronize()
+
+
+def _plans() -> list[dict[str, Any]]:
+    from deepytorch_core import _core
+
+    return [dict(plan) for plan in _core.plans() if plan["device"]]
+
+
+def _decides(rank: int, world_size: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the first group decided, and the second, which is like it."""
+    from deepytorch_core import _core
+
+    _exercise(rank, world_size)
+    first = _plans()
+    spent_s = _core.spent_on_tuning_s()
+    assert 0 < spent_s < 3
+    group = dist.new_group(list(range(world_size)))
+    _exercise(rank, world_size, group)
+    assert _core.spent_on_tuning_s() == spent_s
+    rows = [dict(row) for row in _core.statistics()]
+    small = [row for row in rows if row["algorithm"] == "low_latency"]
+    assert small, rows  # 4 KiB is native whatever was measured
+    second = _plans()
+    before = {(plan["op"], plan["first_bytes"]): plan for plan in first}
+    for plan in second:
+        assert plan["source"] == "measured in this run"
+        same = before[plan["op"], plan["first_bytes"]]
+        assert (plan["algorithm"], plan["channels"]) == (same["algorithm"], same["channels"])
+    return first, second
+
+
+def _captures_first(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """The group's first calls are in a graph; the same sizes are measured once they are not."""
+    device = _device(rank)
+    small = torch.ones(1000, device=device)
+    large = torch.ones(MIB, device=device)
+    dist.all_reduce(torch.ones(1, device=device))  # the stock backend and the kernels are loaded
+    dist.broadcast(torch.ones(8 * MIB, device=device), 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(small, op=dist.ReduceOp.AVG)
+        dist.all_reduce(large, op=dist.ReduceOp.AVG)
+    assert not [plan for plan in _plans() if plan["op"] == "all_reduce"]
+    small.fill_(rank)
+    large.fill_(rank)
+    graph.replay()
+    mean = (world_size - 1) / 2
+    assert small.eq(mean).all()
+    assert large.eq(mean).all()
+    dist.all_reduce(large, op=dist.ReduceOp.AVG)
+    assert large.eq(mean).all()
+    graph.replay()
+    assert large.eq(mean).all()
+    torch.cuda.synchronize()
+    return [plan for plan in _plans() if plan["op"] == "all_reduce"]
+
+
+def _first_call_is_captured(rank: int, world_size: int) -> None:
+    device = _device(rank)
+    value = torch.full((1000,), float(rank), device=device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(value)
+    graph.replay()
+    assert value.eq(world_size * (world_size - 1) / 2).all()
+
+
+def _by_rule(rank: int, world_size: int) -> set[tuple[str, int, str]]:
+    from deepytorch_core import _core
+
+    device = _device(rank)
+    _core.reset_statistics()
+    for size in [4 * KIB, 128 * KIB, 4 * MIB]:
+        value = torch.full((size // 2,), float(rank), dtype=torch.bfloat16, device=device)
+        dist.all_reduce(value)
+        assert value.eq(world_size * (world_size - 1) / 2).all()
+    assert _plans() == []
+    rows = [row for row in _core.statistics() if row["op"] == "all_reduce"]
+    return {(str(row["op"]), int(row["bytes"]), str(row["algorithm"])) for row in rows}
+
+
+def _environment(profile: Path, **more: str) -> dict[str, str]:
+    return {"DEEPYTORCH_PROFILE": str(profile), "DEEPYTORCH_TUNE": "auto", **more}
+
+
+@pytest.mark.timeout(300)
+def test_decisions(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    environment = _environment(profile)
+    ranks = spawn_ranks(_decides, 2, backend=BACKEND, env=environment, fresh=True)
+    first, second = ranks[0]
+    assert ranks[1] == ranks[0]
+    assert first
+    assert len(second) == len(first)
+    measured = [plan for plan in first if plan["source"].startswith("measured now")]
+    assert measured
+    for plan in measured:
+        assert plan["candidates"][-1]["algorithm"] == "delegate", plan
+        assert len(plan["candidates"]) >= 2
+        stock = plan["candidates"][-1]
+        chosen = next(
+            time
+            for time in plan["candidates"]
+            if all(time[name] == plan[name] for name in ("algorithm", "channels", "chunk_bytes"))
+        )
+        if chosen is not stock:
+            assert chosen["median_us"] * 1.03 <= stock["median_us"] + 0.01
+            assert chosen["spread_us"][1] < stock["spread_us"][0]
+    kept = json.loads(profile.read_text())
+    assert [group["on_device"] for group in kept["groups"] if "on_device" in group] == [True]
+    # Other processes find the times there, and measure nothing.
+    again = spawn_ranks(_decides_by_profile, 2, backend=BACKEND, env=environment, fresh=True)
+    assert again[0] == {f"profile {profile}"}
+
+
+def _decides_by_profile(rank: int, world_size: int) -> set[str]:
+    _exercise(rank, world_size)
+    return {plan["source"] for plan in _plans()}
+
+
+@pytest.mark.timeout(180)
+def test_a_capture_takes_the_rule_of_thumb_and_leaves_the_size_open(tmp_path: Path) -> None:
+    environment = _environment(tmp_path / "profile.json")
+    plans = spawn_ranks(_captures_first, 2, backend=BACKEND, env=environment, fresh=True)
+    assert [plan["source"] for plan in plans[0]] == ["measured now"]
+
+
+@pytest.mark.timeout(180)
+def test_a_groups_first_call_may_be_captured(tmp_path: Path) -> None:
+    environment = _environment(tmp_path / "profile.json")
+    spawn_ranks(_first_call_is_captured, 2, backend=BACKEND, env=environment, fresh=True)
+
+
+def test_without_tuning_small_ones_are_native(tmp_path: Path) -> None:
+    environment = _environment(tmp_path / "profile.json", DEEPYTORCH_TUNE="off")
+    rows = spawn_ranks(_by_rule, 2, backend=BACKEND, env=environment, fresh=True)[0]
+    assert rows == {
+        ("all_reduce", 4 * KIB, "low_latency"),
+        ("all_reduce", 128 * KIB, "packet"),
+        ("all_reduce", 4 * MIB, "delegate"),
+    }
