@@ -11,10 +11,18 @@ command can list the recipes at once.
 
 RECIPES: dict[str, str] = {
     "llama_sft": "deepytorch.recipes.llama_sft",
+    "qwen_lora": "deepytorch.recipes.qwen_lora",
+    "stable_diffusion_dreambooth": "deepytorch.recipes.stable_diffusion_dreambooth",
+    "resnet50_ddp": "deepytorch.recipes.resnet50_ddp",
+    "bert_mlm": "deepytorch.recipes.bert_mlm",
 }
 
 DESCRIPTIONS: dict[str, str] = {
-    "llama_sft": "full fine-tune of a Llama-class model on instruction pairs, with DDP",
+    "llama_sft": "full fine-tune of a Llama-class model on instructions",
+    "qwen_lora": "LoRA (or full) fine-tune of a Qwen-class chat model",
+    "stable_diffusion_dreambooth": "DreamBooth: UNet or LoRA, with prior preservation",
+    "resnet50_ddp": "an image classifier: ResNet-50, or any other of torchvision and timm",
+    "bert_mlm": "masked language modelling with a BERT-class model",
 }
 
 __all__ = ["DESCRIPTIONS", "RECIPES"]

@@ -83,15 +83,16 @@ class Comparison:
     """Every sample of both arms; all losses are means over all ranks' tokens."""
 
     backends: dict[str, str]
+    unit: str = "tokens"
     losses: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
     step_time_s: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
-    num_tokens: dict[str, list[int]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    num_units: dict[str, list[int]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
 
-    def add(self, arm: str, loss: float, seconds: float, num_tokens: int) -> None:
-        """Append one step of ``arm``; ``num_tokens`` counts all ranks."""
+    def add(self, arm: str, loss: float, seconds: float, num_units: int) -> None:
+        """Append one step of ``arm``; ``num_units`` counts all ranks' units."""
         self.losses[arm].append(loss)
         self.step_time_s[arm].append(seconds)
-        self.num_tokens[arm].append(num_tokens)
+        self.num_units[arm].append(num_units)
 
     def last(self, arm: str) -> dict[str, float]:
         """The latest step of ``arm`` as scalars to log."""
@@ -99,7 +100,7 @@ class Comparison:
         return {
             "loss": self.losses[arm][-1],
             "step_time_s": seconds,
-            "tokens_per_s": self.num_tokens[arm][-1] / seconds,
+            f"{self.unit}_per_s": self.num_units[arm][-1] / seconds,
         }
 
     def progress_text(self) -> str:
@@ -128,9 +129,9 @@ class Comparison:
         """The step times of ``arm`` in seconds, after the warm-up."""
         return self.step_time_s[arm][self.num_warmup_steps :]
 
-    def tokens_per_s(self, arm: str) -> float:
-        """Tokens of all ranks per second, without padding, after the warm-up."""
-        return sum(self.num_tokens[arm][self.num_warmup_steps :]) / sum(self.timed_steps(arm))
+    def units_per_s(self, arm: str) -> float:
+        """Units of all ranks per second, without padding, after the warm-up."""
+        return sum(self.num_units[arm][self.num_warmup_steps :]) / sum(self.timed_steps(arm))
 
     @property
     def ratios(self) -> list[float]:
@@ -166,10 +167,10 @@ class Comparison:
                     "backend": self.backends[arm],
                     "final_loss": self.losses[arm][-1],
                     "median_step_time_s": Spread.of(self.timed_steps(arm)).median,
-                    "tokens_per_s": self.tokens_per_s(arm),
+                    "tokens_per_s": self.units_per_s(arm),
                     "losses": self.losses[arm],
                     "step_time_s": self.step_time_s[arm],
-                    "num_tokens": self.num_tokens[arm],
+                    "num_tokens": self.num_units[arm],
                 }
                 for arm in ARMS
             },
@@ -177,14 +178,19 @@ class Comparison:
 
 
 def write_results(
-    comparison: Comparison, run_dir: Path, config: dict[str, Any], process: Process
+    recipe: str,
+    comparison: Comparison,
+    run_dir: Path,
+    config: dict[str, Any],
+    process: Process,
 ) -> None:
     """Write compare.json (every sample, machine, versions, commit) and compare.png."""
     from deepytorch_core.bench import record
 
     report = deepytorch.report()
     result = {
-        "recipe": "llama_sft",
+        "recipe": recipe,
+        "unit": comparison.unit,
         "world_size": process.world_size,
         "device": process.device.type,
         "config": config,
@@ -249,7 +255,7 @@ def print_table(comparison: Comparison, run_dir: Path, tolerance: float) -> None
         "step time, quartiles",
         {arm: f"{steps[arm].low * 1e3:.1f} to {steps[arm].high * 1e3:.1f} ms" for arm in ARMS},
     )
-    row("tokens/s", {arm: f"{comparison.tokens_per_s(arm):,.0f}" for arm in ARMS})
+    row(f"{comparison.unit}/s", {arm: f"{comparison.units_per_s(arm):,.0f}" for arm in ARMS})
     console.print(table)
 
     ratio, report = Spread.of(comparison.ratios), deepytorch.report()

@@ -30,11 +30,12 @@ class Arguments:
 
     config: Path
     compare: bool
+    dry_run: bool
     overrides: list[str]
 
 
 def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -> Arguments:
-    """Parse ``[--config F] [--compare] [key=value ...]``, the command line of every recipe.
+    """Parse every recipe's ``[--config F] [--compare] [--dry-run] [key=value ...]``.
 
     ``argv`` None means the process's own arguments. Exits with status 2 on an unknown flag.
     """
@@ -47,9 +48,17 @@ def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -
     parser.add_argument(
         "--compare", action="store_true", help="train the stock stack and deepytorch side by side"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print how much memory training needs, and stop"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     found = parser.parse_intermixed_args(argv)
-    return Arguments(config=found.config, compare=found.compare, overrides=found.overrides)
+    return Arguments(
+        config=found.config,
+        compare=found.compare,
+        dry_run=found.dry_run,
+        overrides=found.overrides,
+    )
 
 
 def load_config(cls: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -108,8 +117,9 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
         (hint,) = [option for option in typing.get_args(hint) if option is not type(None)]
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        if isinstance(value, bool) and {"on", "off"} <= set(choices):
-            value = "on" if value else "off"  # YAML reads these words as booleans
+        word = "on" if value else "off"
+        if isinstance(value, bool) and word in choices:
+            value = word  # YAML reads these words as booleans
         if value in choices:
             return value
         raise RecipeError(f"{key} must be one of {', '.join(map(str, choices))}, not {value!r}")

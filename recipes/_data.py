@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instruction data: the embedded default, the alpaca reader, the tokenizer, the batches."""
+"""Instruction data: the embedded default, its tokenizer, and padded batches."""
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from deepytorch.recipes._config import RecipeError
 from deepytorch_core.data import Packing, plan
 
 # Modules that import without side effects on every platform and document themselves well.
@@ -65,6 +61,7 @@ class Batch:
     attention_mask: torch.Tensor
     labels: torch.Tensor
     packing: Packing  # where the tokens lie, for models that train without padding
+    shifted: bool = True  # the label at a place is predicted from the tokens before it
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on ``device``."""
@@ -73,18 +70,15 @@ class Batch:
             self.attention_mask.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
             self.packing.to(device, non_blocking=True),
+            self.shifted,
         )
 
     def counts(self) -> torch.Tensor:
         """float32 [2]: labels that are trained, tokens without padding."""
         # The first label has no token before it to be predicted from.
-        trained = (self.labels[:, 1:] != IGNORED_LABEL).sum()
+        labels = self.labels[:, 1:] if self.shifted else self.labels
+        trained = (labels != IGNORED_LABEL).sum()
         return torch.stack([trained, self.attention_mask.sum()]).float()
-
-
-def load_pairs(data: str | None) -> list[InstructionPair]:
-    """The pairs in the file ``data``, or the embedded ones when it is None."""
-    return standard_library_pairs() if data is None else read_alpaca(Path(data))
 
 
 def standard_library_pairs() -> list[InstructionPair]:
@@ -128,62 +122,6 @@ def _public_objects(module: ModuleType) -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{member}", getattr(thing, member)
 
 
-def read_alpaca(path: Path) -> list[InstructionPair]:
-    """Read alpaca-format data: a JSON list, or one JSON object a line when it ends in .jsonl.
-
-    Each record has "instruction" and "output", and may have "input". Raises RecipeError naming
-    the file, the record (counted from 0, or the line from 1) and the field that is wrong.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read data={path}: {error}") from error
-    if path.suffix == ".jsonl":
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        records = [(f"line {number}", _parse_json(line, path, number)) for number, line in lines]
-    else:
-        loaded = _parse_json(text, path, 1)
-        if not isinstance(loaded, list):
-            raise RecipeError(
-                f"{path} must hold a JSON list of records, not a {type(loaded).__name__} "
-                "(one record a line is read from a file that ends in .jsonl)"
-            )
-        records = [(f"record {index}", record) for index, record in enumerate(loaded)]
-    if not records:
-        raise RecipeError(f"{path} holds no records")
-    return [_alpaca_record(record, f"{path}, {where}") for where, record in records]
-
-
-def _parse_json(text: str, path: Path, first_line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise RecipeError(
-            f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}"
-        ) from error
-
-
-def _alpaca_record(record: Any, where: str) -> InstructionPair:
-    if not isinstance(record, dict):
-        raise RecipeError(f"{where}: expected an object, found a {type(record).__name__}")
-    values = {}
-    for field, required in (("instruction", True), ("input", False), ("output", True)):
-        value = record.get(field)
-        if value is None and not required:
-            value = ""
-        if not isinstance(value, str):
-            problem = f"is a {type(value).__name__}" if field in record else "is missing"
-            raise RecipeError(
-                f'{where}: field "{field}" {problem}; it must be a text. '
-                f"Fields found: {', '.join(map(str, record)) or 'none'}"
-            )
-        if required and not value.strip():
-            raise RecipeError(f'{where}: field "{field}" is empty')
-        values[field] = value
-    return InstructionPair(values["instruction"], values["input"], values["output"])
-
-
 def byte_tokenizer() -> Any:
     """A transformers tokenizer of 256 bytes and <pad>, <s>, </s>; needs no vocabulary file.
 
@@ -211,44 +149,7 @@ def byte_tokenizer() -> Any:
     )
 
 
-def encode(pair: InstructionPair, tokenizer: Any, max_length: int) -> tuple[Example, bool]:
-    """Encode a pair; True when it had to be cut to ``max_length`` tokens.
-
-    The prompt's labels are masked; the answer's, and the end token after it, are trained.
-    """
-    prompt = tokenizer(pair.prompt())["input_ids"]
-    response = tokenizer(pair.response, add_special_tokens=False)["input_ids"]
-    ids = [*prompt, *response, tokenizer.eos_token_id]
-    labels = [*([IGNORED_LABEL] * len(prompt)), *ids[len(prompt) :]]
-    return Example(ids[:max_length], labels[:max_length]), len(ids) > max_length
-
-
-def encode_all(
-    pairs: list[InstructionPair], tokenizer: Any, max_length: int
-) -> tuple[list[Example], str]:
-    """Encode every pair, leaving out those whose prompt alone fills ``max_length``.
-
-    Also returns one sentence with the counts. Raises RecipeError when nothing is left.
-    """
-    examples: list[Example] = []
-    num_truncated = 0
-    for pair in pairs:
-        example, truncated = encode(pair, tokenizer, max_length)
-        if any(label != IGNORED_LABEL for label in example.labels):
-            examples.append(example)
-            num_truncated += truncated
-    if not examples:
-        raise RecipeError(f"no answer begins within max_length={max_length} tokens: increase it")
-    lengths = sorted(len(example.input_ids) for example in examples)
-    summary = (
-        f"{len(examples)} examples, median {lengths[len(lengths) // 2]} tokens, longest "
-        f"{lengths[-1]}; {num_truncated} truncated to max_length={max_length}, "
-        f"{len(pairs) - len(examples)} left out because their prompt alone is longer"
-    )
-    return examples, summary
-
-
-def collate(examples: list[Example], pad_token_id: int) -> Batch:
+def collate(examples: list[Example], pad_token_id: int, *, shifted: bool = True) -> Batch:
     """Pad to the longest example of the batch."""
     longest = max(len(example.input_ids) for example in examples)
 
@@ -261,45 +162,6 @@ def collate(examples: list[Example], pad_token_id: int) -> Batch:
         input_ids=padded([example.input_ids for example in examples], pad_token_id),
         attention_mask=attention_mask,
         labels=labels,
-        packing=plan(attention_mask, labels),
+        packing=plan(attention_mask, labels, shifted=shifted),
+        shifted=shifted,
     )
-
-
-def endless_batches(
-    examples: list[Example],
-    pad_token_id: int,
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-) -> Iterator[Batch]:
-    """This rank's batches for ever, reshuffled every epoch; the order depends on ``seed`` only.
-
-    Raises RecipeError when there are too few examples to give every rank one batch.
-    """
-    if len(examples) < batch_size * world_size:
-        raise RecipeError(
-            f"{len(examples)} examples are too few for batch_size={batch_size} on {world_size} "
-            "processes: lower batch_size or add data"
-        )
-    dataset = cast(Dataset[Example], examples)  # a list has all that a Dataset needs
-    sampler: DistributedSampler[Example] = DistributedSampler(
-        dataset, num_replicas=world_size, rank=rank, seed=seed, drop_last=True
-    )
-    loader = DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=lambda chosen: collate(chosen, pad_token_id),
-    )
-
-    def batches() -> Iterator[Batch]:
-        epoch = 0
-        while True:
-            sampler.set_epoch(epoch)
-            yield from loader
-            epoch += 1
-
-    return batches()

@@ -10,35 +10,43 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from deepytorch.recipes._chat import Conversation, prompt_of
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import InstructionPair
+from deepytorch.recipes._hub import loading_options, reason
 from deepytorch.recipes._run import console
 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a hub id or a checkpoint path; padding falls back to the end token."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, **loading_options(model))
     except (OSError, ValueError) as error:
         raise RecipeError(_cannot_load("tokenizer", model, error)) from error
     if tokenizer.eos_token_id is None:
         raise RecipeError(f"the tokenizer of model={model} has no end token to train the model on")
     if tokenizer.pad_token_id is None:
-        # Safe although the end token is trained: labels are masked by position, not by id.
-        tokenizer.pad_token = tokenizer.eos_token
+        # Labels are masked by position, so even the end token is safe here; others who load the
+        # tokenizer may mask by id, so it is the last choice.
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     return tokenizer
 
 
-def load_model(model: str, tokenizer: Any) -> Any:
-    """The causal language model of a hub id or a path, in float32 for training.
+def load_model(model: str, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The causal language model of a hub id or a path, in ``dtype``.
 
     Raises RecipeError when it cannot be read or has fewer embeddings than the tokenizer tokens.
     """
+    return load_with(AutoModelForCausalLM, model, tokenizer, dtype)
+
+
+def load_with(
+    auto_class: Any, model: str, tokenizer: Any, dtype: torch.dtype = torch.float32
+) -> Any:
+    """What ``auto_class`` of transformers makes of ``model``; see `load_model`."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+        loaded: Any = auto_class.from_pretrained(model, dtype=dtype, **loading_options(model))
     except (OSError, ValueError) as error:
         raise RecipeError(_cannot_load("model", model, error)) from error
-    loaded = loaded.to(torch.float32)
     num_rows = loaded.get_input_embeddings().weight.shape[0]
     if num_rows < len(tokenizer):
         raise RecipeError(
@@ -49,9 +57,8 @@ def load_model(model: str, tokenizer: Any) -> Any:
 
 
 def _cannot_load(what: str, model: str, error: Exception) -> str:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"cannot load the {what} of model={model}: {reason} "
+        f"cannot load the {what} of model={model}: {reason(error)} "
         "(a hub id needs a network or a cached copy; a path needs a Hugging Face checkpoint folder)"
     )
 
@@ -67,9 +74,12 @@ def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
         raise RecipeError(f"cannot write the checkpoint {path}: {error}") from error
 
 
-def print_sample(model: Any, tokenizer: Any, pair: InstructionPair, num_tokens: int) -> None:
-    """Print what the model now answers to a question it was not trained on."""
-    inputs = tokenizer(pair.prompt(), return_tensors="pt").to(model.device)
+def print_sample(
+    model: Any, tokenizer: Any, conversation: Conversation, num_tokens: int, path: Path
+) -> None:
+    """Print, and write to ``path``, what the model answers to a question left out of training."""
+    prompt = prompt_of(conversation, tokenizer)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
     was_training = model.training
     model.eval()
     torch.manual_seed(0)
@@ -85,5 +95,6 @@ def print_sample(model: Any, tokenizer: Any, pair: InstructionPair, num_tokens: 
         )
     model.train(was_training)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    text = Text(pair.prompt(), style="dim").append(answer, style="bold not dim")
+    path.write_text(f"{prompt}{answer}\n", encoding="utf-8")
+    text = Text(prompt, style="dim").append(answer, style="bold not dim")
     console.print(Panel(text, title="sample: the answer to a question left out of training"))

@@ -2,14 +2,15 @@
 """What every recipe needs around its loop: processes, devices, run directory, progress."""
 
 import gc
+import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import deepytorch
 from deepytorch.recipes._config import RankError, RecipeError
+
+T = TypeVar("T")
 
 console = Console(soft_wrap=True)
 
@@ -82,6 +85,32 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
     # gloo down while it holds the GIL, which gloo's own thread may be waiting for.
     gc.collect()
     dist.destroy_process_group()
+
+
+def on_main(action: Callable[[], T], process: Process) -> T:
+    """What ``action`` gives on rank 0, on every rank; a RecipeError there is one on all."""
+    box: list[Any] = [None, None]
+    if process.is_main:
+        try:
+            box[0] = action()
+        except RecipeError as error:
+            box[1] = str(error)
+    # NCCL moves what lies on the GPU; gloo, under a comparison, moves it in the host's memory.
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else process.device
+    dist.broadcast_object_list(box, src=0, device=device)
+    if box[1] is not None:
+        raise RecipeError(box[1])
+    found: T = box[0]
+    return found
+
+
+def everyones(problem: str | None, process: Process) -> str | None:
+    """The first rank's problem, with its rank, on every rank; None if none has any."""
+    problems: list[Any] = [None] * process.world_size
+    dist.all_gather_object(problems, problem)
+    if process.world_size == 1:
+        return problem
+    return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), None)
 
 
 def wait_for_all(process: Process) -> None:
@@ -150,22 +179,48 @@ class StepProgress:
 
 
 class ScalarLog:
-    """TensorBoard scalars under ``path``; nothing where it is None (other ranks)."""
+    """TensorBoard scalars under ``path``; nothing where it is None (other ranks).
 
-    def __init__(self, path: Path | None) -> None:
+    With ``wandb``, the run's options, also Weights & Biases; RecipeError if it is not installed.
+    """
+
+    def __init__(self, path: Path | None, wandb: dict[str, Any] | None = None) -> None:
         self._writer: Any = None
+        self._wandb: Any = None
         if path is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(path))
+            if wandb is not None:
+                self._wandb = _wandb_run(path.parent, wandb)
 
     def write(self, step: int, **scalars: float) -> None:
         """Record each scalar under its keyword."""
         if self._writer is not None:
             for name, value in scalars.items():
                 self._writer.add_scalar(f"train/{name}", value, step)
+        if self._wandb is not None:
+            self._wandb.log({f"train/{name}": one for name, one in scalars.items()}, step=step)
 
     def close(self) -> None:
         """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _wandb_run(run_dir: Path, options: dict[str, Any]) -> Any:
+    try:
+        wandb: Any = importlib.import_module("wandb")
+    except ModuleNotFoundError:
+        raise RecipeError("wandb=true needs it installed: pip install wandb") from None
+    # In a run that is resumed the curves go on.
+    return wandb.init(
+        project="deepytorch",
+        name=run_dir.name,
+        id=run_dir.name,
+        resume="allow",
+        dir=str(run_dir),
+        config=options,
+    )

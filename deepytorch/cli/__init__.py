@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from deepytorch.cli import bench, build, console, explain, report, run, topology, train
+from deepytorch.cli import bench, bench_train, build, console, explain, report, run, topology, train
 
 app = typer.Typer(
     name="deepytorch",
@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 for command in (build, run, train, topology, explain, report):
     command.add_to(app)
+bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")
 
 

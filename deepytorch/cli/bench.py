@@ -146,7 +146,7 @@ def collectives(
             flow_cap=flow_cap,
             delay=delay,
         )
-        if not _was_given(context, "world_size"):
+        if not was_given(context, "world_size"):
             world_size = sum(emulated.ranks_per_node)
     else:
         _refuse_without_nodes(context)
@@ -238,7 +238,7 @@ def _show_forecast(
         record.write_record(json, {**found.to_record(node_counts), "emulated": emulated, **origin})
 
 
-def _was_given(context: typer.Context, option: str) -> bool:
+def was_given(context: typer.Context, option: str) -> bool:
     # By name: typer brings its own copy of click, or uses the one that is installed.
     source = context.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
@@ -248,7 +248,7 @@ def _refuse_without_nodes(context: typer.Context) -> None:
     from deepytorch_core.bench.job import BenchError
 
     for option in ("ranks_per_node", "link", "flow_cap", "delay", "order"):
-        if _was_given(context, option):
+        if was_given(context, option):
             name = option.replace("_", "-")
             raise BenchError(f"--{name} is for emulated nodes: give --nodes too")
 
@@ -299,57 +299,7 @@ def ddp(
         console.err().print(f"written: {json}")
     for line in ddp_lines(row):
         console.out().print(line, soft_wrap=True)
-    _refuse_differing_losses(row)
-
-
-@app.command()
-def train(
-    *,
-    framework: Annotated[
-        str,
-        typer.Option(
-            help="ddp, fsdp1, fsdp2, deepspeed-zero1, -zero2, -zero3, accelerate-ddp, "
-            "accelerate-fsdp2 or megatron."
-        ),
-    ] = "ddp",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    world_size: Annotated[int, typer.Option(help="Ranks on this machine.")] = 2,
-    parameters: Annotated[
-        str, typer.Option(help="About how many weights the model has: 1M, 4M, 64M ...")
-    ] = "4M",
-    batch_size: Annotated[
-        int, typer.Option(help="Samples of each rank in a step: few make it communicate, many work")
-    ] = 8,
-    steps: Annotated[int, typer.Option(help="Timed steps of each arm, at least.")] = 40,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Append the record to this file.")
-    ] = None,
-) -> None:
-    """Train under a framework, with its adapter and stock, in processes that take turns.
-
-    Both arms are fresh processes that start from the same weights and see the same batches. Exits
-    with status 1 when the losses differ by more than the order of additions explains.
-    """
-    from deepytorch.workloads import TrainJob
-    from deepytorch_core.bench import job as jobs
-    from deepytorch_core.bench import launch, record
-
-    job = TrainJob(
-        framework=framework,
-        parameters=jobs.parse_size(parameters),
-        batch_size=batch_size,
-        steps=steps,
-        world_size=world_size,
-        device=device,
-        baseline="gloo" if device == "cpu" else "nccl",
-    )
-    (row,) = launch.run(job)
-    if json is not None:
-        record.write_record(json, row)
-        console.err().print(f"written: {json}")
-    for line in train_lines(row):
-        console.out().print(line, soft_wrap=True)
-    _refuse_differing_losses(row)
+    refuse_differing_losses(row)
 
 
 @app.command()
@@ -406,7 +356,7 @@ def compile(
     if rows:
         console.out().print(compile_summary(rows), soft_wrap=True)
     for row in rows:
-        _refuse_differing_losses(row)
+        refuse_differing_losses(row)
 
 
 def compile_line(row: "Record") -> str:
@@ -431,7 +381,7 @@ def compile_summary(rows: Sequence["Record"]) -> str:
     )
 
 
-def _refuse_differing_losses(row: "Record") -> None:
+def refuse_differing_losses(row: "Record") -> None:
     if row["wrong"]:
         console.err().print(
             "[bold red]error:[/] THE LOSSES DIFFER by more than the order of additions explains"
@@ -439,24 +389,7 @@ def _refuse_differing_losses(row: "Record") -> None:
         raise typer.Exit(1)
 
 
-def train_lines(row: "Record") -> list[str]:
-    """What ran, each arm's step, and how they compare."""
-    calls = row["native_calls"] + row["delegated_calls"]
-    low, high = row["speedup_spread"]
-    return [
-        f"{row['framework']} {row['framework_version']}, {row['world_size']} ranks, "
-        f"{row['parameters'] / 1e6:.1f} M parameters, batches of {row['batch_size']}: "
-        f"{row['steps']} steps in {row['num_blocks']} blocks, "
-        f"{row['native_calls']} of {calls} collectives native",
-        f"{row['baseline']:<10} {row['baseline_step_time_us'] / 1e3:.2f} ms a step",
-        f"{'deepytorch':<10} {row['step_time_us'] / 1e3:.2f} ms a step, the adapter's Python "
-        f"{row['adapter_us']} us of it",
-        f"speed-up {row['speedup']:.2f}x (quartiles {low:.2f} to {high:.2f}), losses "
-        f"{_difference(row)}",
-    ]
-
-
-def _difference(row: "Record") -> str:
+def difference(row: "Record") -> str:
     difference = row["loss_difference"]
     return "equal bit for bit" if difference == 0 else f"relative difference {difference}"
 
@@ -464,7 +397,7 @@ def _difference(row: "Record") -> str:
 def ddp_lines(row: "Record") -> list[str]:
     """Both arms in ACSpeed's form, then the improvement and how the losses compare."""
     low, high = ((value - 1) * 100 for value in row["speedup_spread"])
-    losses = _difference(row)
+    losses = difference(row)
     memory = ", buckets in registered memory" if row["registered"] else ""
     return [
         f"{row['model']}, {row['parameters']:,} parameters in {row['dtype']}, "

@@ -23,6 +23,7 @@ def train(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings that override the configuration."),
     ] = None,
+    *,
     config: Annotated[
         Path | None, typer.Option(help="Configuration to use instead of the recipe's own.")
     ] = None,
@@ -33,12 +34,17 @@ def train(
     compare: Annotated[
         bool, typer.Option("--compare", help="Train stock and accelerated, and compare.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print how much memory training needs, and stop.")
+    ] = False,
 ) -> None:
     """Train a recipe, or compare it with the stock way of training it."""
     find(recipe)
     arguments = [check_setting(text) for text in settings or []]
     if compare:
         arguments.insert(0, "--compare")
+    if dry_run:
+        arguments.insert(0, "--dry-run")
     if config is not None:
         if not config.is_file():
             raise ValueError(f"no configuration at {config}")

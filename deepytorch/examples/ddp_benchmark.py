@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import deepytorch
-from deepytorch.examples import _vision_models
+from deepytorch.examples import vision_models
 from deepytorch_core import config
 from deepytorch_core.bench import percentiles
 
@@ -54,10 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if given.model == "list":
-            _say("\n".join(_vision_models.names()))
+            _say("\n".join(vision_models.names()))
             return 0
-        network = _vision_models.load(given.model, given.image_size)
-    except _vision_models.UnknownModelError as error:
+        network = vision_models.load(given.model, given.image_size)
+    except vision_models.UnknownModelError as error:
         # Every rank finds the same, and one line says it.
         if config.rank() == 0:
             sys.stderr.write(f"error: {error}\n")
@@ -126,7 +126,7 @@ def _ranks(given: Arguments) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _sweep(given: Arguments, network: _vision_models.Network, device: torch.device) -> None:
+def _sweep(given: Arguments, network: vision_models.Network, device: torch.device) -> None:
     import torch
     import torch.distributed as dist
 
@@ -167,7 +167,7 @@ def sizes(ranks_per_machine: int, world_size: int) -> list[int]:
 
 
 def _heading(
-    given: Arguments, network: _vision_models.Network, device: torch.device
+    given: Arguments, network: vision_models.Network, device: torch.device
 ) -> Iterator[str]:
     import torch
     import torch.distributed as dist
@@ -183,7 +183,7 @@ def _heading(
 
 def _measured(
     given: Arguments,
-    network: _vision_models.Network,
+    network: vision_models.Network,
     device: torch.device,
     *,
     size: int,
@@ -222,7 +222,7 @@ def _timed(step: Callable[[], None], device: torch.device, given: Arguments) -> 
 
 def _training(
     given: Arguments,
-    network: _vision_models.Network,
+    network: vision_models.Network,
     device: torch.device,
     group: ProcessGroup | None,
 ) -> Callable[[], None]:

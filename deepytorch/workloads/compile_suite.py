@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.examples import _vision_models
+from deepytorch.examples import vision_models
 from deepytorch_core.bench.job import BenchError
 
 Batch = dict[str, torch.Tensor]
@@ -187,8 +187,8 @@ def _vision(name: str) -> Callable[[Size], Workload]:
 
     def build(size: Size) -> Workload:
         try:
-            network = _vision_models.load(name, size.image)
-        except _vision_models.UnknownModelError as error:
+            network = vision_models.load(name, size.image)
+        except vision_models.UnknownModelError as error:
             raise ModuleNotFoundError(str(error)) from None
         return _images(network.make(100), size)
 

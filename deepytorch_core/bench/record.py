@@ -164,6 +164,44 @@ COMPILE_FIELDS = (
 samples per second; losses are compared over the first steps, relative to eager's; warm-up is
 seconds beyond what the steps take by themselves, nothing cached."""
 
+WORKLOAD_FIELDS = (
+    "bench",
+    "workload",
+    "title",
+    "scale",
+    "world_size",
+    "device",
+    "micro_batch",
+    "precision",
+    "zero_stage",
+    "lengths",
+    "shape",
+    "layers",
+    "all_layers",
+    "parameters",
+    "unit",
+    "rounds",
+    "steps",
+    "arms",
+    "tuned",
+    "against_plain",
+    "against_tuned",
+    "collectives_only",
+    "compute_only",
+    "claim",
+    "loss_difference",
+    "loss_check",
+    "wrong",
+    "emulated",
+    "machine",
+    "versions",
+    "commit",
+)
+"""The fields that `bench train --workload` writes. `arms` has each arm's times, speed, memory and
+losses; `tuned` is the fastest arm of the documentation's; a speed-up is [all steps' time over
+ours', lower and upper quartile of the steps], None where an arm was left out; `claim` is the
+modelled product's. Losses are compared over the first steps, relative, between all arms."""
+
 _SOURCE = Path(__file__).resolve().parents[2]
 # What cannot change a measurement; records themselves are written into the tree.
 _NOT_CODE = (":!docs", ":!*.md")

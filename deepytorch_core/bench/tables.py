@@ -15,6 +15,7 @@ from deepytorch_core.bench.record import (
     COMPILE_FIELDS,
     DDP_FIELDS,
     TRAIN_FIELDS,
+    WORKLOAD_FIELDS,
     Record,
     describe_emulated,
     read_records,
@@ -61,6 +62,7 @@ def render(files: Mapping[str, Sequence[Record]]) -> str:
             ("ddp", DDP_FIELDS, _render_ddp),
             ("train", TRAIN_FIELDS, _render_train),
             ("compile", COMPILE_FIELDS, _render_compile),
+            ("workload", WORKLOAD_FIELDS, _render_workload),
         ):
             group = [record for record in records if _kind(record) == kind]
             _refuse_incomplete(name, group, fields)
@@ -246,6 +248,45 @@ def _render_train(name: str, records: Sequence[Record]) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def _render_workload(name: str, records: Sequence[Record]) -> str:
+    case = ("workload", "scale", "world_size", "device")
+    latest = {
+        (*(record[field] for field in case), str(record["emulated"])): {
+            **record,
+            "baseline": "the plain and the tuned arm",
+        }
+        for record in records
+    }
+    lines = [
+        _caption(name, list(latest.values()), wrong="runs with differing losses"),
+        "",
+        _line(["workload", "ranks", "plain", "ours", "against plain", "against tuned", "claim"]),
+        _line(["---", "---:", "---:", "---:", "---:", "---:", "---:"]),
+    ]
+    for record in latest.values():
+        title = record["title"] + ("" if record["scale"] == "full" else f" ({record['scale']})")
+        if record["layers"] != record["all_layers"]:
+            title += f", {record['layers']} of {record['all_layers']} layers"
+        if record["emulated"]:
+            title += f"; emulated: {describe_emulated(record['emulated'])}"
+        rates = [
+            f"{record['arms'][arm]['units_per_s']:,.0f} {record['unit']}/s"
+            if arm in record["arms"]
+            else ""
+            for arm in ("plain", "ours")
+        ]
+        claim = f"{record['claim']:.2f}x" if record["claim"] else ""
+        ratios = [_ratio_cell(record[key]) for key in ("against_plain", "against_tuned")]
+        lines.append(_line([title, str(record["world_size"]), *rates, *ratios, claim]))
+    return "\n".join(lines)
+
+
+def _ratio_cell(ratio: Sequence[float] | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio[0]:.2f}x ({ratio[1]:.2f}-{ratio[2]:.2f})"
 
 
 def _render_compile(name: str, records: Sequence[Record]) -> str:

@@ -62,7 +62,12 @@ def _assert_all_native() -> None:
 
     rows = [row for row in _core.statistics() if row["calls"]]
     assert rows
-    assert {str(row["algorithm"]) for row in rows} <= {"low_latency", "packet", "two_shot", "push"}, rows
+    assert {str(row["algorithm"]) for row in rows} <= {
+        "low_latency",
+        "packet",
+        "two_shot",
+        "push",
+    }, rows
 
 
 def _reductions(rank: int, world_size: int) -> None:

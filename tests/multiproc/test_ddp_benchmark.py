@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch.examples import _vision_models, ddp_benchmark
+from deepytorch.examples import ddp_benchmark, vision_models
 from deepytorch_core.testing import run_program
 
 MODULE = "deepytorch.examples.ddp_benchmark"
@@ -101,7 +101,7 @@ class Library:
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Library]:
     found = {"torchvision": Library("resnet50", "inception_v3"), "timm": Library("resnet50", "vit")}
-    monkeypatch.setattr(_vision_models, "_installed", found.get)
+    monkeypatch.setattr(vision_models, "_installed", found.get)
     return found
 
 
@@ -117,9 +117,9 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Library]:
 def test_torchvision_comes_first(
     wanted: str, library: str, image_size: int, libraries: dict[str, Library]
 ) -> None:
-    network = _vision_models.load(wanted)
+    network = vision_models.load(wanted)
     assert (network.library, network.image_size) == (library, image_size)
-    assert _vision_models.load(wanted, 32).image_size == 32
+    assert vision_models.load(wanted, 32).image_size == 32
 
 
 def test_all_names_say_their_library(
@@ -156,8 +156,8 @@ def test_what_can_not_be_had_says_why(
 ) -> None:
     for library in missing:
         del libraries[library]
-    with pytest.raises(_vision_models.UnknownModelError, match=re.escape(said)) as error:
-        _vision_models.load(wanted)
+    with pytest.raises(vision_models.UnknownModelError, match=re.escape(said)) as error:
+        vision_models.load(wanted)
     assert "\n" not in str(error.value)
 
 

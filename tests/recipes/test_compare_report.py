@@ -24,7 +24,7 @@ def test_arms_alternate_in_mirrored_pairs():
 def test_ratio_is_above_one_when_ours_is_faster():
     result = comparison([3.0] * 6, [3.0] * 6)
     assert result.ratios == [2.0]
-    assert result.tokens_per_s("ours") == 2 * result.tokens_per_s("stock") == 100
+    assert result.units_per_s("ours") == 2 * result.units_per_s("stock") == 100
 
 
 def test_warm_up_steps_keep_their_losses_but_not_their_times():

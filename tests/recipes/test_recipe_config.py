@@ -2,7 +2,9 @@
 """A recipe's options: the packaged YAML, overrides, and what wrong ones answer."""
 
 import dataclasses
+import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,8 +15,19 @@ from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
 
 
-def test_packaged_yaml_holds_every_option_with_its_default():
-    assert yaml.safe_load(DEFAULT_CONFIG.read_text()) == dataclasses.asdict(Config())
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_packaged_yaml_holds_every_option_with_its_default(recipe):
+    config_class = importlib.import_module(RECIPES[recipe]).Config
+    path = DEFAULT_CONFIG.with_name(f"{recipe}.yaml")
+    names = {field.name for field in dataclasses.fields(config_class)}
+    assert yaml.safe_load(path.read_text()).keys() == names
+    assert load_config(config_class, path) == config_class()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_short_enough_to_copy(recipe):
+    (path,) = Path(deepytorch.recipes.__path__[0]).glob(f"{recipe}.py")
+    assert len(path.read_text().splitlines()) <= 300
 
 
 def test_every_recipe_is_registered_and_described():
@@ -55,7 +68,9 @@ def test_words_and_flags_mix():
         ("steps=true", "steps must be a int, not True"),
         ("steps=0", "steps must be greater than 0"),
         ("learning_rate=fast", "learning_rate must be a float, not 'fast'"),
-        ("precision=fp8", "precision must be one of fp32, bf16, not 'fp8'"),
+        ("precision=fp8", "precision must be one of fp32, bf16, fp16, not 'fp8'"),
+        ("engine=megatron", "use engine=fsdp2 or deepspeed here"),
+        ("offload=optimizer", "offload=optimizer needs engine=deepspeed or engine=fsdp2"),
         ("num_heads=3", "hidden_size=256 must be a multiple of 2 * num_heads (6)"),
         ("model=[1", "model=[1 is not a valid value"),
     ],

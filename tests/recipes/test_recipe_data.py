@@ -2,31 +2,64 @@
 """The embedded data, the alpaca reader, the tokenizer and the batches."""
 
 import hashlib
+import io
 import json
+import random
 import subprocess
 import sys
+from urllib.error import HTTPError, URLError
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
+from deepytorch.recipes import _hub
+from deepytorch.recipes._batches import EndlessBatches
+from deepytorch.recipes._chat import encode, encode_all, prompt_of
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import (
     IGNORED_LABEL,
+    Example,
     InstructionPair,
     byte_tokenizer,
     collate,
-    encode,
-    encode_all,
-    endless_batches,
-    read_alpaca,
     standard_library_pairs,
 )
+from deepytorch.recipes._instructions import TextOptions, fill_rows
+from deepytorch.recipes._records import (
+    Message,
+    as_conversation,
+    read_alpaca,
+    read_conversations,
+)
+from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 DIGEST = """
 import hashlib
 from deepytorch.recipes._data import standard_library_pairs
 print(hashlib.sha256(repr(standard_library_pairs()).encode()).hexdigest())
 """
+
+
+def options(max_length, **others):
+    return TextOptions(name="test", max_length=max_length, **others)
+
+
+def chats(pairs):
+    return [as_conversation(pair) for pair in pairs]
+
+
+def endless(examples, *, batch_size, rank=0, world_size=1, seed=0):
+    return EndlessBatches(
+        len(examples),
+        lambda index, epoch: examples[index],
+        lambda chosen: collate(chosen, 0),
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +99,15 @@ def test_tokenizer_gives_any_text_back(tokenizer):
 
 def test_labels_cover_the_answer_and_its_end_only(tokenizer):
     pair = InstructionPair("Say hello.", "in French", "Bonjour")
-    example, truncated = encode(pair, tokenizer, 1000)
+    example, truncated = encode(as_conversation(pair), tokenizer, options(1000))
     answer = [label for label in example.labels if label != IGNORED_LABEL]
     assert not truncated
     assert tokenizer.decode(answer) == "Bonjour</s>"
     assert example.labels[: -len(answer)] == [IGNORED_LABEL] * (len(example.labels) - len(answer))
     prompt = tokenizer.decode(example.input_ids[: -len(answer)], skip_special_tokens=True)
-    assert prompt == pair.prompt()
-    assert "### Input:\nin French" in prompt
+    assert prompt == "### Instruction:\nSay hello.\n\nin French\n\n### Response:\n"
+    assert tokenizer(prompt)["input_ids"] == example.input_ids[: -len(answer)]
+    assert prompt_of(as_conversation(pair), tokenizer) == "<s>" + prompt
 
 
 def test_truncation_is_counted_and_prompts_without_answer_are_left_out(tokenizer):
@@ -82,18 +116,20 @@ def test_truncation_is_counted_and_prompts_without_answer_are_left_out(tokenizer
         InstructionPair("b", "", "x" * 500),
         InstructionPair("c" * 500, "", "never reached"),
     ]
-    examples, summary = encode_all(pairs, tokenizer, 100)
+    examples, summary = encode_all(chats(pairs), tokenizer, options(100))
     assert [len(example.input_ids) for example in examples][1] == 100
     assert len(examples) == 2
     assert "1 truncated" in summary
     assert "1 left out" in summary
     with pytest.raises(RecipeError, match="max_length=3"):
-        encode_all(pairs, tokenizer, 3)
+        encode_all(chats(pairs), tokenizer, options(3))
 
 
 def test_padding_is_masked_and_not_trained(tokenizer):
     pairs = [InstructionPair("a", "", "b"), InstructionPair("a", "", "longer answer")]
-    batch = collate([encode(pair, tokenizer, 100)[0] for pair in pairs], tokenizer.pad_token_id)
+    batch = collate(
+        [encode(chat, tokenizer, options(100))[0] for chat in chats(pairs)], tokenizer.pad_token_id
+    )
     assert batch.input_ids.shape == batch.labels.shape == batch.attention_mask.shape
     padding = batch.attention_mask == 0
     assert padding[0].sum() == len("longer answer") - 1
@@ -102,12 +138,10 @@ def test_padding_is_masked_and_not_trained(tokenizer):
 
 
 def test_ranks_share_an_epoch_and_a_seed_repeats_it(tokenizer, pairs):
-    examples, _ = encode_all(pairs[:12], tokenizer, 10_000)
+    examples, _ = encode_all(chats(pairs[:12]), tokenizer, options(10_000))
 
     def first_epoch(rank, seed):
-        batches = endless_batches(
-            examples, tokenizer.pad_token_id, batch_size=3, rank=rank, world_size=2, seed=seed
-        )
+        batches = endless(examples, batch_size=3, rank=rank, world_size=2, seed=seed)
         rows = [row for _ in range(2) for row in next(batches).input_ids]
         return {tuple(row[row != tokenizer.pad_token_id].tolist()) for row in rows}
 
@@ -118,10 +152,8 @@ def test_ranks_share_an_epoch_and_a_seed_repeats_it(tokenizer, pairs):
 
 
 def test_epochs_are_reshuffled(tokenizer, pairs):
-    examples, _ = encode_all(pairs[:8], tokenizer, 10_000)
-    batches = endless_batches(
-        examples, tokenizer.pad_token_id, batch_size=8, rank=0, world_size=1, seed=0
-    )
+    examples, _ = encode_all(chats(pairs[:8]), tokenizer, options(10_000))
+    batches = endless(examples, batch_size=8)
     first, second = next(batches).input_ids, next(batches).input_ids
     assert first.shape == second.shape
     assert not torch.equal(first, second)
@@ -129,9 +161,9 @@ def test_epochs_are_reshuffled(tokenizer, pairs):
 
 
 def test_too_few_examples_are_an_error(tokenizer, pairs):
-    examples, _ = encode_all(pairs[:3], tokenizer, 10_000)
+    examples, _ = encode_all(chats(pairs[:3]), tokenizer, options(10_000))
     with pytest.raises(RecipeError, match="3 examples are too few for batch_size=2 on 2 processes"):
-        endless_batches(examples, 0, batch_size=2, rank=0, world_size=2, seed=0)
+        endless(examples, batch_size=2, world_size=2)
 
 
 def test_alpaca_list_and_lines_are_read(tmp_path):
@@ -178,3 +210,153 @@ def test_bad_alpaca_data_is_named(tmp_path, name, text, message):
 def test_missing_data_file_is_named(tmp_path):
     with pytest.raises(RecipeError, match=r"cannot read data=.*absent\.json"):
         read_alpaca(tmp_path / "absent.json")
+
+
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\\n' }}{% else %}"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = (
+    Message("system", "Be short."),
+    Message("user", "one"),
+    Message("assistant", "one"),  # the same text as the question's
+    Message("user", "two"),
+    Message("assistant", "two, too"),
+)
+
+
+def test_marked_and_unmarked_templates_train_the_same_tokens():
+    unmarked, marked = chat_tokenizer(), chat_tokenizer()
+    marked.chat_template = GENERATION
+    example, _ = encode(CHAT, unmarked, options(1000))
+    assert example == encode(CHAT, marked, options(1000))[0]
+    answers = [label for label in example.labels if label != IGNORED_LABEL]
+    assert unmarked.decode(answers) == "one<|im_end|>two, too<|im_end|>"
+    whole, _ = encode(CHAT, unmarked, options(1000, train_on_prompt=True))
+    assert whole.labels == whole.input_ids == example.input_ids
+    assert prompt_of(CHAT, unmarked).endswith("two<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_template_that_rewrites_answers_is_an_error():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(RecipeError, match="chat template changes what the system says"):
+        encode(CHAT, tokenizer, options(1000))
+
+
+def test_sharegpt_is_read_in_every_spelling(tmp_path):
+    spellings = [
+        {
+            "conversations": [
+                {"from": "system", "value": "Be short."},
+                {"from": "human", "value": "one"},
+                {"from": "gpt", "value": "one"},
+                {"from": "human", "value": "two"},
+                {"from": "gpt", "value": "two, too"},
+            ]
+        },
+        {"messages": [{"role": one.role, "content": one.content} for one in CHAT]},
+    ]
+    whole, table = tmp_path / "data.json", tmp_path / "data.parquet"
+    whole.write_text(json.dumps(spellings))
+    assert read_conversations(whole) == [CHAT, CHAT]
+    parquet.write_table(pyarrow.Table.from_pylist(spellings[1:]), table)
+    assert read_conversations(table) == [CHAT]
+    table.write_bytes(b"PAR1 no more")
+    with pytest.raises(RecipeError, match=r"cannot read data=.*data\.parquet"):
+        read_conversations(table)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"conversations": []}, 'needs a list "conversations" or "messages"'),
+        ({"messages": [3]}, "turn 0: expected an object, found a int"),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            "turn 0: \"from\" is 'robot'; known: sy",
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, 'turn 0: "value" must be a text'),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "no turn of the assistant"),
+    ],
+)
+def test_wrong_conversations_name_file_and_line(tmp_path, record, message):
+    good = {"messages": [{"role": "assistant", "content": "hi"}]}
+    lines, whole = tmp_path / "d.jsonl", tmp_path / "d.json"
+    lines.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
+    whole.write_text(f"[\n{json.dumps(good)},\n\n{json.dumps(record)}]")
+    for path, where in ((lines, "line 3"), (whole, "line 4, record 1")):
+        with pytest.raises(RecipeError) as failure:
+            read_conversations(path)
+        assert f"{path}, {where}" in str(failure.value)
+        assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "online"),
+    [(None, True), (HTTPError("u", 503, "busy", None, None), True), (URLError("no"), False)],
+)
+def test_offline_is_found_out_once_and_said(answer, online, monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def urlopen(request, timeout):
+        asked.append(request)
+        if answer is not None:
+            raise answer
+        return io.BytesIO()
+
+    monkeypatch.setattr(_hub.urllib.request, "urlopen", urlopen)
+    _hub.is_online.cache_clear()
+    assert _hub.loading_options(str(tmp_path)) == {}  # a folder asks nobody
+    assert not asked
+    for _ in range(2):
+        found = _hub.loading_options("some/model")
+        assert found == ({} if online else {"local_files_only": True})
+    assert len(asked) == 1
+    assert ("offline" in capsys.readouterr().out) == (not online)
+    _hub.is_online.cache_clear()
+
+
+def test_a_batch_order_continues_at_its_position():
+    whole = endless_numbers()
+    expected = [next(whole) for _ in range(7)]
+    continued = endless_numbers()
+    continued.position = 3
+    assert [next(continued) for _ in range(4)] == expected[3:]
+    assert continued.position == 7
+    assert expected[:2] != expected[2:4]  # the next epoch's order
+
+
+def endless_numbers():
+    return EndlessBatches(
+        7,
+        lambda index, epoch: (index, epoch),
+        list,
+        batch_size=3,
+        rank=0,
+        world_size=1,
+        seed=1,
+    )
+
+
+def test_rows_are_filled_with_every_example_once():
+    chance = random.Random(5)
+    examples = [Example([number] * chance.randint(1, 90), []) for number in range(400)]
+    rows = fill_rows(examples, 100)
+    sizes = [sum(len(one.input_ids) for one in row) for row in rows]
+    assert max(sizes) <= 100
+    assert sorted(one.input_ids[0] for row in rows for one in row) == list(range(400))
+    assert sum(sizes) / (100 * len(rows)) > 0.95
+    assert rows == fill_rows(examples, 100)
+
+
+def test_filled_rows_need_training_without_padding():
+    with pytest.raises(RecipeError, match="packing=fixed trains rows without padding"):
+        options(100, packing="fixed", padding_free="off")
+    arms = {packing: options(100, packing=packing) for packing in ("none", "batch", "fixed")}
+    found = {
+        name: (one.padding_free_of(False), one.padding_free_of(True)) for name, one in arms.items()
+    }
+    assert found == {"none": ("off", "off"), "batch": ("off", "auto"), "fixed": ("auto", "auto")}

@@ -3,7 +3,7 @@
 import pytest
 
 from deepytorch import workloads
-from deepytorch.cli import bench
+from deepytorch.cli import bench_train
 from deepytorch.workloads import TrainJob
 from deepytorch_core.bench.job import BenchError
 
@@ -47,7 +47,7 @@ def test_a_missing_framework_is_named(monkeypatch):
 
 
 def test_the_lines():
-    lines = bench.train_lines(
+    lines = bench_train.train_lines(
         {
             "framework": "fsdp2",
             "framework_version": "2.13.0",

@@ -36,12 +36,12 @@ def find(setting: Setting) -> Iterable[Place]:
 
 def _is_swiglu(module: nn.Module) -> bool:
     children = dict(module.named_children())
+    if not all(isinstance(children.get(name), nn.Linear) for name in _PROJECTIONS):
+        return False  # before anything is read that other modules may not like to be asked for
     act = getattr(module, "act_fn", None)
-    return (
-        all(isinstance(children.get(name), nn.Linear) for name in _PROJECTIONS)
-        and (isinstance(act, nn.SiLU) or type(act).__name__ in ("SiLU", "SiLUActivation"))
-        and set(children) <= {*_PROJECTIONS, "act_fn"}
-    )
+    return (isinstance(act, nn.SiLU) or type(act).__name__ in ("SiLU", "SiLUActivation")) and set(
+        children
+    ) <= {*_PROJECTIONS, "act_fn"}
 
 
 def _probe(module: nn.Module, setting: Setting) -> Probe:

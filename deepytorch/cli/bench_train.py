@@ -1,0 +1,189 @@
+"""`deepytorch bench train`: a framework on a small model, or a workload of the headline table."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deepytorch.cli import bench, console
+
+if TYPE_CHECKING:
+    from deepytorch_core.bench.job import Nodes
+    from deepytorch_core.bench.record import Record
+
+_STEPS_OF_WORKLOAD = 16
+_TIMEOUT_S = 600  # of a collective while another rank still builds or compiles its model
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(train)
+
+
+def train(
+    context: typer.Context,
+    *,
+    framework: Annotated[
+        str,
+        typer.Option(
+            help="ddp, fsdp1, fsdp2, deepspeed-zero1, -zero2, -zero3, accelerate-ddp, "
+            "accelerate-fsdp2 or megatron."
+        ),
+    ] = "ddp",
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="Instead of a small model: a row of the headline table, such as resnet50-amp, in "
+            "the arms plain, tuned and ours; list prints all."
+        ),
+    ] = "",
+    scale: Annotated[
+        str, typer.Option(help="Of a workload: full (GPUs), or tiny: the same code on a CPU.")
+    ] = "full",
+    rounds: Annotated[
+        int, typer.Option(help="Of a workload: how often each arm trains, in fresh processes.")
+    ] = 2,
+    split: Annotated[
+        bool, typer.Option("--split", help="Of a workload: also ours' collectives and compute.")
+    ] = False,
+    arms: Annotated[
+        str, typer.Option(help="Of a workload: only these arms, such as plain,ours.")
+    ] = "",
+    layers: Annotated[
+        int, typer.Option(help="Of a workload: layers; default: as many as fit, up to all.")
+    ] = 0,
+    nodes: Annotated[
+        int, typer.Option(help="Of a workload: emulated nodes that the ranks are dealt out to.")
+    ] = 0,
+    link: Annotated[str, typer.Option(help="With --nodes: each node's link, as 24gbit.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    world_size: Annotated[
+        int, typer.Option(help="Ranks on this machine; of a workload at full scale: its own.")
+    ] = 2,
+    parameters: Annotated[
+        str, typer.Option(help="About how many weights the model has: 1M, 4M, 64M ...")
+    ] = "4M",
+    batch_size: Annotated[
+        int, typer.Option(help="Samples of each rank in a step: few make it communicate, many work")
+    ] = 8,
+    steps: Annotated[
+        int, typer.Option(help="Timed steps of each arm, at least; of a workload: 16 a round.")
+    ] = 40,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Append the record to this file.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a workload: write the table of all that --json has, as .md, .png or .html."
+        ),
+    ] = None,
+) -> None:
+    """Train under a framework, with its adapter and stock, in processes that take turns.
+
+    Both arms are fresh processes that start from the same weights and see the same batches. Exits
+    with status 1 when the losses differ by more than the order of additions explains.
+    """
+    from deepytorch.workloads import TrainJob
+    from deepytorch_core.bench import job as jobs
+    from deepytorch_core.bench import launch, record
+
+    if report is not None:
+        _check_report(report, workload, json)
+    if workload == "list":
+        _print_workloads()
+        return
+    if workload:
+        from deepytorch.workloads import headline
+        from deepytorch.workloads.headline.job import ArmJob
+        from deepytorch.workloads.headline.run import compare, lines
+
+        job = ArmJob(
+            workload=workload,
+            scale=scale,
+            device=device,
+            baseline="gloo" if device == "cpu" else "nccl",
+            world_size=world_size,
+            steps=steps if bench.was_given(context, "steps") else _STEPS_OF_WORKLOAD,
+            layers=layers,
+            timeout_s=_TIMEOUT_S,
+        )
+        if not bench.was_given(context, "world_size") and scale == "full":
+            job = dataclasses.replace(job, world_size=headline.ROWS[workload].world_size)
+        job = dataclasses.replace(job, nodes=_nodes(nodes, job.world_size, link))
+        only = jobs.parse_names(arms)
+        row = compare(
+            job, rounds=rounds, split=split, only=only, say=lambda text: console.err().print(text)
+        )
+        shown = lines(row)
+    else:
+        (row,) = launch.run(
+            TrainJob(
+                framework=framework,
+                parameters=jobs.parse_size(parameters),
+                batch_size=batch_size,
+                steps=steps,
+                world_size=world_size,
+                device=device,
+                baseline="gloo" if device == "cpu" else "nccl",
+            )
+        )
+        shown = train_lines(row)
+    if json is not None:
+        record.write_record(json, row)
+        console.err().print(f"written: {json}")
+    if report is not None and json is not None:
+        from deepytorch.workloads.headline import page
+
+        rows = record.read_records(json)
+        page.write([one for one in rows if one.get("bench") == "workload"], report)
+        console.err().print(f"written: {report}")
+    for line in shown:
+        console.out().print(line, soft_wrap=True)
+    bench.refuse_differing_losses(row)
+
+
+def _check_report(report: Path, workload: str, json: Path | None) -> None:
+    from deepytorch.workloads.headline import page
+    from deepytorch_core.bench.job import BenchError
+
+    if not workload or json is None:
+        raise BenchError("--report shows the workloads of a file: give --workload and --json too")
+    page.check(report)
+
+
+def _nodes(number: int, world_size: int, link: str) -> "Nodes | None":
+    from deepytorch_core.bench.job import BenchError, Nodes
+
+    if not number:
+        if link:
+            raise BenchError("--link is of emulated nodes: give --nodes too")
+        return None
+    if world_size % number:
+        raise BenchError(f"--world-size {world_size} does not divide among --nodes {number}")
+    return Nodes(ranks_per_node=(world_size // number,) * number, link=link)
+
+
+def _print_workloads() -> None:
+    from deepytorch.workloads import headline
+
+    for row in headline.ROWS.values():
+        ranks = f"{row.world_size} GPU" + ("s" if row.world_size > 1 else "")
+        console.out().print(f"{row.name:<26}{row.title}, {ranks}", highlight=False)
+
+
+def train_lines(row: "Record") -> list[str]:
+    """What ran, each arm's step, and how they compare."""
+    calls = row["native_calls"] + row["delegated_calls"]
+    low, high = row["speedup_spread"]
+    return [
+        f"{row['framework']} {row['framework_version']}, {row['world_size']} ranks, "
+        f"{row['parameters'] / 1e6:.1f} M parameters, batches of {row['batch_size']}: "
+        f"{row['steps']} steps in {row['num_blocks']} blocks, "
+        f"{row['native_calls']} of {calls} collectives native",
+        f"{row['baseline']:<10} {row['baseline_step_time_us'] / 1e3:.2f} ms a step",
+        f"{'deepytorch':<10} {row['step_time_us'] / 1e3:.2f} ms a step, the adapter's Python "
+        f"{row['adapter_us']} us of it",
+        f"speed-up {row['speedup']:.2f}x (quartiles {low:.2f} to {high:.2f}), losses "
+        f"{bench.difference(row)}",
+    ]

@@ -1,0 +1,202 @@
+"""The workloads of the headline table, as data: shapes, batches, and the arms that train them.
+
+`deepytorch bench train --workload W` trains a row in several arms, each in fresh processes that
+take turns:
+
+* plain: the framework's own published example, unchanged;
+* tuned-*: what its documentation teaches today, the variants that suit the row; the fastest counts;
+* ours: plain with deepytorch switched on and nothing else;
+* ours-collectives, ours-compute: ours with the other half of it switched off.
+
+`full` is the true shape with random weights; layers are cut where the machine is too small, which
+is printed and recorded. `tiny` is the same code on a CPU in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+SCALES = ("full", "tiny")
+PLAIN, OURS, COLLECTIVES, COMPUTE = "plain", "ours", "ours-collectives", "ours-compute"
+_STOCK = {"DEEPYTORCH_ENABLED": "0"}
+ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        OURS: {},
+        COLLECTIVES: {
+            "DEEPYTORCH_COMPILE": "off",
+            "DEEPYTORCH_KERNELS": "off",
+            "DEEPYTORCH_PADDING_FREE": "off",
+        },
+        COMPUTE: {"DEEPYTORCH_COLLECTIVES": "stock"},
+    }
+)
+"""What an arm's processes have set; every other arm is without deepytorch."""
+
+Shape = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One workload.
+
+    `builder` is the module here that makes it; `claim` the modelled product's speed-up over plain,
+    None where it has none. `lengths` says how long sequences are: "instructions" (median 150, a
+    tail to the longest), "full", or "half" (half of the tokens are padding).
+    """
+
+    name: str
+    title: str
+    builder: str
+    full: Shape
+    tiny: Shape
+    micro_batch: int
+    world_size: int = 4
+    claim: float | None = None
+    tuned: tuple[str, ...] = ()
+    unit: str = "tokens"
+    lengths: str = "full"
+    precision: str = "bf16"
+    zero_stage: int = 0
+    offload: bool = False
+    recompute: bool = False
+    dropout: float = 0.0
+    more: Mapping[str, str] = field(default_factory=dict)
+
+    def shape(self, scale: str) -> Shape:
+        return self.full if scale == "full" else self.tiny
+
+
+_TINY_TEXT = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2}
+_TINY_TEXT = {**_TINY_TEXT, "vocabulary": 512, "length": 96}
+
+_ALL = (
+    Row(
+        name="llama2-13b-zero2",
+        title="Llama 2 13B, ZeRO-2, micro-batch 4",
+        builder="language",
+        full={
+            **{"layers": 40, "hidden": 5120, "ffn": 13824, "heads": 40, "kv_heads": 40},
+            **{"vocabulary": 32000, "length": 1024},
+        },
+        tiny=_TINY_TEXT,
+        micro_batch=4,
+        claim=1.48,
+        tuned=("compile", "flatten"),
+        lengths="instructions",
+        zero_stage=2,
+        more={"family": "Llama"},
+    ),
+    Row(
+        name="qwen2-14b-zero2",
+        title="Qwen2 14B, ZeRO-2, micro-batch 4",
+        builder="language",
+        full={
+            **{"layers": 48, "hidden": 5120, "ffn": 13824, "heads": 40, "kv_heads": 8},
+            **{"vocabulary": 152064, "length": 1024},
+        },
+        tiny=_TINY_TEXT,
+        micro_batch=4,
+        claim=1.21,
+        tuned=("compile", "flatten"),
+        lengths="instructions",
+        zero_stage=2,
+        more={"family": "Qwen2"},
+    ),
+    Row(
+        name="llama-65b-zero3-offload",
+        title="LLaMA 65B, ZeRO-3, parameters offloaded, recompute, micro-batch 8",
+        builder="language",
+        # A quarter of its 80 layers: what one host's memory holds; every layer is alike.
+        full={
+            **{"layers": 20, "all_layers": 80, "hidden": 8192, "ffn": 22016, "heads": 64},
+            **{"kv_heads": 64, "vocabulary": 32000, "length": 1024},
+        },
+        tiny=_TINY_TEXT,
+        micro_batch=8,
+        claim=1.30,
+        tuned=("flatten",),
+        lengths="instructions",
+        zero_stage=3,
+        offload=True,
+        recompute=True,
+        more={"family": "Llama"},
+    ),
+    Row(
+        name="llama-1b-varlen",
+        title="Llama 1.1B, DDP, sequences of different lengths, micro-batch 4",
+        builder="language",
+        full={
+            **{"layers": 16, "hidden": 2048, "ffn": 5632, "heads": 16, "kv_heads": 16},
+            **{"vocabulary": 32000, "length": 1024},
+        },
+        tiny=_TINY_TEXT,
+        micro_batch=4,
+        tuned=("compile", "flatten"),
+        lengths="instructions",
+        more={"family": "Llama"},
+    ),
+    *(
+        Row(
+            name=name,
+            title=title,
+            builder="language",
+            full={
+                **{"layers": 12, "hidden": 768, "ffn": 3072, "heads": 12, "kv_heads": 12},
+                **{"vocabulary": 30522, "length": 512},
+            },
+            tiny=_TINY_TEXT,
+            micro_batch=32,
+            claim=claim,
+            tuned=("compile",),
+            lengths=lengths,
+            precision="fp16",
+            more={"family": "Bert"},
+        )
+        for name, title, claim, lengths in (
+            ("bert-amp", "BERT base, AMP, micro-batch 32", 1.42, "full"),
+            ("bert-amp-half", "BERT base, AMP, micro-batch 32, half padding", None, "half"),
+        )
+    ),
+    Row(
+        name="resnet50-amp",
+        title="ResNet-50, AMP, micro-batch 512",
+        builder="vision",
+        full={"image": 224, "classes": 1000},
+        tiny={"image": 32, "classes": 10},
+        micro_batch=512,
+        claim=1.89,
+        tuned=("channels_last", "channels_last-compile"),
+        unit="images",
+        precision="fp16",
+        more={"family": "resnet"},
+    ),
+    Row(
+        name="sd21-dreambooth",
+        title="Stable Diffusion 2.1 DreamBooth, 512 px, AMP, batch 5",
+        builder="vision",
+        # The pipeline's UNet on latents that were encoded before, in every arm.
+        full={"image": 64, "width": 320, "text": 1024, "length": 77},
+        tiny={"image": 8, "width": 32, "text": 32, "length": 8},
+        micro_batch=5,
+        world_size=1,
+        claim=1.22,
+        tuned=("channels_last", "channels_last-compile"),
+        unit="images",
+        precision="fp16",
+        more={"family": "unet"},
+    ),
+)
+ROWS: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ALL})
+
+
+def arms_of(row: Row, *, split: bool) -> tuple[str, ...]:
+    """The arms of a row in the order of the first round; every other round goes backwards."""
+    tuned = tuple(f"tuned-{variant}" for variant in row.tuned)
+    return (PLAIN, *tuned, OURS, *((COLLECTIVES, COMPUTE) if split else ()))
+
+
+def environment(arm: str) -> Mapping[str, str]:
+    """The variables that make an arm's processes what it is called."""
+    return ENVIRONMENT.get(arm, _STOCK)

@@ -1,0 +1,181 @@
+"""Lets a workload's arms take turns in rounds of fresh processes, and compares them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepytorch.workloads import headline
+from deepytorch.workloads.headline.job import ArmJob, layers_that_fit
+from deepytorch_core.bench import launch
+from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.record import Record, describe_emulated
+
+# Different kernels round differently, and so do sums in another order; training in bf16 or fp16
+# carries it on. A wrong gradient shows as whole percents within the checked steps.
+LARGEST_LOSS_DIFFERENCE = 2e-2
+
+Say = Callable[[str], None]
+
+
+def compare(job: ArmJob, *, rounds: int, split: bool, say: Say, only: Sequence[str] = ()) -> Record:
+    """Train every arm `rounds` times, forwards and backwards in turn; the record of the row.
+
+    `say` is told what happens. Raises BenchError for what can't run here, WorkerError for a rank
+    that failed.
+    """
+    row = job.row
+    if rounds < 1:
+        raise BenchError(f"--rounds must be at least 1, not {rounds}")
+    job = _fitted(job, say)
+    arms = only or headline.arms_of(row, split=split)
+    unknown = set(arms) - set(headline.arms_of(row, split=True))
+    if unknown:
+        known = ", ".join(headline.arms_of(row, split=True))
+        raise BenchError(f"{row.name} has no arm {', '.join(sorted(unknown))}; it has {known}")
+    samples: dict[str, list[Record]] = {arm: [] for arm in arms}
+    for number in range(rounds):
+        for arm in arms if number % 2 == 0 else tuple(reversed(arms)):
+            (found,) = launch.run(dataclasses.replace(job, arm=arm))
+            samples[arm].append(found)
+            median = statistics.median(found["step_time_us"]) / 1e3
+            say(f"round {number + 1}/{rounds}  {arm:<28} {median:10.2f} ms a step")
+    return _record(job, samples, rounds)
+
+
+def _fitted(job: ArmJob, say: Say) -> ArmJob:
+    """The job with as many layers as the machine's GPUs hold."""
+    if job.scale != "full" or job.device != "cuda" or job.layers:
+        return job
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BenchError("--device cuda: torch sees no GPU here")
+    all_layers = job.row.full.get("layers", 0)
+    if not all_layers:
+        return job
+    memory = torch.cuda.get_device_properties(0).total_memory
+    layers = layers_that_fit(job.row, job.micro_batch, job.world_size, memory)
+    if layers < all_layers:
+        say(f"{layers} of {all_layers} layers: more do not fit in {memory / 1e9:.0f} GB")
+    return dataclasses.replace(job, layers=layers)
+
+
+def _record(job: ArmJob, samples: dict[str, list[Record]], rounds: int) -> Record:
+    """The fields `WORKLOAD_FIELDS` of `bench.record`."""
+    arms = {arm: _arm(found) for arm, found in samples.items()}
+    tuned = [arm for arm in arms if arm.startswith("tuned")]
+    best = min(tuned, key=lambda arm: float(arms[arm]["step_time_us"]), default=None)
+    shape, row = job.shape, job.row
+    any_arm = next(iter(samples.values()))[0]
+    difference = _loss_difference(arms)
+    return {
+        "bench": "workload",
+        "workload": job.workload,
+        "title": row.title,
+        "scale": job.scale,
+        "world_size": job.world_size,
+        "device": job.device,
+        "micro_batch": job.micro_batch,
+        "precision": row.precision,
+        "zero_stage": row.zero_stage,
+        "lengths": row.lengths,
+        "shape": dict(shape),
+        "layers": shape.get("layers"),
+        "all_layers": shape.get("all_layers", row.shape(job.scale).get("layers")),
+        "parameters": any_arm["parameters"],
+        "unit": row.unit,
+        "rounds": rounds,
+        "steps": job.steps,
+        "arms": arms,
+        "tuned": best,
+        "against_plain": _ratio(samples, headline.PLAIN, headline.OURS),
+        "against_tuned": _ratio(samples, best, headline.OURS),
+        "collectives_only": _ratio(samples, headline.PLAIN, headline.COLLECTIVES),
+        "compute_only": _ratio(samples, headline.PLAIN, headline.COMPUTE),
+        "claim": row.claim if job.scale == "full" else None,
+        "loss_difference": difference,
+        "loss_check": "dropout_off",
+        "wrong": int(not difference <= LARGEST_LOSS_DIFFERENCE),
+        "emulated": any_arm.get("emulated"),
+        **{name: any_arm[name] for name in ("machine", "versions", "commit")},
+    }
+
+
+def _arm(found: Sequence[Record]) -> dict[str, Any]:
+    times = [time for one in found for time in one["step_time_us"]]
+    units = sum(one["units"] for one in found)
+    return {
+        "step_time_us": round(statistics.median(times), 1),
+        "samples_us": [one["step_time_us"] for one in found],
+        "units_per_s": round(units / (sum(times) / 1e6), 1),
+        "peak_memory_gb": max(one["peak_memory_gb"] for one in found),
+        "warmup_s": max(one["warmup_s"] for one in found),
+        "warmup_steps": max(one["warmup_steps"] for one in found),
+        "losses": found[0]["losses"],
+        "native_calls": found[0]["native_calls"],
+        "delegated_calls": found[0]["delegated_calls"],
+        "decisions": found[0]["decisions"],
+    }
+
+
+def _ratio(samples: dict[str, list[Record]], slow: str | None, fast: str) -> Any:
+    """[speed-up, low, high]: of all steps' time, and quartiles over the steps of all rounds.
+
+    Step by step, as both arms take the same batches in the same order. None without both arms.
+    """
+    if slow not in samples or fast not in samples:
+        return None
+    both = [
+        (stock, ours)
+        for one, other in zip(samples[slow], samples[fast], strict=True)
+        for stock, ours in zip(one["step_time_us"], other["step_time_us"], strict=True)
+    ]
+    ratio = sum(stock for stock, _ in both) / sum(ours for _, ours in both)
+    low, _, high = statistics.quantiles([stock / ours for stock, ours in both], n=4)
+    return [round(value, 3) for value in (ratio, low, high)]
+
+
+def _loss_difference(arms: dict[str, dict[str, Any]]) -> float:
+    """The largest relative difference between the arms' first losses; inf if one is no number."""
+    curves = [arm["losses"] for arm in arms.values()]
+    worst = 0.0
+    for losses in zip(*curves, strict=True):
+        if not all(map(math.isfinite, losses)):
+            return 1e9  # JSON has no infinity
+        worst = max(worst, (max(losses) - min(losses)) / abs(min(losses)))
+    return round(worst, 6)
+
+
+def lines(record: Record) -> list[str]:
+    """What the command prints of a record."""
+    layers = ""
+    if record["layers"] and record["layers"] != record["all_layers"]:
+        layers = f", {record['layers']} of {record['all_layers']} layers"
+    found = [
+        f"{record['title']} ({record['scale']}): {record['world_size']} ranks on "
+        f"{record['device']}, {record['parameters'] / 1e6:.1f} M parameters{layers}, "
+        f"{record['rounds']} rounds of {record['steps']} steps"
+    ]
+    if record["emulated"]:
+        found.append(f"emulated: {describe_emulated(record['emulated'])}")
+    for name, arm in record["arms"].items():
+        found.append(
+            f"{name:<28} {arm['step_time_us'] / 1e3:10.2f} ms a step {arm['units_per_s']:12,.0f} "
+            f"{record['unit']}/s {arm['peak_memory_gb']:8.2f} GB, warm-up {arm['warmup_s']:.0f} s"
+        )
+    claim = f"; claimed for the modelled product {record['claim']}x" if record["claim"] else ""
+    for label, key, more in (
+        ("against plain", "against_plain", claim),
+        (f"against {record['tuned']}", "against_tuned", ""),
+        ("collectives only", "collectives_only", ""),
+        ("compute only", "compute_only", ""),
+    ):
+        if record[key] is not None:
+            speedup, low, high = record[key]
+            found.append(f"{label:<28} {speedup:.3f}x (quartiles {low:.3f} to {high:.3f}){more}")
+    found.append(f"losses differ by at most {record['loss_difference']:.2%}, dropout off")
+    return found

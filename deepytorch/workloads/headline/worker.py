@@ -1,0 +1,137 @@
+"""One process of `bench train --workload`: a rank of one arm, from model to times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+import deepytorch
+from deepytorch.workloads.headline.job import ArmJob
+from deepytorch_core import config
+from deepytorch_core.bench import timing, worker
+from deepytorch_core.bench.record import Record
+from deepytorch_core.compile import compilation_of
+from deepytorch_core.nn.kernels import Setting, apply_kernels
+
+# The losses of these first steps are compared: every arm takes them on the same batches.
+CHECKED_STEPS = 6
+# Compiling decides within 62 steps, and a tuned arm may compile for some shapes.
+MAX_WARMUP_STEPS = 90
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with the function that trains one step on a batch of a number and gives its loss.
+
+    `units` are tokens or images of this rank's batches, in order; `parameters` of the whole model.
+    """
+
+    model: nn.Module
+    train: Callable[[int], torch.Tensor]
+    units: Sequence[int]
+    parameters: int
+
+
+def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
+    """Trains the arm; rank 0 gives what all ranks measured to `emit`."""
+    device = worker.device_of(job, rank)
+    dist.init_process_group(
+        "nccl" if job.device == "cuda" else "gloo",
+        store=PrefixStore("training", store),
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_s),
+    )
+    builder: Any = importlib.import_module(f"deepytorch.workloads.headline.{job.row.builder}")
+    begin = time.perf_counter()
+    trained: Trained = builder.build(job, device)
+    if job.device == "cuda":  # weights are made in float32 first: that is not training's peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    losses = [trained.train(number) for number in range(CHECKED_STEPS)]
+    done = CHECKED_STEPS
+    while not _is_settled(trained.model) and done < MAX_WARMUP_STEPS:
+        trained.train(done)
+        done += 1
+    for number in range(len(trained.units)):  # each shape once more, compiled as it now is
+        trained.train(number)
+    warmup_s = time.perf_counter() - begin
+    dist.barrier()
+    clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
+    numbers = iter(range(job.steps))
+    times = clock(lambda: trained.train(next(numbers)), job.steps)
+    units = [trained.units[number % len(trained.units)] for number in range(job.steps)]
+    share = {
+        "times_us": times,
+        "units": sum(units),
+        "losses": [float(loss) for loss in losses],
+        "memory_gb": _memory_gb(device),
+        "warmup_s": warmup_s,
+    }
+    store.set(f"share/{rank}", json.dumps(share))
+    if rank == 0:
+        keys = [f"share/{one}" for one in range(job.world_size)]
+        store.wait(keys, timedelta(seconds=job.timeout_s))
+        shares = [json.loads(value) for value in store.multi_get(keys)]
+        emit({"record": _record(job, trained, done + len(trained.units), shares)})
+    dist.barrier()
+
+
+def swap_kernels(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, autocast: bool
+) -> None:
+    """Fused kernels and optimizers where they are measured faster; option `kernels` decides."""
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    setting = Setting(
+        model=model, optimizers=[optimizer], device=device, autocast=dtype if autocast else None
+    )
+    apply_kernels(setting, config.current().kernels)
+
+
+def _is_settled(model: nn.Module) -> bool:
+    compilation = compilation_of(model)
+    return compilation is None or compilation.is_settled
+
+
+def _memory_gb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def _record(
+    job: ArmJob, trained: Trained, warmup_steps: int, shares: list[dict[str, Any]]
+) -> Record:
+    report = deepytorch.report()
+    steps = zip(*(share["times_us"] for share in shares), strict=True)
+    curves = zip(*(share["losses"] for share in shares), strict=True)
+    return {
+        "arm": job.arm,
+        # A step takes as long as on its slowest rank.
+        "step_time_us": [round(max(step), 1) for step in steps],
+        "units": sum(share["units"] for share in shares),
+        "losses": [sum(losses) / len(losses) for losses in curves],
+        "peak_memory_gb": round(max(share["memory_gb"] for share in shares), 3),
+        "warmup_s": round(max(share["warmup_s"] for share in shares), 1),
+        "warmup_steps": warmup_steps,
+        "parameters": trained.parameters,
+        "native_calls": report.native_calls,
+        "delegated_calls": report.delegated_calls,
+        "decisions": [str(one) for one in report.decisions],
+    }
+
+
+if __name__ == "__main__":
+    worker.leave(worker.serve(sys.argv[1:], ArmJob, measure))

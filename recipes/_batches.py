@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endless batches of one rank, whose order depends on the seed alone and can be continued."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from deepytorch.recipes._config import RecipeError
+
+T = TypeVar("T")
+
+
+class Batch(Protocol):
+    """What the training loop asks of a recipe's batch."""
+
+    def to(self, device: torch.device) -> Any:
+        """The same batch on ``device``."""
+        ...
+
+    def counts(self) -> torch.Tensor:
+        """float32 [2]: what the mean loss is divided by; what the speed counts."""
+        ...
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+class EndlessBatches(Generic[BatchT]):
+    """This rank's batches for ever, reshuffled every epoch.
+
+    Args:
+        num_examples: of all ranks.
+        draw: the example at an index; the second argument is the epoch, for augmentation that a
+            resumed run repeats exactly.
+        collate: examples to batch.
+
+    ``position`` is how many batches were taken; setting it continues there. Raises RecipeError
+    when there are too few examples to give every rank one batch.
+    """
+
+    def __init__(
+        self,
+        num_examples: int,
+        draw: Callable[[int, int], T],
+        collate: Callable[[list[T]], BatchT],
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        num_workers: int = 0,
+    ) -> None:
+        if num_examples < batch_size * world_size:
+            raise RecipeError(
+                f"{num_examples} examples are too few for batch_size={batch_size} on {world_size} "
+                "processes: lower batch_size or add data"
+            )
+        self._order = _Order(num_examples, batch_size, rank, world_size, seed)
+        self._loader: DataLoader[Any] = DataLoader(
+            _Drawn(draw),
+            batch_sampler=self._order,
+            collate_fn=collate,
+            num_workers=num_workers,
+            # Else each new iterator draws from torch's own numbers, and a resumed run has one more.
+            generator=torch.Generator(),
+        )
+        self._position = 0
+        self._batches: Iterator[BatchT] | None = None
+
+    def __iter__(self) -> Iterator[BatchT]:
+        return self
+
+    def __next__(self) -> BatchT:
+        if self._batches is None:
+            self._order.start = self._position
+            self._batches = iter(self._loader)
+        self._position += 1
+        return next(self._batches)
+
+    @property
+    def position(self) -> int:
+        """Batches taken since the beginning of training."""
+        return self._position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._position, self._batches = position, None
+
+
+class _Order(Sampler[list[tuple[int, int]]]):
+    """Lists of (index, epoch), from batch ``start`` on, without end."""
+
+    def __init__(
+        self, num_examples: int, batch_size: int, rank: int, world_size: int, seed: int
+    ) -> None:
+        self.start = 0
+        self._num_examples, self._batch_size = num_examples, batch_size
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        per_epoch = self._num_examples // (self._batch_size * self._world_size)
+        epoch, first = divmod(self.start, per_epoch)
+        while True:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(self._num_examples, generator=generator).tolist()
+            own = order[self._rank :: self._world_size]
+            for number in range(first, per_epoch):
+                chosen = own[number * self._batch_size : (number + 1) * self._batch_size]
+                yield [(index, epoch) for index in chosen]
+            epoch, first = epoch + 1, 0
+
+
+class _Drawn(Dataset[Any]):
+    def __init__(self, draw: Callable[[int, int], Any]) -> None:
+        self._draw = draw
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self._draw(*key)
+
+
+def in_batches(examples: Sequence[T], size: int) -> list[list[T]]:
+    """Consecutive lists of ``size`` examples; the last may be shorter."""
+    return [list(examples[start : start + size]) for start in range(0, len(examples), size)]

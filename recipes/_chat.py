@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as tokens: the model's own chat template, and labels on the answers alone."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.panel import Panel
+from rich.text import Text
+
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._data import (
+    IGNORED_LABEL,
+    Example,
+    InstructionPair,
+    standard_library_pairs,
+)
+from deepytorch.recipes._records import (
+    Conversation,
+    Message,
+    as_conversation,
+    read_conversations,
+)
+from deepytorch.recipes._run import console
+
+__all__ = ["Conversation", "Message", "encode", "encode_all", "load_conversations", "prompt_of"]
+
+
+class Encoding(Protocol):
+    """The options that decide how text becomes examples."""
+
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def train_on_prompt(self) -> bool: ...
+
+
+def load_conversations(data: str | None, data_format: str = "auto") -> list[Conversation]:
+    """Those in the file ``data``, or the embedded ones when it is None."""
+    if data is None:
+        return [as_conversation(pair) for pair in standard_library_pairs()]
+    return read_conversations(Path(data), data_format)
+
+
+def plain_text(conversation: Conversation, *, answered: bool) -> list[tuple[str, bool]]:
+    """Pieces (text, trained) for models without a chat template, in alpaca's words."""
+    pieces, system = [], ""
+    for message in conversation:
+        if message.role == "system":
+            system = message.content + "\n\n"
+        elif message.role == "user":
+            pieces.append((system + InstructionPair(message.content, "", "").prompt(), False))
+            system = ""
+        else:
+            pieces.append((message.content, True))
+    return pieces if answered or not pieces[-1][1] else pieces[:-1]
+
+
+def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
+    """What a model is given to write the last answer; special tokens are part of it."""
+    asked = conversation[:-1] if conversation[-1].role == "assistant" else conversation
+    if tokenizer.chat_template is None:
+        text = "".join(piece for piece, _ in plain_text(asked, answered=False))
+        return (tokenizer.bos_token or "") + text
+    messages = [vars(message) for message in asked]
+    rendered: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    return rendered
+
+
+def encode(conversation: Conversation, tokenizer: Any, options: Encoding) -> tuple[Example, bool]:
+    """Token ids, and labels on what the assistant says and on the token that ends it.
+
+    Also whether it had to be cut to ``options.max_length`` tokens.
+    """
+    if tokenizer.chat_template is None:
+        ids, trained = _encode_plain(conversation, tokenizer)
+    else:
+        ids, trained = _encode_chat(conversation, tokenizer)
+    if options.train_on_prompt:
+        trained = [True] * len(ids)
+    labels = [one if wanted else IGNORED_LABEL for one, wanted in zip(ids, trained, strict=True)]
+    limit = options.max_length
+    return Example(ids[:limit], labels[:limit]), len(ids) > limit
+
+
+def _encode_plain(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    trained = [False] * len(ids)
+    for text, answer in plain_text(conversation, answered=True):
+        piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+        piece = [*piece, tokenizer.eos_token_id] if answer else piece
+        ids += piece
+        trained += [answer] * len(piece)
+    return ids, trained
+
+
+def _encode_chat(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    messages = [vars(message) for message in conversation]
+    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        found = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]]
+    # The template does not say which part is the answer: look for it in the text it makes.
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = _answers(text, conversation, tokenizer.eos_token)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    trained = [
+        any(start < last and first < end for start, end in spans)
+        for first, last in found["offset_mapping"]
+    ]
+    return list(found["input_ids"]), trained
+
+
+def _answers(text: str, conversation: Conversation, eos: str) -> list[tuple[int, int]]:
+    """Where the answers lie in the rendered text, each with the end token behind it."""
+    spans, cursor = [], 0
+    for message in conversation:
+        content = message.content.strip()
+        start = text.find(content, cursor)
+        if start < 0:
+            raise RecipeError(
+                f"the tokenizer's chat template changes what the {message.role} says "
+                f"({content[:40]!r}), so answers can't be told from questions: add "
+                "{% generation %} marks to the template, or set train_on_prompt=true"
+            )
+        cursor = start + len(content)
+        if message.role == "assistant":
+            behind = text[cursor:].lstrip()
+            if behind.startswith(eos):
+                cursor = text.index(eos, cursor) + len(eos)
+            spans.append((start, cursor))
+    return spans
+
+
+def encode_all(
+    conversations: list[Conversation], tokenizer: Any, options: Encoding
+) -> tuple[list[Example], str]:
+    """Encode every conversation, leaving out those whose prompt alone fills the length.
+
+    Also returns one sentence with the counts. Raises RecipeError when nothing is left.
+    """
+    examples: list[Example] = []
+    num_truncated = 0
+    for conversation in conversations:
+        example, truncated = encode(conversation, tokenizer, options)
+        if any(label != IGNORED_LABEL for label in example.labels):
+            examples.append(example)
+            num_truncated += truncated
+    if not examples:
+        raise RecipeError(
+            f"no answer begins within max_length={options.max_length} tokens: increase it"
+        )
+    lengths = sorted(len(example.input_ids) for example in examples)
+    summary = (
+        f"{len(examples)} examples, median {lengths[len(lengths) // 2]} tokens, longest "
+        f"{lengths[-1]}; {num_truncated} truncated to max_length={options.max_length}, "
+        f"{len(conversations) - len(examples)} left out because their prompt alone is longer"
+    )
+    return examples, summary
+
+
+def print_masked(example: Example, tokenizer: Any) -> None:
+    """Show one example as the model gets it; what it is not trained to write is grey."""
+    text = Text()
+    pairs = list(zip(example.input_ids, example.labels, strict=True))
+    start = 0
+    while start < len(pairs):
+        masked = pairs[start][1] == IGNORED_LABEL
+        end = start
+        while end < len(pairs) and (pairs[end][1] == IGNORED_LABEL) == masked:
+            end += 1
+        piece = tokenizer.decode([one for one, _ in pairs[start:end]])
+        text.append(piece, style="bright_black" if masked else "")
+        start = end
+    if len(text) > 1200:
+        text = text[:1200].append(" ...", style="bright_black")
+    console.print(Panel(text, title="one example; the grey part is not trained"))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that a run continues from exactly: ``<run>/checkpoints/step-<number>/``.
+
+A checkpoint is written beside its place and moved there when every rank's part is on the disk, so
+what has the name is whole; an older one goes only after that. ``manifest.json`` says how many
+ranks wrote it, and the SHA-256 of every file.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._engines import Engine
+from deepytorch.recipes._run import Process, everyones
+
+_PREFIX = "step-"
+_PARTIAL = ".partial"
+_MANIFEST = "manifest.json"
+
+Facts = Mapping[str, str]
+
+
+def save(
+    engine: Engine,
+    state: dict[str, Any],
+    folder: Path,
+    process: Process,
+    *,
+    keep: int,
+    facts: Facts,
+) -> str | None:
+    """Write the checkpoint of ``state["step"]``; None, or why it could not be written.
+
+    Collective. ``state`` is this rank's: of tensors, numbers, texts and lists. ``facts`` are of the
+    whole run and go into the manifest. The newest ``keep`` checkpoints stay; if writing fails on
+    any rank, all older ones stay and nothing else is left.
+    """
+    place = folder / f"{_PREFIX}{state['step']:08d}"
+    partial = place.with_name(place.name + _PARTIAL)
+    problem = _attempt(lambda: _begin(partial) if process.is_main else None, process)
+    if problem is None:
+        problem = _attempt(lambda: _write(engine, state, partial, process), process)
+    if problem is None and process.is_main:
+        written = {**facts, "step": state["step"], "world_size": process.world_size}
+        problem = _caught(lambda: _finish(partial, place, written))
+    problem = everyones(problem, process)
+    if process.is_main:
+        if problem is not None:
+            # torch does not say that a disk is full, only where it stopped.
+            problem += f" ({_free_mb(folder)} MB were free on the disk of {folder})"
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
+    return problem
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in ``folder``, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.startswith(_PREFIX) and not path.name.endswith(_PARTIAL)
+    )
+
+
+def find(resume: str, output_dir: str, name: str) -> Path | None:
+    """The checkpoint that ``resume`` means: "auto", a run's folder or a checkpoint's.
+
+    "auto" is the newest of the runs called ``name``, None if there is none. Raises RecipeError for
+    a path without a checkpoint.
+    """
+    if resume == "auto":
+        runs = sorted(Path(output_dir).glob(f"{name}-*"), key=lambda path: path.stat().st_mtime)
+        found = [checkpoints(run / "checkpoints") for run in runs]
+        return next((own[-1] for own in reversed(found) if own), None)
+    path = Path(resume)
+    if (path / _MANIFEST).is_file():
+        return path
+    own = checkpoints(path / "checkpoints")
+    if not own:
+        raise RecipeError(
+            f"resume={resume} is no checkpoint and no run with one: give a run's folder (its "
+            "checkpoints/ has step-... in it), or resume=auto"
+        )
+    return own[-1]
+
+
+def load(engine: Engine, path: Path, process: Process, *, facts: Facts) -> dict[str, Any]:
+    """Put the checkpoint into ``engine`` and give this rank's state back.
+
+    Collective. Raises RecipeError, on every rank, for files that are missing or changed, and for a
+    checkpoint of other ``facts`` or of another number of ranks.
+    """
+    state: dict[str, Any] = {}
+
+    def read() -> None:
+        _check(path, process.world_size, facts)
+        engine.load(path, process.rank)
+        state.update(torch.load(path / f"rank-{process.rank}.pt", weights_only=True))
+
+    problem = _attempt(read, process)
+    if problem is not None:
+        raise RecipeError(f"cannot resume from {path}: {problem}")
+    return state
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of torch's and Python's random numbers."""
+    version, numbers, spare = random.getstate()
+    state = {"torch": torch.get_rng_state(), "python": [version, list(numbers), spare]}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on with the numbers of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, spare = state["python"]
+    random.setstate((version, tuple(numbers), spare))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _free_mb(folder: Path) -> int:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(there).free // 2**20
+
+
+def _begin(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write(engine: Engine, state: dict[str, Any], partial: Path, process: Process) -> None:
+    engine.save(partial, process.rank)
+    torch.save(state, partial / f"rank-{process.rank}.pt")
+
+
+def _finish(partial: Path, place: Path, facts: dict[str, Any]) -> None:
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    facts["files"] = {str(path.relative_to(partial)): _digest(path) for path in files}
+    (partial / _MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(place, ignore_errors=True)  # of a run that was resumed from an older one
+    partial.rename(place)
+
+
+def _check(path: Path, world_size: int, facts: Facts) -> None:
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"its {_MANIFEST} cannot be read ({error})") from error
+    for key, value in facts.items():
+        if manifest.get(key) != value:
+            raise RecipeError(f"it was written with {key}={manifest.get(key)}, this is {value}")
+    if manifest["world_size"] != world_size:
+        raise RecipeError(
+            f"{manifest['world_size']} processes wrote it and this run has {world_size}: start as "
+            "many, or start a new run with model=<its exported checkpoint>"
+        )
+    # Every rank reads its own part; the first of a node looks at all of it.
+    if dist.get_node_local_rank(fallback_rank=0) == 0:
+        for name, digest in files.items():
+            if not (path / name).is_file():
+                raise RecipeError(f"{name} is missing")
+            if _digest(path / name) != digest:
+                raise RecipeError(
+                    f"{name} is not what was written: the file is damaged; use an older checkpoint"
+                )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _attempt(action: Any, process: Process) -> str | None:
+    """Do it on every rank; None, or the first rank's problem, the same on all."""
+    return everyones(_caught(action), process)
+
+
+def _caught(action: Any) -> str | None:
+    try:
+        action()
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        # torch reports a full disk as a RuntimeError of its zip writer.
+        return " ".join(str(error).split()) or type(error).__name__
+    return None

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the model hub can be reached, found out once, so that offline costs seconds."""
+
+import functools
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from huggingface_hub import constants
+
+from deepytorch.recipes._run import console
+
+_PATIENCE_S = 5.0
+
+
+def loading_options(model: str) -> dict[str, Any]:
+    """Keywords of ``from_pretrained``: offline, a hub id is looked up among cached copies only."""
+    return {} if Path(model).exists() or is_online() else {"local_files_only": True}
+
+
+@functools.cache
+def is_online() -> bool:
+    """Whether the hub answers, with proxies as the environment says; one line if it does not."""
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_PATIENCE_S).close()
+    except urllib.error.HTTPError:
+        return True  # an answer, if not the best one
+    except OSError:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            console.print(
+                f"offline     {constants.ENDPOINT} can't be reached: using cached copies",
+                highlight=False,
+            )
+        return False
+    return True
+
+
+def reason(error: Exception) -> str:
+    """The error's text on one line, cut where it goes on about everything it tried."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image data: a folder of images by class, or, without one, crops of one photograph.
+
+The photograph is the one that matplotlib ships, so nothing is downloaded. As a classification task
+each crop's class is the part of the photograph that it is from.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from deepytorch.recipes._config import RecipeError
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+GRID = 3  # the photograph is cut into GRID x GRID parts
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """float32 [batch, 3, side, side] of zero mean; int64 [batch] classes."""
+
+    images: torch.Tensor
+    classes: torch.Tensor
+
+    def to(self, device: torch.device) -> "ImageBatch":
+        """The same batch on ``device``."""
+        return ImageBatch(
+            self.images.to(device, non_blocking=True), self.classes.to(device, non_blocking=True)
+        )
+
+    def counts(self) -> torch.Tensor:
+        """float32 [2]: images, twice."""
+        return torch.tensor([len(self.images)] * 2, dtype=torch.float32, device=self.images.device)
+
+
+def photograph() -> Image.Image:
+    """A portrait, RGB, 512 x 600 pixels."""
+    from matplotlib import cbook
+
+    path = cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)
+    return Image.open(str(path)).convert("RGB")
+
+
+@dataclass(frozen=True)
+class PhotographParts:
+    """Endless augmented crops of the photograph; the class is the part of its grid."""
+
+    image: Image.Image
+    image_size: int
+    seed: int
+    size: int
+
+    @property
+    def classes(self) -> list[str]:
+        return [f"row {row}, column {column}" for row in range(GRID) for column in range(GRID)]
+
+    def draw(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
+        """A crop from around the middle of part ``index`` mod 9, shifted and scaled at random."""
+        chance = random.Random(f"{self.seed} {index} {epoch}")
+        label = index % (GRID * GRID)
+        width, height = self.image.width / GRID, self.image.height / GRID
+        side = chance.uniform(0.6, 1.0) * min(width, height)
+        left = (label % GRID) * width + chance.uniform(0, width - side)
+        top = (label // GRID) * height + chance.uniform(0, height - side)
+        crop = _resized(self.image, (left, top, left + side, top + side), self.image_size)
+        return as_tensor(crop), label
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    """``<folder>/<class>/<image>``: a random crop for training, the middle for evaluation."""
+
+    files: Sequence[tuple[Path, int]]
+    classes: Sequence[str]
+    image_size: int
+    seed: int
+    augment: bool = True
+
+    @property
+    def size(self) -> int:
+        return len(self.files)
+
+    def draw(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
+        path, label = self.files[index]
+        image = read_image(path)
+        if not self.augment:
+            return as_tensor(centre_crop(image, self.image_size)), label
+        chance = random.Random(f"{self.seed} {index} {epoch}")
+        side = min(image.size) * chance.uniform(0.5, 1.0)
+        left, top = (chance.uniform(0, extent - side) for extent in image.size)
+        crop = _resized(image, (left, top, left + side, top + side), self.image_size)
+        if chance.random() < 0.5:
+            crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return as_tensor(crop), label
+
+
+def folder_images(folder: Path, image_size: int, seed: int) -> tuple[FolderImages, FolderImages]:
+    """Training images and every twentieth image of each class, kept out of training.
+
+    Raises RecipeError for a folder without classes or with an empty class.
+    """
+    if not folder.is_dir():
+        raise RecipeError(f"data={folder} is no folder")
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if len(classes) < 2:
+        raise RecipeError(
+            f"data={folder} must have a folder of images for each class, and at least two; it has "
+            f"{len(classes)}"
+        )
+    trained: list[tuple[Path, int]] = []
+    kept: list[tuple[Path, int]] = []
+    for label, name in enumerate(classes):
+        files = image_files(folder / name)
+        for number, path in enumerate(files):
+            (kept if len(files) > 1 and number % 20 == 0 else trained).append((path, label))
+    return (
+        FolderImages(trained, classes, image_size, seed),
+        FolderImages(kept, classes, image_size, seed, augment=False),
+    )
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder, by name. RecipeError if there is none."""
+    if not folder.is_dir():
+        raise RecipeError(f"{folder} is no folder of images")
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    if not files:
+        raise RecipeError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
+    return files
+
+
+def read_image(path: Path) -> Image.Image:
+    """The image as RGB; RecipeError names a file that is none."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise RecipeError(f"{path} cannot be read as an image: {error}") from error
+
+
+def centre_crop(image: Image.Image, size: int) -> Image.Image:
+    """The largest square in the middle, ``size`` pixels wide."""
+    side = min(image.size)
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    return _resized(image, (left, top, left + side, top + side), size)
+
+
+def _resized(image: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
+    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+
+
+def as_tensor(image: Image.Image) -> torch.Tensor:
+    """float32 [3, height, width] in -1 to 1."""
+    pixels = np.asarray(image, dtype=np.float32).transpose(2, 0, 1)
+    return torch.from_numpy(pixels / 127.5 - 1)
+
+
+def as_image(tensor: torch.Tensor) -> Image.Image:
+    """The image of [3, height, width] in -1 to 1; other values are cut off."""
+    pixels = ((tensor.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def collate_images(drawn: list[tuple[torch.Tensor, int]]) -> ImageBatch:
+    """A batch of what `draw` gives."""
+    images, classes = zip(*drawn, strict=True)
+    return ImageBatch(torch.stack(images), torch.tensor(classes))
+
+
+def save_grid(images: Sequence[Image.Image], path: Path, columns: int = 4) -> None:
+    """Write equal images side by side into one file."""
+    width, height = images[0].size
+    rows = -(-len(images) // columns)
+    grid: Any = Image.new("RGB", (columns * width, rows * height))
+    for number, image in enumerate(images):
+        grid.paste(image, (number % columns * width, number // columns * height))
+    grid.save(path)

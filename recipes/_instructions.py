@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the instruction recipes share: their options, their data, and the loss of the answers."""
+
+import bisect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from deepytorch.integrations.transformers import BATCH_KEY, IntegrationError, pack_batches
+from deepytorch.recipes._batches import EndlessBatches, in_batches
+from deepytorch.recipes._chat import Conversation, encode_all, load_conversations, print_masked
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._data import Batch, Example, collate
+from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._run import Process, console
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(RunOptions):
+    """Options of the recipes that fine-tune on instructions."""
+
+    model: str | None = None
+    data: str | None = None
+    data_format: Literal["auto", "alpaca", "sharegpt"] = "auto"
+    train_on_prompt: bool = False
+    max_length: int = 512
+    held_out: int = 4
+    packing: Literal["none", "batch", "fixed"] = "batch"
+    padding_free: Literal["auto", "on", "off"] = "auto"
+    sample_tokens: int = 120
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("max_length", "held_out", "sample_tokens")
+        if self.packing == "fixed" and self.padding_free == "off":
+            raise RecipeError("packing=fixed trains rows without padding: leave padding_free=auto")
+
+    def padding_free_of(self, ours: bool) -> str:
+        """How the arm of a comparison packs; rows that were filled beforehand need it in both."""
+        if self.packing == "none" or not (ours or self.packing == "fixed"):
+            return "off"
+        return self.padding_free
+
+
+@dataclass(frozen=True)
+class Data:
+    """This rank's batches, and what is kept out of training."""
+
+    batches: EndlessBatches[Batch]
+    held_out: list[Batch]
+    sample: Conversation
+
+
+def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
+    """Read, shuffle, split and encode ``config.data``; says what was cut and left out."""
+    conversations = load_conversations(config.data, config.data_format)
+    random.Random(config.seed).shuffle(conversations)
+    num_held_out = min(config.held_out, max(1, len(conversations) // 10))
+    if len(conversations) == 1:
+        conversations *= 2
+    kept, trained = conversations[:num_held_out], conversations[num_held_out:]
+    examples, summary = encode_all(trained, tokenizer, config)
+    if process.is_main:
+        console.print(f"data        {summary}", markup=False, highlight=False)
+        print_masked(examples[0], tokenizer)
+    pad = tokenizer.pad_token_id
+    fixed = config.packing == "fixed"
+    rows = fill_rows(examples, config.max_length) if fixed else [[one] for one in examples]
+    if fixed and process.is_main:
+        console.print(f"packing     {len(rows)} rows of up to {config.max_length} tokens")
+    batches = EndlessBatches(
+        len(rows),
+        lambda index, epoch: rows[index],
+        lambda chosen: collate([one for row in chosen for one in row], pad),
+        batch_size=config.batch_size,
+        rank=process.rank,
+        world_size=process.world_size,
+        seed=config.seed,
+    )
+    try:
+        left_out, _ = encode_all(kept, tokenizer, config)
+    except RecipeError:
+        left_out = []
+    # Every rank evaluates all of them, so that each has as many.
+    held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
+    return Data(batches, held_out, kept[0])
+
+
+def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:
+    """Examples dealt out to rows of up to ``length`` tokens: the longest first, each where least
+    room is left (best fit decreasing)."""
+    rows: list[list[Example]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    for example in sorted(examples, key=lambda one: len(one.input_ids), reverse=True):
+        needed = len(example.input_ids)
+        place = bisect.bisect_left(room, (needed, -1))
+        if place == len(room):
+            rows.append([])
+            left, row = length, len(rows) - 1
+        else:
+            left, row = room.pop(place)
+        rows[row].append(example)
+        bisect.insort(room, (left - needed, row))
+    return rows
+
+
+def causal_loss(wrapped: Any, padding_free: str) -> Callable[[Batch, torch.Tensor], torch.Tensor]:
+    """Cross-entropy of the next token over a batch's trained tokens: sum / total."""
+    packs = packs_batches(wrapped, padding_free)
+
+    def loss_share(batch: Batch, total: torch.Tensor) -> torch.Tensor:
+        plan = {BATCH_KEY: batch.packing} if packs else {}
+        # The model's own loss in place of one made of its logits: without padding nobody needs
+        # logits of [batch, longest, vocabulary].
+        loss: torch.Tensor = wrapped(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            labels=batch.labels,
+            num_items_in_batch=total,
+            use_cache=False,
+            **plan,
+        ).loss
+        return loss
+
+    return loss_share
+
+
+def packs_batches(wrapped: Any, padding_free: str) -> bool:
+    """Whether the model trains without padding from now on."""
+    try:
+        return pack_batches(wrapped, padding_free)
+    except IntegrationError as error:
+        raise RecipeError(str(error)) from error

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a run: start or resume, train, evaluate, save, end early on SIGTERM, export."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from deepytorch.recipes import _checkpoint, _compare, _memory
+from deepytorch.recipes._batches import BatchT
+from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
+from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._run import (
+    Process,
+    ScalarLog,
+    StepProgress,
+    choose_device,
+    console,
+    distributed,
+    make_run_dir,
+    on_main,
+    say_error,
+    stock_backend,
+    wait_for_all,
+)
+from deepytorch.recipes._trainer import Task, Trainer
+
+ConfigT = TypeVar("ConfigT", bound=RunOptions)
+Prepare = Callable[[ConfigT, Process], Task[Any]]
+
+
+def run_recipe(
+    recipe: str,
+    config_class: type[ConfigT],
+    prepare: Prepare[ConfigT],
+    argv: Sequence[str] | None,
+) -> int:
+    """The main of every recipe: 0 done, 1 --compare found a difference, 2 bad options or data."""
+    default = Path(__file__).parent / "configs" / f"{recipe}.yaml"
+    arguments = parse_arguments(argv, recipe=recipe, default=default)
+    try:
+        config = load_config(config_class, arguments.config, arguments.overrides)
+        device = choose_device(config.device)
+        if arguments.compare and config.engine != "ddp":
+            raise RecipeError(
+                f"--compare trains both arms in the same processes, which engine={config.engine} "
+                "does not allow: use engine=ddp, or run backend=stock and backend=deepytorch"
+            )
+        # Neither arm of a comparison uses the default group: it only carries barriers and losses.
+        stock = "gloo" if arguments.compare else stock_backend(device)
+        backend = stock if arguments.compare or config.backend == "stock" else "deepytorch"
+        with distributed(backend, device) as process:
+            task = prepare(config, process)
+            if arguments.dry_run:
+                _memory.print_estimate(task, config, process)
+                return 0
+            if arguments.compare:
+                return compare(recipe, task, config, process)
+            return train(recipe, task, config, process)
+    except RecipeError as error:
+        return say_error(recipe, error)
+
+
+def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process) -> int:
+    """Train on ``config.backend``; save, export and show a sample."""
+    trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
+    start, run_dir = 0, None
+    if config.resume is not None:
+        path = on_main(
+            lambda: _checkpoint.find(str(config.resume), config.output_dir, config.name), process
+        )
+        if path is not None:
+            start, run_dir = _resume(recipe, trainer, task, path), path.parents[1]
+        elif process.is_main:
+            console.print("resume=auto  no checkpoint yet: starting a new run")
+    if run_dir is None:
+        run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
+    log = _open_log(config, run_dir, process)
+    meter = _Meter(task.unit, trainer.flops_per_unit, process)
+    with (
+        StepProgress(config.steps, enabled=process.is_main) as progress,
+        _asked_to_end() as ending,
+    ):
+        for step in range(start + 1, config.steps + 1):
+            begin = time.perf_counter()
+            result = trainer.step([next(task.batches) for _ in range(config.accumulation)])
+            # One collective for the loss and for whether any rank was told to end.
+            told = torch.stack(
+                [result.loss_share, torch.tensor(float(ending())).to(process.device)]
+            )
+            dist.all_reduce(told)
+            loss, end = told.tolist()  # waits for the device: the time below is whole
+            meter.add(result.num_units.item(), time.perf_counter() - begin)
+            progress.update(step, f"loss {loss:.4f}  lr {result.learning_rate:.2e}  {meter.text()}")
+            log.write(step, loss=loss, learning_rate=result.learning_rate, **meter.scalars())
+            if task.held_out and config.evaluate_every and step % config.evaluate_every == 0:
+                log.write(step, held_out_loss=trainer.evaluate(task.held_out))
+            due = config.save_every and step % config.save_every == 0 and step < config.steps
+            if due or end:
+                problem = _save(recipe, trainer, task, run_dir, step)
+                if end:
+                    log.close()
+                    return _ended_early(problem, run_dir, step, process)
+                if problem is not None and process.is_main:
+                    console.print(f"step {step}: no checkpoint: {problem}; training goes on")
+    if task.held_out:
+        held_out = trainer.evaluate(task.held_out)
+        log.write(config.steps, held_out_loss=held_out)
+        if process.is_main:
+            console.print(f"held out    loss {held_out:.4f} on data left out of training")
+    log.close()
+    finish(task, trainer, run_dir, process)
+    return 0
+
+
+def finish(task: Task[BatchT], trainer: Trainer[BatchT], run_dir: Path, process: Process) -> None:
+    """Export the model and show a sample, on rank 0."""
+    model: Any = trainer.model
+    if trainer.engine.sharded:
+        weights = trainer.engine.full_state()
+        if process.is_main:
+            model = task.make_model()
+            model.load_state_dict(weights, strict=False)
+            if _memory.has_room_for(model, process.device):
+                model.to(process.device)
+    on_main(lambda: task.export(model, run_dir), process)
+    if process.is_main:
+        console.print(f"scalars     {run_dir / 'tensorboard'}", highlight=False)
+    wait_for_all(process)  # the others wait for the sample before the group goes away
+
+
+def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Process) -> int:
+    """Train the stock stack and deepytorch, step by step in turn, and print the differences."""
+    stock_group = dist.new_group(backend=stock_backend(process.device), group_desc="stock arm")
+    our_group = dist.new_group(backend="deepytorch", group_desc="deepytorch arm")
+    trainers = {
+        "stock": Trainer(task, config, process, group=stock_group, ours=False),
+        "ours": Trainer(task, config, process, group=our_group),
+    }
+    run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
+    logs = {
+        arm: ScalarLog(run_dir / "tensorboard" / arm if process.is_main else None)
+        for arm in _compare.ARMS
+    }
+    comparison = _compare.Comparison(
+        backends={"stock": dist.get_backend(stock_group), "ours": dist.get_backend(our_group)},
+        unit=task.unit,
+    )
+    with StepProgress(config.steps, enabled=process.is_main) as progress:
+        for step in range(1, config.steps + 1):
+            micro_batches = [next(task.batches) for _ in range(config.accumulation)]
+            for arm in _compare.order_of(step):
+                torch.manual_seed(config.seed + step)  # both arms see the same dropout
+                with _compare.timed(process.device) as timer:
+                    result = trainers[arm].step(micro_batches)
+                loss = result.loss_share.cpu()
+                dist.all_reduce(loss)
+                comparison.add(arm, loss.item(), timer.seconds, int(result.num_units.item()))
+                logs[arm].write(step, **comparison.last(arm))
+            progress.update(step, comparison.progress_text())
+    for log in logs.values():
+        log.close()
+    finish(task, trainers["ours"], run_dir, process)
+    verdict = comparison.verdict(config.loss_tolerance)
+    if process.is_main:
+        _compare.write_results(recipe, comparison, run_dir, asdict(config), process)
+        _compare.print_table(comparison, run_dir, config.loss_tolerance)
+        if verdict is not None:
+            sys.stderr.write(f"{recipe}: {verdict}\n")
+    dist.barrier()
+    return 0 if verdict is None else 1
+
+
+def _open_log(config: RunOptions, run_dir: Path, process: Process) -> ScalarLog:
+    opened: list[ScalarLog] = []
+    options = asdict(config) if config.wandb else None
+    on_main(lambda: opened.append(ScalarLog(run_dir / "tensorboard", options)), process)
+    return opened[0] if opened else ScalarLog(None)
+
+
+def _save(
+    recipe: str, trainer: Trainer[BatchT], task: Task[BatchT], run_dir: Path, step: int
+) -> str | None:
+    process, config = trainer.process, trainer.options
+    state = {
+        "step": step,
+        "schedule": trainer.schedule.state_dict(),
+        "position": task.batches.position,
+        "random": _checkpoint.random_state(process.device),
+    }
+    return _checkpoint.save(
+        trainer.engine,
+        state,
+        run_dir / "checkpoints",
+        process,
+        keep=config.keep_checkpoints,
+        facts={"recipe": recipe, "engine": config.engine},
+    )
+
+
+def _resume(recipe: str, trainer: Trainer[BatchT], task: Task[BatchT], path: Path) -> int:
+    process = trainer.process
+    facts = {"recipe": recipe, "engine": trainer.options.engine}
+    state = _checkpoint.load(trainer.engine, path, process, facts=facts)
+    trainer.schedule.load_state_dict(state["schedule"])
+    task.batches.position = state["position"]
+    _checkpoint.set_random_state(state["random"], process.device)
+    if process.is_main:
+        console.print(f"resumed     {path}, after step {state['step']}", highlight=False)
+    return int(state["step"])
+
+
+def _ended_early(problem: str | None, run_dir: Path, step: int, process: Process) -> int:
+    if problem is not None:
+        raise RecipeError(f"told to end after step {step}, but no checkpoint: {problem}")
+    if process.is_main:
+        console.print(f"ended       after step {step}, as told; go on with resume={run_dir}")
+    wait_for_all(process)
+    return 0
+
+
+@contextmanager
+def _asked_to_end() -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM came; a step is finished before anything happens."""
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Meter:
+    """Speed, memory and utilisation of the latest step."""
+
+    def __init__(self, unit: str, flops_per_unit: float, process: Process) -> None:
+        self._unit, self._flops, self._process = unit, flops_per_unit, process
+        self._num_units, self._seconds = 0.0, 1.0
+
+    def add(self, num_units: float, seconds: float) -> None:
+        self._num_units, self._seconds = num_units, seconds
+
+    def scalars(self) -> dict[str, float]:
+        """What ScalarLog takes."""
+        rate = self._num_units / self._seconds
+        found = {f"{self._unit}_per_s": rate, "step_time_s": self._seconds}
+        found["memory_gb"] = _memory.used_gb(self._process.device)
+        peak = _memory.peak_flops(self._process.device)
+        if peak and self._flops:
+            found["mfu"] = rate * self._flops / (peak * self._process.world_size)
+        return found
+
+    def text(self) -> str:
+        """For the progress line."""
+        found = self.scalars()
+        mfu = f"  MFU {found['mfu']:.0%}" if "mfu" in found else ""
+        rate = found[f"{self._unit}_per_s"]
+        return f"{rate:,.0f} {self._unit}/s{mfu}  {found['memory_gb']:.1f} GB"

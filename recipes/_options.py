@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that every recipe has; each recipe's own Config adds its model's and its data's."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deepytorch.recipes._config import RecipeError
+
+_POSITIVE = ("steps", "batch_size", "accumulation", "max_grad_norm", "keep_checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """configs/*.yaml say what each one means."""
+
+    name: str
+    output_dir: str = "runs"
+    backend: Literal["deepytorch", "stock"] = "deepytorch"
+    engine: Literal["ddp", "fsdp2", "deepspeed", "accelerate", "megatron"] = "ddp"
+    zero_stage: Literal[1, 2, 3] = 2
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 42
+    steps: int = 50
+    batch_size: int = 4
+    accumulation: int = 1
+    learning_rate: float | None = None
+    warmup_steps: int = 5
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_checkpointing: bool = False
+    kernels: Literal["auto", "on", "off"] = "off"
+    compile: Literal["auto", "off"] = "off"
+    evaluate_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 1
+    resume: str | None = None
+    wandb: bool = False
+    loss_tolerance: float = 1e-4
+
+    def __post_init__(self) -> None:
+        self.require_positive(*_POSITIVE)
+        if self.engine == "megatron":
+            raise RecipeError(
+                "engine=megatron: Megatron-core trains models that it builds itself, which recipes "
+                "do not: use engine=fsdp2 or deepspeed here, and for a script of Megatron's own "
+                "deepytorch.integrations.megatron (docs/megatron.md)"
+            )
+        if self.precision == "fp16" and self.device == "cpu":
+            raise RecipeError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
+        if self.offload != "none" and self.engine not in ("deepspeed", "fsdp2"):
+            raise RecipeError(
+                f"offload={self.offload} needs engine=deepspeed or engine=fsdp2, not {self.engine}"
+            )
+        if self.offload == "parameters" and self.engine == "deepspeed" and self.zero_stage != 3:
+            raise RecipeError("offload=parameters under DeepSpeed needs zero_stage=3")
+
+    def require_positive(self, *keys: str) -> None:
+        """RecipeError naming the first of ``keys`` that is not above 0."""
+        for key in keys:
+            if getattr(self, key) <= 0:
+                raise RecipeError(f"{key} must be greater than 0, not {getattr(self, key)}")

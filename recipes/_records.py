@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of instruction data: alpaca and ShareGPT, as .json, .jsonl or .parquet."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._data import InstructionPair
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn; ``role`` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+Conversation = tuple[Message, ...]
+
+
+def read_conversations(path: Path, data_format: str = "auto") -> list[Conversation]:
+    """The conversations in a file; "auto" tells the format by the first record's fields.
+
+    Alpaca: "instruction", "output", and perhaps "input". ShareGPT: "conversations" of "from" and
+    "value", or "messages" of "role" and "content". Raises RecipeError naming the file, the line and
+    the field that is wrong.
+    """
+    records = _records(path)
+    if data_format == "auto":
+        first = records[0][1]
+        chat = isinstance(first, dict) and ("conversations" in first or "messages" in first)
+        data_format = "sharegpt" if chat else "alpaca"
+    read: Callable[[Any, str], Conversation] = _sharegpt if data_format == "sharegpt" else _alpaca
+    return [read(record, f"{path}, {where}") for where, record in records]
+
+
+def read_alpaca(path: Path) -> list[InstructionPair]:
+    """The pairs of a file in alpaca's format; see `read_conversations`."""
+    return [_pair(record, f"{path}, {where}") for where, record in _records(path)]
+
+
+def _records(path: Path) -> list[tuple[str, Any]]:
+    """Each record of the file with the place it has there."""
+    if path.suffix == ".parquet":
+        records = _parquet(path)
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"cannot read data={path}: {error}") from error
+        records = list(_lines(text, path) if path.suffix == ".jsonl" else _list(text, path))
+    if not records:
+        raise RecipeError(f"{path} holds no records")
+    return records
+
+
+def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield f"line {number}", _parsed(json.loads, line, path, number)
+
+
+def _list(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """The items of a JSON list, each with the line it begins on."""
+    if not text.lstrip().startswith("["):
+        loaded = _parsed(json.loads, text, path, 1)
+        raise RecipeError(
+            f"{path} must hold a JSON list of records, not a {type(loaded).__name__} "
+            "(one record a line is read from a file that ends in .jsonl)"
+        )
+    records = _parsed(json.loads, text, path, 1)
+    decoder, end, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    for index, record in enumerate(records):
+        while text[end] in " \t\r\n,":
+            end += 1
+        line, counted = line + text.count("\n", counted, end), end
+        yield f"line {line}, record {index}", record
+        _, end = decoder.raw_decode(text, end)
+
+
+def _parsed(parse: Callable[[str], Any], text: str, path: Path, first_line: int) -> Any:
+    try:
+        return parse(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise RecipeError(
+            f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}"
+        ) from error
+
+
+def _parquet(path: Path) -> list[tuple[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError:
+        raise RecipeError(f"reading {path} needs pyarrow: pip install pyarrow") from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ArrowException) as error:
+        raise RecipeError(f"cannot read data={path}: {error}") from error
+    return [(f"row {index}", row) for index, row in enumerate(rows)]
+
+
+def _alpaca(record: Any, where: str) -> Conversation:
+    return as_conversation(_pair(record, where))
+
+
+def as_conversation(pair: InstructionPair) -> Conversation:
+    """Question and answer; alpaca's "input" follows the instruction."""
+    question = f"{pair.instruction}\n\n{pair.context}" if pair.context else pair.instruction
+    return (Message("user", question), Message("assistant", pair.response))
+
+
+def _pair(record: Any, where: str) -> InstructionPair:
+    _require_object(record, where)
+    values = {}
+    for field, required in (("instruction", True), ("input", False), ("output", True)):
+        value = record.get(field)
+        if value is None and not required:
+            value = ""
+        if not isinstance(value, str):
+            problem = f"is a {type(value).__name__}" if field in record else "is missing"
+            raise RecipeError(
+                f'{where}: field "{field}" {problem}; it must be a text. '
+                f"Fields found: {', '.join(map(str, record)) or 'none'}"
+            )
+        if required and not value.strip():
+            raise RecipeError(f'{where}: field "{field}" is empty')
+        values[field] = value
+    return InstructionPair(values["instruction"], values["input"], values["output"])
+
+
+def _sharegpt(record: Any, where: str) -> Conversation:
+    _require_object(record, where)
+    turns = record.get("conversations", record.get("messages"))
+    if not isinstance(turns, list) or not turns:
+        raise RecipeError(
+            f'{where}: needs a list "conversations" or "messages". '
+            f"Fields found: {', '.join(map(str, record)) or 'none'}"
+        )
+    messages = []
+    for number, turn in enumerate(turns):
+        here = f"{where}, turn {number}"
+        _require_object(turn, here)
+        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if role not in ROLES:
+            raise RecipeError(f'{here}: "from" is {role!r}; known: {", ".join(ROLES)}')
+        if not isinstance(content, str):
+            raise RecipeError(f'{here}: "value" must be a text, not a {type(content).__name__}')
+        messages.append(Message(ROLES[role], content))
+    if not any(one.role == "assistant" and one.content.strip() for one in messages):
+        raise RecipeError(f"{where}: no turn of the assistant, so there is nothing to learn")
+    return tuple(messages)
+
+
+def _require_object(value: Any, where: str) -> None:
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where}: expected an object, found a {type(value).__name__}")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""engine= of the recipes: whatever shards a model, the losses are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.testing import spawn_ranks
+
+WORDS = {
+    "device": "cpu",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_length": 96,
+    "batch_size": 2,
+    "accumulation": 2,
+    "steps": 4,
+    "warmup_steps": 1,
+    "learning_rate": 1e-2,
+    "sample_tokens": 8,
+}
+ENGINES = [
+    {"engine": "ddp"},
+    {"engine": "ddp", "gradient_checkpointing": True},
+    {"engine": "accelerate"},
+    {"engine": "fsdp2"},
+    {"engine": "deepspeed", "zero_stage": 2},
+    {"engine": "deepspeed", "zero_stage": 3},
+]
+
+
+def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[list[float]]:
+    """The losses of each of ENGINES; the last two steps come after a checkpoint is loaded."""
+    from deepytorch.recipes import _checkpoint, llama_sft
+    from deepytorch.recipes._run import Process
+    from deepytorch.recipes._trainer import Trainer
+
+    process = Process(rank, world_size, torch.device("cpu"))
+    config = llama_sft.Config(**WORDS)
+    task = llama_sft.prepare(config, process)
+    curves = []
+    for number, words in enumerate(ENGINES):
+        options = dataclasses.replace(config, **words)
+        task.batches.position = 0
+        trainer = Trainer(task, options, process)
+        curve = []
+        for step in range(options.steps):
+            if step == 2:
+                place = Path(folder) / str(number)
+                facts = {"recipe": "llama_sft"}
+                state = {"step": step, "schedule": trainer.schedule.state_dict()}
+                save = _checkpoint.save
+                assert save(trainer.engine, state, place, process, keep=1, facts=facts) is None
+                trainer = Trainer(task, options, process)
+                (path,) = _checkpoint.checkpoints(place)
+                loaded = _checkpoint.load(trainer.engine, path, process, facts=facts)
+                trainer.schedule.load_state_dict(loaded["schedule"])
+            result = trainer.step([next(task.batches) for _ in range(2)])
+            dist.all_reduce(result.loss_share)
+            curve.append(result.loss_share.item())
+        full = trainer.engine.full_state()
+        if rank == 0:
+            curve.append(full["model.embed_tokens.weight"].double().square().sum().item())
+        curves.append(curve)
+    return curves
+
+
+def test_engines_train_alike_and_go_on_from_their_checkpoints() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first, _ = spawn_ranks(
+            train_under_every_engine, 2, folder, backend="gloo", fresh=True, timeout_s=110
+        )
+    expected = first[0]
+    assert expected[3] < expected[0]
+    for words, curve in zip(ENGINES, first, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(curve), torch.tensor(expected), atol=2e-4, rtol=2e-5, msg=str(words)
+        )

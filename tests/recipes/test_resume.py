@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: a run that was killed or told to end goes on as if it had never stopped."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from deepytorch.recipes import _checkpoint, bert_mlm
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._run import Process, StepProgress
+
+STEPS = 12
+TINY = [
+    *("device=cpu", "hidden_size=32", "num_layers=1", "num_heads=2", "dropout=0.1"),
+    *("max_length=32", "batch_size=2", f"steps={STEPS}", "save_every=3", "held_out=2"),
+]
+
+
+def train(output_dir, *words):
+    return bert_mlm.main([*TINY, f"output_dir={output_dir}", *words])
+
+
+def only_run_dir(output_dir):
+    (run_dir,) = output_dir.iterdir()
+    return run_dir
+
+
+def losses(run_dir):
+    """{step: loss}; what a resumed run repeats replaces what was there."""
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    return {event.step: event.value for event in events.Scalars("train/loss")}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The losses of a run that nobody disturbed, and its last checkpoint."""
+    output_dir = tmp_path_factory.mktemp("unbroken")
+    assert train(output_dir) == 0
+    run_dir = only_run_dir(output_dir)
+    found = losses(run_dir)
+    assert len(found) == STEPS
+    return found, _checkpoint.checkpoints(run_dir / "checkpoints")[-1]
+
+
+def test_killed_run_goes_on_with_the_same_losses(unbroken, tmp_path):
+    expected, _ = unbroken
+    last = random.randint(3, STEPS - 1)
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-m", bert_mlm.__name__, *TINY, f"output_dir={tmp_path}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    for line in child.stdout:
+        if line.startswith(f"step {last}/"):
+            child.send_signal(signal.SIGKILL)
+            break
+    child.stdout.close()
+    assert child.wait() == -signal.SIGKILL
+    run_dir = only_run_dir(tmp_path)
+    assert train(tmp_path, "resume=auto") == 0
+    assert only_run_dir(tmp_path) == run_dir
+    assert (run_dir / "checkpoint" / "model.safetensors").is_file()
+    resumed = losses(run_dir)
+    assert STEPS in resumed
+    assert min(resumed) <= STEPS - 3 + 1
+    assert resumed == {step: expected[step] for step in resumed}, f"killed after step {last}"
+
+
+def test_told_to_end_it_saves_and_goes_on(unbroken, tmp_path, monkeypatch, capsys):
+    expected, _ = unbroken
+    update = StepProgress.update
+
+    def told(self, step, text):
+        update(self, step, text)
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepProgress, "update", told)
+        assert train(tmp_path) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+    run_dir = only_run_dir(tmp_path)
+    assert "ended       after step 6" in capsys.readouterr().out
+    assert not (run_dir / "checkpoint").exists()
+    assert train(tmp_path, f"resume={run_dir}") == 0
+    assert losses(run_dir) == expected
+
+
+def process(world_size=1):
+    return Process(0, world_size, torch.device("cpu"))
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """No process group: what all ranks would say is what this one says."""
+    monkeypatch.setattr(_checkpoint, "everyones", lambda problem, process: problem)
+    monkeypatch.setattr(_checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 0)
+
+
+class FakeEngine:
+    """Saves what it is given; fails as a full disk does when there is nothing."""
+
+    def __init__(self, weights=None):
+        self.weights = weights
+
+    def save(self, folder, rank):
+        (folder / "half.pt").write_bytes(b"half")
+        if self.weights is None:
+            raise OSError(28, "No space left on device")
+        torch.save(self.weights, folder / "state.pt")
+
+    def load(self, folder, rank):
+        self.weights = torch.load(folder / "state.pt", weights_only=True)
+
+
+def save(engine, step, folder, keep=1):
+    return _checkpoint.save(
+        engine, {"step": step}, folder, process(), keep=keep, facts={"recipe": "r"}
+    )
+
+
+def test_full_disk_keeps_the_old_checkpoint(one_rank, tmp_path):
+    assert save(FakeEngine(torch.ones(2)), 3, tmp_path) is None
+    assert "No space left" in save(FakeEngine(), 6, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert kept.name == "step-00000003"
+    engine = FakeEngine()
+    state = _checkpoint.load(engine, kept, process(), facts={"recipe": "r"})
+    assert state == {"step": 3}
+    assert torch.equal(engine.weights, torch.ones(2))
+
+
+def test_only_the_newest_are_kept(one_rank, tmp_path):
+    for step in range(1, 6):
+        assert save(FakeEngine(torch.ones(2)), step, tmp_path, keep=2) is None
+    assert [path.name for path in _checkpoint.checkpoints(tmp_path)] == [
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def damage(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: damage(path / "state.pt"), "state.pt is not what was written"),
+        (lambda path: (path / "rank-0.pt").unlink(), "rank-0.pt is missing"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
+    ],
+)
+def test_damaged_checkpoints_are_refused(one_rank, unbroken, tmp_path, harm, message):
+    path = tmp_path / "step-00000009"
+    shutil.copytree(unbroken[1], path)
+    harm(path)
+    with pytest.raises(RecipeError, match=message):
+        _checkpoint.load(FakeEngine(), path, process(), facts={})
+
+
+def test_other_ranks_recipe_or_engine_is_an_error(one_rank, unbroken):
+    facts = json.loads((unbroken[1] / "manifest.json").read_text())
+    assert facts["world_size"] == 1
+    with pytest.raises(RecipeError, match="1 processes wrote it and this run has 4"):
+        _checkpoint.load(FakeEngine(), unbroken[1], process(4), facts={})
+    with pytest.raises(RecipeError, match="written with recipe=bert_mlm, this is llama_sft"):
+        _checkpoint.load(FakeEngine(), unbroken[1], process(), facts={"recipe": "llama_sft"})
+
+
+def test_resume_without_a_checkpoint_says_what_to_give(tmp_path):
+    assert _checkpoint.find("auto", str(tmp_path), "bert_mlm") is None
+    with pytest.raises(RecipeError, match="is no checkpoint and no run with one"):
+        _checkpoint.find(str(tmp_path), str(tmp_path), "bert_mlm")
+
+
+def test_weights_and_biases_gets_the_same_scalars(tmp_path, monkeypatch, capsys):
+    logged, runs = [], []
+
+    class Run:
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def finish(self):
+            runs.append("finished")
+
+    def init(**words):
+        runs.append(words)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert train(tmp_path, "steps=2", "wandb=true") == 0
+    run_dir = only_run_dir(tmp_path)
+    assert runs[0]["name"] == run_dir.name
+    assert runs[0]["config"]["steps"] == 2
+    assert runs[-1] == "finished"
+    assert {step: one["train/loss"] for step, one in logged if "train/loss" in one} == (
+        pytest.approx(losses(run_dir))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train(tmp_path, "steps=2", "wandb=true") == 2
+    assert "pip install wandb" in capsys.readouterr().err
+    torch.distributed.destroy_process_group()  # an error leaves that to the process's end

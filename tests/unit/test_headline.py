@@ -1,0 +1,149 @@
+"""The headline table's workloads: what they are, what is refused, and how arms are compared."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from deepytorch.cli import app
+from deepytorch.workloads import headline
+from deepytorch.workloads.headline import page, run
+from deepytorch.workloads.headline.job import ArmJob, layers_that_fit, lengths
+from deepytorch_core.bench import tables
+from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.record import WORKLOAD_FIELDS
+
+
+def job(workload: str = "llama-1b-varlen", **words: Any) -> ArmJob:
+    return ArmJob(workload=workload, **{"scale": "tiny", "world_size": 2, **words})
+
+
+def test_the_rows_of_the_headline_table_are_there() -> None:
+    assert {
+        *("llama2-13b-zero2", "qwen2-14b-zero2", "llama-65b-zero3-offload", "sd21-dreambooth"),
+        *("resnet50-amp", "bert-amp", "llama-1b-varlen"),
+    } <= headline.ROWS.keys()
+    claims = {name: row.claim for name, row in headline.ROWS.items() if row.claim}
+    assert claims["resnet50-amp"] == 1.89
+    assert len(claims) == 6
+
+
+def test_instructions_have_the_lengths_of_instruction_data() -> None:
+    drawn = lengths("instructions", 5000, 1024)
+    assert 135 <= statistics.median(drawn) <= 165
+    assert max(drawn) == 1024
+    assert drawn == lengths("instructions", 5000, 1024)
+    assert drawn[:9] != lengths("instructions", 9, 1024, seed=1)
+    halves = lengths("half", 5000, 512)
+    assert 0.47 <= sum(halves) / (5000 * 512) <= 0.53
+    assert lengths("full", 3, 7) == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "low", "high"),
+    [("llama2-13b-zero2", 4, 35, 40), ("llama2-13b-zero2", 2, 25, 35)],
+)
+def test_layers_are_cut_to_what_fits(name: str, world_size: int, low: int, high: int) -> None:
+    row = headline.ROWS[name]
+    assert low <= layers_that_fit(row, 4, world_size, 141e9) <= high
+    assert layers_that_fit(row, 4, world_size, 1e15) == 40
+    assert layers_that_fit(row, 4, world_size, 1e9) == 1
+
+
+def test_arms_differ_by_their_variables_alone() -> None:
+    assert headline.environment("plain") == headline.environment("tuned-compile")
+    assert headline.environment("plain")["DEEPYTORCH_ENABLED"] == "0"
+    assert headline.environment("ours") == {}
+    assert headline.environment("ours-compute") == {"DEEPYTORCH_COLLECTIVES": "stock"}
+    assert job(arm="ours").environment(1, [])["LOCAL_RANK"] == "1"
+    row = headline.ROWS["bert-amp"]
+    assert headline.arms_of(row, split=False) == ("plain", "tuned-compile", "ours")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"workload": "llama"}, "unknown workload 'llama'; known: llama2-13b-zero2"),
+        ({"scale": "huge"}, "unknown scale 'huge'"),
+        ({"scale": "full"}, "at full scale needs GPUs: use --scale tiny"),
+        ({"steps": 1}, "--steps must be at least 2"),
+        ({"workload": "qwen2-14b-zero2", "world_size": 1}, "shards over ranks"),
+    ],
+)
+def test_what_cannot_run_says_why(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        job(**words)
+
+
+def test_unknown_arms_are_refused_before_anything_starts() -> None:
+    with pytest.raises(BenchError, match=r"has no arm fast; it has plain, tuned-compile, .*ours"):
+        run.compare(job(), rounds=1, split=False, say=print, only=("plain", "fast"))
+
+
+def measured(times: list[float], losses: list[float]) -> dict[str, Any]:
+    return {
+        "step_time_us": times,
+        "units": 1000,
+        "losses": losses,
+        "peak_memory_gb": 1.0,
+        "warmup_s": 2.0,
+        "warmup_steps": 9,
+        "parameters": 10**6,
+        "native_calls": 1,
+        "delegated_calls": 0,
+        "decisions": [],
+        "machine": {"name": "2-core", "cpu": "c", "cores": 2, "gpus": [], "kernel": "Linux 6"},
+        "versions": {"deepytorch": "1", "torch": "2", "python": "3"},
+        "commit": "c",
+    }
+
+
+def test_the_faster_tuned_arm_counts_and_the_tables_show_it(tmp_path: Path) -> None:
+    samples = {
+        "plain": [measured([300.0, 500.0], [2.0, 1.0]), measured([320.0, 480.0], [2.0, 1.0])],
+        "tuned-compile": [measured([210.0, 390.0], [2.0, 1.001])] * 2,
+        "tuned-flatten": [measured([900.0, 900.0], [2.0, 1.0])] * 2,
+        "ours": [measured([200.0, 300.0], [2.0, 1.0])] * 2,
+    }
+    record = run._record(job(), samples, rounds=2)
+    assert set(record) == set(WORKLOAD_FIELDS)
+    assert record["tuned"] == "tuned-compile"
+    assert record["against_plain"][0] == 1.6  # 1600 / 1000
+    assert record["against_tuned"][0] == 1.2
+    assert record["collectives_only"] is None
+    assert record["loss_difference"] == 0.001
+    assert record["wrong"] == 0
+    (first, *_), last = run.lines(record), run.lines(record)[-1]
+    assert "2 ranks on cpu, 1.0 M parameters, 2 rounds of 20 steps" in first
+    assert "0.10%" in last
+    for suffix, beginning in ((".md", b"2-core"), (".png", b"\x89PNG"), (".html", b"<!doctype")):
+        page.write([record, record], tmp_path / f"table{suffix}")
+        assert (tmp_path / f"table{suffix}").read_bytes().startswith(beginning)
+    text = (tmp_path / "table.html").read_text()
+    assert text.count("llama-1b-varlen (tiny)") == 1
+    assert "1.60x (" in text
+    with pytest.raises(BenchError, match=r"end it in \.md, \.png, \.html"):
+        page.check(tmp_path / "table.pdf")
+    table = tables.render({"f.jsonl": [record]})
+    assert "1.60x" in table
+    assert "1.20x" in table
+    assert "(tiny)" in table
+
+
+@pytest.mark.parametrize("losses", [[2.0, 1.1], [2.0, float("nan")]])
+def test_differing_losses_are_wrong(losses: list[float]) -> None:
+    samples = {
+        "plain": [measured([3.0, 3.0], [2.0, 1.0])],
+        "ours": [measured([1.0, 1.0], losses)],
+    }
+    assert run._record(job(), samples, rounds=1)["wrong"] == 1
+
+
+def test_the_list_is_printed() -> None:
+    done = CliRunner().invoke(app, ["bench", "train", "--workload", "list"])
+    assert done.exit_code == 0
+    assert len(done.stdout.splitlines()) == len(headline.ROWS)
