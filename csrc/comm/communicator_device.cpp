@@ -168,12 +168,15 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const size_t left = most - std::min(most, used);
   const DeviceClass devices = describe_devices(context, device);
   const int channels = offer_channels(devices.num_sms, fabric.device_channels_used());
+  // Packets have not run on GPUs since they last changed, so nobody gets them without asking for
+  // native code.
+  const bool packets_are_asked_for = delegate_.execute == nullptr;
   state->group = DeviceGroup::connect({rank_,
                                        global_ranks_,
                                        device,
                                        left / kShareOfStaging,
                                        channels,
-                                       devices.nvlink,
+                                       devices.nvlink && packets_are_asked_for,
                                        all_gather,
                                        wait});
   // NCCL refuses ranks that share a GPU.
