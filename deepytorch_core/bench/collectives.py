@@ -77,6 +77,7 @@ class Bench:
         self.graphs = graphs.Graphs(groups.clock, groups.ranks, graphs.capture)
         self.bind_ours = self._binder(groups.ours)
         self.allocate = _allocate_on(groups.device)
+        self.arena: memory.Arena | None = None
         self.allocate_ours = self._registered_allocate() if job.registered else self.allocate
 
     def record(self, row: Row) -> Record:
@@ -201,7 +202,9 @@ class Bench:
         """Arms with tensors of `allocate`."""
         buffers_of: Callable[[Row], Buffers]
         if self.groups.device.type == "cuda" and allocate is self.allocate:
-            buffers_of = memory.Arena(rows, allocate).buffers
+            # The same for both arms: where a buffer lies is worth some percent on a GPU.
+            self.arena = self.arena or memory.Arena(rows, allocate)
+            buffers_of = self.arena.buffers
         else:
 
             def buffers_of(row: Row) -> Buffers:
