@@ -138,6 +138,7 @@ def core_settings(options: config.Options) -> dict[str, Any]:
         "tune": _tune(options),
         "profile": "" if profile is None else str(profile),
         "staging_bytes": (options.staging_mb or 0) << 20,
+        "raise_errors": options.error_handling == "raise",
         "delegate_competes": options.collectives == "auto",
     }
 

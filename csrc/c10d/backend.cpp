@@ -59,7 +59,8 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  nullptr,
                                  setup_.tune,
                                  setup_.profile.c_str(),
-                                 setup_.staging_bytes};
+                                 setup_.staging_bytes,
+                                 setup_.raise_errors ? 1 : 0};
   const dpt_store store = store_table(setup_.store.get());
   const dpt_delegate delegate{this,
                               start_on_delegate,

@@ -44,6 +44,7 @@ class Backend : public c10d::Backend {
     dpt_tune tune = DPT_TUNE_OFF;
     std::string profile;             // path; empty: none
     size_t staging_bytes = 0;        // 0: the core's default
+    bool raise_errors = false;       // of GPUs; else they end the process
     bool delegate_competes = false;  // native code must be faster than the stock backend
   };
 

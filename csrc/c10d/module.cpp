@@ -84,6 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& tune,
          const std::string& profile,
          size_t staging_bytes,
+         bool raise_errors,
          bool delegate_competes) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
@@ -98,6 +99,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                            parse_tune(tune),
                                                            profile,
                                                            staging_bytes,
+                                                           raise_errors,
                                                            delegate_competes});
       },
       py::arg("store"),
@@ -112,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("tune") = "off",
       py::arg("profile") = "",
       py::arg("staging_bytes") = 0,
+      py::arg("raise_errors") = false,
       py::arg("delegate_competes") = false,
       "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
 }

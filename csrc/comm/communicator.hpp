@@ -114,8 +114,8 @@ class Communicator {
   void settle_on_device(const dpt_request& request, size_t bytes);
   void join_devices(const dpt_request& request);
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
-  void watch_device(DeviceGroup* group);
-  std::string describe_device_failure(const DeviceGroup::Failure& failure) const;
+  bool watch_device(DeviceGroup* group);
+  Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);
   void leave_devices();
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan);
@@ -130,6 +130,7 @@ class Communicator {
   std::vector<int64_t> global_ranks_;
   bool native_;
   size_t staging_bytes_;
+  bool raise_errors_;
   std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;

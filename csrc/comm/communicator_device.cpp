@@ -6,6 +6,7 @@
 #include "comm/communicator.hpp"
 #include "comm/device_bench.hpp"
 #include "comm/device_class.hpp"
+#include "comm/end_process.hpp"
 #include "comm/fabric.hpp"
 #include "comm/measure.hpp"
 #include "tuner/choose_device.hpp"
@@ -184,33 +185,56 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   state->staging_bytes = state->group->layout().block_bytes();
   fabric.add_device_use(static_cast<int64_t>(state->staging_bytes),
                         state->group->layout().channels);
-  fabric.on_tick(segment_.get(), [this, group = state->group.get()] { watch_device(group); });
+  fabric.on_tick(segment_.get(), [this, group = state->group.get(), judged = false]() mutable {
+    judged = judged || watch_device(group);
+  });
 }
 
-// From the watchdog's thread, several times a second and after each death.
-void Communicator::watch_device(DeviceGroup* group) {
+// From the watchdog's thread, several times a second and after each death. True: there is nothing
+// left to watch.
+bool Communicator::watch_device(DeviceGroup* group) {
   if (segment_->aborted()) group->abort();
   const auto failure = group->failure();
-  if (!failure) return;
-  fail(failure->mismatch ? DPT_ERR_MISMATCH : DPT_ERR_TIMEOUT, describe_device_failure(*failure));
+  if (!failure) return false;
+  // A kernel gave up. It holds its stream until here it is decided whether the program may go on
+  // with what is unfinished. Who ended the group himself knows that it is.
+  bool wanted = false;
+  {
+    std::lock_guard lock(state_mutex_);
+    wanted = failure_ && failure_->status() == DPT_ERR_ABORTED;
+  }
+  const Error error = error_of(*failure);
+  fail(error.status(), error.what());
+  if (!raise_errors_ && !wanted) end_process(error.what());
+  group->release();
+  return true;
 }
 
-std::string Communicator::describe_device_failure(const DeviceGroup::Failure& failure) const {
+Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
   const std::string peer = "rank " + std::to_string(global_ranks_[failure.peer]);
   const std::string where = "native operation #" + std::to_string(failure.sequence) +
                             " on GPUs of group " + group_name_ + " on rank " +
-                            std::to_string(global_ranks_[rank_]);
-  return failure.mismatch ? where + ": " + peer +
-                                " is in another operation, or one of another "
-                                "size or type"
-                          : where + ": " + peer + " did not come in time";
+                            std::to_string(global_ranks_[rank_]) + ": ";
+  if (failure.kind == DeviceGroup::Failure::kMismatch) {
+    return {DPT_ERR_MISMATCH,
+            where + peer + " is in another operation, or one of another size or type"};
+  }
+  if (failure.kind == DeviceGroup::Failure::kAborted) {
+    try {
+      segment_->throw_if_aborted();
+    } catch (const Error& error) {
+      return {error.status(), where + error.what()};
+    }
+  }
+  return {DPT_ERR_TIMEOUT, where + peer + " did not come in time"};
 }
 
 void Communicator::check_device(const dpt_request& request) {
   if (!device_ || !device_->group) return;
   const auto failure = device_->group->failure();
   if (!failure) return;
-  fail(failure->mismatch ? DPT_ERR_MISMATCH : DPT_ERR_TIMEOUT, describe_device_failure(*failure));
+  const Error error = error_of(*failure);
+  fail(error.status(), error.what());
   check_usable(request);
 }
 

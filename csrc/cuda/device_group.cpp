@@ -53,6 +53,7 @@ class MappedStatus {
 
   const volatile HostStatus& read() const { return *status_; }
   void abort() { __atomic_store_n(&status_->abort, 1u, __ATOMIC_RELEASE); }
+  void release() { __atomic_store_n(&status_->released, 1u, __ATOMIC_RELEASE); }
   HostStatus* on_device() const { return on_device_; }
 
  private:
@@ -102,6 +103,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     abort();
+    release();
     cudaStreamSynchronize(last_stream_);
     cudaGetLastError();
   }
@@ -130,10 +132,14 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     const uint32_t code = status.code;
     if (code == HostStatus::kNone) return std::nullopt;
     std::atomic_thread_fence(std::memory_order_acquire);
-    return Failure{code == HostStatus::kMismatch, static_cast<int>(status.peer), status.sequence};
+    const auto kind = code == HostStatus::kMismatch  ? Failure::kMismatch
+                      : code == HostStatus::kAborted ? Failure::kAborted
+                                                     : Failure::kTimeout;
+    return Failure{kind, static_cast<int>(status.peer), status.sequence};
   }
 
   void abort() override { status_.abort(); }
+  void release() override { status_.release(); }
 
  private:
   static const char* input(const dpt_request& request, int index) {

@@ -46,14 +46,17 @@ class DeviceGroup {
   virtual void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) = 0;
 
   struct Failure {
-    bool mismatch;      // else a peer did not come in time
-    int peer;           // rank in the group
+    enum Kind { kTimeout, kMismatch, kAborted };
+    Kind kind;
+    int peer;           // rank in the group that it waited for
     uint32_t sequence;  // of the operation, among the group's native ones on the device
   };
   // What a kernel left behind when it gave up.
   virtual std::optional<Failure> failure() const = 0;
-  // Kernels under way give up, later ones end at once.
+  // Kernels under way give up, later ones do nothing.
   virtual void abort() = 0;
+  // Kernels that gave up hold their stream, for some seconds at most; now they end.
+  virtual void release() = 0;
 };
 
 }  // namespace dpt

@@ -39,8 +39,9 @@ constexpr size_t kAlignment = 128;
 
 // Why a group failed on the device. Host memory that the device writes, and reads where it waits.
 struct HostStatus {
-  enum Code : uint32_t { kNone = 0, kTimeout, kMismatch };
+  enum Code : uint32_t { kNone = 0, kTimeout, kMismatch, kAborted };
   uint32_t abort;     // not 0: kernels give up
+  uint32_t released;  // not 0: kernels that gave up end
   uint32_t code;      // of the first kernel that gave up by itself; written last
   uint32_t peer;      // the rank it waited for
   uint32_t sequence;  // the native operation's number in this group

@@ -34,7 +34,7 @@ class Patience {
     constexpr uint32_t kPollsPerCheck = 1024;
     if (++polls_ % kPollsPerCheck != 0) return false;
     if (load_relaxed(&group.status->abort) != 0) {
-      store_relaxed(&counters_of(group).failed, 1);
+      give_up(group, HostStatus::kAborted, peer);
       return true;
     }
     const uint64_t now = clock_ns();
@@ -65,7 +65,8 @@ DPT_DEVICE bool wait_until(const GroupView& group, const CallView& call, int pee
 // operation ahead of its peers. Two copies of whatever a peer may still read are therefore enough.
 //
 // A kernel on a group that has failed must send nothing: its peers would take it for what they
-// still wait for.
+// still wait for. And it must not end before the host has decided what follows: what comes behind
+// it on the stream would work on what it left undone.
 class Attendance {
  public:
   DPT_DEVICE Attendance(const GroupView& group, const CallView& call) : group_(group), call_(call) {
@@ -83,6 +84,7 @@ class Attendance {
   // All threads of the channel: whether all is well in all of them, `ok` included.
   DPT_DEVICE bool end(bool ok) const {
     ok = sync_channel_and(ok && alive_ && peer_is_here());
+    if (!ok) wait_for_host();
     if (ok && channel_index() == 0 && thread_index() == (group_.rank == 0 ? 1 : 0)) {
       store_relaxed(&counters_of(group_).sequence, sequence_);
     }
@@ -90,6 +92,13 @@ class Attendance {
   }
 
  private:
+  DPT_DEVICE void wait_for_host() const {
+    constexpr uint64_t kMostNs = 10'000'000'000;
+    if (thread_index() != 0) return;
+    const uint64_t start = clock_ns();
+    while (load_relaxed(&group_.status->released) == 0 && clock_ns() - start < kMostNs) {
+    }
+  }
   // Of channel 0, thread p for peer p.
   DPT_DEVICE bool attends() const {
     return channel_index() == 0 && thread_index() < group_.layout.size &&

@@ -188,6 +188,7 @@ typedef struct dpt_comm_options {
   dpt_tune tune;
   const char* profile;  /* path of the profile to read and write; NULL or empty: none */
   size_t staging_bytes; /* most staging memory of this process, over all groups; 0: the default */
+  int raise_errors;     /* 0: a failure on a GPU ends the process; else the next call fails */
 } dpt_comm_options;
 
 typedef struct dpt_api {

@@ -3,6 +3,7 @@
 #include <barrier>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "base/error.hpp"
@@ -14,6 +15,9 @@ namespace testing {
 namespace {
 
 thread_local double device_clock_us = 0;
+std::mutex failure_mutex;
+std::optional<DeviceGroup::Failure> left_behind;
+int num_released = 0;
 
 // What the ranks of a group share: where each has its input.
 struct Meeting {
@@ -47,8 +51,15 @@ class FakeGroup final : public DeviceGroup {
     advance_device(fake_devices().time_us(plan, request.count * size_of(request.dtype)));
   }
 
-  std::optional<Failure> failure() const override { return std::nullopt; }
+  std::optional<Failure> failure() const override {
+    const std::lock_guard lock(failure_mutex);
+    return left_behind;
+  }
   void abort() override {}
+  void release() override {
+    const std::lock_guard lock(failure_mutex);
+    ++num_released;
+  }
 
  private:
   int rank_;
@@ -78,6 +89,16 @@ class FakeTrials final : public DeviceTrials {
 };
 
 }  // namespace
+
+void fail_devices(std::optional<DeviceGroup::Failure> failure) {
+  const std::lock_guard lock(failure_mutex);
+  left_behind = failure;
+  num_released = 0;
+}
+int devices_released() {
+  const std::lock_guard lock(failure_mutex);
+  return num_released;
+}
 
 FakeDevices& fake_devices() {
   static FakeDevices devices;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/types.hpp"
+#include "cuda/device_group.hpp"
 #include "cuda/plan.hpp"
 
 namespace dpt::testing {
@@ -22,6 +23,11 @@ struct FakeDevices {
 
 // One for all tests; each sets it anew.
 FakeDevices& fake_devices();
+
+// From now on the kernels of every group have left this behind; nothing: none has.
+void fail_devices(std::optional<DeviceGroup::Failure> failure);
+// How often groups were told since then that their kernels may end.
+int devices_released();
 
 // Lets time pass on this thread's device.
 void advance_device(double time_us);

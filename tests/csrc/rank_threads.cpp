@@ -164,7 +164,9 @@ Rank::Rank(Store& store, int rank, int size, RankOptions options)
       },
       this,
       options_.tune,
-      options_.profile.c_str()};
+      options_.profile.c_str(),
+      0,
+      options_.raise_errors ? 1 : 0};
   delegate_.execute = options_.execute;
   const dpt_store store_functions = table_of(*store_);
   const dpt_delegate delegate_functions = delegate_.table();

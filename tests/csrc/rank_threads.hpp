@@ -40,6 +40,7 @@ struct RankOptions {
   bool native = true;
   std::function<bool()> interrupted;
   dpt_tune tune = DPT_TUNE_OFF;
+  bool raise_errors = false;
   std::string profile;
   std::function<dpt_status(const dpt_request&)> execute;  // see RecordingDelegate
 };

@@ -7,6 +7,7 @@ delegated unless a test says so.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from deepytorch_core.testing import needs_gpus, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
-NATIVE = {"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_TUNE": "off"}
+NATIVE = {
+    "DEEPYTORCH_COLLECTIVES": "native",
+    "DEEPYTORCH_TUNE": "off",
+    "DEEPYTORCH_ERROR_HANDLING": "raise",
+}
 WORLDS = [2, 4]
 # In elements: one, odd ones, around what goes in lines, large with and without a remainder.
 COUNTS = [1, 3, 127, 1024, 4099, 70_001, 1 << 20, (5 << 20) + 3]
@@ -250,14 +255,25 @@ def _late_rank(rank: int, world_size: int) -> str:
     return "no error"
 
 
+def _saves_what_it_got(rank: int, world_size: int, file: str) -> None:
+    from datetime import timedelta
+
+    device = _device(rank)
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=2))
+    value = torch.ones(8, device=device)
+    dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(12)
+        return
+    dist.all_reduce(value, group=group)
+    Path(file).write_text(str(value.sum().item()))
+
+
 def _spawn(function: Any, world_size: int, *arguments: Any, **more: Any) -> list[Any]:
+    settings = {"env": NATIVE, **more}
     return spawn_ranks(
-        function,
-        world_size,
-        *arguments,
-        backend="cuda:deepytorch,cpu:deepytorch",
-        env=NATIVE,
-        **more,
+        function, world_size, *arguments, backend="cuda:deepytorch,cpu:deepytorch", **settings
     )
 
 
@@ -297,3 +313,10 @@ def test_different_sizes_are_named() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     outcomes = _spawn(_late_rank, 2)
     assert "rank 1 did not come in time" in outcomes[0], outcomes
+
+
+def test_after_a_failure_the_process_ends_before_it_can_save_anything(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint"
+    by_default = {**NATIVE, "DEEPYTORCH_ERROR_HANDLING": "abort"}
+    _spawn(_saves_what_it_got, 2, str(file), env=by_default, expect_dead={0}, fresh=True)
+    assert not file.exists()

@@ -40,6 +40,7 @@ class EmulatedGroup {
       blocks_.emplace_back(layout.block_bytes() + kAlignment);
       statuses_.push_back(std::make_unique<HostStatus>());
       *statuses_.back() = {};
+      statuses_.back()->released = 1;
     }
     for (int rank = 0; rank < size; ++rank) {
       GroupView view{layout, rank, {}, statuses_[rank].get()};
@@ -65,6 +66,8 @@ class EmulatedGroup {
 
   const HostStatus& status(int rank) const { return *statuses_[rank]; }
   void abort(int rank) { store_relaxed(&statuses_[rank]->abort, 1); }
+  void hold(int rank) { store_relaxed(&statuses_[rank]->released, 0); }
+  void release(int rank) { store_relaxed(&statuses_[rank]->released, 1); }
   void expect_healthy() const {
     for (const auto& status : statuses_) {
       EXPECT_EQ(status->abort, 0u);
@@ -421,7 +424,30 @@ TEST(Kernels, TheHostCanEndAWait) {
     two_shot_all_reduce(launch, {bytes, bytes, 32, 1, 1}, DPT_FLOAT32, DPT_SUM);
   });
   host.join();
-  EXPECT_EQ(group.status(0).code, HostStatus::kNone);
+  EXPECT_EQ(group.status(0).code, HostStatus::kAborted);
+}
+
+TEST(Kernels, WhatGaveUpHoldsItsStreamUntilTheHostHasDecided) {
+  EmulatedGroup group(2);
+  group.hold(0);
+  std::vector<float> data(8, 1);
+  std::atomic<bool> decided = false;
+  std::thread host([&] {
+    while (load_acquire(&group.status(0).code) == HostStatus::kNone) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    decided = true;
+    group.release(0);
+  });
+  group.run(
+      [&](int rank, const Launch& launch) {
+        if (rank == 1) return;
+        auto* const bytes = reinterpret_cast<char*>(data.data());
+        two_shot_all_reduce(launch, {bytes, bytes, 32, 1, 1}, DPT_FLOAT32, DPT_SUM);
+        EXPECT_TRUE(decided);
+      },
+      {1, 64},
+      std::chrono::milliseconds(20));
+  host.join();
 }
 
 TEST(Gate, OpensAtItsTicketOrAfterItsTime) {

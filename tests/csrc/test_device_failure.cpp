@@ -1,0 +1,101 @@
+// What follows when a kernel on a GPU gave up (fake_device.hpp).
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <thread>
+
+#include "comm/end_process.hpp"
+#include "fake_device.hpp"
+#include "rank_threads.hpp"
+
+namespace dpt::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+class DeviceFailure : public ::testing::Test {
+ protected:
+  DeviceFailure() {
+    fake_devices() = {};
+    fake_devices().why_absent = "";
+    fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
+    fail_devices(std::nullopt);
+    replace_end_process([this](const std::string& reason) {
+      EXPECT_THAT(reason, HasSubstr("rank 1 did not come in time"));
+      ++ends_;
+    });
+  }
+  ~DeviceFailure() override {
+    replace_end_process(nullptr);
+    fail_devices(std::nullopt);
+    fake_devices() = {};
+  }
+
+  static dpt_outcome sum(Rank& rank) {
+    std::vector<float> values(64, 1.0F);
+    Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
+    request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
+    request.request.on_device = 1;
+    request.request.device = rank.rank();
+    request.request.stream = [](void*) -> void* { return nullptr; };
+    return rank.run(std::move(request));
+  }
+
+  static void wait_for_release(int groups) {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (devices_released() < groups && std::chrono::steady_clock::now() < limit) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    EXPECT_EQ(devices_released(), groups);
+  }
+
+  // One operation goes well, then a kernel gives up; the next call says so.
+  static void fail_between_two(Rank& rank) {
+    EXPECT_EQ(sum(rank), DPT_COMPLETED);
+    rank.barrier();
+    if (rank.rank() == 0) {
+      fail_devices(DeviceGroup::Failure{DeviceGroup::Failure::kTimeout, 1, 7});
+    }
+    wait_for_release(rank.size());
+    try {
+      sum(rank);
+      ADD_FAILURE() << "the group has failed";
+    } catch (const Failure& failure) {
+      EXPECT_THAT(failure.what(), HasSubstr("native operation #7 on GPUs"));
+    }
+  }
+
+  std::atomic<int> ends_ = 0;
+};
+
+TEST_F(DeviceFailure, EndsTheProcessOnEveryRank) {
+  run_ranks(2, fail_between_two);
+  EXPECT_EQ(ends_, 2);
+}
+
+TEST_F(DeviceFailure, IsRaisedByTheNextCallWhereThatIsAskedFor) {
+  run_ranks(2, fail_between_two, {.raise_errors = true});
+  EXPECT_EQ(ends_, 0);
+}
+
+TEST_F(DeviceFailure, WhoEndsAGroupHimselfGoesOn) {
+  std::barrier both(2);
+  run_ranks(2, [&](Rank& rank) {
+    EXPECT_EQ(sum(rank), DPT_COMPLETED);
+    both.arrive_and_wait();
+    rank.abort("for the test");
+    both.arrive_and_wait();
+    if (rank.rank() == 0) {
+      fail_devices(DeviceGroup::Failure{DeviceGroup::Failure::kAborted, 1, 8});
+    }
+    wait_for_release(2);
+    both.arrive_and_wait();
+  });
+  EXPECT_EQ(ends_, 0);
+}
+
+}  // namespace
+}  // namespace dpt::testing
