@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepytorch_core import config
+from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
-from deepytorch_core.errors import OFF_SWITCH, CompareError
+from deepytorch_core.errors import OFF_SWITCH, AdapterError, CompareError
 
 OURS, COLLECTIVES, COMPUTE = "deepytorch", "collectives only", "compute only"
 
@@ -78,6 +78,8 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
     """
     if job.steps < MIN_STEPS:
         raise ValueError(f"--steps must be at least {MIN_STEPS}, not {job.steps}")
+    with contextlib.suppress(AdapterError):  # without it the script trains on stock collectives
+        adapter.load()  # compiled once here, not within a run
     samples: list[result.Sample] = []
     remarks: list[str] = []
     first = _run(job, result.STOCK, remarks)

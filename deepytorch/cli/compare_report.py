@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepytorch.cli import compare, console
+from deepytorch.cli import compare, compute_seams, console
 from deepytorch_core.compare import receipt, result
 from deepytorch_core.compare.result import FASTER, SLOWER, Sample, Verdict
 
@@ -46,8 +46,12 @@ def findings(
     rows += [(verdict.arm, headline(verdict)) for verdict in others]
     ours = next(sample for sample in samples if sample.arm == main.arm)
     rows.append(("native collectives", f"{ours.native_calls}"))
+    if not ours.seams:
+        rows.append(
+            ("compute", "unchanged: no Accelerator, Trainer, DeepSpeed or DDP to switch it on in")
+        )
     rows += [("", line) for line in ours.decisions]
-    rows.append(("to keep", _keep(job, main)))
+    rows += [("to keep", line) for line in _keep(job, main, ours)]
     return rows
 
 
@@ -88,10 +92,13 @@ def _time(seconds: float) -> str:
     return f"{minutes:.1f} min" if abs(minutes) < 120 else f"{minutes / 60:.1f} h"
 
 
-def _keep(job: compare.Job, verdict: Verdict) -> str:
+def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
+    """What the user writes to have what was measured."""
     if verdict.word != FASTER:
-        return "nothing: train as before"
-    return shlex.join(["deepytorch", "run", *job.arguments])
+        return ["nothing: train as before"]
+    lines = [shlex.join(["deepytorch", "run", *job.arguments])]
+    # A Trainer builds an Accelerator: the first one met is the one that the user sees.
+    return lines + [f"with {compute_seams.LINES[name]}" for name in ours.seams[:1]]
 
 
 def show(

@@ -30,9 +30,16 @@ def main(arguments: list[str]) -> None:
     if plan is None:
         run(arguments)
     else:
-        from deepytorch_core.compare import probe
+        from deepytorch_core.compare.plan import Plan
+        from deepytorch_core.compare.probe import Probe, watch
 
-        probe.watch(plan, lambda: run(arguments))
+        told = Plan.read(plan)
+        probe = Probe(told)
+        if told.compute:
+            from deepytorch.cli import compute_seams
+
+            probe.seams = compute_seams.install()
+        watch(probe, lambda: run(arguments))
 
 
 def run(arguments: list[str]) -> None:

@@ -59,6 +59,7 @@ class Probe:
         self._patches = Patches()
         self._saves = Saves(plan)
         self._is_written = False
+        self.seams: list[str] = []
 
     def install(self) -> None:
         """Seed, and hook into torch."""
@@ -91,6 +92,7 @@ class Probe:
             "peak_bytes": _peak_bytes(),
             "device": _device_name(),
             "redirected": sorted(self._saves.redirected),
+            "seams": self.seams,
             "report": _report(),
         }
         folder = Path(self._plan.folder)
@@ -165,9 +167,8 @@ class Probe:
         raise Finished
 
 
-def watch(plan_file: str, run: Callable[[], None]) -> None:
-    """Run the script as the plan says, from its start to its last step or its own end."""
-    probe = Probe(Plan.read(plan_file))
+def watch(probe: Probe, run: Callable[[], None]) -> None:
+    """Run the script, from its start to its last step or its own end."""
     probe.install()
     try:
         run()
