@@ -139,9 +139,20 @@ def _run(job: Job, arm: str, remarks: list[str]) -> result.Sample:
         if status != 0:
             raise CompareError(_failure(arm, status, log, job.timeout_s))
         sample = result.read(arm, folder / "ranks", job.world_size)
+        left = _without_empty(sample.made_folders)
+        if left:
+            remarks.append(f"the script also made {', '.join(left)}, and left files there")
         if sample.redirected:
             remarks.append(f"checkpoints not written: {', '.join(sample.redirected)}")
         return sample
+
+
+def _without_empty(folders: Sequence[str]) -> list[str]:
+    """Remove the folders that a run made and left empty; returns those it did not."""
+    for folder in sorted(folders, key=len, reverse=True):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+    return [folder for folder in folders if os.path.isdir(folder) and "/.cache/" not in folder]
 
 
 def _launch(job: Job, folder: Path, variables: dict[str, str], log: Path) -> int | None:

@@ -1,8 +1,8 @@
 """Switches on in an unmodified script what `deepytorch run` alone does not: what is computed.
 
-Compilation, kernels and padding-free training come through an Accelerator (also a Trainer's), through
-`deepspeed.initialize` or, compilation alone, through DistributedDataParallel. What a user writes to
-have the same is in `LINES`.
+Compilation, kernels and padding-free training come through an Accelerator (also a Trainer's),
+through `deepspeed.initialize` or, compilation alone, through DistributedDataParallel. What a user
+writes to have the same is in `LINES`.
 """
 
 from __future__ import annotations

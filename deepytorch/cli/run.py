@@ -46,14 +46,15 @@ def run(
         bool, typer.Option("--split", help="--compare: also collectives only and compute only.")
     ] = False,
     total_steps: Annotated[
-        int, typer.Option(min=0, help="--compare: steps of the whole training, to say what it saves.")
+        int,
+        typer.Option(min=0, help="--compare: steps of the whole training, to say what it saves."),
     ] = 0,
     timeout_s: Annotated[
         float, typer.Option(min=1, help="--compare: time limit of one run in seconds.")
     ] = 1800.0,
-    html: Annotated[
-        Path, typer.Option(help="--compare: where the receipt is written.")
-    ] = Path("deepytorch-compare.html"),
+    html: Annotated[Path, typer.Option(help="--compare: where the receipt is written.")] = Path(
+        "deepytorch-compare.html"
+    ),
     json_file: Annotated[
         Path | None, typer.Option("--json", help="--compare: also write all samples as JSON.")
     ] = None,

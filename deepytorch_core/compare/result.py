@@ -35,6 +35,7 @@ class Sample:
     peak_bytes: int | None
     device: str
     redirected: tuple[str, ...]
+    made_folders: tuple[str, ...]
     seams: tuple[str, ...]
     native_calls: int
     decisions: tuple[str, ...]
@@ -70,6 +71,7 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         peak_bytes=max(peaks, default=None),
         device=ranks[0]["device"],
         redirected=tuple(sorted(redirected)),
+        made_folders=tuple(sorted({one for found in ranks for one in found["made_folders"]})),
         seams=tuple(ranks[0]["seams"]),
         native_calls=sum(found["report"]["native_calls"] for found in ranks),
         decisions=tuple(ranks[0]["report"]["decisions"]),

@@ -38,6 +38,7 @@ class Saves:
         # Where the script writes into nothing that stays.
         self._scratch = (self._view, self._outside, "/dev", "/proc")
         self.redirected: dict[str, str] = {}
+        self.made_folders: list[str] = []
 
     def install(self) -> None:
         """From now on: every write of weights, and what may destroy some."""
@@ -118,6 +119,10 @@ class Saves:
             path, _, flags = args
             if isinstance(path, str | os.PathLike) and flags & _WRITES and not self._is_copying:
                 self._opening(os.fsdecode(path), flags)
+        elif event == "os.mkdir":
+            path = os.path.abspath(os.fsdecode(args[0]))
+            if not self._is_scratch(path) and not os.path.exists(path):
+                self.made_folders.append(path)
         elif event in ("os.remove", "shutil.rmtree"):
             path = args[0]
             if isinstance(path, str | os.PathLike) and os.path.isabs(os.fspath(path)):
@@ -146,6 +151,8 @@ class Saves:
         if os.path.isdir(path):
             files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]
         return any(
-            file.endswith(_WEIGHTS) and os.path.isfile(file) and os.stat(file).st_mtime < self._began
+            file.endswith(_WEIGHTS)
+            and os.path.isfile(file)
+            and os.stat(file).st_mtime < self._began
             for file in files
         )

@@ -46,9 +46,7 @@ def _mirror(source: Path, view: Path, root: Path) -> list[str]:
         entries += len(found)
         for entry in found:
             place = target / entry.name
-            if not entry.is_dir(follow_symlinks=False):
-                os.symlink(entry.path, place)
-            elif entry.name in _LINKED_WHOLE:
+            if not entry.is_dir(follow_symlinks=False) or entry.name in _LINKED_WHOLE:
                 os.symlink(entry.path, place)
             elif root.is_relative_to(entry.path):
                 continue  # the view itself
