@@ -158,11 +158,10 @@ def _without_empty(folders: Sequence[str]) -> list[str]:
 def _launch(job: Job, folder: Path, variables: dict[str, str], log: Path) -> int | None:
     """The exit status of torchrun; None when it took too long."""
     view = Plan.read(folder / "plan.json").workspace
-    command = [sys.executable, "-m", "deepytorch.cli.compare_arm", str(folder / "plan.json")]
     environment = config.child_environment(**_QUIET, **variables, PWD=view)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, job.default_processes, *_arguments(job)],
+            _command(job, str(folder / "plan.json")),
             cwd=view,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -190,6 +189,11 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
             process.wait()
 
 
+def _command(job: Job, plan: str) -> list[str]:
+    arm = [sys.executable, "-m", "deepytorch.cli.compare_arm"]
+    return [*arm, plan, job.default_processes, *_arguments(job)]
+
+
 def _arguments(job: Job) -> list[str]:
     """The command line for a process that starts in the view of this folder."""
     if job.options.module:
@@ -207,7 +211,7 @@ def _failure(arm: str, status: int | None, log: Path, timeout_s: float) -> str:
     how = f"failed with exit status {status}"
     if status is None:
         how = f"did not take its steps within {timeout_s:g} s (--timeout-s)"
-    traceback = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
+    traceback = [number for number, line in enumerate(lines) if "Traceback (most recent" in line]
     if traceback and status is not None:
         lines = lines[traceback[0] :]
         shown = lines[: 2 * _TAIL_LINES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import statistics
@@ -119,6 +120,7 @@ def show(
     """Print the findings and write the receipt, and the record if asked for."""
     from deepytorch_core.bench import record
 
+    job = dataclasses.replace(job, steps=samples[0].steps)  # fewer where the script ends early
     verdicts = [result.judge(samples, arm) for arm in job.arms[1:]]
     rows = findings(job, samples, verdicts, total_steps)
     rows += [("note", remark) for remark in remarks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deepytorch.cli import compare, compare_report, launcher
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.receipt import write
@@ -174,3 +176,80 @@ def test_a_large_tree_is_linked_in_part(tmp_path: Path, monkeypatch: pytest.Monk
     view, whole = workspace.make(source, root)
     assert whole == ["data/images"]
     assert (view / "data" / "images").is_symlink()
+
+
+def job(**changes: Any) -> compare.Job:
+    arguments = ("--nproc-per-node=1", "train.py", "--lr", "1")
+    options = launcher.parse(arguments, command="run", default_processes="1")
+    values: dict[str, Any] = {"world_size": 1, "steps": 30, "rounds": 2, "timeout_s": 1.0}
+    values |= {"arms": ("stock", "deepytorch"), "default_processes": "1"}
+    return compare.Job(arguments=arguments, options=options, **{**values, **changes})
+
+
+def ran(arm: str, steps: int, wanted: int) -> Sample:
+    losses = (1.0,) * min(steps, wanted)
+    changes: dict[str, Any] = {"steps": min(steps, wanted), "is_complete": steps >= wanted}
+    changes |= {"block_s": (1.0,) if arm == "stock" else (0.5,), "seams": ("transformers",)}
+    return dataclasses.replace(sample(arm, 1.0, losses), **changes)
+
+
+def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[tuple[str, int]] = []
+
+    def run(one: compare.Job, arm: str, remarks: list[str]) -> Sample:
+        order.append((arm, one.steps))
+        return ran(arm, 9, one.steps)
+
+    monkeypatch.setattr(compare, "_run", run)
+    said: list[str] = []
+    found, _ = compare.compare(job(), said.append)
+    assert order == [
+        ("stock", 30),
+        ("stock", 9),
+        ("deepytorch", 9),
+        ("stock", 9),
+        ("deepytorch", 9),
+    ]
+    assert "ends after 9 optimizer steps" in said[0]
+    rows = compare_report.findings(job(), found, [judge(found, "deepytorch")], 7200)
+    kept = [value for name, value in rows if name == "to keep"]
+    assert kept[0] == "deepytorch run --nproc-per-node=1 train.py --lr 1"
+    assert "accelerate_trainer(trainer)" in kept[1]
+    assert dict(rows)["time saved"].startswith("60.0 min of 2.0 h")
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"stock": 3}, "ended after 3 optimizer steps; at least 4"),
+        ({"stock": 0}, "took no step of a torch.optim.Optimizer"),
+        ({"stock": 40, "deepytorch": 7}, "deepytorch took 7 optimizer steps where stock took 30"),
+    ],
+)
+def test_too_few_steps(
+    monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(compare, "_run", lambda one, arm, _: ran(arm, counts[arm], one.steps))
+    with pytest.raises(CompareError, match=message):
+        compare.compare(job(), lambda line: None)
+
+
+def test_a_failure_names_the_arm_and_shows_the_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("noise\n" * 99 + "[rank1]: Traceback (most recent call last):\nKeyError: 1\n")
+    message = compare._failure("deepytorch", 1, log, 9.0)
+    assert message.startswith(
+        "the script failed with exit status 1 under the arm 'deepytorch':\n[r"
+    )
+    assert "KeyError: 1" in message
+    assert "DEEPYTORCH_ENABLED=0" in message
+    assert "DEEPYTORCH_ENABLED=0" not in compare._failure("stock", 1, log, 9.0)
+    assert "within 9 s" in compare._failure("stock", None, log, 9.0)
+
+
+def test_several_machines_are_refused() -> None:
+    options = launcher.parse(("--nnodes=2", "t.py"), command="run", default_processes="1")
+    with pytest.raises(ValueError, match="--compare runs on one machine"):
+        compare.processes(options)
