@@ -81,7 +81,9 @@ def run(
         raise typer.Exit(launcher.launch(launcher.activated(options)))
 
     from deepytorch.cli import compare as comparison
-    from deepytorch.cli import compare_report, console
+    from deepytorch.cli import console
+    from deepytorch.cli.compare import report
+    from deepytorch_core.compare.result import STOCK
 
     def say(line: str) -> None:
         console.err().print(line, markup=False)
@@ -96,11 +98,9 @@ def run(
         world_size=comparison.processes(options),
         steps=steps,
         rounds=rounds,
-        arms=(comparison.result.STOCK, comparison.OURS, *arms),
+        arms=(STOCK, comparison.OURS, *arms),
         timeout_s=timeout_s,
     )
     html, json_file = html.absolute(), None if json_file is None else json_file.absolute()
     samples, remarks = comparison.compare(job, say)
-    compare_report.show(
-        job, samples, remarks, total_steps=total_steps, html=html, json_file=json_file
-    )
+    report.show(job, samples, remarks, total_steps=total_steps, html=html, json_file=json_file)

@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> None:
         told = Plan.read(plan)
         probe = Probe(told)
         if told.compute:
-            from deepytorch.cli import compute_seams
+            from deepytorch.cli.compare import seams
 
-            probe.seams = compute_seams.install()
+            probe.seams = seams.install()
         watch(probe, lambda: run(arguments))
 
 

@@ -200,7 +200,7 @@ def _is_trial() -> bool:
 
 def _devices() -> list[int]:
     """The GPUs that this process has memory on."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return [
         index

@@ -180,7 +180,7 @@ def summary(
 ) -> dict[str, Any]:
     """Everything as JSON's types; what is not a number there is None."""
     own = [sample for sample in samples if sample.arm == STOCK]
-    return _plain(
+    found: dict[str, Any] = _plain(
         {
             **facts,
             "verdicts": [vars(verdict) for verdict in verdicts],
@@ -188,6 +188,7 @@ def summary(
             "runs": [vars(sample) | {"step_s": sample.step_s} for sample in samples],
         }
     )
+    return found
 
 
 def _plain(value: Any) -> Any:

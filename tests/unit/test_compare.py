@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from deepytorch.cli import compare, compare_report, launcher
+from deepytorch.cli import compare, launcher
+from deepytorch.cli.compare import report
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.receipt import write
@@ -213,7 +214,7 @@ def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
         ("deepytorch", 9),
     ]
     assert "ends after 9 optimizer steps" in said[0]
-    rows = compare_report.findings(job(), found, [judge(found, "deepytorch")], 7200)
+    rows = report.findings(job(), found, [judge(found, "deepytorch")], 7200)
     kept = [value for name, value in rows if name == "to keep"]
     assert kept[0] == "deepytorch run --nproc-per-node=1 train.py --lr 1"
     assert "accelerate_trainer(trainer)" in kept[1]

@@ -190,7 +190,7 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _command(job: Job, plan: str) -> list[str]:
-    arm = [sys.executable, "-m", "deepytorch.cli.compare_arm"]
+    arm = [sys.executable, "-m", "deepytorch.cli.compare.arm"]
     return [*arm, plan, job.default_processes, *_arguments(job)]
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepytorch.cli import compare, compute_seams, console
+from deepytorch.cli import compare, console
+from deepytorch.cli.compare import seams
 from deepytorch_core.compare import receipt, result
 from deepytorch_core.compare.result import FASTER, SLOWER, Sample, Verdict
 
@@ -105,7 +106,7 @@ def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
         return ["nothing: train as before"]
     lines = [shlex.join(["deepytorch", "run", *job.arguments])]
     # A Trainer builds an Accelerator: the first one met is the one that the user sees.
-    return lines + [f"with {compute_seams.LINES[name]}" for name in ours.seams[:1]]
+    return lines + [f"with {seams.LINES[name]}" for name in ours.seams[:1]]
 
 
 def show(

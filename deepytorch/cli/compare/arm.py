@@ -1,4 +1,4 @@
-"""One run of the script under torchrun: `python -m deepytorch.cli.compare_arm PLAN ARGUMENTS...`.
+"""One run of the script under torchrun: `python -m deepytorch.cli.compare.arm PLAN ARGUMENTS...`.
 
 A process of its own, since torchrun takes signal handlers and environment variables for itself.
 """
