@@ -11,3 +11,7 @@ OFF_SWITCH = "DEEPYTORCH_ENABLED=0 turns deepytorch off"
 
 class AdapterError(RuntimeError):
     """The compiled c10d adapter can't be had: no compiler, no place to keep it, a failed build."""
+
+
+class CompareError(RuntimeError):
+    """A script can't be compared: it failed, ended too early, or would harm what was there."""

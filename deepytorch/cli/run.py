@@ -1,5 +1,6 @@
 """`deepytorch run SCRIPT ...`: torchrun with deepytorch activated, no change to the script."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,10 +33,36 @@ def run(
         bool,
         typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m."),
     ] = False,
+    *,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Run a part of SCRIPT stock and accelerated in turns, and compare."
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(help="--compare: optimizer steps of each run.")] = 60,
+    rounds: Annotated[int, typer.Option(min=1, help="--compare: runs of each arm.")] = 2,
+    split: Annotated[
+        bool, typer.Option("--split", help="--compare: also collectives only and compute only.")
+    ] = False,
+    total_steps: Annotated[
+        int,
+        typer.Option(min=0, help="--compare: steps of the whole training, to say what it saves."),
+    ] = 0,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="--compare: time limit of one run in seconds.")
+    ] = 1800.0,
+    html: Annotated[Path, typer.Option(help="--compare: where the receipt is written.")] = Path(
+        "deepytorch-compare.html"
+    ),
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="--compare: also write all samples as JSON.")
+    ] = None,
 ) -> None:
     """Run a training script, unmodified, under torchrun with deepytorch activated.
 
-    Every other option of torchrun is passed on to it; the exit status is the script's.
+    Every other option of torchrun is passed on to it; the exit status is the script's. With
+    --compare the script is stopped after --steps optimizer steps and leaves no checkpoint.
     """
     from deepytorch.cli import launcher
 
@@ -50,4 +77,30 @@ def run(
         arguments.insert(0, "--module")
     default = str(launcher.num_gpus() or 1)
     options = launcher.parse(arguments, command="deepytorch run", default_processes=default)
-    raise typer.Exit(launcher.launch(launcher.activated(options)))
+    if not compare:
+        raise typer.Exit(launcher.launch(launcher.activated(options)))
+
+    from deepytorch.cli import compare as comparison
+    from deepytorch.cli import console
+    from deepytorch.cli.compare import report
+    from deepytorch_core.compare.result import STOCK
+
+    def say(line: str) -> None:
+        console.err().print(line, markup=False)
+
+    if options.no_python:
+        raise ValueError("--no-python leaves no Python to look into; give a script")
+    arms = (comparison.COLLECTIVES, comparison.COMPUTE) if split else ()
+    job = comparison.Job(
+        arguments=tuple(arguments),
+        options=options,
+        default_processes=default,
+        world_size=comparison.processes(options),
+        steps=steps,
+        rounds=rounds,
+        arms=(STOCK, comparison.OURS, *arms),
+        timeout_s=timeout_s,
+    )
+    html, json_file = html.absolute(), None if json_file is None else json_file.absolute()
+    samples, remarks = comparison.compare(job, say)
+    report.show(job, samples, remarks, total_steps=total_steps, html=html, json_file=json_file)

@@ -2,6 +2,7 @@
 
 `python runner.py SCRIPT ARGS...` or `python runner.py -m MODULE ARGS...`. The program sees the
 sys.argv, sys.path[0], __name__ and __file__ that `python SCRIPT` or `python -m MODULE` gives it.
+`python runner.py --compare PLAN ...` watches it and stops it as the plan says.
 """
 
 import os
@@ -17,13 +18,32 @@ def program_path(arguments: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> None:
+    plan = arguments[1] if arguments[0] == "--compare" else None
+    if plan is not None:
+        arguments = arguments[2:]
     # First of all, since this file's own folder holds names that a program may import.
     if not sys.flags.safe_path:
         sys.path[0] = program_path(arguments)
 
-    import runpy
-
     import deepytorch  # noqa: F401 (importing it activates)
+
+    if plan is None:
+        run(arguments)
+    else:
+        from deepytorch_core.compare.plan import Plan
+        from deepytorch_core.compare.probe import Probe, watch
+
+        told = Plan.read(plan)
+        probe = Probe(told)
+        if told.compute:
+            from deepytorch.cli.compare import seams
+
+            probe.seams = seams.install()
+        watch(probe, lambda: run(arguments))
+
+
+def run(arguments: list[str]) -> None:
+    import runpy
 
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]

@@ -54,7 +54,19 @@ OUR_VARIABLES = {
 }
 COMMANDS: dict[str, dict[str, Any]] = {
     "build": {"--output": None, "--force": False},
-    "run": {"--nproc-per-node": None, "--nnodes": None, "--module": False},
+    "run": {
+        "--nproc-per-node": None,
+        "--nnodes": None,
+        "--module": False,
+        "--compare": False,
+        "--steps": 60,
+        "--rounds": 2,
+        "--split": False,
+        "--total-steps": 0,
+        "--timeout-s": 1800.0,
+        "--html": Path("deepytorch-compare.html"),
+        "--json": None,
+    },
     "train": {
         "recipe": None,
         "settings": None,

@@ -1,0 +1,235 @@
+"""`deepytorch run --compare SCRIPT`: the script stock and accelerated, in runs that take turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepytorch_core import adapter, config
+from deepytorch_core.compare import result, workspace
+from deepytorch_core.compare.plan import MIN_STEPS, Plan
+from deepytorch_core.errors import OFF_SWITCH, AdapterError, CompareError
+
+OURS, COLLECTIVES, COMPUTE = "deepytorch", "collectives only", "compute only"
+
+_NO_COMPUTE = {
+    "DEEPYTORCH_COMPILE": "off",
+    "DEEPYTORCH_KERNELS": "off",
+    "DEEPYTORCH_PADDING_FREE": "off",
+}
+_ARMS: dict[str, dict[str, str]] = {
+    result.STOCK: {"DEEPYTORCH_ENABLED": "0"},
+    OURS: {"DEEPYTORCH_ENABLED": "1"},
+    COLLECTIVES: {"DEEPYTORCH_ENABLED": "1", **_NO_COMPUTE},
+    COMPUTE: {"DEEPYTORCH_ENABLED": "1", "DEEPYTORCH_COLLECTIVES": "stock"},
+}
+# Experiment trackers write to a server: a comparison is no experiment.
+_QUIET = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+}
+_TERMINATE_S = 40.0
+_TAIL_LINES = 40
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is compared, and how long.
+
+    Args:
+        arguments: torchrun's options, the script and its arguments.
+        options: the same, parsed.
+        default_processes: what stands in for an absent --nproc-per-node.
+        world_size: processes of one run.
+        steps: optimizer steps of one run.
+        rounds: runs of each arm.
+        arms: the first is stock.
+        timeout_s: limit of one run in seconds.
+    """
+
+    arguments: tuple[str, ...]
+    options: Namespace
+    default_processes: str
+    world_size: int
+    steps: int
+    rounds: int
+    arms: tuple[str, ...]
+    timeout_s: float
+
+
+def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
+    """Run every arm `rounds` times in turns; the samples, and remarks about what was left.
+
+    Raises CompareError for a run that failed or took too long, and for a script that ends early.
+    """
+    if job.steps < MIN_STEPS:
+        raise ValueError(f"--steps must be at least {MIN_STEPS}, not {job.steps}")
+    with contextlib.suppress(AdapterError):  # without it the script trains on stock collectives
+        adapter.load()  # compiled once here, not within a run
+    samples: list[result.Sample] = []
+    remarks: list[str] = []
+    first = _run(job, result.STOCK, remarks)
+    if not first.is_complete:
+        if first.steps < MIN_STEPS:
+            raise CompareError(_too_short(first.steps))
+        say(f"the script ends after {first.steps} optimizer steps: these are compared")
+        job = dataclasses.replace(job, steps=first.steps)
+        first = _run(job, result.STOCK, remarks)
+    for number in range(job.rounds):
+        for arm in job.arms:
+            is_first = number == 0 and arm == result.STOCK
+            sample = first if is_first else _run(job, arm, remarks)
+            if sample.steps != job.steps:
+                raise CompareError(
+                    f"{arm} took {sample.steps} optimizer steps where stock took {job.steps}"
+                )
+            samples.append(sample)
+            say(
+                f"round {number + 1}/{job.rounds}  {arm:<18}"
+                f"{sample.step_s * 1e3:10.2f} ms a step, {sample.setup_s:.1f} s to warm up"
+            )
+    return samples, list(dict.fromkeys(remarks))
+
+
+def _too_short(steps: int) -> str:
+    if steps == 0:
+        return (
+            "the script took no step of a torch.optim.Optimizer: there is nothing to time. Does "
+            "it train, with the arguments given?"
+        )
+    return f"the script ended after {steps} optimizer steps; at least {MIN_STEPS} are needed"
+
+
+def _run(job: Job, arm: str, remarks: list[str]) -> result.Sample:
+    with tempfile.TemporaryDirectory(prefix="deepytorch-compare-") as name:
+        folder = Path(name).resolve()
+        for part in ("root", "ranks", "outside"):
+            (folder / part).mkdir()
+        here = Path.cwd()
+        view, whole = workspace.make(here, folder / "root")
+        if whole:
+            remarks.append(
+                f"{here} has too many files to mirror: what the script writes in "
+                f"{', '.join(whole[:3])}{' ...' if len(whole) > 3 else ''} is real"
+            )
+        plan = Plan(
+            steps=job.steps,
+            folder=str(folder / "ranks"),
+            workspace=str(view),
+            outside=str(folder / "outside"),
+            compute=arm in (OURS, COMPUTE),
+        )
+        plan.write(folder / "plan.json")
+        log = folder / "output"
+        status = _launch(job, folder, _ARMS[arm], log)
+        if status != 0:
+            raise CompareError(_failure(arm, status, log, job.timeout_s))
+        sample = result.read(arm, folder / "ranks", job.world_size)
+        left = _without_empty(sample.made_folders)
+        if left:
+            remarks.append(f"the script also made {', '.join(left)}, and left files there")
+        if sample.redirected:
+            remarks.append(f"checkpoints not written: {', '.join(sample.redirected)}")
+        return sample
+
+
+def _without_empty(folders: Sequence[str]) -> list[str]:
+    """Remove the folders that a run made and left empty; returns those it did not."""
+    for folder in sorted(folders, key=len, reverse=True):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+    return [folder for folder in folders if os.path.isdir(folder) and "/.cache/" not in folder]
+
+
+def _launch(job: Job, folder: Path, variables: dict[str, str], log: Path) -> int | None:
+    """The exit status of torchrun; None when it took too long."""
+    view = Plan.read(folder / "plan.json").workspace
+    environment = config.child_environment(**_QUIET, **variables, PWD=view)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(job, str(folder / "plan.json")),
+            cwd=view,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        with _ended(process), contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(job.timeout_s)
+        return None
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """No process of the run is left, however this ends."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun then ends its processes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERMINATE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _command(job: Job, plan: str) -> list[str]:
+    arm = [sys.executable, "-m", "deepytorch.cli.compare.arm"]
+    return [*arm, plan, job.default_processes, *_arguments(job)]
+
+
+def _arguments(job: Job) -> list[str]:
+    """The command line for a process that starts in the view of this folder."""
+    if job.options.module:
+        return list(job.arguments)
+    # The script as seen from here: its outputs beside itself then go to the view, too.
+    place = len(job.arguments) - len(job.options.training_script_args) - 1
+    script = Path(os.path.abspath(job.arguments[place]))
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
+    return [*job.arguments[:place], str(script), *job.arguments[place + 1 :]]
+
+
+def _failure(arm: str, status: int | None, log: Path, timeout_s: float) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    how = f"failed with exit status {status}"
+    if status is None:
+        how = f"did not take its steps within {timeout_s:g} s (--timeout-s)"
+    traceback = [number for number, line in enumerate(lines) if "Traceback (most recent" in line]
+    if traceback and status is not None:
+        lines = lines[traceback[0] :]
+        shown = lines[: 2 * _TAIL_LINES]
+    else:
+        shown = lines[-_TAIL_LINES:]
+    hint = "" if arm == result.STOCK else f"\nstock ran through; {OFF_SWITCH}"
+    return f"the script {how} under the arm {arm!r}:\n" + "\n".join(shown) + hint
+
+
+def processes(options: Namespace) -> int:
+    """How many processes torchrun will start. Raises ValueError where it can't be compared."""
+    from torch.distributed import run as torchrun
+
+    if options.nnodes not in ("1", "1:1"):
+        raise ValueError("--compare runs on one machine: leave --nnodes out")
+    return int(torchrun.determine_local_world_size(options.nproc_per_node))
+
+
+def since(began: float) -> str:
+    """Time passed, for people."""
+    return f"{time.monotonic() - began:.0f} s"

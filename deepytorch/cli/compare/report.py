@@ -1,0 +1,147 @@
+"""What `deepytorch run --compare` says at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepytorch.cli import compare, console
+from deepytorch.cli.compare import seams
+from deepytorch_core.compare import receipt, result
+from deepytorch_core.compare.result import FASTER, SLOWER, Sample, Verdict
+
+
+def headline(verdict: Verdict) -> str:
+    """The verdict in a sentence; a gain only where it stands out of the noise."""
+    ratio = f"{verdict.speedup:.3f}x ({verdict.spread[0]:.3f} to {verdict.spread[1]:.3f})"
+    if verdict.word == FASTER:
+        return f"{verdict.arm} is faster: {ratio}"
+    if verdict.word == SLOWER:
+        return f"{verdict.arm} is slower: {ratio}"
+    return f"{verdict.arm}: {result.SAME} ({ratio})"
+
+
+def findings(
+    job: compare.Job, samples: Sequence[Sample], verdicts: Sequence[Verdict], total_steps: int
+) -> list[tuple[str, str]]:
+    """(name, value) of all that is printed."""
+    main, *others = verdicts
+    stock = [sample for sample in samples if sample.arm == result.STOCK]
+    stock_s = statistics.median(sample.step_s for sample in stock)
+    ours_s = statistics.median(one.step_s for one in samples if one.arm == main.arm)
+    device = f"{job.world_size} process{'es' if job.world_size > 1 else ''}, {stock[0].device}"
+    rows = [
+        ("speed-up", headline(main)),
+        ("step time", f"{stock_s * 1e3:.2f} ms stock, {ours_s * 1e3:.2f} ms {main.arm}"),
+        ("noise", _noise(job, main)),
+        ("runs", f"{job.rounds} of each arm in turns, {job.steps} optimizer steps each, {device}"),
+        ("loss difference", _losses(main, stock)),
+        ("peak memory", _memory(main, stock)),
+        ("time saved", _saved(main, stock_s, total_steps)),
+        ("one-off cost", f"{main.setup_cost_s:+.1f} s until the warm-up is over"),
+    ]
+    rows += [(verdict.arm, headline(verdict)) for verdict in others]
+    ours = next(sample for sample in samples if sample.arm == main.arm)
+    rows.append(("native collectives", f"{ours.native_calls}"))
+    if not ours.seams:
+        rows.append(
+            ("compute", "unchanged: no Accelerator, Trainer, DeepSpeed or DDP to switch it on in")
+        )
+    rows += [("", line) for line in ours.decisions]
+    rows += [("to keep", line) for line in _keep(job, main, ours)]
+    return rows
+
+
+def _noise(job: compare.Job, verdict: Verdict) -> str:
+    if job.rounds < 2:
+        return "not known from one run of each arm: no difference can be claimed"
+    return f"{verdict.noise:.1%} between equal runs; less is no difference"
+
+
+def _losses(verdict: Verdict, stock: Sequence[Sample]) -> str:
+    if verdict.loss_difference is None:
+        return "no loss was seen: the script calls backward on no single number"
+    own = result.loss_difference(stock, stock)[0]
+    text = f"at most {verdict.loss_difference:.3g} ({verdict.relative_loss_difference:.2g} of it)"
+    return text + (f"; stock from run to run: {own:.3g}" if own is not None else "")
+
+
+def _memory(verdict: Verdict, stock: Sequence[Sample]) -> str:
+    known = [sample.peak_bytes for sample in stock if sample.peak_bytes is not None]
+    if not known or verdict.peak_bytes is None:
+        return "not known here"
+    kind = "of the process" if stock[0].device == "cpu" else "allocated on the GPU"
+    return f"{_gib(max(known))} stock, {_gib(verdict.peak_bytes)} {verdict.arm}, {kind}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _saved(verdict: Verdict, stock_s: float, total_steps: int) -> str:
+    if verdict.word != FASTER:
+        return "none that stands out of the noise"
+    if total_steps:
+        saved, whole = verdict.saved_s(total_steps, stock_s), total_steps * stock_s
+        return f"{_time(saved)} of {_time(whole)} ({total_steps} steps), one-off cost included"
+    minutes = 60 * (1 - 1 / verdict.speedup)
+    return f"{minutes:.1f} minutes of each hour (--total-steps N: on the whole run)"
+
+
+def _time(seconds: float) -> str:
+    if abs(seconds) < 120:
+        return f"{seconds:.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:.1f} min" if abs(minutes) < 120 else f"{minutes / 60:.1f} h"
+
+
+def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
+    """What the user writes to have what was measured."""
+    if verdict.word != FASTER:
+        return ["nothing: train as before"]
+    lines = [shlex.join(["deepytorch", "run", *job.arguments])]
+    # A Trainer builds an Accelerator: the first one met is the one that the user sees.
+    return lines + [f"with {seams.LINES[name]}" for name in ours.seams[:1]]
+
+
+def show(
+    job: compare.Job,
+    samples: Sequence[Sample],
+    remarks: Sequence[str],
+    *,
+    total_steps: int,
+    html: Path,
+    json_file: Path | None,
+) -> None:
+    """Print the findings and write the receipt, and the record if asked for."""
+    from deepytorch_core.bench import record
+
+    job = dataclasses.replace(job, steps=samples[0].steps)  # fewer where the script ends early
+    verdicts = [result.judge(samples, arm) for arm in job.arms[1:]]
+    rows = findings(job, samples, verdicts, total_steps)
+    rows += [("note", remark) for remark in remarks]
+    origin: dict[str, Any] = record.provenance()
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    machine = [("machine", origin["machine"]["name"]), ("versions", versions)]
+    command = shlex.join(["deepytorch", "run", "--compare", *job.arguments])
+    receipt.write(
+        html, samples, command=command, headline=headline(verdicts[0]), rows=[*rows, *machine]
+    )
+    if json_file is not None:
+        facts = {
+            "bench": "run_compare",
+            "command": command,
+            "steps": job.steps,
+            "rounds": job.rounds,
+            "world_size": job.world_size,
+            **origin,
+        }
+        found = result.summary(samples, verdicts, facts)
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    console.out().print(console.fields("\nstock and deepytorch", [*rows, ("receipt", str(html))]))

@@ -1,0 +1,57 @@
+"""What one run of the script does: read by each of its processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_BLOCKS = 10
+MIN_STEPS = 4
+_WARMUP_SHARE = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run of the script under one arm.
+
+    Args:
+        steps: optimizer steps after which all ranks stop.
+        folder: where each rank writes what it measured, as rank<N>.json.
+        workspace: the copy-on-write view of the script's folder, where it runs.
+        outside: where checkpoints go that the script writes elsewhere.
+        compute: whether compilation, kernels and padding-free training are switched on as well,
+            through the framework that the script uses.
+        seed: random numbers begin here, unless the script seeds them itself.
+    """
+
+    steps: int
+    folder: str
+    workspace: str
+    outside: str
+    compute: bool = False
+    seed: int = 0
+
+    @property
+    def warmup(self) -> int:
+        """Untimed steps at the beginning: a fifth."""
+        return max(1, self.steps // _WARMUP_SHARE)
+
+    @property
+    def block_ends(self) -> tuple[int, ...]:
+        """After which steps the timed blocks end; the first begins after the warm-up."""
+        timed = self.steps - self.warmup
+        blocks = max(1, min(MAX_BLOCKS, timed))
+        return tuple(self.warmup + timed * (number + 1) // blocks for number in range(blocks))
+
+    def write(self, path: Path) -> None:
+        """Put the plan where the processes of the run read it."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """The plan that `write` wrote."""
+        values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(**values)

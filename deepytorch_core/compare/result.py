@@ -1,0 +1,199 @@
+"""What the runs of a script say when they are put side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core.errors import CompareError
+from deepytorch_core.guard.timing import LEAST_GAIN
+
+STOCK = "stock"
+
+FASTER, SLOWER, SAME = "faster", "slower", "no difference beyond the noise"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of the script under one arm, its ranks put together.
+
+    Times are the slowest rank's, in seconds: of a step, a mean per block, and until the warm-up is
+    over. Losses are means over the ranks, None where no rank had one to see.
+    """
+
+    arm: str
+    steps: int
+    is_complete: bool
+    block_s: tuple[float, ...]
+    setup_s: float
+    losses: tuple[float | None, ...]
+    peak_bytes: int | None
+    device: str
+    redirected: tuple[str, ...]
+    made_folders: tuple[str, ...]
+    seams: tuple[str, ...]
+    native_calls: int
+    decisions: tuple[str, ...]
+
+    @property
+    def step_s(self) -> float:
+        """The median over the blocks."""
+        return statistics.median(self.block_s)
+
+
+def read(arm: str, folder: Path, world_size: int) -> Sample:
+    """What the ranks of a run left in `folder`. Raises CompareError when a rank left nothing."""
+    ranks: list[dict[str, Any]] = []
+    for rank in range(world_size):
+        file = folder / f"rank{rank}.json"
+        if not file.exists():
+            raise CompareError(f"{arm}: rank {rank} of {world_size} left without a word")
+        ranks.append(json.loads(file.read_text(encoding="utf-8")))
+    counts = {found["steps"] for found in ranks}
+    if len(counts) > 1:
+        raise CompareError(
+            f"{arm}: the ranks took different numbers of optimizer steps: {sorted(counts)}"
+        )
+    peaks = [found["peak_bytes"] for found in ranks if found["peak_bytes"] is not None]
+    redirected = {path for found in ranks for path in found["redirected"]}
+    return Sample(
+        arm=arm,
+        steps=ranks[0]["steps"],
+        is_complete=ranks[0]["is_complete"],
+        block_s=tuple(map(max, zip(*(found["block_s"] for found in ranks), strict=True))),
+        setup_s=max(found["setup_s"] for found in ranks),
+        losses=tuple(map(_mean, zip(*(found["losses"] for found in ranks), strict=True))),
+        peak_bytes=max(peaks, default=None),
+        device=ranks[0]["device"],
+        redirected=tuple(sorted(redirected)),
+        made_folders=tuple(sorted({one for found in ranks for one in found["made_folders"]})),
+        seams=tuple(ranks[0]["seams"]),
+        native_calls=sum(found["report"]["native_calls"] for found in ranks),
+        decisions=tuple(ranks[0]["report"]["decisions"]),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An arm against stock.
+
+    `speedup` is the ratio of the medians of the runs (stock / arm), `spread` the least and the
+    greatest ratio of any two runs, `noise` the relative difference that the runs of one arm have
+    among themselves. `word` is "faster" or "slower" only for a difference above all of these.
+    """
+
+    arm: str
+    speedup: float
+    spread: tuple[float, float]
+    noise: float
+    word: str
+    setup_cost_s: float
+    peak_bytes: int | None
+    loss_difference: float | None
+    relative_loss_difference: float | None
+
+    def saved_s(self, steps: int, stock_step_s: float) -> float:
+        """Seconds that a run of `steps` steps takes less, its one-off cost taken off."""
+        return steps * stock_step_s * (1 - 1 / self.speedup) - self.setup_cost_s
+
+
+def judge(samples: Sequence[Sample], arm: str) -> Verdict:
+    """Compare the runs of `arm` with those of stock; at least one of each."""
+    theirs = [sample for sample in samples if sample.arm == STOCK]
+    ours = [sample for sample in samples if sample.arm == arm]
+    stock_s = [sample.step_s for sample in theirs]
+    our_s = [sample.step_s for sample in ours]
+    ratios = [slow / fast for slow in stock_s for fast in our_s]
+    speedup = statistics.median(stock_s) / statistics.median(our_s)
+    noise = _range(stock_s) + _range(our_s)
+    word = SAME
+    if min(len(ours), len(theirs)) >= 2 and abs(math.log(speedup)) > max(LEAST_GAIN, noise):
+        apart = min(ratios) > 1 or max(ratios) < 1
+        word = (FASTER if speedup > 1 else SLOWER) if apart else SAME
+    difference = loss_difference(theirs, ours)
+    setup = statistics.median(one.setup_s for one in ours)
+    peaks = [one.peak_bytes for one in ours if one.peak_bytes is not None]
+    return Verdict(
+        arm=arm,
+        speedup=speedup,
+        spread=(min(ratios), max(ratios)),
+        noise=noise,
+        word=word,
+        setup_cost_s=setup - statistics.median(one.setup_s for one in theirs),
+        peak_bytes=max(peaks, default=None),
+        loss_difference=difference[0],
+        relative_loss_difference=difference[1],
+    )
+
+
+def _range(times: Sequence[float]) -> float:
+    """How far equal runs lie apart, relative to their median; blocks stand in for a single run."""
+    return (max(times) - min(times)) / statistics.median(times)
+
+
+def loss_difference(
+    theirs: Sequence[Sample], ours: Sequence[Sample]
+) -> tuple[float | None, float | None]:
+    """The largest difference at any step between any two runs: absolute, and relative.
+
+    (None, None) when no loss was seen in both; nan where one of them is nan.
+    """
+    pairs = [
+        (a, b)
+        for one in theirs
+        for other in ours
+        if one is not other
+        for a, b in zip(one.losses, other.losses, strict=False)
+        if a is not None and b is not None
+    ]
+    if not pairs:
+        return None, None
+    differences = [_distance(a, b) for a, b in pairs]
+    relative = [
+        distance / max(abs(a), abs(b), 1e-12)
+        for distance, (a, b) in zip(differences, pairs, strict=True)
+    ]
+    return _largest(differences), _largest(relative)
+
+
+def _distance(a: float, b: float) -> float:
+    return 0.0 if a == b or (a != a and b != b) else abs(a - b)
+
+
+def _largest(values: Sequence[float]) -> float:
+    # max() alone would step over a nan.
+    return next((value for value in values if value != value), max(values))
+
+
+def summary(
+    samples: Sequence[Sample], verdicts: Sequence[Verdict], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything as JSON's types; what is not a number there is None."""
+    own = [sample for sample in samples if sample.arm == STOCK]
+    found: dict[str, Any] = _plain(
+        {
+            **facts,
+            "verdicts": [vars(verdict) for verdict in verdicts],
+            "stock_loss_difference": loss_difference(own, own)[0],
+            "runs": [vars(sample) | {"step_s": sample.step_s} for sample in samples],
+        }
+    )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

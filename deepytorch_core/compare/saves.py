@@ -1,0 +1,158 @@
+"""Keeps a script's checkpoints out of the way while it is compared.
+
+In the view of its folder the script writes as it likes. A checkpoint that it writes elsewhere is
+redirected, at the functions through which weights are written: `torch.save`, safetensors'
+`save_file` and torch.distributed.checkpoint's writer; accelerate, transformers and DeepSpeed go
+through these. Deleting or overwriting a checkpoint that was there before is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from deepytorch_core.compare import workspace
+from deepytorch_core.compare.plan import Plan
+from deepytorch_core.errors import CompareError
+from deepytorch_core.import_hook import ImportHook
+from deepytorch_core.patching import Patches
+
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
+_WRITES = os.O_WRONLY | os.O_RDWR
+_Function = Callable[..., Any]
+
+
+class Saves:
+    """Put in place for the life of the process by `install`; `redirected` is what was moved."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._view = plan.workspace
+        self._outside = plan.outside
+        self._began = time.time()
+        self._patches = Patches()
+        self._is_copying = False
+        # Where the script writes into nothing that stays.
+        self._scratch = (self._view, self._outside, "/dev", "/proc")
+        self.redirected: dict[str, str] = {}
+        self.made_folders: list[str] = []
+
+    def install(self) -> None:
+        """From now on: every write of weights, and what may destroy some."""
+        import torch
+
+        self._patches.replace(torch, "save", self._with_path(1, "f"))
+        self._patches.replace(torch.serialization, "save", self._with_path(1, "f"))
+        self._patches.replace(torch, "load", self._reading)
+        ImportHook("safetensors.torch", self._safetensors).install()
+        ImportHook("torch.distributed.checkpoint.filesystem", self._distributed).install()
+        for name in ("remove", "unlink"):
+            self._patches.replace(os, name, self._reading)
+        for name in ("rename", "replace"):
+            self._patches.replace(os, name, self._moving)
+        sys.addaudithook(self._watch)
+
+    def place(self, path: str) -> str:
+        """Where weights go that the script writes to `path`."""
+        path = os.path.abspath(path)
+        if self._is_scratch(path):
+            workspace.before_write(path, self._view, keeps_content=False)
+            return path
+        moved = os.path.join(self._outside, path.lstrip(os.sep))
+        os.makedirs(os.path.dirname(moved), exist_ok=True)
+        self.redirected[path] = moved
+        return moved
+
+    def _is_scratch(self, path: str) -> bool:
+        return any(path == one or path.startswith(one + os.sep) for one in self._scratch)
+
+    def _with_path(self, index: int, name: str) -> Callable[[_Function], _Function]:
+        """Replaces the path that a function takes as argument `index` or keyword `name`."""
+
+        def make(original: _Function) -> _Function:
+            def save(*args: Any, **kwargs: Any) -> Any:
+                given = list(args)
+                if len(given) > index and isinstance(given[index], str | os.PathLike):
+                    given[index] = self.place(os.fspath(given[index]))
+                elif isinstance(kwargs.get(name), str | os.PathLike):
+                    kwargs[name] = self.place(os.fspath(kwargs[name]))
+                return original(*given, **kwargs)
+
+            return save
+
+        return make
+
+    def _reading(self, original: _Function) -> _Function:
+        """What takes a path first finds what was redirected there."""
+
+        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self._found(path), *args, **kwargs)
+
+        return read
+
+    def _moving(self, original: _Function) -> _Function:
+        def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            found = self._found(source)
+            if found is not source:
+                target = self.place(os.fspath(target))
+            return original(found, target, *args, **kwargs)
+
+        return move
+
+    def _found(self, path: Any) -> Any:
+        if self.redirected and isinstance(path, str | os.PathLike):
+            return self.redirected.get(os.path.abspath(path), path)
+        return path
+
+    def _safetensors(self, module: ModuleType) -> None:
+        self._patches.replace(module, "save_file", self._with_path(1, "filename"))
+
+    def _distributed(self, module: ModuleType) -> None:
+        self._patches.replace(module.FileSystemWriter, "__init__", self._with_path(1, "path"))
+
+    def _watch(self, event: str, args: tuple[Any, ...]) -> None:
+        """An audit hook: sees every file that Python itself is about to touch."""
+        if event == "open":
+            path, _, flags = args
+            if isinstance(path, str | os.PathLike) and flags & _WRITES and not self._is_copying:
+                self._opening(os.fsdecode(path), flags)
+        elif event == "os.mkdir":
+            path = os.path.abspath(os.fsdecode(args[0]))
+            if not self._is_scratch(path) and not os.path.exists(path):
+                self.made_folders.append(path)
+        elif event in ("os.remove", "shutil.rmtree"):
+            path = args[0]
+            if isinstance(path, str | os.PathLike) and os.path.isabs(os.fspath(path)):
+                self._refuse_loss(os.fsdecode(path), "delete")
+
+    def _opening(self, path: str, flags: int) -> None:
+        self._is_copying = True
+        try:
+            workspace.before_write(path, self._view, keeps_content=not flags & os.O_TRUNC)
+        finally:
+            self._is_copying = False
+        if flags & os.O_TRUNC:
+            self._refuse_loss(os.path.abspath(path), "overwrite")
+
+    def _refuse_loss(self, path: str, verb: str) -> None:
+        # Deletions within a folder give bare names: a tree is judged as a whole, by its path.
+        if self._is_scratch(path) or not self._holds_old_weights(path):
+            return
+        raise CompareError(
+            f"the script would {verb} {path}, which was there before the comparison: give it "
+            "another folder for its output, or one below the folder it is started in"
+        )
+
+    def _holds_old_weights(self, path: str) -> bool:
+        files = [path]
+        if os.path.isdir(path):
+            files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]
+        return any(
+            file.endswith(_WEIGHTS)
+            and os.path.isfile(file)
+            and os.stat(file).st_mtime < self._began
+            for file in files
+        )

@@ -1,0 +1,256 @@
+"""What `run --compare` concludes from samples, and the copy-on-write view scripts run in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepytorch.cli import compare, launcher
+from deepytorch.cli.compare import report
+from deepytorch_core.compare import result, workspace
+from deepytorch_core.compare.plan import Plan
+from deepytorch_core.compare.receipt import write
+from deepytorch_core.compare.result import Sample, judge
+from deepytorch_core.errors import CompareError
+
+
+def sample(arm: str, step_s: float, losses: tuple[float | None, ...] = (2.0, 1.0)) -> Sample:
+    return Sample(
+        arm=arm,
+        steps=len(losses),
+        is_complete=True,
+        block_s=(step_s, 5 * step_s, step_s),
+        setup_s=3.0 if arm == "ours" else 1.0,
+        losses=losses,
+        peak_bytes=1 << 30,
+        device="cpu",
+        redirected=(),
+        made_folders=(),
+        seams=(),
+        native_calls=0,
+        decisions=(),
+    )
+
+
+def samples(stock: list[float], ours: list[float]) -> list[Sample]:
+    return [sample("stock", value) for value in stock] + [sample("ours", value) for value in ours]
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "word"),
+    [
+        ([1.0, 1.02], [0.5, 0.51], result.FASTER),
+        ([0.5, 0.51], [1.0, 1.02], result.SLOWER),
+        ([1.0, 1.0], [0.99, 0.99], result.SAME),  # below the least gain
+        ([1.0, 1.3], [0.8, 0.9], result.SAME),  # apart, but stock itself varies by more
+        ([1.0, 2.0], [0.9, 1.5], result.SAME),
+        ([1.0], [0.5], result.SAME),  # one run says nothing about the noise
+    ],
+)
+def test_a_difference_is_claimed_only_beyond_the_noise(
+    stock: list[float], ours: list[float], word: str
+) -> None:
+    assert judge(samples(stock, ours), "ours").word == word
+
+
+def test_the_time_saved_has_the_one_off_cost_taken_off() -> None:
+    verdict = judge(samples([1.0, 1.0], [0.5, 0.5]), "ours")
+    assert verdict.speedup == pytest.approx(2.0)
+    assert verdict.spread == pytest.approx((2.0, 2.0))
+    assert verdict.saved_s(100, 1.0) == pytest.approx(50.0 - 2.0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "difference", "relative"),
+    [
+        ((2.0, 1.0), 0.0, 0.0),
+        ((2.1, 0.5), 0.5, 0.5),
+        ((2.0, None), 0.0, 0.0),
+        ((None, None), None, None),
+        ((math.nan, 1.0), math.nan, math.nan),
+        ((math.inf, 1.0), math.inf, math.nan),
+    ],
+)
+def test_loss_difference(
+    ours: tuple[float | None, ...], difference: float | None, relative: float | None
+) -> None:
+    found = result.loss_difference([sample("stock", 1.0)], [sample("ours", 1.0, ours)])
+    assert repr(found) == repr((difference, relative))
+
+
+def test_json_has_no_nan_and_the_receipt_refers_to_nothing(tmp_path: Path) -> None:
+    runs = samples([1.0, 1.1], [0.5, 0.6]) + [sample("ours", 1.0, (math.nan, 1.0))]
+    found = result.summary(runs, [judge(runs, "ours")], {"bench": "run_compare"})
+    assert json.loads(json.dumps(found, allow_nan=False))["runs"][-1]["losses"] == [None, 1.0]
+    page = tmp_path / "new" / "receipt.html"
+    write(page, runs, command="x <y>", headline="a & b", rows=[("loss", "1 < 2")])
+    text = page.read_text()
+    assert "x &lt;y&gt;" in text
+    assert "<svg" in text
+    assert "src=" not in text
+
+
+def rank_file(folder: Path, rank: int, **changes: Any) -> None:
+    found: dict[str, Any] = {
+        "steps": 2,
+        "is_complete": True,
+        "setup_s": 1.0 + rank,
+        "block_s": [1.0 + rank, 2.0 - rank],
+        "losses": [1.0 + rank, None],
+        "peak_bytes": 10 + rank,
+        "device": "cpu",
+        "redirected": ["/a"],
+        "made_folders": [],
+        "seams": ["ddp"],
+        "report": {"native_calls": 3, "delegated_calls": 0, "decisions": []},
+    }
+    (folder / f"rank{rank}.json").write_text(json.dumps({**found, **changes}))
+
+
+def test_ranks_are_put_together(tmp_path: Path) -> None:
+    rank_file(tmp_path, 0)
+    with pytest.raises(CompareError, match="ours: rank 1 of 2 left without a word"):
+        result.read("ours", tmp_path, 2)
+    rank_file(tmp_path, 1)
+    found = result.read("ours", tmp_path, 2)
+    assert (found.block_s, found.setup_s, found.peak_bytes) == ((2.0, 2.0), 2.0, 11)
+    assert (found.losses, found.native_calls, found.redirected) == ((1.5, None), 6, ("/a",))
+    rank_file(tmp_path, 1, steps=3)
+    with pytest.raises(CompareError, match="different numbers"):
+        result.read("ours", tmp_path, 2)
+
+
+@pytest.mark.parametrize("steps", [4, 5, 12, 60, 997])
+def test_blocks_end_with_the_last_step(steps: int) -> None:
+    plan = Plan(steps=steps, folder="", workspace="", outside="")
+    ends = (plan.warmup, *plan.block_ends)
+    assert ends[-1] == steps
+    assert sorted(set(ends)) == list(ends)
+
+
+def test_what_happens_in_a_view_stays_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "project"
+    (source / "deep" / "er").mkdir(parents=True)
+    for name in ("a", "b", "deep/er/c", "deep/d"):
+        (source / name).write_text("old")
+    (tmp_path / "beside").write_text("beside")
+    # Inside the folder itself, as where TMPDIR is set to it.
+    root = source / "scratch" / "root"
+    root.mkdir(parents=True)
+    view, whole = workspace.make(source, root)
+    assert not whole
+    assert (view / "deep/er/c").read_text() == "old"
+    monkeypatch.chdir(view)
+    assert (Path(os.getcwd()).parent / "beside").read_text() == "beside"
+    assert Path("../beside").read_text() == "beside"
+    workspace.before_write("a", str(view), keeps_content=True)
+    with open("a", "a") as file:
+        file.write(" and new")
+    workspace.before_write("deep/d", str(view), keeps_content=False)
+    Path("deep/d").write_text("new")
+    os.remove("b")
+    os.replace("a", "deep/er/c")
+    Path("deep/er/e").write_text("new")
+    assert (view / "deep/er/c").read_text() == "old and new"
+    kept = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert {name for name in kept if not name.startswith("scratch")} == {
+        *("a", "b", "deep/er/c", "deep/d")
+    }
+    assert all((source / name).read_text() == "old" for name in ("a", "b", "deep/er/c", "deep/d"))
+
+
+def test_a_large_tree_is_linked_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "MAX_ENTRIES", 3)
+    source, root = tmp_path / "project", tmp_path / "root"
+    (source / "data" / "images").mkdir(parents=True)
+    for number in range(4):
+        (source / "data" / str(number)).write_text("")
+    root.mkdir()
+    view, whole = workspace.make(source, root)
+    assert whole == ["data/images"]
+    assert (view / "data" / "images").is_symlink()
+
+
+def job(**changes: Any) -> compare.Job:
+    arguments = ("--nproc-per-node=1", "train.py", "--lr", "1")
+    options = launcher.parse(arguments, command="run", default_processes="1")
+    values: dict[str, Any] = {"world_size": 1, "steps": 30, "rounds": 2, "timeout_s": 1.0}
+    values |= {"arms": ("stock", "deepytorch"), "default_processes": "1"}
+    return compare.Job(arguments=arguments, options=options, **{**values, **changes})
+
+
+def ran(arm: str, steps: int, wanted: int) -> Sample:
+    losses = (1.0,) * min(steps, wanted)
+    changes: dict[str, Any] = {"steps": min(steps, wanted), "is_complete": steps >= wanted}
+    changes |= {"block_s": (1.0,) if arm == "stock" else (0.5,), "seams": ("transformers",)}
+    return dataclasses.replace(sample(arm, 1.0, losses), **changes)
+
+
+def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[tuple[str, int]] = []
+
+    def run(one: compare.Job, arm: str, remarks: list[str]) -> Sample:
+        order.append((arm, one.steps))
+        return ran(arm, 9, one.steps)
+
+    monkeypatch.setattr(compare, "_run", run)
+    said: list[str] = []
+    found, _ = compare.compare(job(), said.append)
+    assert order == [
+        ("stock", 30),
+        ("stock", 9),
+        ("deepytorch", 9),
+        ("stock", 9),
+        ("deepytorch", 9),
+    ]
+    assert "ends after 9 optimizer steps" in said[0]
+    rows = report.findings(job(), found, [judge(found, "deepytorch")], 7200)
+    kept = [value for name, value in rows if name == "to keep"]
+    assert kept[0] == "deepytorch run --nproc-per-node=1 train.py --lr 1"
+    assert "accelerate_trainer(trainer)" in kept[1]
+    assert dict(rows)["time saved"].startswith("60.0 min of 2.0 h")
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"stock": 3}, "ended after 3 optimizer steps; at least 4"),
+        ({"stock": 0}, "took no step of a torch.optim.Optimizer"),
+        ({"stock": 40, "deepytorch": 7}, "deepytorch took 7 optimizer steps where stock took 30"),
+    ],
+)
+def test_too_few_steps(
+    monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(compare, "_run", lambda one, arm, _: ran(arm, counts[arm], one.steps))
+    with pytest.raises(CompareError, match=message):
+        compare.compare(job(), lambda line: None)
+
+
+def test_a_failure_names_the_arm_and_shows_the_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("noise\n" * 99 + "[rank1]: Traceback (most recent call last):\nKeyError: 1\n")
+    message = compare._failure("deepytorch", 1, log, 9.0)
+    assert message.startswith(
+        "the script failed with exit status 1 under the arm 'deepytorch':\n[r"
+    )
+    assert "KeyError: 1" in message
+    assert "DEEPYTORCH_ENABLED=0" in message
+    assert "DEEPYTORCH_ENABLED=0" not in compare._failure("stock", 1, log, 9.0)
+    assert "within 9 s" in compare._failure("stock", None, log, 9.0)
+
+
+def test_several_machines_are_refused() -> None:
+    options = launcher.parse(("--nnodes=2", "t.py"), command="run", default_processes="1")
+    with pytest.raises(ValueError, match="--compare runs on one machine"):
+        compare.processes(options)
