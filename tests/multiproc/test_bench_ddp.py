@@ -9,8 +9,8 @@ from deepytorch_core.bench.record import DDP_FIELDS
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_both_arms_train_the_same(world_size):
+def test_both_arms_train_the_same():
+    world_size = 3
     (record,) = launch.run(DdpJob(**TINY, world_size=world_size))
     assert set(record) == set(DDP_FIELDS)
     assert record["wrong"] == 0
