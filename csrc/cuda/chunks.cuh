@@ -15,11 +15,7 @@ class ChunkOf {
   DPT_DEVICE uint64_t offset(uint32_t round) const {
     return (static_cast<uint64_t>(round) * num_channels() + channel_index()) * cut_.chunk;
   }
-  DPT_DEVICE uint64_t bytes(uint32_t round) const {
-    const uint64_t at = offset(round);
-    if (at >= cut_.bytes) return 0;
-    return cut_.bytes - at < cut_.chunk ? cut_.bytes - at : cut_.chunk;
-  }
+  DPT_DEVICE uint64_t bytes(uint32_t round) const { return cut_.bytes_at(offset(round)); }
 
  private:
   const Cut& cut_;

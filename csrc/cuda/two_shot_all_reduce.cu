@@ -28,16 +28,11 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
   const Scale scale{arguments.input_factor, arguments.result_factor};
   using VectorReducer = Reducer<T, Sum, Vector>;
 
-  // Where the chunk that `owner` reduces begins, and what it has of the message.
+  // Where the chunk that `owner` reduces begins.
   const auto offset = [&](uint32_t round, int owner) {
     const uint64_t tile = static_cast<uint64_t>(round) * num_channels() + channel_index();
     return (tile * size + owner) * cut.chunk;
   };
-  const auto bytes_at = [&](uint64_t at) -> uint64_t {
-    if (at >= cut.bytes) return 0;
-    return cut.bytes - at < cut.chunk ? cut.bytes - at : cut.chunk;
-  };
-
   const auto push = [&](const Team& team) {
     const Sender inputs(group, kInputs, state.ends, team);
     return team.run(
@@ -47,7 +42,7 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
             const int peer = (rank + 1 + part) % size;
             const uint64_t at = offset(round, peer);
             push_scaled_chunk<VectorReducer>(
-                squad, arguments.input + at, bytes_at(at), inputs.slot(peer, round), scale);
+                squad, arguments.input + at, cut.bytes_at(at), inputs.slot(peer, round), scale);
           });
         },
         Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
@@ -71,7 +66,7 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
               team.workers(),
               group,
               [&](int source) { return inputs.slot(source, round); },
-              {arguments.input + at, arguments.output + at, bytes_at(at), scale},
+              {arguments.input + at, arguments.output + at, cut.bytes_at(at), scale},
               [&](uint32_t i, const Vector& result) {
 #pragma unroll
                 for (int step = 1; step < kRanks; ++step) {
@@ -100,7 +95,8 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
           team.split(size - 1, [&](int part, const Squad& squad) {
             const int source = (rank + size - 1 - part) % size;
             const uint64_t at = offset(round, source);
-            collect_chunk(squad, results.slot(source, round), bytes_at(at), arguments.output + at);
+            collect_chunk(
+                squad, results.slot(source, round), cut.bytes_at(at), arguments.output + at);
           });
         },
         Clerk{[&](uint32_t round) { return results.has_come(round, peers); },

@@ -36,11 +36,11 @@ struct EmulatedBarrier {
   std::atomic<int> refusals{0};
 };
 
-constexpr int kWarp = 8;  // at least as many threads as a group has ranks
+// One crew of a packet's, and at least as many threads as a group has ranks.
+constexpr int kWarp = kLanes;
 
 struct EmulatedChannel {
-  explicit EmulatedChannel(int threads)
-      : all(threads), lanes(split(threads, kLanes)), warps(split(threads, kWarp)) {}
+  explicit EmulatedChannel(int threads) : all(threads), warps(split(threads, kWarp)) {}
   template <typename T>
   T* shared() {
     static_assert(sizeof(T) <= sizeof memory);
@@ -55,7 +55,6 @@ struct EmulatedChannel {
     return barriers;
   }
   EmulatedBarrier all;
-  Barriers lanes;  // of neighbouring threads
   Barriers warps;
   alignas(16) char memory[1024] = {};
 };
@@ -127,20 +126,17 @@ inline uint4 load_line(const uint4* from) {
 }
 
 // A line of a packet is whole where its last part, which has the number, is.
-inline EmulatedBarrier& emulated_lanes() {
-  return *emulated_thread.channel->lanes[emulated_thread.thread_index / kLanes];
-}
 inline void store_lane(uint4* to, uint4 value) {
   const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
   if (!last) store_line(to, value);
-  emulated_lanes().sync();
+  sync_warp();
   if (last) store_line(to, value);
 }
 inline uint4 load_lane(const uint4* from) {
   const bool last = emulated_thread.thread_index % kLanes == kLanes - 1;
   uint4 value{};
   if (last) value = load_line(from);
-  emulated_lanes().sync();
+  sync_warp();
   return last ? value : load_line(from);
 }
 
