@@ -108,7 +108,8 @@ def _packed_attention(
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"attention without padding has no {name}, which {type(module).__name__} needs"
+                f"attention without padding has no {name}, which {type(module).__name__} needs: "
+                "set padding_free=off"
             )
     causal, window = sees(module, kwargs)
     dtype = value.dtype

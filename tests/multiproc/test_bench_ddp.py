@@ -1,7 +1,5 @@
 """`bench ddp` with real ranks and a tiny model."""
 
-import pytest
-
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import DdpJob
 from deepytorch_core.bench.record import DDP_FIELDS
