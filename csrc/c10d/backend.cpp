@@ -121,7 +121,10 @@ void Backend::shutdown() {
     std::lock_guard lock(delegates_mutex_);
     delegates.swap(delegates_);
   }
-  for (auto& [device, delegate] : delegates) delegate->shutdown();
+  without_gil([&] {
+    for (auto& [device, delegate] : delegates) delegate->shutdown();
+    delegates.clear();
+  });
 }
 
 void Backend::finish_all() {

@@ -88,6 +88,13 @@ WorkPtr start_request(c10d::Backend& stock, const dpt_request& request) {
       options.rootRank = request.root;
       return stock.scatter(one, all, options);
     }
+    case DPT_ALL_TO_ALL: {
+      at::Tensor output = outputs(size);
+      at::Tensor input = inputs(size);
+      std::vector<int64_t> even;
+      auto options = options_for<c10d::AllToAllOptions>(request);
+      return stock.alltoall_base(output, input, even, even, options);
+    }
     default:
       throw std::invalid_argument("the tuner does not time this collective");
   }

@@ -44,8 +44,10 @@ size_t latency_bytes(Collective collective, bool oversubscribed) {
 }
 
 std::optional<int> bucket_of(Collective collective, size_t bytes, const TuningClass& group) {
-  // Ranks of an all_to_all may each see another size, and none knows the others'.
-  const bool same_size = collective < kNumCollectives && collective != DPT_ALL_TO_ALL;
+  // Ranks of an all_to_all may each see another size, and none knows the others'. On the device
+  // even ones are known as such.
+  const bool same_size =
+      collective < kNumCollectives && (collective != DPT_ALL_TO_ALL || group.on_device());
   if (!same_size || collective == DPT_BARRIER) return std::nullopt;
   if (bytes <= latency_bytes(collective, group.oversubscribed)) return std::nullopt;
   // 64 KiB << 2b is the middle of bucket b, half and twice of it are its ends.
@@ -75,6 +77,8 @@ int num_buffers(Collective collective, int ranks) {
     case DPT_GATHER:
     case DPT_SCATTER:
       return ranks + 1;
+    case DPT_ALL_TO_ALL:
+      return 2 * ranks;
     default:
       return 1;
   }

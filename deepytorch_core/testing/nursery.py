@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +32,15 @@ from deepytorch_core.testing import emulation, worker
 _MAX_MESSAGE_BYTES = 65536
 # The second binds today's default group to its functions when it is imported: there is none here.
 _PRELOAD = ("torch.distributed", "torch.distributed.nn.functional")
+# What the workers' side of test modules imports, if the test process has it. What takes seconds is
+# only for workers like most, whose nursery serves many.
+_OFTEN = ("numpy", "pytest", "hypothesis")
+_SLOW = (
+    "torch.distributed.fsdp",
+    "torch._inductor.compile_fx",
+    "accelerate",
+    "transformers.trainer",
+)
 _START = (
     "import json, sys; fd, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
     "from deepytorch_core.testing import nursery; nursery.serve(fd, preload)"
@@ -39,13 +48,16 @@ _START = (
 
 
 class Nursery:
-    """Starts workers that have `env` in addition to this process's environment."""
+    """Starts workers that have `env` in addition to this process's environment.
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    They have imported the modules `more` too.
+    """
+
+    def __init__(self, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # What the worker's side of every test module imports, if the test process has it.
-        preload = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
-        arguments = json.dumps([theirs.fileno(), sys.path, [*_PRELOAD, *preload]])
+        known = _OFTEN if env else (*_OFTEN, *_SLOW)
+        preload = [name for name in known if name in sys.modules]
+        arguments = json.dumps([theirs.fileno(), sys.path, [*_PRELOAD, *preload, *more]])
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}
         with theirs:
             self._process = subprocess.Popen(

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -142,10 +142,11 @@ def _receive(worker: Worker) -> Outcome | None:
     return outcome
 
 
-_Env = tuple[tuple[str, str], ...]
+# Environment variables and modules.
+_Kind = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]
 
-_nurseries: dict[_Env, Nursery] = {}
-_idle: dict[tuple[int, _Env], Pool] = {}
+_nurseries: dict[_Kind, Nursery] = {}
+_idle: dict[tuple[int, _Kind], Pool] = {}
 _lock = threading.Lock()
 
 
@@ -158,6 +159,7 @@ def spawn_ranks(
     expect_dead: set[int] | frozenset[int] = frozenset(),
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
+    preload: Sequence[str] = (),
     placement: Placement | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -177,6 +179,8 @@ def spawn_ranks(
         expect_dead: ranks that may die by a signal; such a rank's result is None.
         env: additional environment variables of the workers (a pool of its own per setting).
         fresh: use new workers and end them afterwards, for calls that change the process.
+        preload: modules that workers have imported when they start, which costs once what
+            `fresh` ones would each pay (a pool of its own per list).
         placement: where the ranks live on emulated nodes; their workers are fresh ones.
         **kwargs: passed on to `fn`.
 
@@ -192,7 +196,8 @@ def spawn_ranks(
         raise ValueError(f"spawn_ranks: world_size must be at least 1, got {world_size}")
     function = _reference(fn)
     payload = pickle.dumps((args, kwargs))
-    key = (world_size, tuple(sorted((env or {}).items())))
+    kind = (tuple(sorted((env or {}).items())), tuple(preload))
+    key = (world_size, kind)
     if placement is not None and len(placement.seats) != world_size:
         raise ValueError(
             f"spawn_ranks: {world_size} ranks, but {len(placement.seats)} seats for them"
@@ -200,7 +205,7 @@ def spawn_ranks(
     fresh = fresh or placement is not None
     pool = None if fresh else _take_idle(key)
     if pool is None:
-        pool = Pool(world_size, _nursery(key[1]), placement)
+        pool = Pool(world_size, _nursery(kind), placement)
     reusable = False
     try:
         results, reusable = pool.call(
@@ -221,7 +226,7 @@ def spawn_ranks(
     return results
 
 
-def _take_idle(key: tuple[int, _Env]) -> Pool | None:
+def _take_idle(key: tuple[int, _Kind]) -> Pool | None:
     with _lock:
         pool = _idle.pop(key, None)
     if pool is not None and not pool.is_alive():
@@ -230,11 +235,12 @@ def _take_idle(key: tuple[int, _Env]) -> Pool | None:
     return pool
 
 
-def _nursery(env: _Env) -> Nursery:
+def _nursery(kind: _Kind) -> Nursery:
+    env, preload = kind
     with _lock:
-        nursery = _nurseries.get(env)
+        nursery = _nurseries.get(kind)
         if nursery is None or not nursery.is_alive():
-            nursery = _nurseries[env] = Nursery(dict(env))
+            nursery = _nurseries[kind] = Nursery(dict(env), preload)
     return nursery
 
 

@@ -202,18 +202,29 @@ TEST_F(DeviceTuning, TypesWithoutLargeKernelsGoByTheRuleWhereALargeOneWon) {
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
 }
 
+// An all_to_all of 512 KiB for each rank.
+dpt_outcome exchange_parts(Rank& rank, bool even) {
+  std::vector<float> values(kMiB / sizeof(float));
+  Request request(DPT_ALL_TO_ALL, DPT_FLOAT32, values.size() / 2);
+  for (int part = 0; part < 2; ++part) request.input(values.data()).output(values.data());
+  const std::vector<size_t> counts(2, values.size() / 2);
+  if (!even) request.counts(counts, counts);
+  return rank.run(on_device(rank, std::move(request)));
+}
+
 TEST_F(DeviceTuning, ExchangesOfUnknownSizesAreTheDelegates) {
   run_ranks(2,
-            [](Rank& rank) {
-              std::vector<float> values(kMiB / sizeof(float));
-              Request request(DPT_ALL_TO_ALL, DPT_FLOAT32, values.size() / 2);
-              for (int part = 0; part < 2; ++part) {
-                request.input(values.data()).output(values.data());
-              }
-              EXPECT_EQ(rank.run(on_device(rank, std::move(request))), DPT_DELEGATED);
-            },
+            [](Rank& rank) { EXPECT_EQ(exchange_parts(rank, /*even=*/false), DPT_DELEGATED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().size(), 0);
+}
+
+TEST_F(DeviceTuning, ExchangesOfOneSizeAreMeasured) {
+  run_ranks(2,
+            [](Rank& rank) { EXPECT_EQ(exchange_parts(rank, /*even=*/true), DPT_COMPLETED); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
+  EXPECT_EQ(rows().at(0).collective, DPT_ALL_TO_ALL);
+  EXPECT_EQ(rows()[0].decision.source, "measured now");
 }
 
 TEST_F(DeviceTuning, MessagesAreTheDelegates) {

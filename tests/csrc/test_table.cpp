@@ -71,7 +71,7 @@ TEST(Bucket, OfTheDeviceGoesOneFurther) {
   EXPECT_EQ(bucket_of(DPT_ALL_GATHER, 64 << 20, device), 5);
   EXPECT_EQ(bucket_of(DPT_ALL_GATHER, 256 << 20, device), 6);
   EXPECT_EQ(bucket_of(DPT_ALL_GATHER, size_t{1} << 40, device), 6);
-  EXPECT_EQ(bucket_of(DPT_ALL_TO_ALL, 1 << 20, device), std::nullopt);
+  EXPECT_EQ(bucket_of(DPT_ALL_TO_ALL, 1 << 20, device), 2);
   EXPECT_EQ(range_of(6).nominal, 256 << 20);
   EXPECT_NE(device, (TuningClass{4, false, 1, "another GPU"}));
   EXPECT_NE(device, (TuningClass{4, false}));

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.timeout(240)
 
 NUM_STEPS = 20
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
+# Which takes as long as a test.
+IMPORTED = {"fresh": True, "preload": ("deepspeed",)}
 
 OFFLOAD = {
     "offload_param": {"device": "cpu"},
@@ -303,7 +305,7 @@ def run_parts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What every rank saw in PARTS. One job for all: what takes long is to start DeepSpeed."""
     folder = str(tmp_path_factory.mktemp("deepspeed"))
-    return spawn_ranks(run_parts, 2, folder, fresh=True, env=ENVIRONMENT, timeout_s=200)
+    return spawn_ranks(run_parts, 2, folder, **IMPORTED, env=ENVIRONMENT, timeout_s=200)
 
 
 def part(seen: list[Any], function: Callable[[Path], Any]) -> list[Any]:
@@ -379,7 +381,7 @@ def by_name(rank: int, world_size: int) -> tuple[str, set[str], set[str]]:
 
 
 def test_the_backend_can_be_named_to_init_distributed() -> None:
-    for backend, native, delegated in spawn_ranks(by_name, 2, fresh=True, env=ENVIRONMENT):
+    for backend, native, delegated in spawn_ranks(by_name, 2, **IMPORTED, env=ENVIRONMENT):
         assert backend == "deepytorch"
         assert native >= NATIVE[2]
         assert not delegated
@@ -404,7 +406,7 @@ def after_zero_init(rank: int, world_size: int) -> tuple[list[float], list[float
 
 
 def test_a_group_that_zero_init_has_made_is_upgraded() -> None:
-    for stock, ours, native in spawn_ranks(after_zero_init, 2, fresh=True, env=ENVIRONMENT):
+    for stock, ours, native in spawn_ranks(after_zero_init, 2, **IMPORTED, env=ENVIRONMENT):
         assert ours == stock
         assert native >= NATIVE[3]
 
@@ -443,14 +445,14 @@ def fail_with(rank: int, world_size: int, sections: list[Any]) -> tuple[str, str
     ],
 )
 def test_a_wrong_section_is_the_same_line_on_every_rank(sections: list[Any], said: str) -> None:
-    for message, backend in spawn_ranks(fail_with, 2, sections, fresh=True, env=ENVIRONMENT):
+    for message, backend in spawn_ranks(fail_with, 2, sections, **IMPORTED, env=ENVIRONMENT):
         assert said in message
         assert "\n" not in message
         assert backend == "gloo"
 
 
 def test_a_flag_on_some_ranks_only_names_the_others() -> None:
-    seen = spawn_ranks(fail_with, 2, [{"enabled": True}, None], fresh=True, env=ENVIRONMENT)
+    seen = spawn_ranks(fail_with, 2, [{"enabled": True}, None], **IMPORTED, env=ENVIRONMENT)
     assert "deepspeed: rank(s) 1 did not call it within 0.5 s" in seen[0][0]
 
 
@@ -465,7 +467,7 @@ def switched_off(rank: int, world_size: int) -> tuple[str, bool, int]:
 
 def test_switched_off_is_stock() -> None:
     environment = {**ENVIRONMENT, "DEEPYTORCH_ENABLED": "0"}
-    assert spawn_ranks(switched_off, 2, fresh=True, env=environment) == [("gloo", False, 0)] * 2
+    assert spawn_ranks(switched_off, 2, **IMPORTED, env=environment) == [("gloo", False, 0)] * 2
 
 
 def test_a_version_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

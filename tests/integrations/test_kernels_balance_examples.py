@@ -13,8 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def run(name: str, *arguments: str, ranks: int, cache: Path) -> str:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    launcher = torchrun if ranks > 1 else []
+    launcher = ["-m", "deepytorch.cli", "run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     done = run_program(
         [sys.executable, *launcher, EXAMPLES / name, *arguments],
         env=config.child_environment(

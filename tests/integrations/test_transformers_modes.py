@@ -20,6 +20,8 @@ from deepytorch.integrations import transformers as adapter
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20
+# Which takes as long as the training.
+PRELOAD = ("deepspeed", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 @contextlib.contextmanager
@@ -151,7 +153,9 @@ def deepspeed(rank: int, world_size: int, how: str, folder: Path) -> dict[str, A
 def test_deepspeed_gets_the_flag_and_gives_the_losses_of_gloo(tmp_path: Path) -> None:
     env = {"DS_ACCELERATOR": "cpu"}
     results = {
-        how: spawn_ranks(deepspeed, 2, how, tmp_path, fresh=True, env=env, timeout_s=90)
+        how: spawn_ranks(
+            deepspeed, 2, how, tmp_path, fresh=True, env=env, preload=PRELOAD, timeout_s=140
+        )
         for how in ("stock", "mixin", "existing")
     }
     for how in ("mixin", "existing"):

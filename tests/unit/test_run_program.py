@@ -45,13 +45,16 @@ log = Path(sys.argv[1])
 log.write_text(log.read_text() + "x" if log.exists() else "x")
 print(sys.argv[2], flush=True)
 if len(log.read_text()) < 2:
-    subprocess.run([sys.executable, "-c", "import time; time.sleep(100)"])
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(101.25)"])
 """
 
 
-def test_a_stock_program_that_never_ends_is_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [{"timeout": 2}, {"idle": 2}])
+def test_a_stock_program_that_never_ends_is_run_again(
+    limit: dict[str, float], tmp_path: Path
+) -> None:
     log = tmp_path / "log"
-    done = run_program([sys.executable, "-c", HANGING, log, "trained"], timeout=2)
+    done = run_program([sys.executable, "-c", HANGING, log, "trained"], **limit)
     assert (done.returncode, done.stdout) == (0, "trained\n")
     assert len(log.read_text()) == 2
 
@@ -59,5 +62,9 @@ def test_a_stock_program_that_never_ends_is_run_again(tmp_path: Path) -> None:
 def test_a_program_of_ours_that_never_ends_is_an_error(tmp_path: Path) -> None:
     said = "collectives go through deepytorch"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        run_program([sys.executable, "-c", HANGING, tmp_path / "log", said], timeout=2)
+        run_program([sys.executable, "-c", HANGING, tmp_path / "log", said], timeout=4, idle=1)
     assert said in str(caught.value.output)
+    assert (
+        "sleep(101.25)"
+        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    )
