@@ -5,6 +5,7 @@ import pytest
 from deepytorch import workloads
 from deepytorch.cli import bench_train
 from deepytorch.workloads import TrainJob
+from deepytorch_core.bench import worker
 from deepytorch_core.bench.job import BenchError
 
 
@@ -69,3 +70,9 @@ def test_the_lines():
     )
     assert "90 of 100 collectives native" in lines[0]
     assert lines[-1] == "speed-up 1.50x (quartiles 1.40 to 1.60), losses equal bit for bit"
+
+
+def test_the_ranks_of_an_arm_share_the_cores_out():
+    cores = [0, 1, 4, 5, 6, 7, 9]
+    assert [worker.cores_of(rank, 3, cores) for rank in range(3)] == [[0, 1], [4, 5], [6, 7]]
+    assert not worker.cores_of(0, 8, cores)
