@@ -66,6 +66,16 @@ struct ExchangeArguments {
   uint64_t receive_bytes[kMaxRanks];
 };
 
+// What goes round the ring: of `num_origins` ranks, all or one, a part of `bytes` each for
+// everyone.
+struct RingArguments {
+  const char* input;  // this rank's, where it is an origin
+  char* output[kMaxRanks];
+  uint64_t bytes;
+  int first_origin;
+  int num_origins;
+};
+
 // A stream of the device, as CUDA's driver names it.
 using Stream = void*;
 
@@ -107,6 +117,7 @@ void two_shot_all_reduce(const Launch& launch,
                          DataType dtype,
                          ReduceOp op);
 void push_exchange(const Launch& launch, const ExchangeArguments& arguments);
+void ring_exchange(const Launch& launch, const RingArguments& arguments);
 
 bool can_reduce_on_device(DataType dtype, ReduceOp op);
 // Whether it can also where the message is too large for low_latency_reduce.

@@ -80,6 +80,37 @@ DPT_DEVICE void collect_chunk(const Squad& squad, const uint4* from, uint64_t by
   }
 }
 
+// A slot, or the caller's memory where `kBegins` -> the next slot, the caller's memory, or both.
+struct Hop {
+  const void* from;
+  uint4* next;   // or nullptr
+  char* output;  // or nullptr
+  uint64_t bytes;
+};
+template <bool kBegins>
+DPT_DEVICE void relay_chunk(const Squad& squad, const Hop& hop) {
+  const uint64_t from = kBegins ? address_of(hop.from) : 0;
+  const uint32_t plain = num_plain(from | address_of(hop.output), hop.bytes);
+  const auto* const vectors = static_cast<const uint4*>(hop.from);
+  auto* const outputs = reinterpret_cast<uint4*>(hop.output);
+  for_each_vector<kCopiesAtOnce, uint4>(
+      squad,
+      plain,
+      [&](uint32_t i, uint4& value) { value = kBegins ? vectors[i] : load_staged(vectors + i); },
+      [&](uint32_t i, const uint4& value) {
+        if (hop.next != nullptr) hop.next[i] = value;
+        if (outputs != nullptr) outputs[i] = value;
+      });
+  for (uint32_t i = plain + squad.thread; i < num_vectors(hop.bytes); i += squad.num_threads) {
+    const uint64_t at = uint64_t{i} * Vector::kBytes;
+    const char* const start = static_cast<const char*>(hop.from) + at;
+    const Vector value =
+        kBegins ? load_user<Vector>(start, hop.bytes - at) : to_vector(load_staged(vectors + i));
+    if (hop.next != nullptr) hop.next[i] = to_uint4(value);
+    if (hop.output != nullptr) store_user(hop.output + at, value, hop.bytes - at);
+  }
+}
+
 // The caller's memory -> the caller's memory.
 DPT_DEVICE void copy_chunk(const Squad& squad, const char* from, uint64_t bytes, char* to) {
   const uint32_t plain = num_plain(address_of(from) | address_of(to), bytes);

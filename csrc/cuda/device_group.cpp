@@ -22,6 +22,7 @@ using cuda::kMaxRanks;
 using cuda::Launch;
 using cuda::Layout;
 using cuda::ReduceArguments;
+using cuda::RingArguments;
 
 constexpr uint32_t kLargestSlot = 64 << 10;
 constexpr uint32_t kSmallestSlot = 4 << 10;
@@ -175,6 +176,8 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   }
 
   void exchange(const Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
+    const std::string_view algorithm = plan.algorithm;
+    if (algorithm == "ring") return go_round(launch, request);
     ExchangeArguments arguments{};
     const int me = group_.rank;
     const size_t element = size_of(request.dtype);
@@ -210,11 +213,25 @@ class ConnectedDeviceGroup final : public DeviceGroup {
                       std::string("no device kernel for ") + name_of(request.collective));
       }
     }
-    const std::string_view algorithm = plan.algorithm;
     auto* const start = algorithm == "low_latency" ? cuda::low_latency_exchange
                         : algorithm == "packet"    ? cuda::packet_exchange
                                                    : cuda::push_exchange;
     start(launch, arguments);
+  }
+  void go_round(const Launch& launch, const dpt_request& request) const {
+    const bool gathers = request.collective == DPT_ALL_GATHER;
+    const int size = group_.layout.size;
+    RingArguments arguments{};
+    arguments.bytes = request.count * size_of(request.dtype);
+    arguments.first_origin = gathers ? 0 : request.root;
+    arguments.num_origins = gathers ? size : 1;
+    if (gathers || request.root == group_.rank) arguments.input = input(request, 0);
+    for (int rank = 0; rank < size; ++rank) {
+      if (gathers || rank == request.root) {
+        arguments.output[rank] = output(request, gathers ? rank : 0);
+      }
+    }
+    cuda::ring_exchange(launch, arguments);
   }
   static void send(ExchangeArguments* arguments, int rank, const char* from, uint64_t bytes) {
     arguments->send[rank] = from;

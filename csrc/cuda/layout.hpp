@@ -23,9 +23,10 @@ constexpr int kMaxRanks = 8;
 // A channel is one thread block and its counterparts on the peers; each works by itself.
 constexpr int kMaxChannels = 32;
 constexpr int kMostThreads = 512;
-// Queues of a channel. A kernel that sends results while it still receives inputs uses both.
-enum Lane : int { kInputs = 0, kResults = 1 };
-constexpr int kNumLanes = 2;
+// Queues of a channel. A kernel that sends results while it still receives inputs uses both of the
+// first; what goes round the ring has queues of its own.
+enum Lane : int { kInputs = 0, kResults = 1, kRing = 2 };
+constexpr int kNumLanes = 3;
 constexpr int kNumSlots = 4;  // chunks a queue holds
 // Threads that move a packet together, and what it holds. A kernel's results travel apart from its
 // inputs, on a trip of their own.
@@ -48,7 +49,7 @@ struct HostStatus {
 };
 
 struct Control {
-  // By the rank that sends, for each of this rank's queues: chunks sent so far.
+  // By the rank that sends, for each of this rank's queues (queue.cuh): chunks sent so far.
   uint32_t arrived[kMaxChannels][kNumLanes][kMaxRanks];
   // By the rank that receives, for each queue there that this rank fills: chunks taken so far.
   uint32_t taken[kMaxChannels][kNumLanes][kMaxRanks];

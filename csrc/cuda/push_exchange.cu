@@ -74,7 +74,7 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
         Clerk{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
               [&](uint32_t round) { parts.publish(round, peers_in(round)); },
               [&] {
-                if (parts.peer() >= 0) parts.close(cuts.send[parts.peer()].rounds);
+                if (parts.kept() >= 0) parts.close(cuts.send[parts.kept()].rounds);
               }});
   };
 
@@ -101,7 +101,7 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
         Clerk{[&](uint32_t round) { return parts.has_come(round, peers_in(round)); },
               [&](uint32_t round) { parts.release(round, peers_in(round)); },
               [&] {
-                if (parts.peer() >= 0) parts.close(cuts.receive[parts.peer()].rounds);
+                if (parts.kept() >= 0) parts.close(cuts.receive[parts.kept()].rounds);
               }});
   };
 

@@ -33,6 +33,11 @@ bool sends_to_all(const ChooseDeviceRequest& request) {
          request.collective == DPT_ALL_GATHER || request.collective == DPT_ALL_TO_ALL;
 }
 
+// What a rank sends is for all others.
+bool goes_to_all(const ChooseDeviceRequest& request) {
+  return request.collective == DPT_ALL_GATHER || request.collective == DPT_BROADCAST;
+}
+
 // A thread for each of `work`, on as many channels as that fills with some.
 cuda::Grid grid_for(size_t work, const cuda::Layout& layout) {
   const size_t channels =
@@ -88,6 +93,13 @@ constexpr Algorithm kAlgorithms[] = {
      },
      full_grid,
      {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
+    {"ring",
+     [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
+       return goes_to_all(request) && request.even && request.layout.size > 2 &&
+              grid.threads == cuda::kMostThreads;
+     },
+     full_grid,
+     {kUsualChunk, kUsualChunk * 2}},
 };
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.

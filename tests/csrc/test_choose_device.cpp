@@ -108,6 +108,23 @@ TEST(ChooseDevice, ByTheRuleTheDelegateServesWhatIsNotSmall) {
   EXPECT_EQ(algorithm(DPT_ALL_TO_ALL, 8, /*even=*/false), "delegate");
 }
 
+TEST(ChooseDevice, WhatIsForAllMayGoRoundARing) {
+  const auto is_tried = [](Collective collective, int size) {
+    const std::vector<Candidate> found = device_candidates({.collective = collective,
+                                                            .bytes = 64 << 20,
+                                                            .layout = Layout::of(size, 64 << 10),
+                                                            .not_native = ""});
+    EXPECT_LT(found.size(), kMostDeviceCandidates);
+    return std::any_of(found.begin(), found.end(), [](const Candidate& candidate) {
+      return candidate.algorithm == known_algorithm("ring");
+    });
+  };
+  EXPECT_TRUE(is_tried(DPT_ALL_GATHER, 4));
+  EXPECT_TRUE(is_tried(DPT_BROADCAST, 4));
+  EXPECT_FALSE(is_tried(DPT_BROADCAST, 2));
+  EXPECT_FALSE(is_tried(DPT_ALL_TO_ALL, 4));
+}
+
 Decision decided(Candidate candidate) { return {candidate, "fastest measured", "", {}}; }
 
 TEST(ChooseDevice, WhatWasSettledOnServesWhereItCan) {

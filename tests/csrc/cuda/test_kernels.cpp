@@ -18,6 +18,7 @@
 #include "cuda/packet_reduce_scatter.cu"
 #include "cuda/push_exchange.cu"
 #include "cuda/push_reduce_scatter.cu"
+#include "cuda/ring_exchange.cu"
 #include "cuda/two_shot_all_reduce.cu"
 
 namespace dpt::cuda {
@@ -352,6 +353,43 @@ TEST_P(KernelsOfRanks, ExchangeOfEqualParts) {
   }
 }
 
+// An all_gather, or a broadcast from `root`, in place where `count` is odd.
+void check_ring(EmulatedGroup& group, int ranks, size_t count, int root = -1) {
+  const bool gathers = root < 0;
+  const bool in_place = count % 2 == 1;
+  auto inputs = random_inputs<float>(ranks, count, count % 3, 11);
+  std::vector<std::vector<Shifted<float>>> outputs(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (int from = 0; from < ranks; ++from) outputs[rank].emplace_back(count, (count + from) % 4);
+  }
+  const auto result = [&](int rank, int from) {
+    return in_place && rank == from ? inputs[rank].bytes() : outputs[rank][from].bytes();
+  };
+  group.run([&](int rank, const Launch& launch) {
+    RingArguments arguments{
+        inputs[rank].bytes(), {}, count, gathers ? 0 : root, gathers ? ranks : 1};
+    for (int from = 0; from < ranks; ++from) arguments.output[from] = result(rank, from);
+    ring_exchange(launch, arguments);
+  });
+  group.expect_healthy();
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (int from = 0; from < ranks; ++from) {
+      if (!gathers && from != root) continue;
+      EXPECT_EQ(std::memcmp(result(rank, from), inputs[from].bytes(), count), 0)
+          << count << " bytes, " << from << " -> " << rank;
+    }
+  }
+}
+
+TEST_P(KernelsOfRanks, RoundTheRing) {
+  const int ranks = GetParam();
+  EmulatedGroup group(ranks);
+  for (const size_t bytes : {1, 16, 127, 2003}) {
+    check_ring(group, ranks, bytes);
+    check_ring(group, ranks, bytes, static_cast<int>(bytes) % ranks);
+  }
+}
+
 // Everything on one group in random order, with grids of different sizes: the books that kernels
 // keep for each other must fit.
 TEST_P(KernelsOfRanks, MixedOnOneGroup) {
@@ -359,7 +397,10 @@ TEST_P(KernelsOfRanks, MixedOnOneGroup) {
   EmulatedGroup group(ranks);
   std::mt19937 random(3);
   for (int round = 0; round < 12; ++round) {
-    switch (random() % 4) {
+    switch (random() % 5) {
+      case 4:
+        check_ring(group, ranks, random() % 4000 + 1, static_cast<int>(random() % (ranks + 1)) - 1);
+        break;
       case 3:
         check_all_reduce<float>(group, ranks, Way::kPacket, random() % 900 + 1, 0, DPT_SUM);
         break;
