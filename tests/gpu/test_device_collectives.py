@@ -72,6 +72,7 @@ def _assert_all_native() -> None:
         "packet",
         "two_shot",
         "push",
+        "ring",
     }, rows
 
 

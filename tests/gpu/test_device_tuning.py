@@ -130,6 +130,53 @@ def _by_rule(rank: int, world_size: int) -> set[tuple[str, int, str]]:
     return {(str(row["op"]), int(row["bytes"]), str(row["algorithm"])) for row in rows}
 
 
+def _any_alignment(rank: int, world_size: int) -> set[tuple[str, str]]:
+    """Small whole numbers, whose sums are exact; returns which algorithm served what."""
+    from deepytorch_core import _core
+
+    device = _device(rank)
+    _core.reset_statistics()
+    for shift, count in enumerate([40_001, 262_144, 1_500_003, 8_388_611, 33_554_437]):
+        numbers = torch.arange(count * world_size, device=device) % 31
+
+        def mine(seed: int, length: int, shift: int = shift, all: Any = numbers) -> torch.Tensor:
+            room = torch.empty(length + shift, dtype=torch.bfloat16, device=device)
+            return room[shift:].copy_((all[:length] + seed) % 31)
+
+        value = mine(rank, count)
+        dist.all_reduce(value)
+        total = sum(mine(seed, count, 0).float() for seed in range(world_size))
+        assert torch.equal(value.float(), total), count
+
+        part = mine(0, count)
+        dist.reduce_scatter_tensor(part, mine(rank, count * world_size))
+        whole = sum(mine(seed, count * world_size, 0).float() for seed in range(world_size))
+        assert torch.equal(part.float(), whole.chunk(world_size)[rank]), count
+
+        gathered = mine(0, count * world_size)
+        dist.all_gather_into_tensor(gathered, mine(rank, count))
+        for peer, part in enumerate(gathered.chunk(world_size)):
+            assert torch.equal(part, mine(peer, count, 0)), (count, peer)
+
+        value = mine(rank, count)
+        dist.broadcast(value, count % world_size)
+        assert torch.equal(value, mine(count % world_size, count, 0)), count
+    rows = [row for row in _core.statistics() if row["calls"] and row["op"] != "barrier"]
+    return {(str(row["op"]), str(row["algorithm"])) for row in rows}
+
+
+def _favour(profile: Path, algorithm: str) -> None:
+    """Lets the times kept in a profile say that one algorithm is by far the fastest."""
+    kept = json.loads(profile.read_text())
+    for group in kept["groups"]:
+        for row in group["measured"]:
+            for time in row["times"]:
+                slower = 1 if time["algorithm"] == algorithm else 1000
+                time["median_us"] *= slower
+                time["spread_us"] = [slower * end for end in time["spread_us"]]
+    profile.write_text(json.dumps(kept))
+
+
 def _environment(profile: Path, **more: str) -> dict[str, str]:
     return {"DEEPYTORCH_PROFILE": str(profile), "DEEPYTORCH_TUNE": "auto", **more}
 
@@ -190,3 +237,26 @@ def test_without_tuning_small_ones_are_native(tmp_path: Path) -> None:
         ("all_reduce", 128 * KIB, "packet"),
         ("all_reduce", 4 * MIB, "delegate"),
     }
+
+
+SERVES = {
+    "packet": {"all_reduce", "all_gather", "reduce_scatter"},
+    "two_shot": {"all_reduce"},
+    "push": {"all_gather", "reduce_scatter", "broadcast"},
+    "ring": {"all_gather", "broadcast"},
+}
+
+
+@needs_gpus(4)
+@pytest.mark.timeout(240)
+def test_every_algorithm_is_right_at_every_size(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    native = _environment(profile, DEEPYTORCH_COLLECTIVES="native")
+    spawn_ranks(_any_alignment, 4, backend=BACKEND, env=native, fresh=True)
+    times = profile.read_text()
+    for algorithm, ops in SERVES.items():
+        profile.write_text(times)
+        _favour(profile, algorithm)
+        chosen = {**native, "DEEPYTORCH_DETERMINISTIC": "on"}  # only what the profile says
+        used = spawn_ranks(_any_alignment, 4, backend=BACKEND, env=chosen, fresh=True)
+        assert {op for op, name in used[0] if name == algorithm} == ops
