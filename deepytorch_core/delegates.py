@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,6 +65,7 @@ class StockFactory:
         _factories.add(self)
         # The deepytorch backend's own options, once it exists: its timeout may change later.
         self.live_options: Any = None
+        self._parts: list[StockFactory] = []
 
     def __call__(self, device_type: str) -> Backend:
         """Raises RuntimeError when torch has no backend for tensors of this device type."""
@@ -87,6 +88,53 @@ class StockFactory:
             backend = self._gloo(store) if name == "gloo" else self._nccl(store)
         self.made[device_type] = backend
         return backend
+
+    def by_nodes(self, device_type: str, node_of: list[int]) -> Backend:
+        """The stock backend in stages: among the ranks of a node, and of one place on each.
+
+        Args:
+            device_type: as for a call.
+            node_of: each rank's node; as many ranks on each.
+        """
+        from deepytorch_core import adapter
+
+        nodes: dict[int, list[int]] = {}
+        for rank, node in enumerate(node_of):
+            nodes.setdefault(node, []).append(rank)
+        own = nodes[node_of[self._spec.rank]]
+        place = own.index(self._spec.rank)
+        rail = [ranks[place] for ranks in nodes.values()]
+        # Kept, as those of `made` are.
+        self._parts = [self._part(f"node-{own[0]}", own), self._part(f"rail-{place}", rail)]
+        local_backend, rail_backend = (part(device_type) for part in self._parts)
+        made: Backend = adapter.load().Hierarchy(
+            self._spec.rank,
+            flat=self(device_type),
+            local=local_backend,
+            rail=rail_backend,
+            node_of=node_of,
+        )
+        return made
+
+    def _part(self, label: str, ranks: list[int]) -> StockFactory:
+        from torch.distributed import distributed_c10d as c10d
+
+        spec = self._spec
+        global_ranks = spec.global_ranks or list(range(spec.size))
+        return StockFactory(
+            replace(
+                spec,
+                store=c10d.PrefixStore(f"{label}/", spec.store),
+                rank=ranks.index(spec.rank),
+                size=len(ranks),
+                timeout=self.timeout,
+                name=f"{spec.name}/{label}",
+                global_ranks=[global_ranks[rank] for rank in ranks],
+                # The whole group's; a backend writes into those it is given.
+                pg_options=None,
+                process_group=None,
+            )
+        )
 
     @property
     def timeout(self) -> timedelta:

@@ -65,7 +65,8 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   const dpt_delegate delegate{this,
                               start_on_delegate,
                               run_on_delegate,
-                              setup_.delegate_competes ? execute_on_delegate : nullptr};
+                              setup_.delegate_competes ? execute_on_delegate : nullptr,
+                              setup_.by_nodes ? start_by_nodes : nullptr};
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
@@ -145,19 +146,32 @@ int Backend::poll_signals(void*) {
 }
 
 BackendPtr Backend::delegate_for(const std::string& device_type) {
+  return make_once(device_type, [&] { return setup_.make_delegate(device_type); });
+}
+
+BackendPtr Backend::hierarchy_for(const std::string& device_type, const std::vector<int>& node_of) {
+  return make_once(device_type + " by nodes",
+                   [&] { return setup_.make_hierarchy(device_type, node_of); });
+}
+
+BackendPtr Backend::make_once(const std::string& key, const std::function<BackendPtr()>& make) {
   // Making one takes the GIL and meets the other ranks, so the map's own lock is not held for it.
   std::lock_guard making(making_mutex_);
   {
     std::lock_guard lock(delegates_mutex_);
-    const auto found = delegates_.find(device_type);
+    const auto found = delegates_.find(key);
     if (found != delegates_.end()) return found->second;
   }
-  BackendPtr made = setup_.make_delegate(device_type);
+  BackendPtr made = make();
   std::lock_guard lock(delegates_mutex_);
-  return delegates_.emplace(device_type, std::move(made)).first->second;
+  return delegates_.emplace(key, std::move(made)).first->second;
 }
 
-dpt_status Backend::start_on_delegate(void*, void* call, dpt_error*) {
+dpt_status Backend::start_on_delegate(void* context, void* call, dpt_error* error) {
+  return start_by_nodes(context, call, nullptr, error);
+}
+
+dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_error*) {
   auto* submitted = static_cast<Submitted*>(call);
   try {
     const Call& what = submitted->call;
@@ -165,7 +179,12 @@ dpt_status Backend::start_on_delegate(void*, void* call, dpt_error*) {
     const std::string device_type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
     Backend& backend = submitted->backend;
     if (device.is_cuda()) backend.streams_.hold_current(device);
-    submitted->delegated = backend.replay(what, backend.delegate_for(device_type));
+    // What belongs together for NCCL stays in one piece.
+    const bool staged = node_of != nullptr && !backend.coalescing_;
+    const BackendPtr stock =
+        staged ? backend.hierarchy_for(device_type, {node_of, node_of + backend.getSize()})
+               : backend.delegate_for(device_type);
+    submitted->delegated = backend.replay(what, stock);
     return DPT_OK;
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.

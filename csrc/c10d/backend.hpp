@@ -39,6 +39,8 @@ class Backend : public c10d::Backend {
     c10::intrusive_ptr<Options> options;  // timeout, group name, global ranks
     // Makes the stock backend for a device type ("cpu", "cuda"); called at most once for each.
     std::function<BackendPtr(const std::string&)> make_delegate;
+    // Makes the one that goes through nodes in stages; likewise.
+    std::function<BackendPtr(const std::string&, const std::vector<int>&)> make_hierarchy;
     bool native;
     const dpt_api* api;
     dpt_tune tune = DPT_TUNE_OFF;
@@ -46,6 +48,7 @@ class Backend : public c10d::Backend {
     size_t staging_bytes = 0;        // 0: the core's default
     bool raise_errors = false;       // of GPUs; else they end the process
     bool delegate_competes = false;  // native code must be faster than the stock backend
+    bool by_nodes = false;           // the stock backend may go through nodes in stages
   };
 
   explicit Backend(Setup setup);
@@ -174,7 +177,10 @@ class Backend : public c10d::Backend {
   WorkPtr replay(const Call& call, const BackendPtr& delegate);
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
   BackendPtr delegate_for(const std::string& device_type);
+  BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
+  BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
+  static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
   static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status execute_on_delegate(void* context,
                                         const dpt_request* request,

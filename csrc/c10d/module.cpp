@@ -5,10 +5,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "backend.hpp"
+#include "hierarchy.hpp"
 
 namespace py = pybind11;
 using dpt::c10d_adapter::Backend;
 using dpt::c10d_adapter::BackendPtr;
+using dpt::c10d_adapter::Hierarchy;
 using dpt::c10d_adapter::Milliseconds;
 
 namespace {
@@ -34,17 +36,18 @@ dpt_tune parse_tune(const std::string& name) {
   throw py::value_error("tune=\"" + name + "\": expected off, auto, force or profile");
 }
 
-// The Python factory of stock backends; called and released with the GIL.
-std::function<BackendPtr(const std::string&)> wrap_factory(py::object factory) {
+// A Python factory of stock backends; called and released with the GIL.
+template <typename... Arguments>
+std::function<BackendPtr(Arguments...)> wrap_factory(py::object factory) {
   const std::shared_ptr<py::object> held(
       new py::object(std::move(factory)), [](py::object* object) {
         if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
         const py::gil_scoped_acquire gil;
         delete object;
       });
-  return [held](const std::string& device_type) {
+  return [held](Arguments... arguments) {
     const py::gil_scoped_acquire gil;
-    return (*held)(device_type).cast<BackendPtr>();
+    return (*held)(arguments...).template cast<BackendPtr>();
   };
 }
 
@@ -85,22 +88,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& profile,
          size_t staging_bytes,
          bool raise_errors,
-         bool delegate_competes) {
+         bool delegate_competes,
+         bool by_nodes) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
-        return c10::make_intrusive<Backend>(Backend::Setup{store,
-                                                           rank,
-                                                           size,
-                                                           std::move(options),
-                                                           wrap_factory(std::move(delegates)),
-                                                           native,
-                                                           core_api(),
-                                                           parse_tune(tune),
-                                                           profile,
-                                                           staging_bytes,
-                                                           raise_errors,
-                                                           delegate_competes});
+        decltype(Backend::Setup::make_hierarchy) make_hierarchy;
+        if (by_nodes) {
+          make_hierarchy =
+              wrap_factory<const std::string&, const std::vector<int>&>(delegates.attr("by_nodes"));
+        }
+        return c10::make_intrusive<Backend>(
+            Backend::Setup{store,
+                           rank,
+                           size,
+                           std::move(options),
+                           wrap_factory<const std::string&>(delegates),
+                           std::move(make_hierarchy),
+                           native,
+                           core_api(),
+                           parse_tune(tune),
+                           profile,
+                           staging_bytes,
+                           raise_errors,
+                           delegate_competes,
+                           by_nodes});
       },
       py::arg("store"),
       py::arg("rank"),
@@ -116,5 +128,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("staging_bytes") = 0,
       py::arg("raise_errors") = false,
       py::arg("delegate_competes") = false,
-      "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
+      py::arg("by_nodes") = false,
+      "A process group's backend; `delegates(device_type)` makes the stock one when needed, and "
+      "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages.");
+
+  py::class_<Hierarchy, c10d::Backend, c10::intrusive_ptr<Hierarchy>>(m, "Hierarchy")
+      .def(py::init([](int rank,
+                       BackendPtr flat,
+                       BackendPtr local,
+                       BackendPtr rail,
+                       std::vector<int> node_of) {
+             return c10::make_intrusive<Hierarchy>(Hierarchy::Setup{rank,
+                                                                    std::move(flat),
+                                                                    std::move(local),
+                                                                    std::move(rail),
+                                                                    std::move(node_of),
+                                                                    core_api()});
+           }),
+           py::arg("rank"),
+           py::kw_only(),
+           py::arg("flat"),
+           py::arg("local"),
+           py::arg("rail"),
+           py::arg("node_of"),
+           "Collectives in stages on a node's ranks and on those of one place on each node.");
 }

@@ -104,6 +104,7 @@ class Communicator {
     std::string why_not;                 // not empty: the delegate serves this group's GPUs
     std::unique_ptr<DeviceGroup> group;  // unless there is a reason why not
     size_t staging_bytes = 0;
+    bool by_nodes = false;  // the delegate can go through this group's nodes in stages
   };
   dpt_outcome submit_device(const dpt_request& request);
   std::string why_not_on_device(const dpt_request& request) const;
@@ -114,6 +115,8 @@ class Communicator {
   void settle_on_device(const dpt_request& request, size_t bytes);
   void join_devices(const dpt_request& request);
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
+  // Whether every rank's delegate can, and the nodes are alike.
+  bool can_go_by_nodes(const WaitContext& wait) const;
   bool watch_device(DeviceGroup* group);
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);

@@ -48,6 +48,11 @@ dpt_outcome Communicator::submit_device(const dpt_request& request) {
     order.unlock();
     return start_on_delegate(request, {.reason = std::move(plan.reason)});
   }
+  if (std::strcmp(plan.algorithm, "hierarchical") == 0) {
+    order.unlock();
+    return start_on_delegate(request,
+                             {.algorithm = plan.algorithm, .reason = std::move(plan.reason)});
+  }
   device_->group->launch(request, plan, request.stream(request.call));
   statistics_->add(request.collective,
                    plan.algorithm,
@@ -83,6 +88,7 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   const size_t bytes = request.count * size_of(request.dtype);
   const bool tunes = reason.empty() && even;
+  const bool by_nodes = device_ && device_->by_nodes && reason == device_->why_not;
   if (tunes && device_tuning_.is_open(request.collective, bytes)) settle_on_device(request, bytes);
   return choose_device({.collective = request.collective,
                         .bytes = bytes,
@@ -91,6 +97,8 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
                                  cuda::has_large_kernels(request.dtype, request.reduce_op),
                         .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
                         .not_native = std::move(reason),
+                        .ranks = static_cast<int>(global_ranks_.size()),
+                        .nodes = by_nodes ? nodes_->num_nodes() : 1,
                         .delegate = device_tuning_.delegate_competes(),
                         .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
 }
@@ -136,6 +144,7 @@ void Communicator::join_devices(const dpt_request& request) {
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
     state->why_not = nodes_ ? "ranks on several nodes have no GPU kernels yet" : no_transport_;
+    if (nodes_) state->by_nodes = can_go_by_nodes(wait);
     if (segment_ && !nodes_) {
       try {
         connect_devices(request.device, wait, state.get());
@@ -149,6 +158,21 @@ void Communicator::join_devices(const dpt_request& request) {
     }
     device_ = std::move(state);
   });
+}
+
+bool Communicator::can_go_by_nodes(const WaitContext& wait) const {
+  Operation none{};
+  none.collective = DPT_BARRIER;
+  const Plan plan;
+  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
+  const NodeLayout& layout = nodes_->layout;
+  bool can = layout.ranks[0].size() > 1;
+  for (const auto& ranks : layout.ranks) can &= ranks.size() == layout.ranks[0].size();
+  for (const char each :
+       exchange(context, static_cast<char>(delegate_.start_by_nodes != nullptr))) {
+    can &= each != 0;
+  }
+  return can;
 }
 
 void Communicator::connect_devices(int device, const WaitContext& wait, DeviceState* state) {

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 4
+#define DPT_ABI_VERSION 5
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -151,6 +151,9 @@ typedef struct dpt_delegate {
    * the operation is put on the stream that `stream` gave for `call`, and the thread goes on. NULL:
    * the delegate is no candidate, and gets only what native code can't do. */
   dpt_status (*execute)(void* context, const dpt_request* request, dpt_error* error);
+  /* As `start`, in stages within nodes and between them: all_reduce, all_gather and reduce_scatter
+   * of equal parts. `node_of` is each rank's node, of equally many ranks each. NULL: it can't. */
+  dpt_status (*start_by_nodes)(void* context, void* call, const int* node_of, dpt_error* error);
 } dpt_delegate;
 
 /* The rendezvous store. `get` waits up to timeout_ms and returns DPT_ERR_TIMEOUT when the key is

@@ -114,6 +114,17 @@ const Algorithm* find(const char* name) {
 
 DevicePlan delegated(std::string reason) { return {"delegate", {0, 0}, 0, std::move(reason)}; }
 
+// Between nodes fewer bytes then count for more than the stages' latency.
+constexpr size_t kStagedBytes = 4 << 20;
+
+// Whether the delegate should carry it out in stages, within nodes and between them.
+bool goes_by_nodes(const ChooseDeviceRequest& request) {
+  const bool parts =
+      request.collective == DPT_ALL_GATHER || request.collective == DPT_REDUCE_SCATTER;
+  const size_t whole = request.bytes * (parts ? request.ranks : 1);
+  return request.nodes > 1 && request.even && (parts || is_whole(request)) && whole >= kStagedBytes;
+}
+
 DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   const bool whole = is_whole(request);
   const bool wins = request.bytes <= (whole ? kBeatsDelegateWhole : kBeatsDelegatePart);
@@ -167,6 +178,9 @@ int offer_channels(int num_sms, int used) {
 }
 
 DevicePlan choose_device(const ChooseDeviceRequest& request) {
+  if (goes_by_nodes(request)) {
+    return {"hierarchical", {0, 0}, 0, "fewer bytes between nodes than in one ring"};
+  }
   if (!request.not_native.empty()) return delegated(request.not_native);
   if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
     const Candidate& chosen = request.tuned->chosen;

@@ -19,6 +19,8 @@ struct ChooseDeviceRequest {
   bool large = true;       // there are kernels for it that take any size
   cuda::Layout layout;     // of the group
   std::string not_native;  // not empty: why native code can't serve the request or the group
+  int ranks = 0;           // of the group, where it spans nodes
+  int nodes = 1;           // of which the delegate can go through in stages; 1: it can't
   bool delegate = false;   // it competes: it keeps what native code is not known to do faster
   const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
 };

@@ -67,8 +67,14 @@ dpt_delegate RecordingDelegate::table() {
   const auto run = [](void* context, const dpt_request* request, dpt_error*) {
     return static_cast<RecordingDelegate*>(context)->execute(*request);
   };
-  if (!execute) return {this, record, record, nullptr};
-  return {this, record, record, run};
+  const auto by_nodes = [](void* context, void* call, const int* node_of, dpt_error*) {
+    auto* self = static_cast<RecordingDelegate*>(context);
+    self->calls.push_back(static_cast<const dpt_request*>(call)->collective);
+    self->node_of.assign(node_of, node_of + 4);
+    return DPT_OK;
+  };
+  if (!execute) return {this, record, record, nullptr, by_nodes};
+  return {this, record, record, run, by_nodes};
 }
 
 Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {

@@ -29,6 +29,7 @@ class Failure : public std::runtime_error {
 // What the stock backend was asked to do. `status` is what it answers.
 struct RecordingDelegate {
   std::vector<dpt_collective> calls;
+  std::vector<int> node_of;  // of the last call that was to go by nodes
   dpt_status status = DPT_OK;
   std::function<dpt_status(const dpt_request&)> execute;  // empty: the tuner has no such candidate
   dpt_delegate table();

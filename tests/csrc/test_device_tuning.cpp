@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "comm/decisions.hpp"
+#include "comm/fabric.hpp"
 #include "fake_device.hpp"
 #include "rank_threads.hpp"
 
@@ -206,8 +207,8 @@ TEST_F(DeviceTuning, TypesWithoutLargeKernelsGoByTheRuleWhereALargeOneWon) {
 dpt_outcome exchange_parts(Rank& rank, bool even) {
   std::vector<float> values(kMiB / sizeof(float));
   Request request(DPT_ALL_TO_ALL, DPT_FLOAT32, values.size() / 2);
-  for (int part = 0; part < 2; ++part) request.input(values.data()).output(values.data());
-  const std::vector<size_t> counts(2, values.size() / 2);
+  for (int part = 0; part < rank.size(); ++part) request.input(values.data()).output(values.data());
+  const std::vector<size_t> counts(rank.size(), values.size() / 2);
   if (!even) request.counts(counts, counts);
   return rank.run(on_device(rank, std::move(request)));
 }
@@ -225,6 +226,33 @@ TEST_F(DeviceTuning, ExchangesOfOneSizeAreMeasured) {
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().at(0).collective, DPT_ALL_TO_ALL);
   EXPECT_EQ(rows()[0].decision.source, "measured now");
+}
+
+// Ranks 0 and 2 are on one node, 1 and 3 on another.
+class DevicesOnNodes : public DeviceTuning {
+ protected:
+  DevicesOnNodes() { Fabric::instance().emulate_nodes({"a", "b", "a", "b"}); }
+  ~DevicesOnNodes() override { Fabric::instance().emulate_nodes({}); }
+};
+
+TEST_F(DevicesOnNodes, LargeOnesGoByNodes) {
+  run_ranks(4, [](Rank& rank) {
+    EXPECT_EQ(sum_ones(rank, 1 * kMiB), DPT_DELEGATED);
+    EXPECT_EQ(exchange_parts(rank, /*even=*/true), DPT_DELEGATED);
+    EXPECT_TRUE(rank.delegate().node_of.empty());
+    EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_DELEGATED);
+    EXPECT_EQ(rank.delegate().node_of, std::vector<int>({0, 1, 0, 1}));
+    EXPECT_EQ(rank.delegate().calls.size(), 3);
+  });
+  EXPECT_EQ(stock_calls_, 0);
+}
+
+TEST_F(DevicesOnNodes, NodesThatDifferGoInOneRing) {
+  Fabric::instance().emulate_nodes({"a", "b", "a", "a"});
+  run_ranks(4, [](Rank& rank) {
+    EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_DELEGATED);
+    EXPECT_TRUE(rank.delegate().node_of.empty());
+  });
 }
 
 TEST_F(DeviceTuning, MessagesAreTheDelegates) {

@@ -1,0 +1,75 @@
+// Collectives of a group that spans nodes, in two stages on stock backends of a part of its ranks:
+// `local` has those of this node, `rail` those of the same place on every node. A message then
+// crosses the network once for each node instead of once for each rank's turn in a ring, on all
+// rails at a time. (Hierarchical collectives: e.g. Thakur et al., "Optimization of Collective
+// Communication Operations in MPICH", 2005.)
+//
+// With N nodes of L ranks each:
+//   all_gather      rail all_gather: this place's parts of all nodes; then, for each node's, a
+//                   local all_gather
+//   reduce_scatter  for each node's parts a local reduce_scatter; then a rail reduce_scatter
+//   all_reduce      local reduce_scatter, rail all_reduce, local all_gather
+//
+// Thread safety: as c10d asks: any thread, operations in call order.
+#pragma once
+
+#include <functional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "deepytorch.h"
+#include "device.hpp"
+
+namespace dpt::c10d_adapter {
+
+class Hierarchy : public c10d::Backend {
+ public:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  struct Setup {
+    int rank;
+    BackendPtr flat;  // of all ranks
+    BackendPtr local;
+    BackendPtr rail;
+    std::vector<int> node_of;  // by rank; equally many ranks on each node
+    const dpt_api* api;
+  };
+
+  explicit Hierarchy(Setup setup);
+
+  const std::string getBackendName() const override { return "deepytorch, by nodes"; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
+                    const c10d::AllreduceOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output,
+                          at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output,
+                               at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+
+ private:
+  int num_nodes() const { return static_cast<int>(ranks_.size()); }
+  int num_local() const { return static_cast<int>(ranks_[0].size()); }
+  // Whether the node's ranks follow each other, so that their parts are one piece of a tensor.
+  bool is_one_piece(int node) const;
+  // Runs the stages one after the other, on a stream behind the caller's, or for host memory here.
+  WorkPtr run(c10d::OpType op_type,
+              bool asynchronous,
+              const std::vector<at::Tensor>& tensors,
+              const std::vector<at::Tensor>& results,
+              const std::function<void()>& stages);
+
+  Setup setup_;
+  std::vector<std::vector<int>> ranks_;  // of each node, ascending; nodes by their first rank
+  int local_rank_ = 0;
+  uint64_t sequence_ = 0;
+  DeviceStreams streams_;
+};
+
+}  // namespace dpt::c10d_adapter
