@@ -1,0 +1,60 @@
+"""GPU collectives between nodes, which here are names of parts of one host, against exact sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.testing import needs_gpus, spawn_ranks
+
+pytestmark = [pytest.mark.gpu, needs_gpus(4)]
+
+BACKEND = "cuda:deepytorch,cpu:deepytorch"
+# bf16: 8 MiB and a bit, which goes by nodes, and a small one, which doesn't.
+COUNTS = [(4 << 20) + 5, 1000]
+
+
+def _stages(rank: int, world_size: int) -> set[tuple[str, str]]:
+    from deepytorch_core import _core
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    for count in COUNTS:
+        generator = torch.Generator(device=device).manual_seed(count)
+        wide = [
+            torch.randint(-20, 20, (count * world_size,), generator=generator, device=device)
+            for _ in range(world_size)
+        ]
+        whole = [each.to(torch.bfloat16) for each in wide]
+        for asynchronous in (False, True):
+            value = whole[rank][:count].clone()
+            work = dist.all_reduce(value, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert torch.equal(value, torch.stack(wide).sum(0)[:count].to(torch.bfloat16))
+
+            gathered = torch.empty(count * world_size, dtype=torch.bfloat16, device=device)
+            part = whole[rank][:count].clone()
+            work = dist.all_gather_into_tensor(gathered, part, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert torch.equal(gathered, torch.cat([each[:count] for each in whole]))
+
+            work = dist.reduce_scatter_tensor(part, whole[rank].clone(), async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            total = torch.stack(wide).sum(0).to(torch.bfloat16)
+            assert torch.equal(part, total.chunk(world_size)[rank])
+    torch.cuda.synchronize()
+    rows = [row for row in _core.statistics() if row["calls"]]
+    return {(str(row["op"]), str(row["algorithm"])) for row in rows}
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("nodes", ["a,a,b,b", "a,b,a,b"])
+def test_stages_give_exact_sums(nodes: str) -> None:
+    env = {"DEEPYTORCH_NODE_ID": nodes, "DEEPYTORCH_COLLECTIVES": "native"}
+    used = spawn_ranks(_stages, 4, backend=BACKEND, env=env, fresh=True, timeout_s=120)
+    for op in ("all_reduce", "all_gather", "reduce_scatter"):
+        assert {(op, "hierarchical"), (op, "delegate")} <= used[0]
