@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deepytorch_core.doctor.finding import Finding
     from deepytorch_core.doctor.machine import Machine
     from deepytorch_core.doctor.registry import Check
+    from deepytorch_core.doctor.together import Job
 
 _STYLES = {"okay": "green", "warn": "yellow", "fail": "bold red", "not here": "dim"}
 _WORDS = {"okay": "OKAY", "warn": "WARN", "fail": "FAIL", "not here": "  --"}
@@ -46,36 +47,43 @@ def doctor(
 
     checks = registry.chosen(only or [])
     machine = Machine(report=_read(report) if report is not None else None)
-    findings: Sequence[Finding] | None = _with_ranks(machine, checks)
-    if findings is None:
+    job = _job()
+    if job is None:
         shown = registry.examine(machine, checks)
         findings = list(shown) if json else [_show(finding) for finding in shown]
-    elif not json:
-        for finding in findings:
-            _show(finding)
+    else:
+        findings = _with_ranks(job, machine, checks)
+        if job.rank != 0:
+            return
+        if not json:
+            for finding in findings:
+                _show(finding)
     if json:
         sys.stdout.write(encoder.dumps([one.to_dict() for one in findings], indent=1) + "\n")
-    elif findings:
+    else:
         _sum_up(findings)
     if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(1)
 
 
-def _with_ranks(machine: Machine, checks: Sequence[Check]) -> list[Finding] | None:
-    """What the ranks of a launcher's job found together: all of it on rank 0, nothing on others.
-
-    None for a process that is alone.
-    """
+def _job() -> Job | None:
+    """The ranks that a launcher started with this one; None for a process that is alone."""
     from deepytorch_core import config
-    from deepytorch_core.doctor import registry
 
     launched = config.launched()
     if launched is None or launched.size == 1 or config.rendezvous_address() is None:
         return None
     from deepytorch_core.doctor.together import Job
 
-    job = Job(launched.rank, launched.size)
-    machine.together = job.measure(machine)
+    return Job(launched.rank, launched.size)
+
+
+def _with_ranks(job: Job, machine: Machine, checks: Sequence[Check]) -> list[Finding]:
+    """What all ranks found together, on rank 0; nothing on others."""
+    from deepytorch_core.doctor import registry
+
+    with_link = any(check.name == "link" for check in checks)
+    machine.together = job.measure(machine, with_link=with_link)
     own = list(registry.examine(machine, checks)) if machine.together.is_leader else []
     return job.exchange(own)
 

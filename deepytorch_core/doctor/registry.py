@@ -14,6 +14,7 @@ from deepytorch_core.doctor.checks import (
     connections,
     container,
     core,
+    data,
     driver,
     files,
     frameworks,
@@ -87,6 +88,7 @@ CHECKS: tuple[Check, ...] = (
     _check(memlock),
     _check(files),
     _check(container),
+    _check(data),
 )
 
 

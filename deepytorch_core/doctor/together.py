@@ -6,6 +6,7 @@ gathers what all found. Nothing is sent to anybody but the job's ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -63,22 +64,23 @@ class Job:
         """The first rank of each node."""
         return sorted(self._nodes.index(node) for node in set(self._nodes))
 
-    def measure(self, machine: Machine) -> Together:
-        """All ranks call it. Raises RuntimeError when one does not come within a minute."""
-        here, error = _here(machine)
+    def measure(self, machine: Machine, *, with_link: bool = True) -> Together:
+        """All ranks call it; `with_link` sends data between nodes for some seconds.
+
+        Raises RuntimeError when a rank does not come within a minute.
+        """
+        here = _here(machine)
         self._put(f"here/{self.rank}", here)
         self._store.wait(
             [f"here/{rank}" for rank in range(self.size)], timedelta(seconds=_HERE_LIMIT_S)
         )
         ranks = [self._get(f"here/{rank}") for rank in range(self.size)]
         self._nodes = [rank["node"] for rank in ranks]
-        config.set_current(dataclasses.replace(config.current(), tune="force"))  # measure anew
-        prepare.together(
-            self._link_store,
-            rank=self.rank,
-            size=self.size,
-            has_rdma=here["rdma"],
-        )
+        if with_link:
+            config.set_current(dataclasses.replace(config.current(), tune="force"))  # measure anew
+            prepare.together(
+                self._link_store, rank=self.rank, size=self.size, has_rdma=here["rdma"]
+            )
         pairs = prepare.plan_for(self._nodes)
         for number, pair in enumerate(pairs):
             for sender, receiver in (pair, pair[::-1]):
@@ -86,13 +88,25 @@ class Job:
         is_leader = self.rank in self.leaders
         if self.rank != 0:
             return Together(is_leader=is_leader)
-        return self._gathered(pairs, ranks, [error] if error else [])
+        errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(ranks) if one["error"]]
+        found = self._paths(pairs, errors)
+        if with_link:
+            found = self._links(found)
+        return dataclasses.replace(
+            found,
+            versions={
+                f"{ranks[one]['host']} (rank {one})": ranks[one]["versions"] for one in self.leaders
+            },
+        )
 
     def exchange(self, findings: Sequence[Finding]) -> list[Finding]:
         """Leaders hand in what they found; rank 0 gets its own, and of others what is wrong."""
         if self.rank != 0:
             if self.rank in self.leaders:
-                self._put(f"findings/{self.rank}", [finding.to_dict() for finding in findings])
+                # No more than is shown: the path to rank 0 may be what swallows large packets.
+                wrong = [one for one in findings if one.state in {State.WARN, State.FAIL}]
+                self._put(f"findings/{self.rank}", [finding.to_dict() for finding in wrong])
+            self._put(f"done/{self.rank}", True)
             return []
         everything = list(findings)
         for rank in self.leaders[1:]:
@@ -105,17 +119,15 @@ class Job:
                 everything.append(Finding(State.WARN, text, remedy, check="ranks"))
                 continue
             found = [Finding.from_dict(one) for one in theirs]
-            everything += [
-                dataclasses.replace(one, node=name)
-                for one in found
-                if one.state in {State.WARN, State.FAIL}
-            ]
+            everything += [dataclasses.replace(one, node=name) for one in found]
+        with contextlib.suppress(RuntimeError):
+            for rank in range(1, self.size):
+                self._get(f"done/{rank}")  # this process may serve the store: the last to leave
         return everything
 
-    def _gathered(
-        self, pairs: list[list[int]], ranks: list[dict[str, Any]], errors: list[str]
-    ) -> Together:
-        paths, link_errors, links, by_rdma = [], [], (), False
+    def _paths(self, pairs: list[list[int]], errors: list[str]) -> Together:
+        """What all pairs found of their paths, both ways."""
+        paths = []
         for number, pair in enumerate(pairs):
             for sender in pair:
                 try:
@@ -125,25 +137,19 @@ class Job:
                 if "error" in found:
                     errors.append(found["error"])
                 else:
-                    paths.append(PathMtu.from_dict(found))
+                    paths.append(PathMtu(**found))
+        return Together(paths=tuple(paths), path_errors=tuple(errors))
+
+    def _links(self, found: Together) -> Together:
         try:
             measured = prepare.measured(self._link_store)
-            links, by_rdma = measured.links, measured.by_rdma
-            link_errors = list(measured.errors)
         except (RuntimeError, ValueError) as error:
-            link_errors.append(str(error))
-        versions = {
-            f"{rank['host']} (rank {number})": rank["versions"]
-            for number, rank in enumerate(ranks)
-            if number in self.leaders
-        }
-        return Together(
-            links=links,
-            link_errors=tuple(link_errors),
-            paths=tuple(paths),
-            path_errors=tuple(errors),
-            by_rdma=by_rdma,
-            versions=versions,
+            return dataclasses.replace(found, link_errors=(str(error),))
+        return dataclasses.replace(
+            found,
+            links=measured.links,
+            link_errors=measured.errors,
+            by_rdma=measured.by_rdma,
         )
 
     def _measure_path(
@@ -190,8 +196,8 @@ class Job:
         return json.loads(self._store.get(key).decode())
 
 
-def _here(machine: Machine) -> tuple[dict[str, Any], str]:
-    """What others need to know of this rank, and why an address is missing."""
+def _here(machine: Machine) -> dict[str, Any]:
+    """What others need to know of this rank; `error` is why it has no address."""
     from deepytorch_core.network import rdma
 
     error, address, interface, mtu = "", "", "", 0
@@ -201,7 +207,7 @@ def _here(machine: Machine) -> tuple[dict[str, Any], str]:
         interface, mtu = nic.name, nic.mtu
     except (OSError, StopIteration) as problem:
         error = f"no interface towards the other ranks: {problem}"
-    here = {
+    return {
         "node": prepare.node_name(),
         "host": socket.gethostname(),
         "address": address,
@@ -209,8 +215,8 @@ def _here(machine: Machine) -> tuple[dict[str, Any], str]:
         "mtu": mtu,
         "rdma": bool(rdma.usable(machine.topology)),
         "versions": _versions(machine.distributions),
+        "error": error,
     }
-    return here, error
 
 
 def _versions(installed: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 SECRET_BYTES = 16
 USUAL = (9000, 8900, 4200, 2048, 1500, 1480, 1450, 1400, 1280, 576)
@@ -43,10 +42,6 @@ class PathMtu:
     mtu: int
     receiver_mtu: int
     largest: int | None
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> PathMtu:
-        return cls(**fields)
 
 
 class Echo:

@@ -50,9 +50,8 @@ def judge(facts: Facts) -> list[Finding]:
             text = f"{where} the interfaces' MTUs are {path.mtu} and {path.receiver_mtu}"
             least = min(path.mtu, path.receiver_mtu)
             findings.append(warn(text, f"sudo ip link set {path.interface} mtu {least}"))
-    findings += [
-        warn(f"not measured: {error}", "deepytorch doctor --only link") for error in facts.errors
-    ]
+    hint = "deepytorch doctor --only interface"
+    findings += [warn(f"not measured: {error}", hint) for error in facts.errors]
     adapters = [nic for nic in facts.nics if nic.is_up and nic.pci and nic.mtu]
     fast = max((nic.speed_mbps for nic in adapters), default=0)
     alike = [nic for nic in adapters if nic.speed_mbps == fast]
