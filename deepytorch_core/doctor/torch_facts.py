@@ -20,11 +20,12 @@ from deepytorch_core import config
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU by torch's number; `capability` is "9.0"."""
+    """A GPU by torch's number; `capability` is "9.0", `uuid` as NVML writes it."""
 
     index: int
     name: str
     capability: str
+    uuid: str = ""
 
 
 @dataclass(frozen=True)

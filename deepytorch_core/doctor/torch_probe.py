@@ -36,8 +36,15 @@ def main() -> None:
     devices = []
     for index in range(num_devices):
         major, minor = torch.cuda.get_device_capability(index)
-        name = torch.cuda.get_device_name(index)
-        devices.append({"index": index, "name": name, "capability": f"{major}.{minor}"})
+        facts = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "index": index,
+                "name": facts.name,
+                "capability": f"{major}.{minor}",
+                "uuid": f"GPU-{facts.uuid}",
+            }
+        )
     _say(devices=devices)
     _copies(torch, num_devices)
 

@@ -65,8 +65,8 @@ def test_a_path_that_swallows_large_packets_is_found_and_mended() -> None:
         found = job(network, "mtu ranks")
         lost = [one for one in found if one["state"] == "fail"]
         assert [one["evidence"] for one in lost] == [
-            f"from rank {sender} to rank {1 - sender} packets of 1500 bytes are lost, of 1280 arrive"
-            for sender in range(2)
+            f"from rank {end} to rank {1 - end} packets of 1500 bytes are lost, of 1280 arrive"
+            for end in range(2)
         ]
         assert lost[0]["remedy"].startswith(f"sudo ip link set {links.INTERFACE} mtu 1280 ")
         (versions,) = [one for one in found if one["check"] == "ranks"]

@@ -75,7 +75,15 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--compare": False,
         "--dry-run": False,
     },
-    "topology": {"--json": None, "--load": None},
+    "doctor": {"--only": None, "--report": None, "--json": False},
+    "topology": {
+        "--from": None,
+        "--measure": False,
+        "--svg": None,
+        "--png": None,
+        "--plain": False,
+        "--json": False,
+    },
     "explain": {
         "operation": None,
         "size": None,

@@ -28,7 +28,7 @@ def gpu(index: int, nvlinks: list[int], name: str = "NVIDIA H100 80GB HBM3") -> 
     links = tuple(
         GpuLink(peer, count, "system") for peer, count in enumerate(nvlinks) if peer != index
     )
-    return Gpu(index, f"GPU-{index}", name, 80 << 30, f"0000:{index:02x}:00.0", 0, links)
+    return Gpu(index, f"GPU-{index}", name, 80 << 30, f"0000:{index:02x}:00.0", 0, 504_123, links)
 
 
 def pair(source: int, target: int, **changes: Any) -> Pair:
