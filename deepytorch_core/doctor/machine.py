@@ -71,7 +71,7 @@ class Machine:
     @cached_property
     def distributions(self) -> Mapping[str, str]:
         """Installed packages with their versions, by normalised names."""
-        found = {}
+        found: dict[str, str] = {}
         for distribution in metadata.distributions():
             name = distribution.metadata["Name"]
             if name:

@@ -49,7 +49,7 @@ class Job:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        from torch.distributed import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
         self.rank, self.size = rank, size

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,8 @@ def _copies(torch: Any, num_devices: int) -> None:
         _say(doing=f"copying between the host and GPU {index}")
         data = torch.randint(0, 256, (_BYTES,), dtype=torch.uint8, device=f"cuda:{index}")
         buffers.append(data)
-        to_host.append(_rate(torch, lambda data=data: host.copy_(data, non_blocking=True)))
-        scratch = torch.empty_like(data)
-        from_host.append(
-            _rate(torch, lambda scratch=scratch: scratch.copy_(host, non_blocking=True))
-        )
+        to_host.append(_rate(torch, data, host))
+        from_host.append(_rate(torch, host, torch.empty_like(data)))
     for source in range(num_devices):
         for target in range(num_devices):
             if source == target:
@@ -71,12 +67,11 @@ def _copies(torch: Any, num_devices: int) -> None:
             _say(doing=f"copying from GPU {source} to GPU {target}")
             data = buffers[source]
             arrived = torch.zeros(_BYTES, dtype=torch.uint8, device=f"cuda:{target}")
-            rate = _rate(torch, lambda a=arrived, d=data: a.copy_(d, non_blocking=True))
             pair = {
                 "source": source,
                 "target": target,
                 "can_access": bool(torch.cuda.can_device_access_peer(source, target)),
-                "direct_gbps": rate,
+                "direct_gbps": _rate(torch, data, arrived),
                 # Both halves at the same time, chunk by chunk, as such algorithms work.
                 "host_gbps": min(to_host[source], from_host[target]),
                 "is_right": bool(torch.equal(arrived.cpu(), data.cpu())),
@@ -84,18 +79,21 @@ def _copies(torch: Any, num_devices: int) -> None:
             _say(pair=pair)
 
 
-def _rate(torch: Any, copy: Callable[[], Any]) -> float:
-    """GB/s of a copy of `_BYTES`, the best of some: the first one sets up the way."""
+def _rate(torch: Any, source: Any, target: Any) -> float:
+    """GB/s of copies of `_BYTES`, the best of some: the first one sets up the way."""
     best = float("inf")
     for _ in range(_COPIES):
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+        _wait(torch)
         start = time.perf_counter()
-        copy()
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+        target.copy_(source, non_blocking=True)
+        _wait(torch)
         best = min(best, time.perf_counter() - start)
     return float(_BYTES / best / 1e9)
+
+
+def _wait(torch: Any) -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
 
 
 def _nccl(torch: Any) -> dict[str, str]:

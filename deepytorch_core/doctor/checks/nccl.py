@@ -80,8 +80,8 @@ def judge(facts: Facts) -> list[Finding]:
         return findings
     if not facts.built and not facts.packages:
         return [not_here("this torch has no NCCL, and none is installed")]
-    names = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
-    text = f"NCCL {facts.running or facts.built or 'not asked'} ({names or 'part of torch'})"
+    listed = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
+    text = f"NCCL {facts.running or facts.built or 'not asked'} ({listed or 'part of torch'})"
     if facts.system:
         text += f"; the system's {facts.system[0]} is not used"
     return [okay(text)]
