@@ -6,12 +6,13 @@ import json as encoder
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from deepytorch.cli import console
+from deepytorch.cli import report as saved
 
 if TYPE_CHECKING:
     from deepytorch_core.doctor.finding import Finding
@@ -46,7 +47,7 @@ def doctor(
     from deepytorch_core.doctor.machine import Machine
 
     checks = registry.chosen(only or [])
-    machine = Machine(report=_read(report) if report is not None else None)
+    machine = Machine(report=saved.read(report) if report is not None else None)
     job = _job()
     if job is None:
         shown = registry.examine(machine, checks)
@@ -86,16 +87,6 @@ def _with_ranks(job: Job, machine: Machine, checks: Sequence[Check]) -> list[Fin
     machine.together = job.measure(machine, with_link=with_link)
     own = list(registry.examine(machine, checks)) if machine.together.is_leader else []
     return job.exchange(own)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = encoder.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} holds no report: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no report")
-    return found
 
 
 def _show(finding: Finding) -> Finding:

@@ -431,7 +431,7 @@ def test_the_command_and_its_exit_status(tmp_path: Path, monkeypatch: pytest.Mon
     report = tmp_path / "run.json"
     loader = {"num_workers": 0, "pin_memory": False, "prefetch_factor": None}
     loader |= {"persistent_workers": False, "batches": 50, "elapsed_s": 10.0, "waited_s": 4.0}
-    report.write_text(json.dumps({"loaders": [loader]}))
+    report.write_text(json.dumps({"native_calls": 0, "loaders": [loader]}))
     result = run("--only", "data", "--report", str(report))
     assert "40% of the time waits for data" in result.output
     assert "num_workers=" in result.output

@@ -92,7 +92,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--measure": False,
         "--json": False,
     },
-    "report": {"file": None},
+    "report": {"files": None, "--html": None},
     "bench collectives": {
         "--device": "cpu",
         "--world-size": 2,
