@@ -49,7 +49,10 @@ def headline(reports: Sequence[Saved]) -> str:
     kept = [one for one in reports[0].get("decisions", ()) if _gain(one) is not None]
     gains = [gain for one in kept if (gain := _gain(one)) is not None and gain > 1]
     if gains:
-        text += f"; {len(gains)} choices faster than stock where measured, up to {max(gains):.2f}x"
+        choices = "choices" if len(gains) > 1 else "choice"
+        text += (
+            f"; {len(gains)} {choices} faster than stock where measured, up to {max(gains):.2f}x"
+        )
     waits = [_waited(one) for one in reports]
     if any(elapsed for _, elapsed in waits):
         worst = max(waited / elapsed for waited, elapsed in waits if elapsed)

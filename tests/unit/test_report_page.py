@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch_core import activation, loader_waits, report_page
+from deepytorch_core import report as runs
 from deepytorch_core.patching import Patches
 
 
@@ -78,7 +80,7 @@ def test_the_page_says_where_the_time_goes_and_what_was_decided(tmp_path: Path) 
     assert not tags.open
     assert "http" not in page
     assert "<script" not in page
-    assert "10 collectives, 80% of them native; 1 choices faster than stock" in page
+    assert "10 collectives, 80% of them native; 1 choice faster than stock" in page
     assert "up to 2.50x; at most 25.0% of the time waits for data." in page
     assert "2.50 s, 2.00 s, 5.50 s" in page
     assert 'width:25.00%;background:#e0a33e" title="waiting for data 2.50 s"' in page
@@ -137,10 +139,22 @@ class Slow(Dataset[torch.Tensor]):
         return torch.tensor(float(index))
 
 
+@pytest.fixture
+def inactive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As before `import deepytorch`, and no loader known."""
+    monkeypatch.setattr(loader_waits, "_known", {})
+    was_active = activation.is_active()
+    activation.deactivate()
+    yield
+    activation.deactivate()
+    if was_active:
+        activation.activate()
+
+
+@pytest.mark.usefixtures("inactive")
 def test_waits_are_those_for_all_batches_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(loader_waits, "time", clock)
-    monkeypatch.setattr(loader_waits, "_known", {})
     patches = Patches()
     loader_waits.install(dataloader, patches)
     try:
@@ -159,16 +173,12 @@ def test_waits_are_those_for_all_batches_but_the_first(monkeypatch: pytest.Monke
     assert loader_waits.report() == (found,), "undone"
 
 
-def test_import_deepytorch_times_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_waits, "_known", {})
-    was_active = activation.is_active()
-    activation.activate(log="error")
-    try:
-        list(DataLoader(Slow(Clock()), batch_size=1))
-        from deepytorch_core.report import report as make
-
-        (found,) = make().loaders
-        assert found["batches"] == 5
-    finally:
-        if not was_active:
-            activation.deactivate()
+@pytest.mark.usefixtures("inactive")
+def test_activation_times_loaders() -> None:
+    activation.activate()
+    list(DataLoader(Slow(Clock()), batch_size=1))
+    (found,) = runs.report().loaders
+    assert found["batches"] == 5
+    activation.deactivate()
+    list(DataLoader(Slow(Clock()), batch_size=1))
+    assert runs.report().loaders == (found,)
