@@ -7,6 +7,7 @@ from typing_extensions import Buffer
 
 __version__: str
 abi_version: int
+gpu_architectures: str
 
 class StatisticsRow(TypedDict):
     group: str

@@ -23,6 +23,7 @@ from deepytorch_core.patching import Patches
 
 _C10D = "torch.distributed.distributed_c10d"
 _DIST_NN = "torch.distributed.nn.functional"
+_LOADER = "torch.utils.data.dataloader"
 
 
 @dataclass
@@ -31,7 +32,11 @@ class _Active:
 
     patches: Patches = field(default_factory=Patches)
     hooks: list[ImportHook] = field(
-        default_factory=lambda: [ImportHook(_C10D, _arm), ImportHook(_DIST_NN, _arm_dist_nn)]
+        default_factory=lambda: [
+            ImportHook(_C10D, _arm),
+            ImportHook(_DIST_NN, _arm_dist_nn),
+            ImportHook(_LOADER, _arm_loader),
+        ]
     )
 
     def undo(self) -> None:
@@ -168,3 +173,10 @@ def _arm_dist_nn(functional: ModuleType) -> None:
         from deepytorch_core import torch_sites
 
         torch_sites.install_dist_nn(functional, _active.patches)
+
+
+def _arm_loader(dataloader: ModuleType) -> None:
+    if _active is not None:
+        from deepytorch_core import loader_waits
+
+        loader_waits.install(dataloader, _active.patches)

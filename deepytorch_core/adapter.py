@@ -113,7 +113,7 @@ def find(sources: Sources | None = None) -> Path | None:
     prebuilt = _HERE / "_prebuilt" / this / _file_name()
     if prebuilt.is_file():
         return prebuilt
-    for folder in _cache_candidates():
+    for folder in cache_folders():
         cached = folder / this / _file_name()
         if cached.is_file() and _why_not_trusted(cached) is None:
             return cached
@@ -207,7 +207,8 @@ def _import(path: Path) -> ModuleType:
 # somebody else could have written.
 
 
-def _cache_candidates() -> list[Path]:
+def cache_folders() -> list[Path]:
+    """Where compiled adapters are looked for: the user's cache, then the temporary files."""
     me = os.geteuid()
     return [
         config.cache_dir() / f"adapter-{me}",
@@ -217,12 +218,12 @@ def _cache_candidates() -> list[Path]:
 
 def _writable_cache() -> Path:
     """The cache folder, or, when that can't be used, a private one among the temporary files."""
-    usual, fallback = _cache_candidates()
-    reason = _why_not_usable(usual)
+    usual, fallback = cache_folders()
+    reason = why_not_usable(usual)
     if reason is None:
         return usual
     # Its parent is ours too: /tmp is open to all, and only there is the name for the taking.
-    other = _why_not_usable(fallback.parent) or _why_not_usable(fallback)
+    other = why_not_usable(fallback.parent) or why_not_usable(fallback)
     if other is None:
         say(
             f"{reason}; keeping the adapter in {fallback} until the next cleaning of temporary "
@@ -235,7 +236,7 @@ def _writable_cache() -> Path:
     )
 
 
-def _why_not_usable(folder: Path) -> str | None:
+def why_not_usable(folder: Path) -> str | None:
     """Create `folder` as ours alone; say what is wrong if it can't be, or isn't."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -361,7 +362,7 @@ def _command(sources: Sources) -> list[str]:
             f"no C++ compiler to build the c10d adapter for torch {torch.__version__}, and none "
             "prebuilt for it. Install g++ (for instance `apt install g++`); or run `deepytorch "
             "build --output DIR` on a machine with the same torch, Python and C library and copy "
-            f"DIR/{tag(sources)} to {_cache_candidates()[0]}; or set DEEPYTORCH_ENABLED=0 to "
+            f"DIR/{tag(sources)} to {cache_folders()[0]}; or set DEEPYTORCH_ENABLED=0 to "
             "train without deepytorch"
         )
     python = Path(sysconfig.get_paths()["include"])

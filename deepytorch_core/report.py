@@ -28,7 +28,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A snapshot; `str()` of it is a table for people."""
+    """A snapshot; `str()` of it is a table for people. `loaders` is how long DataLoaders were
+    waited for, see `deepytorch_core.loader_waits`."""
 
     active: bool
     options: dict[str, Any]
@@ -36,6 +37,7 @@ class Report:
     decisions: tuple[dict[str, Any], ...]
     native_calls: int
     delegated_calls: int
+    loaders: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -60,6 +62,7 @@ def report() -> Report:
     """What has been done so far, on this rank. Cheap; makes nothing happen."""
     core = sys.modules.get("deepytorch_core._core")  # not loaded: then nothing has run
     statistics = core.statistics() if core is not None else []
+    waits = sys.modules.get("deepytorch_core.loader_waits")
     plans = core.plans() if core is not None else []
     rows = _merged(statistics)
     delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
@@ -70,6 +73,7 @@ def report() -> Report:
         decisions=(*(dict(plan) for plan in plans), *decisions.made()),
         native_calls=sum(row.calls for row in rows) - delegated,
         delegated_calls=delegated,
+        loaders=waits.report() if waits is not None else (),
     )
 
 

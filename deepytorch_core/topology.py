@@ -101,6 +101,8 @@ class RdmaDevice:
 class GpuLink:
     """One GPU's view of another: active NVLinks, and how far apart they are on PCIe.
 
+    `measured_mbps` is what copies to it were measured to carry, in Mbit/s; 0 if they were not.
+
     `distance` is "unknown", "same_board", "single_switch", "multiple_switches", "host_bridge",
     "numa_node" or "system".
     """
@@ -108,11 +110,15 @@ class GpuLink:
     peer: int
     nvlinks: int
     distance: str
+    measured_mbps: int = 0
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by NVML's index, in PCI order; CUDA may order devices otherwise, so match by `uuid`."""
+    """A GPU by NVML's index, in PCI order; CUDA may order devices otherwise, so match by `uuid`.
+
+    `pcie_mbps` is what one direction of its PCIe link carries at full speed, in Mbit/s.
+    """
 
     index: int
     uuid: str
@@ -120,6 +126,7 @@ class Gpu:
     memory_bytes: int
     pci: str
     numa_node: int
+    pcie_mbps: int
     links: tuple[GpuLink, ...]
 
 
@@ -201,7 +208,7 @@ _DISTANCE_WORDS = {
     "numa_node": "NODE",
     "system": "SYS",
 }
-_DISTANCE_LEGEND = {
+DISTANCE_LEGEND = {
     "PSB": "PCIe on one board",
     "PIX": "one PCIe switch",
     "PXB": "several PCIe switches",
@@ -242,16 +249,16 @@ def _cores_text(cores: Cores) -> str:
 def _cache_text(cache: Cache) -> str:
     letter = "d" if cache.type == "data" else ""
     sharing = f", each shared by {cache.shared_by} threads" if cache.shared_by > 1 else ""
-    return f"L{cache.level}{letter} {cache.instances} x {_size(cache.bytes)}{sharing}"
+    return f"L{cache.level}{letter} {cache.instances} x {size_text(cache.bytes)}{sharing}"
 
 
 def _memory_text(memory: Memory) -> str:
-    return f"{_size(memory.total_bytes)}, {_size(memory.available_bytes)} available"
+    return f"{size_text(memory.total_bytes)}, {size_text(memory.available_bytes)} available"
 
 
 def _numa_text(node: NumaNode) -> str:
-    cpus = f"CPUs {_ranges(node.cpus)}" if node.cpus else "no CPUs"
-    return f"node {node.index}: {cpus}, {_size(node.memory_bytes)}"
+    cpus = f"CPUs {cpu_list(node.cpus)}" if node.cpus else "no CPUs"
+    return f"node {node.index}: {cpus}, {size_text(node.memory_bytes)}"
 
 
 def _nic_cells(nic: Nic) -> list[str]:
@@ -279,7 +286,7 @@ def _rdma_cells(device: RdmaDevice, port: RdmaPort) -> list[str]:
 
 
 def _gpu_cells(gpu: Gpu) -> list[str]:
-    where = [_size(gpu.memory_bytes), _numa_cell(gpu.numa_node), gpu.pci]
+    where = [size_text(gpu.memory_bytes), _numa_cell(gpu.numa_node), gpu.pci]
     return [f"GPU {gpu.index}", gpu.name, *where, gpu.uuid]
 
 
@@ -293,16 +300,17 @@ def _link_matrix(gpus: Sequence[Gpu]) -> list[str]:
     table = [["", *(f"GPU {gpu.index}" for gpu in gpus)]]
     words: set[str] = set()
     for gpu in gpus:
-        row = {link.peer: _link_word(link) for link in gpu.links}
+        row = {link.peer: link_word(link) for link in gpu.links}
         cells = ["-" if peer is gpu else row.get(peer.index, "?") for peer in gpus]
         words.update(cells)
         table.append([f"GPU {gpu.index}", *cells])
     legend = ["NVn: n NVLinks"] if any(word.startswith("NV") for word in words) else []
-    legend += [f"{word}: {text}" for word, text in _DISTANCE_LEGEND.items() if word in words]
+    legend += [f"{word}: {text}" for word, text in DISTANCE_LEGEND.items() if word in words]
     return [*_align(table), "; ".join(legend)]
 
 
-def _link_word(link: GpuLink) -> str:
+def link_word(link: GpuLink) -> str:
+    """nvidia-smi's word for it: "NV18" or how far apart the two are on PCIe."""
     return f"NV{link.nvlinks}" if link.nvlinks else _DISTANCE_WORDS[link.distance]
 
 
@@ -315,7 +323,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def cpu_list(numbers: Sequence[int]) -> str:
     """Ascending numbers as the kernel writes lists of CPUs: "0-3,8"."""
     ranges: list[list[int]] = []
     for number in numbers:
@@ -326,7 +334,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join("-".join(map(str, item)) for item in ranges)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """Bytes in the largest binary unit that keeps the number at 1 or more."""
     if num_bytes <= 0:
         return "size unknown"

@@ -8,6 +8,8 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The torch-free core of deepytorch.";
   m.attr("__version__") = DPT_VERSION;
   m.attr("abi_version") = DPT_ABI_VERSION;
+  // As CMake writes them, "80-real 90a-real 90-virtual"; "" without GPU kernels.
+  m.attr("gpu_architectures") = DPT_GPU_ARCHITECTURES;
   dpt::register_comm(m);
   dpt::register_communicator(m);
   dpt::register_topology(m);

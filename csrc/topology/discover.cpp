@@ -274,7 +274,10 @@ Topology discover(const Roots& roots) {
   topology.rdma = discover_rdma(roots);
   topology.gpudirect = gpudirect_module(roots);
   topology.gpus = discover_gpus(roots.nvml_library, &topology.gpu_note);
-  for (Gpu& gpu : topology.gpus) gpu.numa_node = numa_node_of_pci(roots, gpu.pci);
+  for (Gpu& gpu : topology.gpus) {
+    gpu.numa_node = numa_node_of_pci(roots, gpu.pci);
+    gpu.pcie_mbps = pcie_mbps(roots, gpu.pci);
+  }
   return topology;
 }
 

@@ -84,6 +84,7 @@ struct GpuLink {
   int peer = 0;     // the other GPU's index
   int nvlinks = 0;  // active NVLinks to it, direct or through NVSwitch
   PciDistance distance = PciDistance::kUnknown;
+  int64_t measured_mbps = 0;  // of copies to it; discover() measures nothing
 };
 
 struct Gpu {
@@ -92,6 +93,7 @@ struct Gpu {
   std::string name;
   int64_t memory_bytes = 0;
   std::string pci;
+  int64_t pcie_mbps = 0;  // one direction of its PCIe link at full speed
   int numa_node = -1;
   std::vector<GpuLink> links;  // one per other GPU
 };

@@ -11,7 +11,7 @@
 namespace dpt {
 namespace {
 
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 
 // In the order of PciDistance.
 constexpr std::array<std::string_view, 7> kDistances = {"unknown",
@@ -93,6 +93,7 @@ void visit(Archive& archive, GpuLink& link) {
   archive.field("peer", link.peer);
   archive.field("nvlinks", link.nvlinks);
   archive.field("distance", link.distance);
+  archive.field("measured_mbps", link.measured_mbps);
 }
 
 template <typename Archive>
@@ -102,6 +103,7 @@ void visit(Archive& archive, Gpu& gpu) {
   archive.field("name", gpu.name);
   archive.field("memory_bytes", gpu.memory_bytes);
   archive.field("pci", gpu.pci);
+  archive.field("pcie_mbps", gpu.pcie_mbps);
   archive.node_field("numa_node", gpu.numa_node);
   archive.field("links", gpu.links);
 }

@@ -4,7 +4,18 @@ import sys
 
 import typer
 
-from deepytorch.cli import bench, bench_train, build, console, explain, report, run, topology, train
+from deepytorch.cli import (
+    bench,
+    bench_train,
+    build,
+    console,
+    doctor,
+    explain,
+    report,
+    run,
+    topology,
+    train,
+)
 
 app = typer.Typer(
     name="deepytorch",
@@ -13,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (build, run, train, topology, explain, report):
+for command in (doctor, build, run, train, topology, explain, report):
     command.add_to(app)
 bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")

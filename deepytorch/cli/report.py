@@ -16,14 +16,24 @@ def add_to(app: typer.Typer) -> None:
 
 
 def report(
-    file: Annotated[
-        Path | None,
-        typer.Argument(help="A run's report: json.dump(deepytorch.report().to_dict(), file)."),
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="A run's report: json.dump(deepytorch.report().to_dict(), file); several for "
+            "several ranks."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write these reports as one HTML page instead.")
     ] = None,
 ) -> None:
-    """Show the environment, the adapter and the options in force, or a run's saved report."""
-    if file is not None:
-        show_saved(file)
+    """Show the environment, the adapter and the options in force, or a run's saved reports."""
+    if html is not None:
+        write_page(html, files or [])
+        return
+    if files:
+        for file in files:
+            show_saved(file)
         return
     from deepytorch_core import config
 
@@ -66,14 +76,33 @@ def options() -> list[tuple[str, str]]:
     return rows
 
 
-def show_saved(path: Path) -> None:
-    """Prints a report saved as JSON; raises ValueError when the file holds none."""
+def write_page(html: Path, files: list[Path]) -> None:
+    """Writes reports as one page; raises ValueError for a file that holds none, or no files."""
+    from deepytorch_core import report_page
+
+    if not files:
+        raise ValueError("--html needs a run's saved reports: deepytorch report FILE --html PAGE")
+    names = [file.stem for file in files]
+    if len(set(names)) < len(names):
+        names = [str(file) for file in files]
+    report_page.write(html, {name: read(file) for name, file in zip(names, files, strict=True)})
+    console.err().print(f"written: {html}", markup=False)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report saved as JSON; raises ValueError when the file holds none."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} holds no report: {error}") from error
     if not isinstance(saved, dict) or "native_calls" not in saved:
         raise ValueError(f"{path} holds no report: it lacks native_calls")
+    return saved
+
+
+def show_saved(path: Path) -> None:
+    """Prints a report saved as JSON; raises ValueError when the file holds none."""
+    saved = read(path)
     out = console.out()
     plain = {key: value for key, value in saved.items() if not isinstance(value, (list, dict))}
     out.print(console.fields(str(path), [(key, str(value)) for key, value in plain.items()]))

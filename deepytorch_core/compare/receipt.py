@@ -8,15 +8,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepytorch_core import html_page
 from deepytorch_core.compare.result import STOCK, Sample
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.4em; } pre { background: #f4f4f4; padding: .6em; overflow-x: auto; }
-table { border-collapse: collapse; } td, th { padding: .2em 1em .2em 0; text-align: left; }
-th { font-weight: 600; } svg { max-width: 100%; height: auto; }
-.verdict { font-size: 1.15em; }
-"""
 
 
 def write(
@@ -36,19 +29,12 @@ def write(
         headline: the verdict in a sentence.
         rows: (name, value) of every finding.
     """
-    cells = "\n".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-        for name, value in rows
+    body = (
+        f"<pre>{html.escape(command)}</pre>\n"
+        f'<p class="verdict">{html.escape(headline)}</p>\n'
+        f"{html_page.fields(rows)}\n{_figure(samples)}"
     )
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(headline)}</title><style>{_STYLE}</style></head><body>\n"
-        f"<h1>deepytorch, compared with stock</h1>\n<pre>{html.escape(command)}</pre>\n"
-        f'<p class="verdict">{html.escape(headline)}</p>\n<table>\n{cells}\n</table>\n'
-        f"{_figure(samples)}\n</body></html>\n"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    html_page.write(path, title=headline, heading="deepytorch, compared with stock", body=body)
 
 
 def _figure(samples: Sequence[Sample]) -> str:

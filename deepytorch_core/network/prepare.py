@@ -18,6 +18,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 _HERE_LIMIT_S = 60.0
 # A probe, and what a node may be late for it.
 _RESULT_LIMIT_S = probe.LIMIT_S + 5.0
-_FILE = "network.json"
+FILE = "network.json"
+"""In the cache folder: what was measured, see `link.recall`."""
+
 _SIOCGIFADDR = 0x8915
 
 _done = False
@@ -92,7 +95,7 @@ def together(
     """
     table = _of_table()
     here = {
-        "node": _node(),
+        "node": node_name(),
         "set": sorted(config.nccl_settings()),
         "rdma": has_rdma,
         "table": _digest(table),
@@ -125,7 +128,7 @@ def _may_use_rdma(machine: Topology) -> bool:
     return bool(rdma.usable(machine)) and not rdma.SWITCHED_OFF & set(config.nccl_settings())
 
 
-def _node() -> str:
+def node_name() -> str:
     """Equal for the processes that share a network: this boot of the machine, this namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip()}/{Path('/proc/self/ns/net').readlink()}"
@@ -140,6 +143,7 @@ def _plan(store: Any, size: int) -> dict[str, Any]:
     tables = {rank["table"] for rank in ranks}
     return {
         "pairs": pairs,
+        "rdma": by_rdma,
         "set": sorted({name for rank in ranks for name in rank["set"]}),
         "table": len(tables) == 1 and "" not in tables,
     }
@@ -170,8 +174,8 @@ def _measure(store: Any, number: int, *, is_receiver: bool, measure: bool) -> No
             except probe.ProbeError as error:
                 say_once(f"probe of the network: {error}", level="debug")
         return
-    key = "/".join(sorted([f"{address}@{_node()}", theirs]))
-    path = config.cache_dir() / _FILE
+    key = "/".join(sorted([f"{address}@{node_name()}", theirs]))
+    path = config.cache_dir() / FILE
     known = None if config.current().tune == "force" else links.recall(path, key)
     if known is not None or not measure:
         store.set(f"offer/{number}", json.dumps({}))
@@ -212,6 +216,32 @@ def _judge(store: Any, plan: dict[str, Any]) -> str:
             "reasons": choice.reasons,
             "table": plan["table"],
         }
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The pairs of nodes that were measured, why others were not, and whether all have RDMA."""
+
+    links: tuple[links.Link, ...]
+    errors: tuple[str, ...]
+    by_rdma: bool
+
+
+def measured(store: Any) -> Measured:
+    """On rank 0, after `together` with the same store: what that went by.
+
+    Raises RuntimeError (torch's DistStoreError) or ValueError where it came to nothing.
+    """
+    plan = json.loads(_wait(store, "plan", _RESULT_LIMIT_S))
+    results = [
+        json.loads(_wait(store, f"result/{number}", _RESULT_LIMIT_S))
+        for number in range(len(plan["pairs"]))
+    ]
+    return Measured(
+        links=tuple(links.Link.from_dict(one["link"]) for one in results if "link" in one),
+        errors=tuple(one["error"] for one in results if "error" in one),
+        by_rdma=plan["rdma"],
     )
 
 

@@ -288,7 +288,7 @@ def test_two_users_of_one_cache_do_not_meet(
     other_user = os.geteuid() + 1
     monkeypatch.setattr("os.geteuid", lambda: other_user)
     assert adapter.find(sources) is None
-    assert adapter._cache_candidates()[0] == places / f"adapter-{other_user}"
+    assert adapter.cache_folders()[0] == places / f"adapter-{other_user}"
 
 
 def test_a_folder_of_another_user_is_never_loaded_from(

@@ -75,7 +75,15 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--compare": False,
         "--dry-run": False,
     },
-    "topology": {"--json": None, "--load": None},
+    "doctor": {"--only": None, "--report": None, "--json": False},
+    "topology": {
+        "--from": None,
+        "--measure": False,
+        "--svg": None,
+        "--png": None,
+        "--plain": False,
+        "--json": False,
+    },
     "explain": {
         "operation": None,
         "size": None,
@@ -84,7 +92,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--measure": False,
         "--json": False,
     },
-    "report": {"file": None},
+    "report": {"files": None, "--html": None},
     "bench collectives": {
         "--device": "cpu",
         "--world-size": 2,

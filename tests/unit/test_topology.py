@@ -79,7 +79,7 @@ def test_usable_cores_follow_the_affinity():
         (["gpus", 1, "links", 0, "distance"], "far", "gpus[1].links[0].distance: expected one of"),
         (["gpus", 3, "index"], 2, "gpus[3].index: GPU 2 appears twice"),
         (["gpus", 3, "color"], "green", "gpus[3].color: is not a field"),
-        (["version"], 1, "version: this release reads version 2, found 1"),
+        (["version"], 1, "version: this release reads version 3, found 1"),
     ],
 )
 def test_a_wrong_field_is_named(path, value, message):

@@ -1,0 +1,108 @@
+"""`deepytorch doctor`: what is wrong with this machine or job, and the command that mends it."""
+
+from __future__ import annotations
+
+import json as encoder
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from deepytorch.cli import console
+from deepytorch.cli import report as saved
+
+if TYPE_CHECKING:
+    from deepytorch_core.doctor.finding import Finding
+    from deepytorch_core.doctor.machine import Machine
+    from deepytorch_core.doctor.registry import Check
+    from deepytorch_core.doctor.together import Job
+
+_STYLES = {"okay": "green", "warn": "yellow", "fail": "bold red", "not here": "dim"}
+_WORDS = {"okay": "OKAY", "warn": "WARN", "fail": "FAIL", "not here": "  --"}
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(doctor)
+
+
+def doctor(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this check; may be given several times.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="A run's saved report, to judge what it says of loaders' waits."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine and environment; every WARN and FAIL comes with the command that mends it.
+
+    Exit status 1 when a check fails. Under torchrun (torchrun ... -m deepytorch.cli doctor) it also
+    measures the link between the nodes, and rank 0 shows what is wrong on any of them.
+    """
+    from deepytorch_core.doctor import registry
+    from deepytorch_core.doctor.machine import Machine
+
+    checks = registry.chosen(only or [])
+    machine = Machine(report=saved.read(report) if report is not None else None)
+    job = _job()
+    if job is None:
+        shown = registry.examine(machine, checks)
+        findings = list(shown) if json else [_show(finding) for finding in shown]
+    else:
+        findings = _with_ranks(job, machine, checks)
+        if job.rank != 0:
+            return
+        if not json:
+            for finding in findings:
+                _show(finding)
+    if json:
+        sys.stdout.write(encoder.dumps([one.to_dict() for one in findings], indent=1) + "\n")
+    else:
+        _sum_up(findings)
+    if any(finding.state == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _job() -> Job | None:
+    """The ranks that a launcher started with this one; None for a process that is alone."""
+    from deepytorch_core import config
+
+    launched = config.launched()
+    if launched is None or launched.size == 1 or config.rendezvous_address() is None:
+        return None
+    from deepytorch_core.doctor.together import Job
+
+    return Job(launched.rank, launched.size)
+
+
+def _with_ranks(job: Job, machine: Machine, checks: Sequence[Check]) -> list[Finding]:
+    """What all ranks found together, on rank 0; nothing on others."""
+    from deepytorch_core.doctor import registry
+
+    with_link = any(check.name == "link" for check in checks)
+    machine.together = job.measure(machine, with_link=with_link)
+    own = list(registry.examine(machine, checks)) if machine.together.is_leader else []
+    return job.exchange(own)
+
+
+def _show(finding: Finding) -> Finding:
+    """One line, and the remedy below it."""
+    out = console.out()
+    style = _STYLES[finding.state]
+    node = f"[bold]{escape(finding.node)}:[/] " if finding.node else ""
+    name = f"{finding.check:<12}"
+    text = f"[{style}]{_WORDS[finding.state]}[/]  {name} {node}{escape(finding.evidence)}"
+    out.print(text if finding.state != "not here" else f"[dim]{text}[/]", soft_wrap=True)
+    if finding.remedy:
+        out.print(f"{'':<18} [cyan]{escape(finding.remedy)}[/]", soft_wrap=True)
+    return finding
+
+
+def _sum_up(findings: Sequence[Finding]) -> None:
+    counts = {state: sum(one.state == state for one in findings) for state in _STYLES}
+    text = f"{counts['okay']} okay, {counts['warn']} to improve, {counts['fail']} broken"
+    console.out().print(f"\n{text}, {counts['not here']} not here")

@@ -1,0 +1,1 @@
+"""One check per file: a frozen dataclass of facts, `gather` and `judge`."""

@@ -1,0 +1,103 @@
+"""The container grants the processors and the memory that the job counts on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepytorch_core.doctor.finding import Finding, fail, okay, warn
+from deepytorch_core.doctor.machine import Machine
+
+_THROTTLED = 0.05
+_NEARLY_FULL = 0.92
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the control group, version 1 or 2: CPUs' worth of time (None without a limit), the share
+    of periods in which it was cut off, memory in bytes (None without a limit), processes killed."""
+
+    allowed_cpus: int
+    quota_cpus: float | None
+    throttled: float
+    memory_limit: int | None
+    memory_used: int
+    num_killed: int
+    threads: str | None
+
+
+def gather(machine: Machine) -> Facts:
+    cpu, memory = _Group(machine, "cpu"), _Group(machine, "memory")
+    periods = cpu.table("cpu.stat")
+    quota, period = (cpu.text("cpu.max").split() + ["", ""])[:2]
+    if not quota:
+        quota, period = cpu.text("cpu.cfs_quota_us"), cpu.text("cpu.cfs_period_us")
+    limit = memory.text("memory.max") or memory.text("memory.limit_in_bytes")
+    used = memory.text("memory.current") or memory.text("memory.usage_in_bytes")
+    cached = memory.table("memory.stat").get("inactive_file", 0)
+    killed = memory.table("memory.events") or memory.table("memory.oom_control")
+    total = machine.topology.memory.total_bytes
+    bytes_limit = int(limit) if limit.isdecimal() else 0
+    return Facts(
+        allowed_cpus=len(machine.affinity),
+        quota_cpus=int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None,
+        throttled=periods.get("nr_throttled", 0) / max(1, periods.get("nr_periods", 0)),
+        memory_limit=bytes_limit if 0 < bytes_limit < (total or 1 << 62) else None,
+        memory_used=max(0, (int(used) if used.isdecimal() else 0) - cached),
+        num_killed=killed.get("oom_kill", 0),
+        threads=machine.environment.get("OMP_NUM_THREADS"),
+    )
+
+
+class _Group:
+    """The files of this process's control group, wherever they are mounted."""
+
+    def __init__(self, machine: Machine, controller: str) -> None:
+        own = ""
+        for line in (machine.read("proc/self/cgroup") or "").splitlines():
+            parts = line.split(":", 2)
+            if len(parts) == 3 and (parts[1] == "" or controller in parts[1].split(",")):
+                own = parts[2].strip("/")
+        top = "sys/fs/cgroup"
+        # A container may see its own group as the top, or by the host's path, which is not there.
+        self._folders = [f"{top}/{own}", f"{top}/{controller}/{own}", top, f"{top}/{controller}"]
+        self._machine = machine
+
+    def text(self, name: str) -> str:
+        for folder in self._folders:
+            found = self._machine.read(f"{folder}/{name}")
+            if found:
+                return found
+        return ""
+
+    def table(self, name: str) -> dict[str, int]:
+        rows = (line.split() for line in self.text(name).splitlines())
+        return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
+
+
+def judge(facts: Facts) -> list[Finding]:
+    findings = []
+    quota = facts.quota_cpus
+    if quota is not None and quota < facts.allowed_cpus:
+        whole = max(1, int(quota))
+        text = f"a quota of {quota:g} CPUs where {facts.allowed_cpus} are seen"
+        if facts.throttled > _THROTTLED:
+            text += f": cut off in {facts.throttled:.0%} of all periods"
+            remedy = "docker update --cpus N <container>   # Kubernetes: resources.limits.cpu"
+            findings.append(warn(text, remedy))
+        elif not facts.threads:
+            text += ": libraries start a thread for each and wait for each other"
+            findings.append(warn(text, f"export OMP_NUM_THREADS={whole}"))
+    limit = facts.memory_limit
+    if limit is not None and facts.memory_used > _NEARLY_FULL * limit:
+        text = f"{facts.memory_used / 2**30:.1f} of {limit / 2**30:.1f} GiB are in use"
+        remedy = "docker update --memory <more> <container>   # Kubernetes: resources.limits.memory"
+        findings.append(fail(f"{text}: the next process may be killed", remedy))
+    if facts.num_killed:
+        text = f"{facts.num_killed} processes were killed here for want of memory"
+        remedy = "docker update --memory <more> <container>   # or fewer workers in loaders"
+        findings.append(warn(text, remedy))
+    if findings:
+        return findings
+    cpus = f"quota {quota:g} CPUs" if quota is not None else "no CPU quota"
+    memory = f"limit {limit / 2**30:.1f} GiB" if limit is not None else "no memory limit"
+    return [okay(f"{cpus}, {facts.allowed_cpus} allowed; {memory}")]

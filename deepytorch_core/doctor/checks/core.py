@@ -1,0 +1,37 @@
+"""The native core can be loaded and belongs to this version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepytorch_core.doctor.finding import Finding, fail, okay
+from deepytorch_core.doctor.machine import Machine
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Versions of the native core and of the package; `error` why the core can't be loaded."""
+
+    core: str
+    package: str
+    instructions: str
+    error: str
+
+
+def gather(machine: Machine) -> Facts:
+    package = machine.distributions.get("deepytorch", "")
+    try:
+        from deepytorch_core import _core
+    except ImportError as error:
+        return Facts("", package, "", str(error))
+    return Facts(_core.__version__, package, _core.reduce_isa(), "")
+
+
+def judge(facts: Facts) -> list[Finding]:
+    remedy = "pip install --force-reinstall --no-deps deepytorch"
+    if facts.error:
+        return [fail(f"the native core can't be loaded: {facts.error}", remedy)]
+    if facts.package and facts.core != facts.package:
+        text = f"the native core is of version {facts.core}, deepytorch of {facts.package}"
+        return [fail(text, remedy)]
+    return [okay(f"version {facts.core}, reductions use {facts.instructions}")]
