@@ -20,6 +20,7 @@ struct ChooseDeviceRequest {
   cuda::Layout layout;     // of the group
   std::string not_native;  // not empty: why native code can't serve the request or the group
   bool delegate = false;   // it competes: it keeps what native code is not known to do faster
+  cuda::Staging staging = {};  // of a group without peer access, which has no kernels
   const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
 };
 

@@ -1,0 +1,74 @@
+// A device whose lanes are threads: they carry out commands in order, each after a random delay.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "staged/copy_engine.hpp"
+
+namespace dpt::testing {
+
+// Commands in order. Each is tried until it returns true.
+class FakeLane {
+ public:
+  // `most_delay_us`: of a command.
+  FakeLane(unsigned seed, int most_delay_us);
+  ~FakeLane();  // after what was enqueued
+
+  void push(std::function<bool()> command);
+  bool is_idle();
+  void synchronize();
+
+ private:
+  void run();
+
+  std::mt19937 random_;
+  const int most_delay_us_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<bool()>> commands_;  // the one under way first
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+class FakeCopyEngine final : public staged::CopyEngine {
+ public:
+  // As a device does whose driver has no such functions.
+  struct Options {
+    int most_delay_us = 0;
+    bool can_map = true;
+    // Called before each copy; what it throws `enqueue` throws.
+    std::function<void()> before_copy = {};
+  };
+  FakeCopyEngine(unsigned seed, Options options);
+
+  // Streams are FakeLane*; nullptr: one on which nothing is under way.
+  void map(char* memory, size_t bytes) override;
+  std::shared_ptr<void> enter() override { return nullptr; }
+  void fork(staged::Stream stream) override;
+  void meet() override;
+  void join(staged::Stream stream) override;
+  void copy_up(char* host, const char* device, const staged::Rows& rows) override;
+  void copy_down(char* device, const char* host, const staged::Rows& rows) override;
+  void copy_local(char* to, const char* from, size_t bytes) override;
+  void wait(staged::Lane lane, const staged::Word& word, uint32_t value) override;
+  void wait_for_bits(staged::Lane lane, const staged::Word& word, uint32_t bits) override;
+  void write(staged::Lane lane, staged::Word& word, uint32_t value) override;
+  bool is_idle() override { return up_.is_idle() && down_.is_idle(); }
+
+ private:
+  FakeLane& lane(staged::Lane which) { return which == staged::Lane::kUp ? up_ : down_; }
+  void check_mapped(const char* host, const staged::Rows& rows) const;
+
+  const Options options_;
+  char* mapped_ = nullptr;
+  size_t mapped_bytes_ = 0;
+  FakeLane up_;
+  FakeLane down_;
+};
+
+}  // namespace dpt::testing
