@@ -23,6 +23,7 @@ constexpr int kDepth = 3;
 // How long a group that goes away waits for its operations, and then for the device.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 constexpr std::chrono::milliseconds kBrokenGrace{5000};
+constexpr std::chrono::milliseconds kTrialLimit{2000};
 constexpr std::chrono::microseconds kSpin{200};
 
 Shape shape_for(const Group::Setup& setup) {
@@ -120,6 +121,24 @@ UniqueFd fetch(const Group::Setup& setup, const std::string& address) {
   return std::move(received.fds.front());
 }
 
+// Whether the device carries out words at all its driver tells only when asked for some.
+void try_words(CopyEngine& engine, Word& word) {
+  {
+    const std::shared_ptr<void> entered = engine.enter();
+    engine.write(Lane::kUp, word, 1);
+    engine.wait(Lane::kDown, word, 1);
+    engine.wait_for_bits(Lane::kDown, word, 1);
+    engine.meet();
+  }
+  const Deadline limit(kTrialLimit);
+  while (!engine.is_idle() && !limit.expired()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  const bool works = engine.is_idle() && word.load(std::memory_order_acquire) == 1;
+  word.store(1, std::memory_order_release);  // nothing waits any longer
+  if (!works) throw Error(DPT_ERR_SYSTEM, "stream memory operations don't work on this GPU");
+}
+
 // Of this process, as long as one of its groups needs them.
 std::shared_ptr<Workers> workers_of_process(const Group::Setup& setup) {
   static std::mutex mutex;
@@ -210,6 +229,8 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
           }).join();
           group->engine_ = setup.make_engine();
           group->engine_->map(group->memory_->address(), Board::bytes(shape));
+          // Rewritten by the first operation.
+          try_words(*group->engine_, board.description(setup.rank, 0));
         }));
   const Board board(group->memory_->address(), shape);
   group->workers_ = workers;

@@ -181,6 +181,14 @@ Pipeline::Progress Pipeline::advance(int worker) {
   return at.is_over ? Progress::kMoved : Progress::kWaiting;
 }
 
+bool Pipeline::all_came_to(Word& (Board::*word)(int) const, uint64_t number) const {
+  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+    const uint32_t value = (board_.*word)(rank).load(std::memory_order_acquire);
+    if (!has_come_to(value, low(number))) return false;
+  }
+  return !is_broken();  // where words say whatever ends waits
+}
+
 // Once all ranks came to the operation's first chunk. False: they are not in the same.
 bool Pipeline::start(Cursor& at, int worker) {
   const Job& job = at.op->job;
@@ -205,14 +213,9 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   const Job& job = at.op->job;
   const Shape& shape = board_.shape();
   const uint64_t number = at.op->first + at.chunk;
-  const auto depth = static_cast<uint64_t>(shape.depth);
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    const uint32_t arrived = board_.arrived(rank).load(std::memory_order_acquire);
-    if (!has_come_to(arrived, low(number))) return false;
-    if (!has_predecessor(number)) continue;
-    const uint32_t taken = board_.taken(rank).load(std::memory_order_acquire);
-    if (!has_come_to(taken, low(number - depth))) return false;
-  }
+  // The result's slot is free once all ranks have what was in it.
+  if (!all_came_to(&Board::arrived, number)) return false;
+  if (has_predecessor(number) && !all_came_to(&Board::taken, number - shape.depth)) return false;
   if (at.chunk == 0 && !start(at, worker)) return false;
 
   const size_t slot = slot_of(number);
@@ -246,11 +249,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
 }
 
 bool Pipeline::check_alone(Cursor& at) {
-  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
-    const uint32_t arrived = board_.arrived(rank).load(std::memory_order_acquire);
-    if (!has_come_to(arrived, low(at.op->first))) return false;
-  }
-  if (!start(at, 0)) return false;
+  if (!all_came_to(&Board::arrived, at.op->first) || !start(at, 0)) return false;
   at.chunk = at.op->job.chunks;
   board_.checked(rank_).store(low(at.op->first), std::memory_order_release);
   return true;

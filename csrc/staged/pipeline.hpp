@@ -86,6 +86,7 @@ class Pipeline {
   void put_down(const Op& op, uint64_t chunk);
   void wait_for_slot(uint64_t number, Job::Kind kind);
 
+  bool all_came_to(Word& (Board::*word)(int) const, uint64_t number) const;
   bool start(Cursor& at, int worker);
   bool reduce_chunk(Cursor& at, int worker);
   bool check_alone(Cursor& at);

@@ -110,16 +110,16 @@ void FakeCopyEngine::join(staged::Stream stream) {
 
 void FakeCopyEngine::copy_up(char* host, const char* device, const Rows& rows) {
   check_mapped(host, rows);
-  up_.push([=] {
-    copy_rows(host, rows.host_pitch, device, rows.device_pitch, rows);
+  up_.push([=, this] {
+    if (!is_broken()) copy_rows(host, rows.host_pitch, device, rows.device_pitch, rows);
     return true;
   });
 }
 
 void FakeCopyEngine::copy_down(char* device, const char* host, const Rows& rows) {
   check_mapped(host, rows);
-  down_.push([=] {
-    copy_rows(device, rows.device_pitch, host, rows.host_pitch, rows);
+  down_.push([=, this] {
+    if (!is_broken()) copy_rows(device, rows.device_pitch, host, rows.host_pitch, rows);
     return true;
   });
 }

@@ -41,6 +41,9 @@ class FakeCopyEngine final : public staged::CopyEngine {
   struct Options {
     int most_delay_us = 0;
     bool can_map = true;
+    // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody
+    // but the thread sanitizer.
+    const staged::Word* broken = nullptr;
     // Called before each copy; what it throws `enqueue` throws.
     std::function<void()> before_copy = {};
   };
@@ -62,6 +65,9 @@ class FakeCopyEngine final : public staged::CopyEngine {
 
  private:
   FakeLane& lane(staged::Lane which) { return which == staged::Lane::kUp ? up_ : down_; }
+  bool is_broken() const {
+    return options_.broken != nullptr && options_.broken->load(std::memory_order_acquire) != 0;
+  }
   void check_mapped(const char* host, const staged::Rows& rows) const;
 
   const Options options_;
