@@ -106,6 +106,10 @@ class Communicator {
     size_t staging_bytes = 0;
   };
   dpt_outcome submit_device(const dpt_request& request);
+  void launch_on_device(const dpt_request& request, const DevicePlan& plan);
+  bool is_staged() const;
+  std::string why_not_staged(const dpt_request& request) const;
+  DeviceGroup::Workers workers_near(const RunContext& context, const std::vector<int>& cpus) const;
   std::string why_not_on_device(const dpt_request& request) const;
   DevicePlan plan_on_device(const dpt_request& request);
   // Runs `task` with what it needs to meet the other ranks, in turn with the group's operations on
