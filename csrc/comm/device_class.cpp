@@ -69,7 +69,7 @@ PeerAccess peer_access_of(int device, const Shared& mine, const std::vector<Shar
     if (each.no_peer_access) return PeerAccess::kNone;
     if (std::strcmp(each.uuid, mine.uuid) == 0) continue;
     const auto found = cuda::has_peer_access(device, each.uuid);
-    const PeerAccess to = !found ? PeerAccess::kUnknown
+    const PeerAccess to = !found   ? PeerAccess::kUnknown
                           : *found ? PeerAccess::kFull
                                    : PeerAccess::kNone;
     access = std::max(access, to);

@@ -106,8 +106,7 @@ class CudaCopyEngine final : public staged::CopyEngine {
 
   void copy_up(char* host, const char* device, const Rows& rows) override {
     if (rows.count == 1) {
-      DPT_CUDA_CHECK(
-          cudaMemcpyAsync(host, device, rows.bytes, cudaMemcpyDeviceToHost, up_.get()));
+      DPT_CUDA_CHECK(cudaMemcpyAsync(host, device, rows.bytes, cudaMemcpyDeviceToHost, up_.get()));
       return;
     }
     DPT_CUDA_CHECK(cudaMemcpy2DAsync(host,

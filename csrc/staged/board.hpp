@@ -18,14 +18,14 @@ struct Shape {
   int ranks = 0;
   size_t slot_bytes = 0;  // whole pages
   int depth = 0;
-  int threads = 0;  // most workers of one rank
+  int threads = 0;           // most workers of one rank
   uint64_t first_chunk = 1;  // another in tests of numbers that go round
 };
 
-// NOTE [Breaking] Where a rank does not come, or ranks are in different operations, no lane may wait
-// for ever, and nobody may take what then comes out for a result. So first every rank's gate is
-// shut, which the operation passes last; then all words go far ahead, so that every wait ends. Each
-// rank's gate is opened by its own process, when that has decided what follows.
+// NOTE [Breaking] Where a rank does not come, or ranks are in different operations, no lane may
+// wait for ever, and nobody may take what then comes out for a result. So first every rank's gate
+// is shut, which the operation passes last; then all words go far ahead, so that every wait ends.
+// Each rank's gate is opened by its own process, when that has decided what follows.
 enum Gate : uint32_t { kHeld = 0, kRunning = 1, kReleased = 2 };
 
 class Board {

@@ -25,8 +25,12 @@ constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); 
 }  // namespace
 
 Pipeline::Pipeline(Board board, int rank, Workers& workers, CopyEngine& engine)
-    : board_(board), rank_(rank), workers_(workers), engine_(engine),
-      next_chunk_(board.shape().first_chunk), cursors_(workers.size()) {
+    : board_(board),
+      rank_(rank),
+      workers_(workers),
+      engine_(engine),
+      next_chunk_(board.shape().first_chunk),
+      cursors_(workers.size()) {
   // Workers begin behind an operation that is over.
   ops_.push_back(std::make_unique<Op>());
   ops_.back()->users = workers.size();
@@ -203,7 +207,8 @@ bool Pipeline::start(Cursor& at, int worker) {
     }
     if (job.op != DPT_PREMUL_SUM) continue;
     const uint64_t high = board_.factor_high(rank, slot).load(std::memory_order_relaxed);
-    const uint64_t bits = high << 32 | board_.factor_low(rank, slot).load(std::memory_order_relaxed);
+    const uint64_t bits =
+        high << 32 | board_.factor_low(rank, slot).load(std::memory_order_relaxed);
     at.factors.push_back(std::bit_cast<double>(bits));
   }
   return true;
@@ -219,8 +224,8 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   if (at.chunk == 0 && !start(at, worker)) return false;
 
   const size_t slot = slot_of(number);
-  const size_t bytes = job.num_pieces == 1 ? job.bytes(at.chunk)
-                                           : job.num_pieces * job.pitch(at.chunk);
+  const size_t bytes =
+      job.num_pieces == 1 ? job.bytes(at.chunk) : job.num_pieces * job.pitch(at.chunk);
   const int all = shape.ranks * job.threads;
   const Share share = share_of(bytes, rank_ * job.threads + worker, all);
   if (share.begin < share.end) {

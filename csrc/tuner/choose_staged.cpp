@@ -80,4 +80,9 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   return found;
 }
 
+std::string describe_staged(const Candidate& candidate) {
+  return std::to_string(candidate.channels) + " slots of " + describe_bytes(candidate.chunk_bytes) +
+         ", " + std::to_string(candidate.threads) + " workers for each rank";
+}
+
 }  // namespace dpt

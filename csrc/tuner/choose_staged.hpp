@@ -2,6 +2,7 @@
 // (csrc/staged): pure, as choose_device.hpp, which comes here for such groups.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "tuner/choose_device.hpp"
@@ -15,5 +16,8 @@ DevicePlan choose_staged(const ChooseDeviceRequest& request);
 
 // The plans worth trying, the rule of thumb's first; none that takes more workers for nothing.
 std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request);
+
+// Its parameters, for people.
+std::string describe_staged(const Candidate& candidate);
 
 }  // namespace dpt

@@ -132,9 +132,8 @@ void FakeCopyEngine::copy_local(char* to, const char* from, size_t bytes) {
 }
 
 void FakeCopyEngine::wait(staged::Lane which, const staged::Word& word, uint32_t value) {
-  lane(which).push([&word, value] {
-    return staged::has_come_to(word.load(std::memory_order_acquire), value);
-  });
+  lane(which).push(
+      [&word, value] { return staged::has_come_to(word.load(std::memory_order_acquire), value); });
 }
 
 void FakeCopyEngine::wait_for_bits(staged::Lane which, const staged::Word& word, uint32_t bits) {

@@ -30,6 +30,7 @@ class CpuReduce : public ::testing::Test {
  protected:
   CpuReduce() {
     Decisions::instance().reset();
+    reset_statistics();
     fake_devices() = {};
     fake_devices().why_absent = "";
     fake_devices().peer_access = false;
@@ -62,7 +63,8 @@ class CpuReduce : public ::testing::Test {
 // A rank's program: one stream.
 class Program {
  public:
-  explicit Program(Rank& rank, bool busy = false) : rank_(rank), busy_(busy), lane_(rank.rank(), 0) {}
+  explicit Program(Rank& rank, bool busy = false)
+      : rank_(rank), busy_(busy), lane_(rank.rank(), 0) {}
 
   FakeLane& lane() { return lane_; }
 
@@ -164,7 +166,7 @@ TEST_F(CpuReduce, IsChosenWhereItIsFaster) {
   EXPECT_THAT(std::string(rows[0].group.device), EndsWith("without peer access"));
   EXPECT_STREQ(rows[0].decision.chosen.algorithm, "cpu_reduce");
   EXPECT_GT(rows[0].decision.chosen.chunk_bytes, 0);
-  EXPECT_THAT(rows[0].decision.reason, HasSubstr("3 slots"));
+  EXPECT_THAT(rows[0].decision.reason, HasSubstr("3 slots of "));
 }
 
 TEST_F(CpuReduce, TheDelegateStaysWhereItIsNot) {

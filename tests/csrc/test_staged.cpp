@@ -1,5 +1,5 @@
-// Staged groups on one board, with devices that are threads (fake_copy_engine.hpp): every operation,
-// many under way, and what follows when something goes wrong.
+// Staged groups on one board, with devices that are threads (fake_copy_engine.hpp): every
+// operation, many under way, and what follows when something goes wrong.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -52,7 +52,7 @@ class StagedRanks {
   StagedRanks(std::vector<std::unique_ptr<Process>>& processes, const Options& options = Options())
       : processes_(processes),
         shape_{size(), kSlot, options.depth, options.threads, options.first_chunk},
-        memory_(new(std::align_val_t{Board::kPage}) char[Board::bytes(shape_)]()) {
+        memory_(new (std::align_val_t{Board::kPage}) char[Board::bytes(shape_)]()) {
     Board::prepare(memory_.get(), shape_);
     for (int rank = 0; rank < size(); ++rank) {
       FakeCopyEngine::Options engine{};
@@ -106,7 +106,8 @@ std::vector<std::unique_ptr<Process>> processes(int size, int threads = 2) {
 // One operation's buffers on every rank, and what they must hold in the end.
 class Operation {
  public:
-  Operation(Collective collective, DataType dtype, ReduceOp op, size_t count, int size, int salt = 0)
+  Operation(
+      Collective collective, DataType dtype, ReduceOp op, size_t count, int size, int salt = 0)
       : collective_(collective), op_(op), size_(size), root_(salt % size) {
     const bool parts = collective == DPT_REDUCE_SCATTER;
     const bool gathers = collective == DPT_ALL_GATHER;
@@ -115,7 +116,8 @@ class Operation {
       for (int part = 0; part < (parts ? size : 1); ++part) {
         inputs_[rank].emplace_back(dtype, count).fill(rank, salt + part);
       }
-      for (int part = 0; part < (gathers ? size : 1); ++part) outputs_[rank].emplace_back(dtype, count);
+      for (int part = 0; part < (gathers ? size : 1); ++part)
+        outputs_[rank].emplace_back(dtype, count);
     }
     inputs_.resize(size);
   }
@@ -147,9 +149,8 @@ class Operation {
   void check(int rank) const {
     for (size_t part = 0; part < outputs_[rank].size(); ++part) {
       EXPECT_EQ(outputs_[rank][part], expected(rank, part))
-          << name_of(collective_) << " " << name_of(op_) << " of "
-          << inputs_[rank][0].count() << " x " << name_of(inputs_[rank][0].dtype()) << " on rank "
-          << rank << " of " << size_;
+          << name_of(collective_) << " " << name_of(op_) << " of " << inputs_[rank][0].count()
+          << " x " << name_of(inputs_[rank][0].dtype()) << " on rank " << rank << " of " << size_;
     }
   }
 
@@ -255,8 +256,8 @@ TEST(Staged, InPlace) {
   }
 }
 
-// One after the other without a pause, of all kinds, with devices and ranks of different speeds, and
-// with numbers that go round meanwhile.
+// One after the other without a pause, of all kinds, with devices and ranks of different speeds,
+// and with numbers that go round meanwhile.
 TEST(Staged, ManyUnderWay) {
   for (const int depth : {2, 3}) {
     auto all = processes(4);
@@ -301,9 +302,8 @@ TEST(Staged, GroupsInOppositeOrders) {
         const int group = rank % 2 == 0 ? i : kGroups - 1 - i;
         const dpt_request request = operations[group]->request(rank);
         const Shape shape{3, kSlot, 3, 1};
-        (*groups[group])[rank].enqueue(Job::of(request, {512, 1}, rank, shape),
-                                       60s,
-                                       streams[group * 3 + rank].get());
+        (*groups[group])[rank].enqueue(
+            Job::of(request, {512, 1}, rank, shape), 60s, streams[group * 3 + rank].get());
       }
     }
     for (int group = 0; group < kGroups; ++group) {
