@@ -92,21 +92,25 @@ class CudaCopyEngine final : public staged::CopyEngine {
 
   void fork(staged::Stream stream) override {
     forked_.record(static_cast<cudaStream_t>(stream));
-    forked_.hold(up_.get());
-    forked_.hold(down_.get());
+    for (OrderedStream& each : streams_) forked_.hold(each.get());
   }
   void meet() override {
-    met_.record(up_.get());
-    met_.hold(down_.get());
+    cudaStream_t const last = first_down().get();
+    for (size_t i = 0; i < std::size(streams_); ++i) {
+      if (&streams_[i] == &first_down()) continue;
+      met_[i].record(streams_[i].get());
+      met_[i].hold(last);
+    }
   }
   void join(staged::Stream stream) override {
-    joined_.record(down_.get());
+    joined_.record(first_down().get());
     joined_.hold(static_cast<cudaStream_t>(stream));
   }
 
-  void copy_up(char* host, const char* device, const Rows& rows) override {
+  void copy_up(int index, char* host, const char* device, const Rows& rows) override {
     if (rows.count == 1) {
-      DPT_CUDA_CHECK(cudaMemcpyAsync(host, device, rows.bytes, cudaMemcpyDeviceToHost, up_.get()));
+      DPT_CUDA_CHECK(cudaMemcpyAsync(
+          host, device, rows.bytes, cudaMemcpyDeviceToHost, stream({Lane::kUp, index}).get()));
       return;
     }
     DPT_CUDA_CHECK(cudaMemcpy2DAsync(host,
@@ -116,12 +120,12 @@ class CudaCopyEngine final : public staged::CopyEngine {
                                      rows.bytes,
                                      rows.count,
                                      cudaMemcpyDeviceToHost,
-                                     up_.get()));
+                                     stream({Lane::kUp, index}).get()));
   }
-  void copy_down(char* device, const char* host, const Rows& rows) override {
+  void copy_down(int index, char* device, const char* host, const Rows& rows) override {
     if (rows.count == 1) {
-      DPT_CUDA_CHECK(
-          cudaMemcpyAsync(device, host, rows.bytes, cudaMemcpyHostToDevice, down_.get()));
+      DPT_CUDA_CHECK(cudaMemcpyAsync(
+          device, host, rows.bytes, cudaMemcpyHostToDevice, stream({Lane::kDown, index}).get()));
       return;
     }
     DPT_CUDA_CHECK(cudaMemcpy2DAsync(device,
@@ -131,11 +135,11 @@ class CudaCopyEngine final : public staged::CopyEngine {
                                      rows.bytes,
                                      rows.count,
                                      cudaMemcpyHostToDevice,
-                                     down_.get()));
+                                     stream({Lane::kDown, index}).get()));
   }
   void copy_local(char* to, const char* from, size_t bytes) override {
     if (bytes == 0) return;
-    DPT_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, down_.get()));
+    DPT_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, first_down().get()));
   }
 
   // The driver compares as has_come_to does.
@@ -154,10 +158,12 @@ class CudaCopyEngine final : public staged::CopyEngine {
     stream(lane).add(operation);
   }
 
+  void submit(Lane lane) override { stream(lane).flush(); }
+
   bool is_idle() override {
     const std::shared_ptr<void> entered = enter();
-    for (const OrderedStream* lane : {&up_, &down_}) {
-      const cudaError_t state = lane->query();
+    for (const OrderedStream& each : streams_) {
+      const cudaError_t state = each.query();
       if (state != cudaSuccess) cudaGetLastError();
       if (state == cudaErrorNotReady) return false;
     }
@@ -165,7 +171,8 @@ class CudaCopyEngine final : public staged::CopyEngine {
   }
 
  private:
-  OrderedStream& stream(Lane lane) { return lane == Lane::kUp ? up_ : down_; }
+  OrderedStream& stream(Lane lane) { return streams_[lane.direction * Lane::kCount + lane.index]; }
+  OrderedStream& first_down() { return stream({Lane::kDown, 0}); }
   CUdeviceptr address_of(const Word& word) const {
     return on_device_ + (reinterpret_cast<const char*>(&word) - memory_);
   }
@@ -182,10 +189,9 @@ class CudaCopyEngine final : public staged::CopyEngine {
   const int device_;
   char* memory_ = nullptr;
   CUdeviceptr on_device_ = 0;
-  OrderedStream up_;
-  OrderedStream down_;
+  OrderedStream streams_[2 * Lane::kCount];
   OrderEvent forked_;
-  OrderEvent met_;
+  OrderEvent met_[2 * Lane::kCount];
   OrderEvent joined_;
 };
 

@@ -1,4 +1,4 @@
-// A staged group's lanes (staged/copy_engine.hpp) as two CUDA streams: copies by the copy engines,
+// A staged group's lanes (staged/copy_engine.hpp) as CUDA streams: copies by the copy engines,
 // words by stream memory operations. No kernel is launched, so no multiprocessor is taken.
 #pragma once
 

@@ -14,8 +14,12 @@ void Board::prepare(char* memory, const Shape& shape) {
   for (int rank = 0; rank < shape.ranks; ++rank) {
     new (board.of_rank(rank)) OfRank{};
     const auto before = static_cast<uint32_t>(shape.first_chunk - 1);
-    for (Word* word : {&board.arrived(rank), &board.taken(rank)}) word->store(before);
-    for (Word* word : {&board.ready(rank), &board.checked(rank)}) word->store(before);
+    board.checked(rank).store(before);
+    for (size_t slot = 0; slot < kMostDepth; ++slot) {
+      board.arrived(rank, slot).store(before);
+      board.taken(rank, slot).store(before);
+      board.ready(rank, slot).store(before);
+    }
     board.gate(rank).store(kRunning, std::memory_order_release);
   }
 }

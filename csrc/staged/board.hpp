@@ -2,7 +2,8 @@
 // reduced, and the words by which devices and workers tell each other how far they are.
 //
 // Chunks of all operations are numbered through, from 1; chunk n uses slot n % depth of every rank.
-// Words hold the low half of such a number and only grow, but for those of NOTE [Breaking].
+// Words hold the low half of such a number and only grow, but for NOTE [Breaking]. Each slot has
+// its own, because lanes may overtake each other.
 #pragma once
 
 #include <cstddef>
@@ -41,20 +42,20 @@ class Board {
 
   const Shape& shape() const { return shape_; }
 
-  // Written by the rank's device. It came to this chunk, and what it gives is in its slot.
-  Word& arrived(int rank) const { return of_rank(rank)->arrived.word; }
+  // Written by the rank's device. It came to the chunk, and what it gives is in its slot.
+  Word& arrived(int rank, size_t slot) const { return of_slot(rank, slot).arrived.word; }
   // It has got all that it takes of this chunk.
-  Word& taken(int rank) const { return of_rank(rank)->taken.word; }
+  Word& taken(int rank, size_t slot) const { return of_slot(rank, slot).taken.word; }
   // The number of its operations, from 1, that passed the gate.
   Word& finished(int rank) const { return of_rank(rank)->finished.word; }
   // What operation begins with the chunk in this slot, and the factor of its input.
-  Word& description(int rank, size_t slot) const { return of_rank(rank)->starts[slot].description; }
-  Word& factor_low(int rank, size_t slot) const { return of_rank(rank)->starts[slot].factor_low; }
-  Word& factor_high(int rank, size_t slot) const { return of_rank(rank)->starts[slot].factor_high; }
+  Word& description(int rank, size_t slot) const { return of_slot(rank, slot).description; }
+  Word& factor_low(int rank, size_t slot) const { return of_slot(rank, slot).factor_low; }
+  Word& factor_high(int rank, size_t slot) const { return of_slot(rank, slot).factor_high; }
 
   // Written by workers, for the rank's device. The result of this chunk is in its slot, and nobody
   // reads its inputs any more.
-  Word& ready(int rank) const { return of_rank(rank)->ready.word; }
+  Word& ready(int rank, size_t slot) const { return of_slot(rank, slot).ready.word; }
   // The operation that begins with this chunk is the same on all ranks.
   Word& checked(int rank) const { return of_rank(rank)->checked.word; }
   Word& gate(int rank) const { return of_rank(rank)->gate.word; }
@@ -76,8 +77,9 @@ class Board {
   struct alignas(kCacheLine) Line {
     Word word;
   };
-  struct alignas(kCacheLine) Start {
-    Word description;
+  struct OfSlot {
+    Line arrived, taken, ready;
+    alignas(kCacheLine) Word description;
     Word factor_low;
     Word factor_high;
   };
@@ -86,8 +88,8 @@ class Board {
     Line counted[kMostDepth];
   };
   struct OfRank {
-    Line arrived, taken, finished, ready, checked, gate;
-    Start starts[kMostDepth];
+    Line finished, checked, gate;
+    OfSlot slots[kMostDepth];
   };
 
   static size_t words_bytes(int ranks) {
@@ -97,6 +99,7 @@ class Board {
   OfRank* of_rank(int rank) const {
     return reinterpret_cast<OfRank*>(memory_ + sizeof(Head)) + rank;
   }
+  OfSlot& of_slot(int rank, size_t slot) const { return of_rank(rank)->slots[slot]; }
   char* inputs() const { return memory_ + words_bytes(shape_.ranks); }
 
   char* memory_;

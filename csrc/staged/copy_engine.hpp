@@ -24,7 +24,15 @@ constexpr bool has_come_to(uint32_t word, uint32_t value) {
   return static_cast<int32_t>(word - value) >= 0;
 }
 
-enum class Lane { kUp, kDown };  // from the device to the host, and back
+// Each direction has some lanes, which are not ordered among each other: while one tells that it
+// has copied the next one copies.
+struct Lane {
+  enum Direction { kUp, kDown };    // from the device to the host, and back
+  static constexpr int kCount = 2;  // of a direction
+
+  Direction direction;
+  int index;
+};
 
 // Equal rows of memory, apart by a pitch on either side.
 struct Rows {
@@ -45,16 +53,18 @@ class CopyEngine {
   // While what this gives lives, the calling thread may enqueue.
   virtual std::shared_ptr<void> enter() = 0;
 
-  // Both lanes wait for what is on `stream`.
+  // All lanes wait for what is on `stream`.
   virtual void fork(Stream stream) = 0;
-  // The lane down waits for the lane up.
+  // The first lane down waits for all the others.
   virtual void meet() = 0;
-  // `stream` waits for the lane down.
+  // `stream` waits for the first lane down.
   virtual void join(Stream stream) = 0;
 
-  virtual void copy_up(char* host, const char* device, const Rows& rows) = 0;
-  virtual void copy_down(char* device, const char* host, const Rows& rows) = 0;
-  virtual void copy_local(char* to, const char* from, size_t bytes) = 0;  // on the lane down
+  // On a lane of that direction.
+  virtual void copy_up(int index, char* host, const char* device, const Rows& rows) = 0;
+  virtual void copy_down(int index, char* device, const char* host, const Rows& rows) = 0;
+  // On the first lane down.
+  virtual void copy_local(char* to, const char* from, size_t bytes) = 0;
 
   // The lane waits until has_come_to(word, value).
   virtual void wait(Lane lane, const Word& word, uint32_t value) = 0;
@@ -62,6 +72,9 @@ class CopyEngine {
   virtual void wait_for_bits(Lane lane, const Word& word, uint32_t bits) = 0;
   // What was written before is seen by who sees this.
   virtual void write(Lane lane, Word& word, uint32_t value) = 0;
+
+  // Words may be kept back until the lane copies, meets, or this is called.
+  virtual void submit(Lane lane) = 0;
 
   // Whether everything that was enqueued has ended; also where the device is broken.
   virtual bool is_idle() = 0;

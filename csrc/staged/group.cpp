@@ -125,9 +125,9 @@ UniqueFd fetch(const Group::Setup& setup, const std::string& address) {
 void try_words(CopyEngine& engine, Word& word) {
   {
     const std::shared_ptr<void> entered = engine.enter();
-    engine.write(Lane::kUp, word, 1);
-    engine.wait(Lane::kDown, word, 1);
-    engine.wait_for_bits(Lane::kDown, word, 1);
+    engine.write({Lane::kUp, 1}, word, 1);
+    engine.wait({Lane::kDown, 0}, word, 1);
+    engine.wait_for_bits({Lane::kDown, 1}, word, 1);
     engine.meet();
   }
   const Deadline limit(kTrialLimit);

@@ -48,16 +48,22 @@ void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream
     const std::shared_ptr<void> entered = engine_.enter();
     engine_.fork(stream);
     if (job.own != job.own_to) engine_.copy_local(job.own_to, job.own, job.piece_bytes);
-    // In an order in which one command could follow the other: some devices' lanes share a queue,
-    // and a full queue holds up this thread.
+    // In an order in which each command could wait for the end of the one before: some devices'
+    // lanes share a queue, and a full queue holds up this thread.
     const uint64_t lag = std::min<uint64_t>(board_.shape().depth, job.chunks);
     for (uint64_t step = 0; step < job.chunks + lag; ++step) {
-      if (step >= lag) put_down(op, step - lag);
+      if (step >= lag) {
+        const uint64_t chunk = step - lag;
+        const bool keeps_arrival = chunk + Lane::kCount >= std::min(step, job.chunks);
+        if (keeps_arrival) engine_.submit({Lane::kUp, lane_of(op.first + chunk)});
+        put_down(op, chunk);
+      }
       if (step < job.chunks) put_up(op, step);
     }
     engine_.meet();
-    engine_.wait_for_bits(Lane::kDown, board_.gate(rank_), kRunning | kReleased);
-    engine_.write(Lane::kDown, board_.finished(rank_), op.number);
+    const Lane last{Lane::kDown, 0};
+    engine_.wait_for_bits(last, board_.gate(rank_), kRunning | kReleased);
+    engine_.write(last, board_.finished(rank_), op.number);
     engine_.join(stream);
   } catch (...) {
     // Some of it is on its way, and the other ranks wait for the rest.
@@ -85,19 +91,21 @@ Pipeline::Op& Pipeline::append(const Job& job, std::chrono::milliseconds timeout
   return appended;
 }
 
-// Chunk `number` may overwrite this rank's slot once that of `depth` chunks ago was read by all.
+// Chunk `number` may overwrite this rank's slot once what was in it was read by all.
 void Pipeline::wait_for_slot(uint64_t number, Job::Kind kind) {
-  const auto depth = static_cast<uint64_t>(board_.shape().depth);
-  const Job::Kind before = kinds_[slot_of(number)];
-  kinds_[slot_of(number)] = kind;
+  const size_t slot = slot_of(number);
+  const Lane lane{Lane::kUp, lane_of(number)};
+  const Job::Kind last = kinds_[slot];
+  kinds_[slot] = kind;
   if (!has_predecessor(number)) return;
-  const uint32_t last = low(number - depth);
-  if (before == Job::Kind::kReduce) {
-    engine_.wait(Lane::kUp, board_.ready(rank_), last);
+  if (last == Job::Kind::kReduce) {
+    engine_.wait(lane, board_.ready(rank_, slot), low(before(number)));
     return;
   }
   for (int peer = 0; peer < board_.shape().ranks; ++peer) {
-    if (peer != rank_) engine_.wait(Lane::kUp, board_.taken(peer), last);
+    // Its own lane might not have said yet that it came there, where that is all it does.
+    const Word& word = peer == rank_ ? board_.arrived(peer, slot) : board_.taken(peer, slot);
+    engine_.wait(lane, word, low(before(number)));
   }
 }
 
@@ -105,13 +113,14 @@ void Pipeline::put_up(const Op& op, uint64_t chunk) {
   const Job& job = op.job;
   const uint64_t number = op.first + chunk;
   const size_t slot = slot_of(number);
+  const Lane lane{Lane::kUp, lane_of(number)};
   wait_for_slot(number, job.kind);
   if (chunk == 0) {
     const auto factor = std::bit_cast<uint64_t>(job.factor);
-    engine_.write(Lane::kUp, board_.description(rank_, slot), job.description);
+    engine_.write(lane, board_.description(rank_, slot), job.description);
     if (job.op == DPT_PREMUL_SUM) {
-      engine_.write(Lane::kUp, board_.factor_low(rank_, slot), low(factor));
-      engine_.write(Lane::kUp, board_.factor_high(rank_, slot), low(factor >> 32));
+      engine_.write(lane, board_.factor_low(rank_, slot), low(factor));
+      engine_.write(lane, board_.factor_high(rank_, slot), low(factor >> 32));
     }
   }
   const size_t bytes = job.bytes(chunk);
@@ -125,33 +134,45 @@ void Pipeline::put_up(const Op& op, uint64_t chunk) {
     for (size_t i = 1; i < pieces.size(); ++i) equal &= pieces[i] - pieces[i - 1] == distance;
     if (pieces.size() > 1 && equal) {
       const Rows rows{pieces.size(), bytes, pitch, static_cast<size_t>(distance)};
-      engine_.copy_up(to, pieces[0] + job.offset(chunk), rows);
+      engine_.copy_up(lane.index, to, pieces[0] + job.offset(chunk), rows);
     } else {
       for (size_t i = 0; i < pieces.size(); ++i) {
-        engine_.copy_up(to + i * pitch, pieces[i] + job.offset(chunk), {1, bytes, bytes, bytes});
+        engine_.copy_up(
+            lane.index, to + i * pitch, pieces[i] + job.offset(chunk), {1, bytes, bytes, bytes});
       }
     }
   }
-  engine_.write(Lane::kUp, board_.arrived(rank_), low(number));
+  engine_.write(lane, board_.arrived(rank_, slot), low(number));
+  if (job.pieces.empty()) engine_.submit(lane);  // no copy to come takes it along
 }
 
 void Pipeline::put_down(const Op& op, uint64_t chunk) {
   const Job& job = op.job;
   const uint64_t number = op.first + chunk;
   const size_t slot = slot_of(number);
+  const Lane lane{Lane::kDown, lane_of(number)};
   const bool reduces = job.kind == Job::Kind::kReduce;
-  if (reduces) engine_.wait(Lane::kDown, board_.ready(rank_), low(number));
-  if (!reduces && chunk == 0) engine_.wait(Lane::kDown, board_.checked(rank_), low(number));
+  if (reduces) {
+    engine_.wait(lane, board_.ready(rank_, slot), low(number));
+  } else {
+    if (chunk == 0) engine_.wait(lane, board_.checked(rank_), low(number));
+    // Where there is nothing to take this lane would overtake the other.
+    if (has_predecessor(number)) {
+      engine_.wait(lane, board_.taken(rank_, slot), low(before(number)));
+    }
+  }
   const size_t bytes = job.bytes(chunk);
   for (const Job::Download& download : job.downloads) {
-    if (!reduces) engine_.wait(Lane::kDown, board_.arrived(download.from), low(number));
+    if (!reduces) engine_.wait(lane, board_.arrived(download.from, slot), low(number));
     const char* const from = reduces ? board_.result(slot) : board_.input(download.from, slot);
     if (bytes == 0) continue;
-    engine_.copy_down(download.to + job.offset(chunk),
+    engine_.copy_down(lane.index,
+                      download.to + job.offset(chunk),
                       from + download.piece * job.pitch(chunk),
                       {1, bytes, bytes, bytes});
   }
-  engine_.write(Lane::kDown, board_.taken(rank_), low(number));
+  engine_.write(lane, board_.taken(rank_, slot), low(number));
+  if (!reduces) engine_.submit(lane);  // the peers' devices wait for that
 }
 
 // ---- What workers do ----
@@ -185,9 +206,9 @@ Pipeline::Progress Pipeline::advance(int worker) {
   return at.is_over ? Progress::kMoved : Progress::kWaiting;
 }
 
-bool Pipeline::all_came_to(Word& (Board::*word)(int) const, uint64_t number) const {
+bool Pipeline::all_came_to(Word& (Board::*word)(int, size_t) const, uint64_t number) const {
   for (int rank = 0; rank < board_.shape().ranks; ++rank) {
-    const uint32_t value = (board_.*word)(rank).load(std::memory_order_acquire);
+    const uint32_t value = (board_.*word)(rank, slot_of(number)).load(std::memory_order_acquire);
     if (!has_come_to(value, low(number))) return false;
   }
   return !is_broken();  // where words say whatever ends waits
@@ -220,7 +241,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   const uint64_t number = at.op->first + at.chunk;
   // The result's slot is free once all ranks have what was in it.
   if (!all_came_to(&Board::arrived, number)) return false;
-  if (has_predecessor(number) && !all_came_to(&Board::taken, number - shape.depth)) return false;
+  if (has_predecessor(number) && !all_came_to(&Board::taken, before(number))) return false;
   if (at.chunk == 0 && !start(at, worker)) return false;
 
   const size_t slot = slot_of(number);
@@ -246,7 +267,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   if (counted.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(all)) {
     counted.store(0, std::memory_order_relaxed);
     for (int rank = 0; rank < shape.ranks; ++rank) {
-      board_.ready(rank).store(low(number), std::memory_order_release);
+      board_.ready(rank, slot).store(low(number), std::memory_order_release);
     }
   }
   ++at.chunk;
@@ -266,29 +287,29 @@ void Pipeline::watch(Cursor& at) {
     return;
   }
   // It takes its time from when the device came to it.
-  const uint32_t first = low(at.op->first);
   if (!at.started) {
-    const uint32_t arrived = board_.arrived(rank_).load(std::memory_order_acquire);
-    if (has_come_to(arrived, first)) at.started = Clock::now();
+    const Word& word = board_.arrived(rank_, slot_of(at.op->first));
+    // Its slot may be on the way to the next chunk already.
+    const uint32_t arrived = word.load(std::memory_order_acquire);
+    if (has_come_to(arrived, low(at.op->first))) at.started = Clock::now();
     return;
   }
   if (Clock::now() - *at.started < at.op->timeout) return;
-  const uint64_t number = at.op->first + std::min(at.chunk, at.op->job.chunks - 1);
-  break_off(Failure::kTimeout, who_is_late(low(number)));
+  const uint64_t chunk = std::min(at.chunk, at.op->job.chunks - 1);
+  break_off(Failure::kTimeout, who_is_late(at.op->first + chunk));
 }
 
-int Pipeline::who_is_late(uint32_t number) const {
-  const uint32_t own = board_.taken(rank_).load(std::memory_order_acquire);
-  int late = rank_;
-  for (int rank = board_.shape().ranks - 1; rank >= 0; --rank) {
-    const uint32_t taken = board_.taken(rank).load(std::memory_order_acquire);
-    if (static_cast<int32_t>(taken - own) < 0) late = rank;
-  }
-  for (int rank = board_.shape().ranks - 1; rank >= 0; --rank) {
-    const uint32_t arrived = board_.arrived(rank).load(std::memory_order_acquire);
-    if (!has_come_to(arrived, number)) late = rank;
-  }
-  return late;
+int Pipeline::who_is_late(uint64_t number) const {
+  const size_t slot = slot_of(number);
+  const auto first_that_did_not = [&](Word& (Board::*word)(int, size_t) const) {
+    for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+      const uint32_t value = (board_.*word)(rank, slot).load(std::memory_order_acquire);
+      if (rank != rank_ && !has_come_to(value, low(number))) return rank;
+    }
+    return rank_;
+  };
+  const int late = first_that_did_not(&Board::arrived);
+  return late != rank_ ? late : first_that_did_not(&Board::taken);
 }
 
 // ---- When it is broken ----
@@ -307,11 +328,11 @@ void Pipeline::end_waits() {
   }
   const uint32_t far = low(next_chunk_.load(std::memory_order_acquire)) + kFarAhead;
   for (int rank = 0; rank < board_.shape().ranks; ++rank) {
-    for (Word* word : {&board_.arrived(rank), &board_.taken(rank)}) {
-      word->store(far, std::memory_order_release);
-    }
-    for (Word* word : {&board_.ready(rank), &board_.checked(rank)}) {
-      word->store(far, std::memory_order_release);
+    board_.checked(rank).store(far, std::memory_order_release);
+    for (int slot = 0; slot < board_.shape().depth; ++slot) {
+      board_.arrived(rank, slot).store(far, std::memory_order_release);
+      board_.taken(rank, slot).store(far, std::memory_order_release);
+      board_.ready(rank, slot).store(far, std::memory_order_release);
     }
   }
 }

@@ -86,17 +86,20 @@ class Pipeline {
   void put_down(const Op& op, uint64_t chunk);
   void wait_for_slot(uint64_t number, Job::Kind kind);
 
-  bool all_came_to(Word& (Board::*word)(int) const, uint64_t number) const;
+  bool all_came_to(Word& (Board::*word)(int, size_t) const, uint64_t number) const;
   bool start(Cursor& at, int worker);
   bool reduce_chunk(Cursor& at, int worker);
   bool check_alone(Cursor& at);
   void watch(Cursor& at);
   Progress leave_broken(Cursor& at, int worker);
-  int who_is_late(uint32_t number) const;
+  int who_is_late(uint64_t number) const;
   // Whether a chunk of `depth` before was in the same slot.
   bool has_predecessor(uint64_t number) const {
     return number - board_.shape().first_chunk >= static_cast<uint64_t>(board_.shape().depth);
   }
+  // That chunk's.
+  uint64_t before(uint64_t number) const { return number - board_.shape().depth; }
+  static int lane_of(uint64_t number) { return static_cast<int>(number % Lane::kCount); }
   size_t slot_of(uint64_t number) const { return number % board_.shape().depth; }
 
   const Board board_;

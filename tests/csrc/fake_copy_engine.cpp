@@ -1,5 +1,6 @@
 #include "fake_copy_engine.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -79,10 +80,26 @@ void FakeLane::run() {
   }
 }
 
-FakeCopyEngine::FakeCopyEngine(unsigned seed, Options options)
-    : options_(std::move(options)),
-      up_(seed, options_.most_delay_us),
-      down_(seed + 1, options_.most_delay_us) {}
+FakeCopyEngine::FakeCopyEngine(unsigned seed, Options options) : options_(std::move(options)) {
+  for (Lane& each : lanes_) {
+    if (queues_.empty() || !options_.one_queue) {
+      queues_.emplace_back(seed + static_cast<unsigned>(queues_.size()), options_.most_delay_us);
+    }
+    each.queue = &queues_.back();
+  }
+}
+
+bool FakeCopyEngine::is_idle() {
+  return std::all_of(queues_.begin(), queues_.end(), [](FakeLane& each) { return each.is_idle(); });
+}
+
+FakeLane& FakeCopyEngine::flushed(Lane& lane) {
+  for (Command& word : lane.words) lane.queue->push(std::move(word));
+  lane.words.clear();
+  return *lane.queue;
+}
+
+void FakeCopyEngine::submit(staged::Lane which) { flushed(lane(which)); }
 
 void FakeCopyEngine::map(char* memory, size_t bytes) {
   if (!options_.can_map) throw Error(DPT_ERR_SYSTEM, "this fake driver maps nothing");
@@ -98,50 +115,56 @@ void FakeCopyEngine::check_mapped(const char* host, const Rows& rows) const {
 
 void FakeCopyEngine::fork(staged::Stream stream) {
   if (stream == nullptr) return;
-  order(*static_cast<FakeLane*>(stream), up_);
-  order(*static_cast<FakeLane*>(stream), down_);
+  for (Lane& each : lanes_) order(*static_cast<FakeLane*>(stream), flushed(each));
 }
 
-void FakeCopyEngine::meet() { order(up_, down_); }
+void FakeCopyEngine::meet() {
+  Lane& last = lane({staged::Lane::kDown, 0});
+  for (Lane& each : lanes_) {
+    if (&each != &last) order(flushed(each), flushed(last));
+  }
+}
 
 void FakeCopyEngine::join(staged::Stream stream) {
-  if (stream != nullptr) order(down_, *static_cast<FakeLane*>(stream));
+  FakeLane& last = flushed(lane({staged::Lane::kDown, 0}));
+  if (stream != nullptr) order(last, *static_cast<FakeLane*>(stream));
 }
 
-void FakeCopyEngine::copy_up(char* host, const char* device, const Rows& rows) {
+void FakeCopyEngine::copy_up(int index, char* host, const char* device, const Rows& rows) {
   check_mapped(host, rows);
-  up_.push([=, this] {
+  flushed(lane({staged::Lane::kUp, index})).push([=, this] {
     if (!is_broken()) copy_rows(host, rows.host_pitch, device, rows.device_pitch, rows);
     return true;
   });
 }
 
-void FakeCopyEngine::copy_down(char* device, const char* host, const Rows& rows) {
+void FakeCopyEngine::copy_down(int index, char* device, const char* host, const Rows& rows) {
   check_mapped(host, rows);
-  down_.push([=, this] {
+  flushed(lane({staged::Lane::kDown, index})).push([=, this] {
     if (!is_broken()) copy_rows(device, rows.device_pitch, host, rows.host_pitch, rows);
     return true;
   });
 }
 
 void FakeCopyEngine::copy_local(char* to, const char* from, size_t bytes) {
-  down_.push([=] {
+  flushed(lane({staged::Lane::kDown, 0})).push([=] {
     std::memcpy(to, from, bytes);
     return true;
   });
 }
 
 void FakeCopyEngine::wait(staged::Lane which, const staged::Word& word, uint32_t value) {
-  lane(which).push(
+  lane(which).words.push_back(
       [&word, value] { return staged::has_come_to(word.load(std::memory_order_acquire), value); });
 }
 
 void FakeCopyEngine::wait_for_bits(staged::Lane which, const staged::Word& word, uint32_t bits) {
-  lane(which).push([&word, bits] { return (word.load(std::memory_order_acquire) & bits) != 0; });
+  lane(which).words.push_back(
+      [&word, bits] { return (word.load(std::memory_order_acquire) & bits) != 0; });
 }
 
 void FakeCopyEngine::write(staged::Lane which, staged::Word& word, uint32_t value) {
-  lane(which).push([&word, value] {
+  lane(which).words.push_back([&word, value] {
     word.store(value, std::memory_order_release);
     return true;
   });

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <vector>
 
 #include "staged/copy_engine.hpp"
 
@@ -41,6 +42,7 @@ class FakeCopyEngine final : public staged::CopyEngine {
   struct Options {
     int most_delay_us = 0;
     bool can_map = true;
+    bool one_queue = false;  // for all lanes
     // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody
     // but the thread sanitizer.
     const staged::Word* broken = nullptr;
@@ -55,16 +57,27 @@ class FakeCopyEngine final : public staged::CopyEngine {
   void fork(staged::Stream stream) override;
   void meet() override;
   void join(staged::Stream stream) override;
-  void copy_up(char* host, const char* device, const staged::Rows& rows) override;
-  void copy_down(char* device, const char* host, const staged::Rows& rows) override;
+  void copy_up(int index, char* host, const char* device, const staged::Rows& rows) override;
+  void copy_down(int index, char* device, const char* host, const staged::Rows& rows) override;
   void copy_local(char* to, const char* from, size_t bytes) override;
   void wait(staged::Lane lane, const staged::Word& word, uint32_t value) override;
   void wait_for_bits(staged::Lane lane, const staged::Word& word, uint32_t bits) override;
   void write(staged::Lane lane, staged::Word& word, uint32_t value) override;
-  bool is_idle() override { return up_.is_idle() && down_.is_idle(); }
+  void submit(staged::Lane lane) override;
+  bool is_idle() override;
 
  private:
-  FakeLane& lane(staged::Lane which) { return which == staged::Lane::kUp ? up_ : down_; }
+  using Command = std::function<bool()>;
+  // Words are kept back as long as they may be.
+  struct Lane {
+    std::vector<Command> words;
+    FakeLane* queue;
+  };
+
+  Lane& lane(staged::Lane which) {
+    return lanes_[which.direction * staged::Lane::kCount + which.index];
+  }
+  FakeLane& flushed(Lane& lane);
   bool is_broken() const {
     return options_.broken != nullptr && options_.broken->load(std::memory_order_acquire) != 0;
   }
@@ -73,8 +86,8 @@ class FakeCopyEngine final : public staged::CopyEngine {
   const Options options_;
   char* mapped_ = nullptr;
   size_t mapped_bytes_ = 0;
-  FakeLane up_;
-  FakeLane down_;
+  std::deque<FakeLane> queues_;
+  Lane lanes_[2 * staged::Lane::kCount];
 };
 
 }  // namespace dpt::testing
