@@ -146,7 +146,7 @@ DeviceClass describe_devices(const RunContext& context, int device) {
           .shared = uuids.size() < all.size(),
           .peer_access = !staged,
           .peer_access_is_known = access != PeerAccess::kUnknown,
-          .cpus = cpus_near(mine.uuid)};
+          .cpus = access == PeerAccess::kFull ? std::vector<int>{} : cpus_near(mine.uuid)};
 }
 
 }  // namespace dpt

@@ -15,7 +15,7 @@ struct DeviceClass {
   bool shared;            // several ranks use one GPU
   bool peer_access;       // no two of them are known to lack it
   bool peer_access_is_known;
-  std::vector<int> cpus;  // near this rank's own; empty: unknown
+  std::vector<int> cpus;  // near this rank's own, where that may matter; empty: unknown
 };
 
 // Called by all ranks, each with the number of its own device; the same on all of them.

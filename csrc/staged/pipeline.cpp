@@ -15,6 +15,9 @@ constexpr uint32_t kFarAhead = 1u << 30;
 // How often waits are ended anew while devices undo it.
 constexpr std::chrono::milliseconds kEndAgain{1};
 
+// What drivers take.
+constexpr ptrdiff_t kMostPitch = (ptrdiff_t{1} << 31) - 1;
+
 // `broken`'s value.
 constexpr uint32_t encode(uint32_t kind, int peer) {
   return kind | static_cast<uint32_t>(peer) << 8;
@@ -130,7 +133,7 @@ void Pipeline::put_up(const Op& op, uint64_t chunk) {
     const std::vector<const char*>& pieces = job.pieces;
     // Pieces of one tensor lie at equal distances, and then one command copies them.
     const ptrdiff_t distance = pieces.size() > 1 ? pieces[1] - pieces[0] : 0;
-    bool equal = distance >= static_cast<ptrdiff_t>(bytes);
+    bool equal = distance >= static_cast<ptrdiff_t>(bytes) && distance <= kMostPitch;
     for (size_t i = 1; i < pieces.size(); ++i) equal &= pieces[i] - pieces[i - 1] == distance;
     if (pieces.size() > 1 && equal) {
       const Rows rows{pieces.size(), bytes, pitch, static_cast<size_t>(distance)};
@@ -194,6 +197,7 @@ Pipeline::Progress Pipeline::advance(int worker) {
     at.is_over = true;
     return Progress::kMoved;
   }
+  if (!has_begun(*at.op, worker)) return worker == 0 ? Progress::kWaiting : Progress::kIdle;
   const bool reduces = job.kind == Job::Kind::kReduce;
   if (reduces && at.chunk < job.chunks && reduce_chunk(at, worker)) return Progress::kMoved;
   if (!reduces && at.chunk == 0 && check_alone(at)) return Progress::kMoved;
@@ -204,6 +208,21 @@ Pipeline::Progress Pipeline::advance(int worker) {
     at.is_over = at.chunk == job.chunks;
   }
   return at.is_over ? Progress::kMoved : Progress::kWaiting;
+}
+
+// Programs enqueue long before devices get there. Meanwhile the first worker alone looks out.
+bool Pipeline::has_begun(Op& op, int worker) const {
+  if (op.begun.load(std::memory_order_acquire)) return true;
+  if (worker != 0) return false;
+  const size_t slot = slot_of(op.first);
+  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+    const uint32_t arrived = board_.arrived(rank, slot).load(std::memory_order_acquire);
+    if (!has_come_to(arrived, low(op.first))) continue;
+    op.begun.store(true, std::memory_order_release);
+    workers_.wake();
+    return true;
+  }
+  return false;
 }
 
 bool Pipeline::all_came_to(Word& (Board::*word)(int, size_t) const, uint64_t number) const {

@@ -68,7 +68,8 @@ class Pipeline {
     uint32_t number = 0;  // among the group's operations
     std::chrono::milliseconds timeout{0};
     std::atomic<Op*> next{nullptr};
-    std::atomic<int> users{0};  // workers that have not gone on to the next
+    std::atomic<bool> begun{false};  // some rank's device came to it
+    std::atomic<int> users{0};       // workers that have not gone on to the next
   };
   // Where a worker is.
   struct alignas(kCacheLine) Cursor {
@@ -86,6 +87,7 @@ class Pipeline {
   void put_down(const Op& op, uint64_t chunk);
   void wait_for_slot(uint64_t number, Job::Kind kind);
 
+  bool has_begun(Op& op, int worker) const;
   bool all_came_to(Word& (Board::*word)(int, size_t) const, uint64_t number) const;
   bool start(Cursor& at, int worker);
   bool reduce_chunk(Cursor& at, int worker);

@@ -13,8 +13,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds kNap{20};
+// What has taken so long may well take longer.
+constexpr std::chrono::microseconds kLongNap{50};
+constexpr std::chrono::milliseconds kLongWait{5};
 // Looks between two at the clock.
 constexpr int kLooks = 64;
+constexpr int kMostLooks = 1 << 20;
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -83,8 +87,9 @@ void Workers::run(int worker) {
   prctl(PR_SET_TIMERSLACK, 1000UL);  // in ns: the default makes a nap three times as long
   std::vector<Pipeline*> pipelines;
   uint64_t version = 0;
-  auto last_move = Clock::now();
-  for (int looks = 0; !stop_.load(std::memory_order_relaxed);) {
+  int looks = 0;                 // without anything to do
+  Clock::time_point idle_since;  // the first of them
+  while (!stop_.load(std::memory_order_relaxed)) {
     const uint32_t rings = doorbell_.load(std::memory_order_seq_cst);
     if (version_.load(std::memory_order_acquire) != version) {
       const std::lock_guard lock(mutex_);
@@ -103,13 +108,15 @@ void Workers::run(int worker) {
       looks = 0;
       continue;
     }
-    if (spin_.count() != 0) {
+    if (looks++ == 0) idle_since = Clock::now();
+    const bool spins = spin_.count() != 0 && looks < kMostLooks;
+    if (spins && (looks % kLooks != 0 || Clock::now() - idle_since < spin_)) {
       relax();
-      if (looks == 0) last_move = Clock::now();
-      if (++looks % kLooks != 0 || Clock::now() - last_move < spin_) continue;
+      continue;
     }
+    looks = kMostLooks;  // until something moves
     if (waits) {
-      std::this_thread::sleep_for(kNap);
+      std::this_thread::sleep_for(Clock::now() - idle_since < kLongWait ? kNap : kLongNap);
     } else {
       doorbell_.wait(rings, std::memory_order_seq_cst);
       looks = 0;
