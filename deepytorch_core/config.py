@@ -187,7 +187,9 @@ class Options:
         "staging memory in MiB; default 256 for each GPU, 32 on the host",
     )
     reduce_threads: int | None = _option(
-        None, _optional(_number(integral=True, above=0)), "threads of a host reduction"
+        None,
+        _optional(_number(integral=True, above=0)),
+        "threads of each rank that reduce for GPUs without peer access, at most 64",
     )
     ifname: str | None = _option(
         None, _optional(_text), "network interfaces between nodes, separated by commas"
@@ -287,6 +289,9 @@ def export_for_core() -> None:
     ifname = current().ifname
     if ifname is not None:
         os.environ[_PREFIX + "IFNAME"] = ifname
+    reduce_threads = current().reduce_threads
+    if reduce_threads is not None:
+        os.environ[_PREFIX + "REDUCE_THREADS"] = str(reduce_threads)
 
 
 def _distributed(name: str, default: int) -> int:

@@ -63,7 +63,8 @@ class Question:
 class Candidate:
     """A plan that was tried: median time and quartiles in microseconds; `speedup` is the stock
     backend's time (gloo's, on GPUs NCCL's) over this one's, None where that was not tried.
-    `channels` of `threads` are a GPU kernel's grid, 0 on the host."""
+    `channels` of `threads` are a GPU kernel's grid, 0 on the host; of cpu_reduce, each rank's
+    slots, of `chunk_bytes`, and its workers."""
 
     algorithm: str
     chunk_bytes: int

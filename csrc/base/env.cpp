@@ -59,6 +59,8 @@ const Env& env() {
       .socket_bytes = read_number("DEEPYTORCH_SOCKET_BYTES", 64 << 10, 1 << 30),
       .tcp_congestion = read_text("DEEPYTORCH_TCP_CONGESTION"),
       .node_ids = read_list("DEEPYTORCH_NODE_ID"),
+      .reduce_threads = static_cast<int>(read_number("DEEPYTORCH_REDUCE_THREADS", 1, 64)),
+      .no_peer_access = read_text("NCCL_P2P_DISABLE") == "1",
       .nccl_table = read_text("DEEPYTORCH_NCCL_TABLE")};
   return instance;
 }

@@ -31,6 +31,11 @@ struct Env {
   // be on, or those of all global ranks, separated by commas. Ranks of different names don't use
   // the memory they could share. Default none: where each process really is.
   std::vector<std::string> node_ids;
+  // DEEPYTORCH_REDUCE_THREADS: threads of this process that reduce what GPUs without peer access
+  // exchange, 1 to 64. Default 0: by the number of cores.
+  int reduce_threads;
+  // NCCL_P2P_DISABLE: 1: GPUs are to be taken as if they had no peer access; for NCCL and for us.
+  bool no_peer_access;
   // DEEPYTORCH_NCCL_TABLE: the file that the tuner plugin for NCCL goes by. Default none.
   std::string nccl_table;
 };

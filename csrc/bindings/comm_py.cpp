@@ -7,6 +7,7 @@
 #include "comm/decisions.hpp"
 #include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
+#include "cuda/device_group.hpp"
 #include "tuner/profile.hpp"
 
 namespace py = pybind11;
@@ -134,6 +135,10 @@ void register_comm(py::module_& m) {
       "trim_registered_memory",
       [] { return Fabric::instance().memory().trim(); },
       "Gives free registered memory back to the system; returns the bytes.");
+  m.def("peer_mappings",
+        &DeviceGroup::peer_mappings,
+        "How often this process mapped another process's device memory; 0 where GPUs have no peer "
+        "access.");
   m.def("reset_statistics", &reset_statistics, "Forgets all counts.");
 }
 

@@ -107,6 +107,10 @@ class Communicator {
     bool by_nodes = false;  // the delegate can go through this group's nodes in stages
   };
   dpt_outcome submit_device(const dpt_request& request);
+  void launch_on_device(const dpt_request& request, const DevicePlan& plan);
+  bool is_staged() const;
+  std::string why_not_staged(const dpt_request& request) const;
+  DeviceGroup::Workers workers_near(const RunContext& context, const std::vector<int>& cpus) const;
   std::string why_not_on_device(const dpt_request& request) const;
   DevicePlan plan_on_device(const dpt_request& request);
   // Runs `task` with what it needs to meet the other ranks, in turn with the group's operations on

@@ -1,7 +1,9 @@
 // The communicator's part on GPUs: joining their memory at the first operation, then one kernel per
-// operation on the caller's stream.
+// operation on the caller's stream, or copies through the host's memory behind it.
+#include <algorithm>
 #include <cstring>
 
+#include "base/env.hpp"
 #include "base/log.hpp"
 #include "comm/communicator.hpp"
 #include "comm/device_bench.hpp"
@@ -9,6 +11,7 @@
 #include "comm/end_process.hpp"
 #include "comm/fabric.hpp"
 #include "comm/measure.hpp"
+#include "staged/job.hpp"
 #include "tuner/choose_device.hpp"
 
 namespace dpt {
@@ -53,13 +56,40 @@ dpt_outcome Communicator::submit_device(const dpt_request& request) {
     return start_on_delegate(request,
                              {.algorithm = plan.algorithm, .reason = std::move(plan.reason)});
   }
-  device_->group->launch(request, plan, request.stream(request.call));
+  launch_on_device(request, plan);
   statistics_->add(request.collective,
                    plan.algorithm,
                    plan.reason.c_str(),
                    request.count * size_of(request.dtype),
                    0);
   return DPT_COMPLETED;
+}
+
+void Communicator::launch_on_device(const dpt_request& request, const DevicePlan& plan) {
+  const cuda::Stream stream = request.stream(request.call);
+  try {
+    device_->group->launch(request, plan, stream);
+  } catch (const Error& error) {
+    // A part of it may be on its way, and the other ranks wait for the rest.
+    if (is_staged()) fail(error.status(), error.what());
+    throw;
+  }
+}
+
+bool Communicator::is_staged() const {
+  return device_ && device_->group && device_->group->staging().slot_bytes != 0;
+}
+
+// Where GPUs are staged through the host's memory; known once they have met.
+std::string Communicator::why_not_staged(const dpt_request& request) const {
+  const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
+  std::string reason =
+      staged::Job::why_not(request.collective, request.dtype, request.reduce_op, even);
+  // A graph would replay the same chunks' numbers.
+  if (reason.empty() && request.busy != nullptr && request.busy(request.call) != 0) {
+    reason = "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
+  }
+  return reason;
 }
 
 std::string Communicator::why_not_on_device(const dpt_request& request) const {
@@ -84,6 +114,7 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
     if (reason.empty() && device_->device != request.device) {
       reason = "the group's GPU on this rank is number " + std::to_string(device_->device);
     }
+    if (reason.empty() && is_staged()) reason = why_not_staged(request);
   }
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   const size_t bytes = request.count * size_of(request.dtype);
@@ -100,6 +131,7 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
                         .ranks = static_cast<int>(global_ranks_.size()),
                         .nodes = by_nodes ? nodes_->num_nodes() : 1,
                         .delegate = device_tuning_.delegate_competes(),
+                        .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
                         .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
 }
 
@@ -196,22 +228,51 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   // Packets have not run on GPUs since they last changed, so nobody gets them without asking for
   // native code.
   const bool packets_are_asked_for = delegate_.execute == nullptr;
-  state->group = DeviceGroup::connect({rank_,
-                                       global_ranks_,
-                                       device,
-                                       left / kShareOfStaging,
-                                       channels,
-                                       devices.nvlink && packets_are_asked_for,
-                                       all_gather,
-                                       wait});
+  const auto connect = [&](bool peer_access) {
+    state->group = DeviceGroup::connect({rank_,
+                                         global_ranks_,
+                                         device,
+                                         left / kShareOfStaging,
+                                         channels,
+                                         devices.nvlink && packets_are_asked_for,
+                                         all_gather,
+                                         wait,
+                                         peer_access,
+                                         workers_near(context, devices.cpus)});
+  };
+  if (!devices.peer_access) {
+    connect(false);
+  } else {
+    try {
+      connect(true);
+    } catch (const Error& error) {
+      // The same on all ranks. Where a process sees its own GPU only, this is how it is found out.
+      if (error.status() != DPT_ERR_SYSTEM || devices.peer_access_is_known) throw;
+      connect(false);
+    }
+  }
   // NCCL refuses ranks that share a GPU.
   device_tuning_.agree_on_device(context, devices.text, !devices.shared);
-  state->staging_bytes = state->group->layout().block_bytes();
+  state->staging_bytes = state->group->memory_bytes();
   fabric.add_device_use(static_cast<int64_t>(state->staging_bytes),
                         state->group->layout().channels);
   fabric.on_tick(segment_.get(), [this, group = state->group.get(), judged = false]() mutable {
     judged = judged || watch_device(group);
   });
+}
+
+// Called by all ranks. They share the cores, which the program needs as well.
+DeviceGroup::Workers Communicator::workers_near(const RunContext& context,
+                                                const std::vector<int>& cpus) const {
+  constexpr int kMost = 8;
+  const int ranks = static_cast<int>(global_ranks_.size());
+  const int cores = Fabric::instance().self(0).usable_cores;
+  const int of_rank = oversubscribed_ ? 1 : std::max(1, cores / ranks);
+  const int asked = env().reduce_threads;
+  const int threads = asked != 0 ? asked : std::clamp(of_rank / 2, 1, kMost);
+  int all = 0;
+  for (const int each : exchange(context, threads)) all += each;
+  return {threads, cpus, oversubscribed_ || all > cores};
 }
 
 // From the watchdog's thread, several times a second and after each death. True: there is nothing
@@ -255,6 +316,15 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
 
 void Communicator::check_device(const dpt_request& request) {
   if (!device_ || !device_->group) return;
+  if (is_staged() && segment_->aborted()) {
+    // Nothing of this rank may be under way that could tell.
+    try {
+      segment_->throw_if_aborted();
+    } catch (const Error& error) {
+      fail(error.status(), error.what());
+    }
+    check_usable(request);
+  }
   const auto failure = device_->group->failure();
   if (!failure) return;
   const Error error = error_of(*failure);

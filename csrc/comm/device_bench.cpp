@@ -186,8 +186,11 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   trial.request.device = request_.device;
   trial.request.call = request_.call;
 
-  std::vector<Candidate> racers = device_candidates(
-      {.collective = collective, .bytes = bytes, .layout = group_.layout(), .not_native = ""});
+  std::vector<Candidate> racers = device_candidates({.collective = collective,
+                                                     .bytes = bytes,
+                                                     .layout = group_.layout(),
+                                                     .not_native = "",
+                                                     .staging = group_.staging()});
   Clock::duration connecting{};
   if (delegate_ != nullptr) {
     const auto before = Clock::now();

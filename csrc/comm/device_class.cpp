@@ -6,6 +6,7 @@
 #include <set>
 #include <string>
 
+#include "base/env.hpp"
 #include "base/error.hpp"
 #include "comm/measure.hpp"
 #include "cuda/device_trials.hpp"
@@ -18,6 +19,7 @@ struct Shared {
   char model[80];
   char uuid[48];
   int num_sms;
+  bool no_peer_access;  // as this process was told
 };
 
 // What this process sees; containers may hide the others' GPUs.
@@ -58,6 +60,34 @@ Links links_from(int device, const Shared& mine, const std::vector<Shared>& all)
   return links;
 }
 
+// From the best to the worst.
+enum class PeerAccess : int { kFull, kUnknown, kNone };
+
+PeerAccess peer_access_of(int device, const Shared& mine, const std::vector<Shared>& all) {
+  PeerAccess access = PeerAccess::kFull;
+  for (const Shared& each : all) {
+    if (each.no_peer_access) return PeerAccess::kNone;
+    if (std::strcmp(each.uuid, mine.uuid) == 0) continue;
+    const auto found = cuda::has_peer_access(device, each.uuid);
+    const PeerAccess to = !found   ? PeerAccess::kUnknown
+                          : *found ? PeerAccess::kFull
+                                   : PeerAccess::kNone;
+    access = std::max(access, to);
+  }
+  return access;
+}
+
+// Of the NUMA node that the GPU belongs to.
+std::vector<int> cpus_near(const char* uuid) {
+  static const Topology topology = discover();
+  const Gpu* const gpu = find_gpu(topology.gpus, uuid);
+  if (gpu == nullptr) return {};
+  for (const NumaNode& node : topology.numa_nodes) {
+    if (node.index == gpu->numa_node) return node.cpus;
+  }
+  return {};
+}
+
 const char* name_of(Links links) {
   switch (links) {
     case Links::kNvlink:
@@ -80,6 +110,7 @@ std::string_view keep(const std::string& text) {
 
 DeviceClass describe_devices(const RunContext& context, int device) {
   Shared mine{};
+  mine.no_peer_access = env().no_peer_access;
   try {
     const cuda::DeviceModel model = cuda::model_of(device);
     const std::string text = model.name + ", " + std::to_string(model.num_sms) + " SMs";
@@ -104,7 +135,18 @@ DeviceClass describe_devices(const RunContext& context, int device) {
   Links links = Links::kNvlink;
   for (const Links seen : exchange(context, links_from(device, mine, all)))
     links = std::max(links, seen);
-  return {keep(text + name_of(links)), num_sms, links == Links::kNvlink, uuids.size() < all.size()};
+  PeerAccess access = PeerAccess::kFull;
+  for (const PeerAccess seen : exchange(context, peer_access_of(device, mine, all))) {
+    access = std::max(access, seen);
+  }
+  const bool staged = access == PeerAccess::kNone;
+  return {.text = keep(text + (staged ? "without peer access" : name_of(links))),
+          .num_sms = num_sms,
+          .nvlink = links == Links::kNvlink,
+          .shared = uuids.size() < all.size(),
+          .peer_access = !staged,
+          .peer_access_is_known = access != PeerAccess::kUnknown,
+          .cpus = access == PeerAccess::kFull ? std::vector<int>{} : cpus_near(mine.uuid)};
 }
 
 }  // namespace dpt

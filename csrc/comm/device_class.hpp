@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 #include "algorithms/algorithm.hpp"
 
@@ -12,6 +13,9 @@ struct DeviceClass {
   int num_sms;            // of the smallest
   bool nvlink;            // between all of them
   bool shared;            // several ranks use one GPU
+  bool peer_access;       // no two of them are known to lack it
+  bool peer_access_is_known;
+  std::vector<int> cpus;  // near this rank's own, where that may matter; empty: unknown
 };
 
 // Called by all ranks, each with the number of its own device; the same on all of them.

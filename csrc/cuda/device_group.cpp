@@ -9,7 +9,9 @@
 #include <thread>
 
 #include "cuda/checks.hpp"
+#include "cuda/copy_engine.hpp"
 #include "cuda/device_memory.hpp"
+#include "cuda/staged_group.hpp"
 #include "transport/shm/fd_exchange.hpp"
 
 namespace dpt {
@@ -343,7 +345,17 @@ uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
   return id;
 }
 
+int DeviceGroup::peer_mappings() { return DeviceMemory::imported(); }
+
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
+  if (!setup.peer_access) {
+    return connect_staged(setup, [&setup] {
+      if (const std::string absent = why_absent(); !absent.empty()) {
+        throw Error(DPT_ERR_SYSTEM, absent);
+      }
+      return cuda::make_copy_engine(setup.device);
+    });
+  }
   const cuda::RelaxedCapture relaxed;
   const int size = static_cast<int>(setup.global_ranks.size());
   Hello hello;

@@ -20,16 +20,25 @@ namespace dpt {
 
 class DeviceGroup {
  public:
+  // Threads of this process that reduce where there is no peer access.
+  struct Workers {
+    int threads = 1;
+    std::vector<int> cpus = {};  // near the device; empty: unknown
+    bool oversubscribed = false;
+  };
+
   struct Setup {
     int rank;
     const std::vector<int64_t>& global_ranks;
     int device;            // as this process numbers them
-    size_t staging_bytes;  // most device memory for this group
+    size_t staging_bytes;  // most memory for this group: the device's, or the host's in between
     int channels;          // most of its kernels
     bool nvlink;           // between all ranks
     // Every rank's text, in rank order. Of at most kMostWords bytes.
     std::function<std::vector<std::string>(const std::string&)> all_gather;
     const WaitContext& wait;
+    bool peer_access = true;  // false: memory of peers is not to be mapped
+    Workers workers = {};
   };
   static constexpr size_t kMostWords = 240;
 
@@ -37,11 +46,16 @@ class DeviceGroup {
   static std::string why_absent();
   // The capture of a graph that the stream is part of; 0: none.
   static uint64_t capture_of(cuda::Stream stream);
+  // How often this process mapped a peer's device memory.
+  static int peer_mappings();
   // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where a rank's memory can't be reached.
   static std::unique_ptr<DeviceGroup> connect(const Setup& setup);
   virtual ~DeviceGroup() = default;
 
   virtual const cuda::Layout& layout() const = 0;
+  // Where there is no peer access: then the layout has no channels.
+  virtual cuda::Staging staging() const { return {}; }
+  virtual size_t memory_bytes() const { return layout().block_bytes(); }
   // Starts `request` on `stream`, where its buffers are ready, and returns.
   virtual void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) = 0;
 

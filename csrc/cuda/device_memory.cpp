@@ -1,25 +1,12 @@
 #include "cuda/device_memory.hpp"
 
+#include <atomic>
 #include <utility>
 
-#include "cuda/checks.hpp"
+#include "cuda/driver.hpp"
 
 namespace dpt::cuda {
 namespace {
-
-// libcuda through the runtime, so that the core loads where there is no driver.
-template <typename Function>
-Function driver(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  constexpr unsigned kVersion = 12000;
-  check(cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result), name);
-  if (found == nullptr || result != cudaDriverEntryPointSuccess) {
-    throw Error(DPT_ERR_SYSTEM, std::string("this CUDA driver has no ") + name);
-  }
-  return reinterpret_cast<Function>(found);
-}
-#define DPT_DRIVER(name) driver<decltype(&::name)>(#name)
 
 struct Driver {
   decltype(&::cuMemCreate) create = DPT_DRIVER(cuMemCreate);
@@ -42,6 +29,8 @@ struct Driver {
     return instance;
   }
 };
+
+std::atomic<int> imports{0};
 
 constexpr auto kFileHandle = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
@@ -85,6 +74,7 @@ DeviceMemory DeviceMemory::import(int device, const UniqueFd& file, size_t bytes
   auto* const descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(file.get()));
   check(Driver::get().import_handle(&handle, descriptor, kFileHandle),
         "cuMemImportFromShareableHandle");
+  ++imports;
   return {device, handle, bytes};
 }
 
@@ -133,6 +123,8 @@ void DeviceMemory::free() noexcept {
   handle_ = 0;
   address_ = 0;
 }
+
+int DeviceMemory::imported() { return imports; }
 
 UniqueFd DeviceMemory::export_file() const {
   int file = -1;

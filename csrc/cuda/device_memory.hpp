@@ -19,6 +19,9 @@ class DeviceMemory {
   // afterwards.
   static DeviceMemory import(int device, const UniqueFd& file, size_t bytes);
 
+  // How often this process did that.
+  static int imported();
+
   DeviceMemory(DeviceMemory&& other) noexcept;
   DeviceMemory& operator=(DeviceMemory&& other) noexcept;
   ~DeviceMemory();

@@ -166,19 +166,32 @@ cuda::DeviceModel cuda::model_of(int device) {
   return {properties.name, properties.multiProcessorCount, uuid};
 }
 
-// Peers do atomic operations on each other's memory over NVLink, and over no other link.
-std::optional<bool> cuda::has_nvlink(int device, const std::string& uuid) {
+// Nothing where this process does not see that one.
+static std::optional<int> find_device(const std::string& uuid) {
   int devices = 0;
   DPT_CUDA_CHECK(cudaGetDeviceCount(&devices));
   for (int peer = 0; peer < devices; ++peer) {
-    if (model_of(peer).uuid != uuid) continue;
-    if (peer == device) return true;
-    int atomics = 0;
-    DPT_CUDA_CHECK(
-        cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, peer));
-    return atomics != 0;
+    if (cuda::model_of(peer).uuid == uuid) return peer;
   }
   return std::nullopt;
+}
+
+// Peers do atomic operations on each other's memory over NVLink, and over no other link.
+std::optional<bool> cuda::has_nvlink(int device, const std::string& uuid) {
+  const std::optional<int> peer = find_device(uuid);
+  if (!peer || *peer == device) return peer ? std::optional(true) : std::nullopt;
+  int atomics = 0;
+  DPT_CUDA_CHECK(
+      cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, *peer));
+  return atomics != 0;
+}
+
+std::optional<bool> cuda::has_peer_access(int device, const std::string& uuid) {
+  const std::optional<int> peer = find_device(uuid);
+  if (!peer || *peer == device) return peer ? std::optional(true) : std::nullopt;
+  int access = 0;
+  DPT_CUDA_CHECK(cudaDeviceCanAccessPeer(&access, device, *peer));
+  return access != 0;
 }
 
 std::unique_ptr<DeviceTrials> DeviceTrials::on(int device, cuda::Stream stream) {

@@ -26,6 +26,8 @@ DeviceModel model_of(int device);
 // Whether NVLink leads from the device to the one with this uuid; nothing where this process does
 // not see that one.
 std::optional<bool> has_nvlink(int device, const std::string& uuid);
+// Whether the device reaches that one's memory, in the same way.
+std::optional<bool> has_peer_access(int device, const std::string& uuid);
 
 }  // namespace cuda
 

@@ -10,6 +10,8 @@ std::string DeviceGroup::why_absent() { return "GPU kernels absent: built withou
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 
+int DeviceGroup::peer_mappings() { return 0; }
+
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup&) {
   throw Error(DPT_ERR_SYSTEM, why_absent());
 }
@@ -21,6 +23,7 @@ std::unique_ptr<DeviceTrials> DeviceTrials::on(int, cuda::Stream) {
 namespace cuda {
 DeviceModel model_of(int) { throw Error(DPT_ERR_SYSTEM, DeviceGroup::why_absent()); }
 std::optional<bool> has_nvlink(int, const std::string&) { return std::nullopt; }
+std::optional<bool> has_peer_access(int, const std::string&) { return std::nullopt; }
 bool can_reduce_on_device(DataType, ReduceOp) { return false; }
 bool has_large_kernels(DataType, ReduceOp) { return false; }
 }  // namespace cuda

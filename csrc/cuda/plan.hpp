@@ -14,11 +14,19 @@ struct Grid {
   int threads;
 };
 
+// How a group without peer access is staged through the host's memory; the same on every rank.
+struct Staging {
+  int ranks = 0;
+  size_t slot_bytes = 0;  // 0: it isn't
+  int depth = 0;          // slots of each rank
+  int threads = 0;        // most workers of each rank
+};
+
 }  // namespace cuda
 
 struct DevicePlan {
   const char* algorithm = "delegate";
-  cuda::Grid grid{0, 0};
+  cuda::Grid grid{0, 0};   // of cpu_reduce: slots of each rank, workers of each rank
   size_t chunk_bytes = 0;  // what a slot of a queue carries at most; 0: all it holds
   std::string reason;
 };

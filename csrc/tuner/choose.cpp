@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
+
+#include "tuner/choose_staged.hpp"
 
 namespace dpt {
 namespace {
@@ -126,6 +129,8 @@ Decision decide(const Entry& entry, const Limits& limits, const std::string& fou
   if (is_delegate(chosen)) {
     decision.reason =
         (limits.on_device ? "native is not clearly faster, " : "faster than native, ") + found;
+  } else if (std::strcmp(chosen.algorithm, kCpuReduce) == 0) {
+    decision.reason = "fastest " + found + ", " + describe_staged(chosen);
   } else if (limits.on_device) {
     decision.reason = "fastest " + found + ", " + std::to_string(chosen.channels) + " x " +
                       std::to_string(chosen.threads) + " threads";

@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstring>
 
+#include "tuner/choose_staged.hpp"
+
 namespace dpt {
 namespace {
 
@@ -182,6 +184,7 @@ DevicePlan choose_device(const ChooseDeviceRequest& request) {
     return {"hierarchical", {0, 0}, 0, "fewer bytes between nodes than in one ring"};
   }
   if (!request.not_native.empty()) return delegated(request.not_native);
+  if (request.staging.slot_bytes != 0) return choose_staged(request);
   if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
     const Candidate& chosen = request.tuned->chosen;
     if (is_delegate(chosen)) return delegated(request.tuned->reason);
@@ -191,6 +194,7 @@ DevicePlan choose_device(const ChooseDeviceRequest& request) {
 }
 
 std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
+  if (request.staging.slot_bytes != 0) return staged_candidates(request);
   ChooseDeviceRequest native = request;
   native.delegate = false;
   native.tuned = nullptr;
@@ -229,6 +233,7 @@ DevicePlan to_device_plan(const Candidate& candidate, std::string reason) {
 }
 
 const char* known_device_algorithm(const char* name) {
+  if (std::strcmp(name, kCpuReduce) == 0) return kCpuReduce;
   const Algorithm* algorithm = find(name);
   return algorithm != nullptr ? algorithm->name : nullptr;
 }

@@ -14,14 +14,15 @@ namespace dpt {
 
 struct ChooseDeviceRequest {
   Collective collective;
-  size_t bytes;            // of one part, see dpt_request; the largest, where ranks know all
-  bool even = true;        // all parts have `bytes`
-  bool large = true;       // there are kernels for it that take any size
-  cuda::Layout layout;     // of the group
-  std::string not_native;  // not empty: why native code can't serve the request or the group
-  int ranks = 0;           // of the group, where it spans nodes
-  int nodes = 1;           // of which the delegate can go through in stages; 1: it can't
-  bool delegate = false;   // it competes: it keeps what native code is not known to do faster
+  size_t bytes;                // of one part, see dpt_request; the largest, where ranks know all
+  bool even = true;            // all parts have `bytes`
+  bool large = true;           // there are kernels for it that take any size
+  cuda::Layout layout;         // of the group
+  std::string not_native;      // not empty: why native code can't serve the request or the group
+  int ranks = 0;               // of the group, where it spans nodes
+  int nodes = 1;               // of which the delegate can go through in stages; 1: it can't
+  bool delegate = false;       // it competes: it keeps what native code is not known to do faster
+  cuda::Staging staging = {};  // of a group without peer access, which has no kernels
   const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
 };
 

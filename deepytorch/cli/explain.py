@@ -131,6 +131,9 @@ def _cells(candidate: "Candidate", stock: str) -> list[str]:
     low, high = candidate.spread_us
     grid = f"{candidate.channels} x {candidate.threads}" if candidate.channels else ""
     chunk = format_size(candidate.chunk_bytes) if candidate.chunk_bytes else ""
+    if candidate.algorithm == "cpu_reduce":
+        grid = f"{candidate.channels} slots of {chunk}"
+        chunk = f"{candidate.threads} workers"
     return [
         "*" if candidate.chosen else "",
         stock if candidate.algorithm == "delegate" else candidate.algorithm,

@@ -9,6 +9,8 @@
 #include "base/error.hpp"
 #include "cuda/device_group.hpp"
 #include "cuda/device_trials.hpp"
+#include "cuda/staged_group.hpp"
+#include "fake_copy_engine.hpp"
 
 namespace dpt {
 namespace testing {
@@ -69,6 +71,12 @@ class FakeGroup final : public DeviceGroup {
 
 class FakeTrials final : public DeviceTrials {
  public:
+  explicit FakeTrials(cuda::Stream stream)
+      : lane_(fake_devices().peer_access ? nullptr : static_cast<FakeLane*>(stream)) {}
+  ~FakeTrials() override {
+    if (lane_ != nullptr) lane_->synchronize();
+  }
+
   bool can_queue() override { return fake_devices().queues; }
   bool is_idle() override { return fake_devices().idle; }
   size_t free_bytes() const override { return fake_devices().free_bytes; }
@@ -80,9 +88,13 @@ class FakeTrials final : public DeviceTrials {
   void open_gate() override {}
   void start_clock() override { start_us_ = device_clock_us; }
   void stop_clock() override { stop_us_ = device_clock_us; }
-  std::optional<double> elapsed_us() override { return stop_us_ - start_us_; }
+  std::optional<double> elapsed_us() override {
+    if (lane_ != nullptr && !lane_->is_idle()) return std::nullopt;
+    return stop_us_ - start_us_;
+  }
 
  private:
+  FakeLane* const lane_;
   std::vector<char> memory_;
   double start_us_ = 0;
   double stop_us_ = 0;
@@ -113,7 +125,16 @@ std::string DeviceGroup::why_absent() { return testing::fake_devices().why_absen
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 
+int DeviceGroup::peer_mappings() { return 0; }
+
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
+  if (!setup.peer_access) {
+    return connect_staged(setup, [&setup] {
+      testing::FakeCopyEngine::Options options;
+      options.can_map = setup.rank != testing::fake_devices().unmappable_rank;
+      return std::make_unique<testing::FakeCopyEngine>(setup.rank, options);
+    });
+  }
   using testing::Meeting;
   std::shared_ptr<Meeting> own;
   if (setup.rank == 0) own = std::make_shared<Meeting>(setup.global_ranks.size());
@@ -125,8 +146,8 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   return std::make_unique<testing::FakeGroup>(setup.rank, meeting);
 }
 
-std::unique_ptr<DeviceTrials> DeviceTrials::on(int, cuda::Stream) {
-  return std::make_unique<testing::FakeTrials>();
+std::unique_ptr<DeviceTrials> DeviceTrials::on(int, cuda::Stream stream) {
+  return std::make_unique<testing::FakeTrials>(stream);
 }
 
 namespace cuda {
@@ -136,6 +157,9 @@ DeviceModel model_of(int device) {
   return {"a fake GPU", 132, "GPU-" + std::to_string(which)};
 }
 std::optional<bool> has_nvlink(int, const std::string&) { return true; }
+std::optional<bool> has_peer_access(int, const std::string&) {
+  return testing::fake_devices().peer_access;
+}
 bool can_reduce_on_device(DataType, ReduceOp) { return true; }
 bool has_large_kernels(DataType dtype, ReduceOp) { return size_of(dtype) <= sizeof(float); }
 

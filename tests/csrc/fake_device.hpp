@@ -13,6 +13,8 @@ namespace dpt::testing {
 
 struct FakeDevices {
   std::string why_absent = "no GPUs in this test";  // empty: every rank has one
+  bool peer_access = true;                          // false: staged, by fake copy engines
+  int unmappable_rank = -1;                         // its staging memory can't be mapped
   bool shared = false;                              // all ranks use the same one
   bool idle = true;                                 // streams become idle
   bool queues = true;                               // see DeviceTrials::can_queue
@@ -23,6 +25,8 @@ struct FakeDevices {
 
 // One for all tests; each sets it anew.
 FakeDevices& fake_devices();
+
+// Where there is no peer access, operations' streams are FakeLane* (fake_copy_engine.hpp).
 
 // From now on the kernels of every group have left this behind; nothing: none has.
 void fail_devices(std::optional<DeviceGroup::Failure> failure);

@@ -22,12 +22,13 @@ CSRC_LAYERS: dict[str, set[str]] = {
     "host": _LOWEST,
     "transport": _LOWEST | {"bootstrap"},
     "algorithms": _MIDDLE,
-    "cuda": _MIDDLE,
+    "staged": _MIDDLE,
+    "cuda": _MIDDLE | {"staged"},
     # choose() sees what an algorithm promises, never how it works.
     "tuner": _LOWEST
     | {"topology/topology.hpp", "algorithms/plan.hpp", "algorithms/algorithm.hpp"}
     | {"cuda/plan.hpp", "cuda/layout.hpp"},
-    "comm": _MIDDLE | {"algorithms", "cuda", "tuner"},
+    "comm": _MIDDLE | {"algorithms", "staged", "cuda", "tuner"},
     "c10d": set(),  # the adapter links nothing: it sees the core through the C ABI alone
     "bindings": _MIDDLE | {"algorithms", "cuda", "tuner", "comm"},
     "nccl_plugin": {"base", "tuner"},

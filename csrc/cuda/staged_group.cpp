@@ -1,0 +1,57 @@
+#include "cuda/staged_group.hpp"
+
+#include "staged/group.hpp"
+
+namespace dpt {
+namespace {
+
+class StagedDeviceGroup final : public DeviceGroup {
+ public:
+  explicit StagedDeviceGroup(std::unique_ptr<staged::Group> group) : group_(std::move(group)) {}
+
+  const cuda::Layout& layout() const override { return no_kernels_; }
+  cuda::Staging staging() const override {
+    const staged::Shape& shape = group_->shape();
+    return {shape.ranks, shape.slot_bytes, shape.depth, shape.threads};
+  }
+  size_t memory_bytes() const override { return group_->memory_bytes(); }
+
+  void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
+    group_->start(request, {plan.chunk_bytes, plan.grid.threads}, stream);
+  }
+
+  std::optional<Failure> failure() const override {
+    using Kind = staged::Pipeline::Failure;
+    const auto found = group_->failure();
+    if (!found) return std::nullopt;
+    const auto kind = found->kind == Kind::kMismatch  ? Failure::kMismatch
+                      : found->kind == Kind::kAborted ? Failure::kAborted
+                                                      : Failure::kTimeout;
+    return Failure{kind, found->peer, found->sequence};
+  }
+  void abort() override { group_->abort(); }
+  void release() override { group_->release(); }
+
+ private:
+  const cuda::Layout no_kernels_{};
+  std::unique_ptr<staged::Group> group_;
+};
+
+}  // namespace
+
+std::unique_ptr<DeviceGroup> connect_staged(
+    const DeviceGroup::Setup& setup,
+    std::function<std::unique_ptr<staged::CopyEngine>()> make_engine) {
+  return std::make_unique<StagedDeviceGroup>(
+      staged::Group::connect({.rank = setup.rank,
+                              .global_ranks = setup.global_ranks,
+                              .staging_bytes = setup.staging_bytes,
+                              .threads = setup.workers.threads,
+                              .cpus = setup.workers.cpus,
+                              .oversubscribed = setup.workers.oversubscribed,
+                              .all_gather = setup.all_gather,
+                              .wait = setup.wait,
+                              .make_engine = std::move(make_engine)}));
+}
+
+}  // namespace dpt

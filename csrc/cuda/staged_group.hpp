@@ -1,0 +1,18 @@
+// A group of GPUs without peer access as a DeviceGroup: all of it goes through the host's memory
+// (csrc/staged), and nothing of a peer's device is mapped or copied.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "cuda/device_group.hpp"
+#include "staged/copy_engine.hpp"
+
+namespace dpt {
+
+// As DeviceGroup::connect. `make_engine` may throw Error(DPT_ERR_SYSTEM).
+std::unique_ptr<DeviceGroup> connect_staged(
+    const DeviceGroup::Setup& setup,
+    std::function<std::unique_ptr<staged::CopyEngine>()> make_engine);
+
+}  // namespace dpt

@@ -1,0 +1,27 @@
+#include "staged/board.hpp"
+
+#include <new>
+
+namespace dpt::staged {
+
+size_t Board::bytes(const Shape& shape) {
+  return words_bytes(shape.ranks) + (shape.ranks + 1) * shape.depth * shape.slot_bytes;
+}
+
+void Board::prepare(char* memory, const Shape& shape) {
+  new (memory) Head{};
+  const Board board(memory, shape);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    new (board.of_rank(rank)) OfRank{};
+    const auto before = static_cast<uint32_t>(shape.first_chunk - 1);
+    board.checked(rank).store(before);
+    for (size_t slot = 0; slot < kMostDepth; ++slot) {
+      board.arrived(rank, slot).store(before);
+      board.taken(rank, slot).store(before);
+      board.ready(rank, slot).store(before);
+    }
+    board.gate(rank).store(kRunning, std::memory_order_release);
+  }
+}
+
+}  // namespace dpt::staged

@@ -1,0 +1,278 @@
+#include "staged/group.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+#include "base/thread.hpp"
+#include "transport/shm/fd_exchange.hpp"
+
+namespace dpt::staged {
+namespace {
+
+// What one group's slots are when there is room; the second is the least that pays.
+constexpr size_t kLargestSlot = 2 << 20;
+constexpr size_t kSmallestSlot = 256 << 10;
+constexpr int kDepth = 3;
+// How long a group that goes away waits for its operations, and then for the device.
+constexpr std::chrono::milliseconds kDestroyGrace{5000};
+constexpr std::chrono::milliseconds kBrokenGrace{5000};
+constexpr std::chrono::milliseconds kTrialLimit{2000};
+constexpr std::chrono::microseconds kSpin{200};
+
+Shape shape_for(const Group::Setup& setup) {
+  Shape shape{static_cast<int>(setup.global_ranks.size()), kLargestSlot, kDepth, setup.threads};
+  while (shape.slot_bytes > kSmallestSlot && Board::bytes(shape) > setup.staging_bytes) {
+    shape.slot_bytes /= 2;
+  }
+  if (shape.ranks > Group::kMostRanks) {
+    throw Error(DPT_ERR_SYSTEM,
+                std::to_string(shape.ranks) + " ranks; CPU-Reduce serves up to " +
+                    std::to_string(Group::kMostRanks));
+  }
+  if (Board::bytes(shape) > setup.staging_bytes) {
+    throw Error(DPT_ERR_SYSTEM, "staging_mb is used up by other groups");
+  }
+  return shape;
+}
+
+// What a rank tells the others before memory is shared.
+struct Hello {
+  std::string address;  // rank 0's socket; "-" for the others
+  size_t slot_bytes = 0;
+  int threads = 0;
+  std::string why_not;  // it can't take part
+
+  std::string serialize() const {
+    return address + " " + std::to_string(slot_bytes) + " " + std::to_string(threads) + " " +
+           why_not.substr(0, Group::kMostWords / 2);
+  }
+  static Hello parse(const std::string& text) {
+    Hello hello;
+    std::istringstream words(text);
+    words >> hello.address >> hello.slot_bytes >> hello.threads >> std::ws;
+    std::getline(words, hello.why_not);
+    return hello;
+  }
+};
+
+std::string name_rank(const Group::Setup& setup, size_t rank) {
+  return "rank " + std::to_string(setup.global_ranks[rank]);
+}
+
+// All ranks learn of any rank's trouble and give it up together.
+void agree(const Group::Setup& setup, const std::string& trouble) {
+  const std::vector<std::string> troubles =
+      setup.all_gather(trouble.substr(0, Group::kMostWords / 2));
+  for (size_t rank = 0; rank < troubles.size(); ++rank) {
+    if (!troubles[rank].empty()) {
+      throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ": " + troubles[rank]);
+    }
+  }
+}
+
+// What `step` throws, as a text; empty: nothing.
+template <typename Step>
+std::string trouble_in(const Step& step) {
+  try {
+    step();
+    return "";
+  } catch (const Error& error) {
+    if (error.status() != DPT_ERR_SYSTEM) throw;
+    return error.what();
+  }
+}
+
+UniqueFd create_file(const Shape& shape) {
+  UniqueFd file(DPT_SYS_CHECK(
+      static_cast<int>(syscall(SYS_memfd_create, "deepytorch", 1u /* MFD_CLOEXEC */))));
+  DPT_SYS_CHECK(ftruncate(file.get(), static_cast<off_t>(Board::bytes(shape))));
+  return file;
+}
+
+// Rank 0 hands the file to who comes for it.
+void hand_out(const Group::Setup& setup, const UniqueFd& listener, const UniqueFd& file) {
+  for (size_t served = 1; served < setup.global_ranks.size();) {
+    const UniqueFd peer = accept_within(listener, setup.wait.deadline.next_slice());
+    if (peer.get() >= 0) {
+      send_fds(peer, "board", {file.get()});
+      ++served;
+      continue;
+    }
+    setup.wait.check();
+    if (setup.wait.deadline.expired()) {
+      throw Error(DPT_ERR_SYSTEM, "a rank did not fetch the group's staging memory");
+    }
+  }
+}
+
+UniqueFd fetch(const Group::Setup& setup, const std::string& address) {
+  const UniqueFd socket = connect_abstract(address);
+  Received received = receive_fds(socket, setup.wait);
+  if (received.text != "board" || received.fds.size() != 1) {
+    throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
+  }
+  return std::move(received.fds.front());
+}
+
+// Whether the device carries out words at all its driver tells only when asked for some.
+void try_words(CopyEngine& engine, Word& word) {
+  {
+    const std::shared_ptr<void> entered = engine.enter();
+    engine.write({Lane::kUp, 1}, word, 1);
+    engine.wait({Lane::kDown, 0}, word, 1);
+    engine.wait_for_bits({Lane::kDown, 1}, word, 1);
+    engine.meet();
+  }
+  const Deadline limit(kTrialLimit);
+  while (!engine.is_idle() && !limit.expired()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  const bool works = engine.is_idle() && word.load(std::memory_order_acquire) == 1;
+  word.store(1, std::memory_order_release);  // nothing waits any longer
+  if (!works) throw Error(DPT_ERR_SYSTEM, "stream memory operations don't work on this GPU");
+}
+
+// Of this process, as long as one of its groups needs them.
+std::shared_ptr<Workers> workers_of_process(const Group::Setup& setup) {
+  static std::mutex mutex;
+  static auto* const existing = new std::weak_ptr<Workers>;
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<Workers> workers = existing->lock();
+  if (!workers) {
+    const auto spin = setup.oversubscribed ? std::chrono::microseconds{0} : kSpin;
+    workers = std::make_shared<Workers>(setup.threads, setup.cpus, spin);
+    *existing = workers;
+  }
+  return workers;
+}
+
+}  // namespace
+
+class Group::Memory {
+ public:
+  Memory(const UniqueFd& file, size_t bytes) : bytes_(bytes) {
+    struct stat info{};
+    DPT_SYS_CHECK(fstat(file.get(), &info));
+    if (static_cast<size_t>(info.st_size) != bytes) {
+      throw Error(DPT_ERR_SYSTEM, "the group's staging memory has an unexpected size");
+    }
+    void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+    if (memory == MAP_FAILED) throw_system_error("mmap of the group's staging memory");
+    // A forked child (a DataLoader worker) must neither keep nor touch it.
+    madvise(memory, bytes, MADV_DONTFORK);
+    address_ = static_cast<char*>(memory);
+  }
+  ~Memory() { munmap(address_, bytes_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  char* address() const { return address_; }
+
+ private:
+  char* address_;
+  size_t bytes_;
+};
+
+Group::Group(const Setup& setup, const Shape& shape) : rank_(setup.rank), shape_(shape) {}
+
+std::unique_ptr<Group> Group::connect(const Setup& setup) {
+  const std::shared_ptr<Workers> workers =
+      setup.workers ? setup.workers : workers_of_process(setup);
+  Hello hello{"-", 0, workers->size(), ""};
+  UniqueFd listener;
+  hello.why_not = trouble_in([&] {
+    hello.slot_bytes = shape_for(setup).slot_bytes;
+    if (setup.rank == 0) listener = listen_abstract(&hello.address);
+  });
+  Shape shape{static_cast<int>(setup.global_ranks.size()), kLargestSlot, kDepth, hello.threads};
+  std::string address;
+  const std::vector<std::string> words = setup.all_gather(hello.serialize());
+  for (size_t rank = 0; rank < words.size(); ++rank) {
+    const Hello peer = Hello::parse(words[rank]);
+    if (!peer.why_not.empty()) {
+      throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ": " + peer.why_not);
+    }
+    if (rank == 0) address = peer.address;
+    shape.slot_bytes = std::min(shape.slot_bytes, peer.slot_bytes);
+    shape.threads = std::min(shape.threads, peer.threads);
+  }
+
+  // In three steps, because a rank that lacks something must not let the others wait for it.
+  std::unique_ptr<Group> group(new Group(setup, shape));
+  UniqueFd file;
+  agree(setup, trouble_in([&] {
+          if (setup.rank == 0) file = create_file(shape);
+        }));
+  agree(setup, trouble_in([&] {
+          if (setup.rank == 0) {
+            hand_out(setup, listener, file);
+          } else {
+            file = fetch(setup, address);
+          }
+          group->memory_ = std::make_unique<Memory>(file, Board::bytes(shape));
+          if (setup.rank == 0) Board::prepare(group->memory_->address(), shape);
+        }));
+  agree(setup, trouble_in([&] {
+          // Pages lie where they are touched first, and the device's neighbourhood is best.
+          const Board board(group->memory_->address(), shape);
+          start_thread([&] {
+            run_near(setup.cpus);
+            std::memset(board.inputs_of(setup.rank), 0, board.input_bytes());
+            if (setup.rank == 0) std::memset(board.result(0), 0, board.input_bytes());
+          }).join();
+          group->engine_ = setup.make_engine();
+          group->engine_->map(group->memory_->address(), Board::bytes(shape));
+          // Rewritten by the first operation.
+          try_words(*group->engine_, board.description(setup.rank, 0));
+        }));
+  const Board board(group->memory_->address(), shape);
+  group->workers_ = workers;
+  group->pipeline_ = std::make_unique<Pipeline>(board, setup.rank, *workers, *group->engine_);
+  group->workers_->add(group->pipeline_.get());
+  return group;
+}
+
+Group::~Group() {
+  if (!pipeline_) return;
+  const auto wait_until = [](const auto& done, std::chrono::milliseconds limit) {
+    const Deadline deadline(limit);
+    while (!done() && !deadline.expired()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return done();
+  };
+  const auto has_ended = [&] { return pipeline_->is_done() && engine_->is_idle(); };
+  wait_until([&] { return has_ended() || pipeline_->is_broken(); }, kDestroyGrace);
+  if (!has_ended()) {
+    pipeline_->break_off(Pipeline::Failure::kAborted, rank_);
+    wait_until(
+        [&] {
+          pipeline_->release();
+          pipeline_->end_waits();
+          return engine_->is_idle();
+        },
+        kBrokenGrace);
+  }
+  workers_->remove(pipeline_.get());
+  if (!engine_->is_idle()) {
+    // A device that doesn't come to its end may yet write to this memory.
+    engine_.release();
+    memory_.release();
+  }
+}
+
+void Group::start(const dpt_request& request, const Cut& cut, Stream stream) {
+  const std::chrono::milliseconds timeout(request.timeout_ms);
+  pipeline_->enqueue(Job::of(request, cut, rank_, shape_), timeout, stream);
+}
+
+void Group::abort() { pipeline_->break_off(Pipeline::Failure::kAborted, rank_); }
+
+}  // namespace dpt::staged

@@ -1,0 +1,393 @@
+#include "staged/pipeline.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "base/error.hpp"
+#include "host/reduce.hpp"
+#include "staged/workers.hpp"
+
+namespace dpt::staged {
+namespace {
+
+// Ahead of every number that a wait is for, and still ahead of it in has_come_to.
+constexpr uint32_t kFarAhead = 1u << 30;
+// How often waits are ended anew while devices undo it.
+constexpr std::chrono::milliseconds kEndAgain{1};
+
+// What drivers take.
+constexpr ptrdiff_t kMostPitch = (ptrdiff_t{1} << 31) - 1;
+
+// `broken`'s value.
+constexpr uint32_t encode(uint32_t kind, int peer) {
+  return kind | static_cast<uint32_t>(peer) << 8;
+}
+
+constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); }
+
+}  // namespace
+
+Pipeline::Pipeline(Board board, int rank, Workers& workers, CopyEngine& engine)
+    : board_(board),
+      rank_(rank),
+      workers_(workers),
+      engine_(engine),
+      next_chunk_(board.shape().first_chunk),
+      cursors_(workers.size()) {
+  // Workers begin behind an operation that is over.
+  ops_.push_back(std::make_unique<Op>());
+  ops_.back()->users = workers.size();
+  for (Cursor& cursor : cursors_) cursor.op = ops_.back().get();
+}
+
+// ---- What the device does ----
+
+void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream stream) {
+  if (is_broken()) {
+    throw Error(DPT_ERR_ABORTED, "the group's operations on GPUs were broken off");
+  }
+  const Op& op = append(job, timeout);
+  try {
+    const std::shared_ptr<void> entered = engine_.enter();
+    engine_.fork(stream);
+    if (job.own != job.own_to) engine_.copy_local(job.own_to, job.own, job.piece_bytes);
+    // In an order in which each command could wait for the end of the one before: some devices'
+    // lanes share a queue, and a full queue holds up this thread.
+    const uint64_t lag = std::min<uint64_t>(board_.shape().depth, job.chunks);
+    for (uint64_t step = 0; step < job.chunks + lag; ++step) {
+      if (step >= lag) {
+        const uint64_t chunk = step - lag;
+        const bool keeps_arrival = chunk + Lane::kCount >= std::min(step, job.chunks);
+        if (keeps_arrival) engine_.submit({Lane::kUp, lane_of(op.first + chunk)});
+        put_down(op, chunk);
+      }
+      if (step < job.chunks) put_up(op, step);
+    }
+    engine_.meet();
+    const Lane last{Lane::kDown, 0};
+    engine_.wait_for_bits(last, board_.gate(rank_), kRunning | kReleased);
+    engine_.write(last, board_.finished(rank_), op.number);
+    engine_.join(stream);
+  } catch (...) {
+    // Some of it is on its way, and the other ranks wait for the rest.
+    break_off(Failure::kAborted, rank_);
+    throw;
+  }
+}
+
+Pipeline::Op& Pipeline::append(const Job& job, std::chrono::milliseconds timeout) {
+  while (ops_.size() > 1 && ops_.front()->users.load(std::memory_order_acquire) == 0) {
+    ops_.pop_front();
+  }
+  auto op = std::make_unique<Op>();
+  op->job = job;
+  op->first = next_chunk_.load(std::memory_order_relaxed);
+  op->number = last_number_.load(std::memory_order_relaxed) + 1;
+  op->timeout = timeout;
+  op->users = workers_.size();
+  next_chunk_.store(op->first + job.chunks, std::memory_order_release);
+  last_number_.store(op->number, std::memory_order_release);
+  Op& appended = *op;
+  ops_.push_back(std::move(op));
+  ops_[ops_.size() - 2]->next.store(&appended, std::memory_order_release);
+  workers_.wake();
+  return appended;
+}
+
+// Chunk `number` may overwrite this rank's slot once what was in it was read by all.
+void Pipeline::wait_for_slot(uint64_t number, Job::Kind kind) {
+  const size_t slot = slot_of(number);
+  const Lane lane{Lane::kUp, lane_of(number)};
+  const Job::Kind last = kinds_[slot];
+  kinds_[slot] = kind;
+  if (!has_predecessor(number)) return;
+  if (last == Job::Kind::kReduce) {
+    engine_.wait(lane, board_.ready(rank_, slot), low(before(number)));
+    return;
+  }
+  for (int peer = 0; peer < board_.shape().ranks; ++peer) {
+    // Its own lane might not have said yet that it came there, where that is all it does.
+    const Word& word = peer == rank_ ? board_.arrived(peer, slot) : board_.taken(peer, slot);
+    engine_.wait(lane, word, low(before(number)));
+  }
+}
+
+void Pipeline::put_up(const Op& op, uint64_t chunk) {
+  const Job& job = op.job;
+  const uint64_t number = op.first + chunk;
+  const size_t slot = slot_of(number);
+  const Lane lane{Lane::kUp, lane_of(number)};
+  wait_for_slot(number, job.kind);
+  if (chunk == 0) {
+    const auto factor = std::bit_cast<uint64_t>(job.factor);
+    engine_.write(lane, board_.description(rank_, slot), job.description);
+    if (job.op == DPT_PREMUL_SUM) {
+      engine_.write(lane, board_.factor_low(rank_, slot), low(factor));
+      engine_.write(lane, board_.factor_high(rank_, slot), low(factor >> 32));
+    }
+  }
+  const size_t bytes = job.bytes(chunk);
+  if (bytes != 0 && !job.pieces.empty()) {
+    char* const to = board_.input(rank_, slot);
+    const size_t pitch = job.pitch(chunk);
+    const std::vector<const char*>& pieces = job.pieces;
+    // Pieces of one tensor lie at equal distances, and then one command copies them.
+    const ptrdiff_t distance = pieces.size() > 1 ? pieces[1] - pieces[0] : 0;
+    bool equal = distance >= static_cast<ptrdiff_t>(bytes) && distance <= kMostPitch;
+    for (size_t i = 1; i < pieces.size(); ++i) equal &= pieces[i] - pieces[i - 1] == distance;
+    if (pieces.size() > 1 && equal) {
+      const Rows rows{pieces.size(), bytes, pitch, static_cast<size_t>(distance)};
+      engine_.copy_up(lane.index, to, pieces[0] + job.offset(chunk), rows);
+    } else {
+      for (size_t i = 0; i < pieces.size(); ++i) {
+        engine_.copy_up(
+            lane.index, to + i * pitch, pieces[i] + job.offset(chunk), {1, bytes, bytes, bytes});
+      }
+    }
+  }
+  engine_.write(lane, board_.arrived(rank_, slot), low(number));
+  if (job.pieces.empty()) engine_.submit(lane);  // no copy to come takes it along
+}
+
+void Pipeline::put_down(const Op& op, uint64_t chunk) {
+  const Job& job = op.job;
+  const uint64_t number = op.first + chunk;
+  const size_t slot = slot_of(number);
+  const Lane lane{Lane::kDown, lane_of(number)};
+  const bool reduces = job.kind == Job::Kind::kReduce;
+  if (reduces) {
+    engine_.wait(lane, board_.ready(rank_, slot), low(number));
+  } else {
+    if (chunk == 0) engine_.wait(lane, board_.checked(rank_), low(number));
+    // Where there is nothing to take this lane would overtake the other.
+    if (has_predecessor(number)) {
+      engine_.wait(lane, board_.taken(rank_, slot), low(before(number)));
+    }
+  }
+  const size_t bytes = job.bytes(chunk);
+  for (const Job::Download& download : job.downloads) {
+    if (!reduces) engine_.wait(lane, board_.arrived(download.from, slot), low(number));
+    const char* const from = reduces ? board_.result(slot) : board_.input(download.from, slot);
+    if (bytes == 0) continue;
+    engine_.copy_down(lane.index,
+                      download.to + job.offset(chunk),
+                      from + download.piece * job.pitch(chunk),
+                      {1, bytes, bytes, bytes});
+  }
+  engine_.write(lane, board_.taken(rank_, slot), low(number));
+  if (!reduces) engine_.submit(lane);  // the peers' devices wait for that
+}
+
+// ---- What workers do ----
+
+Pipeline::Progress Pipeline::advance(int worker) {
+  Cursor& at = cursors_[worker];
+  if (at.is_over) {
+    Op* const next = at.op->next.load(std::memory_order_acquire);
+    if (next == nullptr) return Progress::kIdle;
+    at.op->users.fetch_sub(1, std::memory_order_acq_rel);
+    at.op = next;
+    at.is_over = false;
+    at.chunk = 0;
+    at.started.reset();
+  }
+  if (is_broken()) return leave_broken(at, worker);
+  const Job& job = at.op->job;
+  if (worker >= job.threads && worker != 0) {
+    at.is_over = true;
+    return Progress::kMoved;
+  }
+  if (!has_begun(*at.op, worker)) return worker == 0 ? Progress::kWaiting : Progress::kIdle;
+  const bool reduces = job.kind == Job::Kind::kReduce;
+  if (reduces && at.chunk < job.chunks && reduce_chunk(at, worker)) return Progress::kMoved;
+  if (!reduces && at.chunk == 0 && check_alone(at)) return Progress::kMoved;
+  // The first one stays to the end and sees to it that there is one.
+  if (worker == 0) {
+    watch(at);
+  } else {
+    at.is_over = at.chunk == job.chunks;
+  }
+  return at.is_over ? Progress::kMoved : Progress::kWaiting;
+}
+
+// Programs enqueue long before devices get there. Meanwhile the first worker alone looks out.
+bool Pipeline::has_begun(Op& op, int worker) const {
+  if (op.begun.load(std::memory_order_acquire)) return true;
+  if (worker != 0) return false;
+  const size_t slot = slot_of(op.first);
+  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+    const uint32_t arrived = board_.arrived(rank, slot).load(std::memory_order_acquire);
+    if (!has_come_to(arrived, low(op.first))) continue;
+    op.begun.store(true, std::memory_order_release);
+    workers_.wake();
+    return true;
+  }
+  return false;
+}
+
+bool Pipeline::all_came_to(Word& (Board::*word)(int, size_t) const, uint64_t number) const {
+  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+    const uint32_t value = (board_.*word)(rank, slot_of(number)).load(std::memory_order_acquire);
+    if (!has_come_to(value, low(number))) return false;
+  }
+  return !is_broken();  // where words say whatever ends waits
+}
+
+// Once all ranks came to the operation's first chunk. False: they are not in the same.
+bool Pipeline::start(Cursor& at, int worker) {
+  const Job& job = at.op->job;
+  const size_t slot = slot_of(at.op->first);
+  at.factors.clear();
+  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+    // Its own, the device may have written over already.
+    if (worker == 0 && rank != rank_ &&
+        board_.description(rank, slot).load(std::memory_order_relaxed) != job.description) {
+      break_off(Failure::kMismatch, rank);
+      return false;
+    }
+    if (job.op != DPT_PREMUL_SUM) continue;
+    const uint64_t high = board_.factor_high(rank, slot).load(std::memory_order_relaxed);
+    const uint64_t bits =
+        high << 32 | board_.factor_low(rank, slot).load(std::memory_order_relaxed);
+    at.factors.push_back(std::bit_cast<double>(bits));
+  }
+  return true;
+}
+
+bool Pipeline::reduce_chunk(Cursor& at, int worker) {
+  const Job& job = at.op->job;
+  const Shape& shape = board_.shape();
+  const uint64_t number = at.op->first + at.chunk;
+  // The result's slot is free once all ranks have what was in it.
+  if (!all_came_to(&Board::arrived, number)) return false;
+  if (has_predecessor(number) && !all_came_to(&Board::taken, before(number))) return false;
+  if (at.chunk == 0 && !start(at, worker)) return false;
+
+  const size_t slot = slot_of(number);
+  const size_t bytes =
+      job.num_pieces == 1 ? job.bytes(at.chunk) : job.num_pieces * job.pitch(at.chunk);
+  const int all = shape.ranks * job.threads;
+  const Share share = share_of(bytes, rank_ * job.threads + worker, all);
+  if (share.begin < share.end) {
+    at.sources.clear();
+    for (int rank = 0; rank < shape.ranks; ++rank) {
+      at.sources.push_back(board_.input(rank, slot) + share.begin);
+    }
+    reduce({.dtype = job.dtype,
+            .op = job.op,
+            .sources = at.sources.data(),
+            .num_sources = shape.ranks,
+            .factors = at.factors.empty() ? nullptr : at.factors.data(),
+            .count = (share.end - share.begin) / size_of(job.dtype),
+            .destination = board_.result(slot) + share.begin});
+  }
+  // Whoever counts last sees what all others wrote, and has nobody beside it.
+  Word& counted = board_.counted(slot);
+  if (counted.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(all)) {
+    counted.store(0, std::memory_order_relaxed);
+    for (int rank = 0; rank < shape.ranks; ++rank) {
+      board_.ready(rank, slot).store(low(number), std::memory_order_release);
+    }
+  }
+  ++at.chunk;
+  return true;
+}
+
+bool Pipeline::check_alone(Cursor& at) {
+  if (!all_came_to(&Board::arrived, at.op->first) || !start(at, 0)) return false;
+  at.chunk = at.op->job.chunks;
+  board_.checked(rank_).store(low(at.op->first), std::memory_order_release);
+  return true;
+}
+
+void Pipeline::watch(Cursor& at) {
+  if (has_come_to(board_.finished(rank_).load(std::memory_order_acquire), at.op->number)) {
+    at.is_over = true;
+    return;
+  }
+  // It takes its time from when the device came to it.
+  if (!at.started) {
+    const Word& word = board_.arrived(rank_, slot_of(at.op->first));
+    // Its slot may be on the way to the next chunk already.
+    const uint32_t arrived = word.load(std::memory_order_acquire);
+    if (has_come_to(arrived, low(at.op->first))) at.started = Clock::now();
+    return;
+  }
+  if (Clock::now() - *at.started < at.op->timeout) return;
+  const uint64_t chunk = std::min(at.chunk, at.op->job.chunks - 1);
+  break_off(Failure::kTimeout, who_is_late(at.op->first + chunk));
+}
+
+int Pipeline::who_is_late(uint64_t number) const {
+  const size_t slot = slot_of(number);
+  const auto first_that_did_not = [&](Word& (Board::*word)(int, size_t) const) {
+    for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+      const uint32_t value = (board_.*word)(rank, slot).load(std::memory_order_acquire);
+      if (rank != rank_ && !has_come_to(value, low(number))) return rank;
+    }
+    return rank_;
+  };
+  const int late = first_that_did_not(&Board::arrived);
+  return late != rank_ ? late : first_that_did_not(&Board::taken);
+}
+
+// ---- When it is broken ----
+
+void Pipeline::break_off(Failure::Kind kind, int peer) {
+  uint32_t whole = 0;
+  board_.broken().compare_exchange_strong(whole, encode(kind, peer), std::memory_order_acq_rel);
+  end_waits();
+}
+
+void Pipeline::end_waits() {
+  // First the gates, also where the one that broke it is about to do so.
+  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+    uint32_t running = kRunning;
+    board_.gate(rank).compare_exchange_strong(running, kHeld, std::memory_order_seq_cst);
+  }
+  const uint32_t far = low(next_chunk_.load(std::memory_order_acquire)) + kFarAhead;
+  for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+    board_.checked(rank).store(far, std::memory_order_release);
+    for (int slot = 0; slot < board_.shape().depth; ++slot) {
+      board_.arrived(rank, slot).store(far, std::memory_order_release);
+      board_.taken(rank, slot).store(far, std::memory_order_release);
+      board_.ready(rank, slot).store(far, std::memory_order_release);
+    }
+  }
+}
+
+Pipeline::Progress Pipeline::leave_broken(Cursor& at, int worker) {
+  const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
+  at.is_over = worker != 0 || has_come_to(finished, at.op->number);
+  if (at.is_over) return Progress::kMoved;
+  if (const auto now = Clock::now(); now - at.waits_ended > kEndAgain) {
+    at.waits_ended = now;
+    end_waits();
+  }
+  return Progress::kWaiting;
+}
+
+std::optional<Pipeline::Failure> Pipeline::failure() const {
+  const uint32_t broken = board_.broken().load(std::memory_order_acquire);
+  if (broken == 0 || board_.gate(rank_).load(std::memory_order_acquire) == kRunning) {
+    return std::nullopt;
+  }
+  // Operations that ended before that have their results. What passed a released gate has none,
+  // which was told before.
+  if (is_done()) return std::nullopt;
+  const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
+  return Failure{
+      static_cast<Failure::Kind>(broken & 255), static_cast<int>(broken >> 8), finished + 1};
+}
+
+void Pipeline::release() {
+  uint32_t held = kHeld;
+  board_.gate(rank_).compare_exchange_strong(held, kReleased, std::memory_order_acq_rel);
+}
+
+bool Pipeline::is_done() const {
+  return board_.finished(rank_).load(std::memory_order_acquire) ==
+         last_number_.load(std::memory_order_acquire);
+}
+
+}  // namespace dpt::staged

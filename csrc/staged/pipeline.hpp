@@ -1,0 +1,121 @@
+// The operations of one rank of a staged group: what its device is to do is enqueued at once
+// (`enqueue`), what the processor is to do is done by workers, bit by bit (`advance`).
+//
+// A reduced chunk goes this way:
+//   1. the lane up waits until the slot is free, copies, and says `arrived`;
+//   2. every worker waits until all ranks have, reduces its share of all ranks' slots in rank order
+//      into the result's, and counts; the last of all says `ready`;
+//   3. the lane down waits for that, copies, and says `taken`.
+// A chunk that is only passed on goes from slots to devices without workers, who compare what
+// operation the ranks are in, once for each (`checked`).
+//
+// Thread safety: `enqueue` by one thread at a time; `advance(w)` by worker w; the rest by any.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "staged/board.hpp"
+#include "staged/copy_engine.hpp"
+#include "staged/job.hpp"
+
+namespace dpt::staged {
+
+class Workers;
+
+class Pipeline {
+ public:
+  // `workers` call `advance` once they know of this; at least as many as the shape has.
+  Pipeline(Board board, int rank, Workers& workers, CopyEngine& engine);
+
+  // Starts the operation behind what is on `stream`, which from here on waits for its end. Throws
+  // Error(DPT_ERR_ABORTED) when the group is broken; any other error breaks it.
+  void enqueue(const Job& job, std::chrono::milliseconds timeout, Stream stream);
+
+  enum class Progress { kIdle, kWaiting, kMoved };
+  // Does what can be done without waiting: at most one chunk's share.
+  Progress advance(int worker);
+
+  struct Failure {
+    enum Kind : uint32_t { kTimeout = 1, kMismatch, kAborted };
+    Kind kind;
+    int peer;           // that was waited for, or differs
+    uint32_t sequence;  // of the operation, from 1
+  };
+  // Why this rank's last operations have no results.
+  std::optional<Failure> failure() const;
+  // All that is under way ends, without results, and nothing can be started any more.
+  void break_off(Failure::Kind kind, int peer);
+  // Lets the streams go on that wait for operations without results.
+  void release();
+  bool is_broken() const { return board_.broken().load(std::memory_order_acquire) != 0; }
+  // Whether all operations have ended with their results.
+  bool is_done() const;
+  // Every wait ends; see NOTE [Breaking]. Devices that are still under way undo it, so once more.
+  void end_waits();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Op {
+    Job job;
+    uint64_t first = 0;   // chunk
+    uint32_t number = 0;  // among the group's operations
+    std::chrono::milliseconds timeout{0};
+    std::atomic<Op*> next{nullptr};
+    std::atomic<bool> begun{false};  // some rank's device came to it
+    std::atomic<int> users{0};       // workers that have not gone on to the next
+  };
+  // Where a worker is.
+  struct alignas(kCacheLine) Cursor {
+    Op* op = nullptr;
+    bool is_over = true;  // nothing is left to do for it in `op`
+    uint64_t chunk = 0;
+    std::vector<double> factors;  // of all ranks' inputs
+    std::vector<const void*> sources;
+    std::optional<Clock::time_point> started;
+    Clock::time_point waits_ended{};
+  };
+
+  Op& append(const Job& job, std::chrono::milliseconds timeout);
+  void put_up(const Op& op, uint64_t chunk);
+  void put_down(const Op& op, uint64_t chunk);
+  void wait_for_slot(uint64_t number, Job::Kind kind);
+
+  bool has_begun(Op& op, int worker) const;
+  bool all_came_to(Word& (Board::*word)(int, size_t) const, uint64_t number) const;
+  bool start(Cursor& at, int worker);
+  bool reduce_chunk(Cursor& at, int worker);
+  bool check_alone(Cursor& at);
+  void watch(Cursor& at);
+  Progress leave_broken(Cursor& at, int worker);
+  int who_is_late(uint64_t number) const;
+  // Whether a chunk of `depth` before was in the same slot.
+  bool has_predecessor(uint64_t number) const {
+    return number - board_.shape().first_chunk >= static_cast<uint64_t>(board_.shape().depth);
+  }
+  // That chunk's.
+  uint64_t before(uint64_t number) const { return number - board_.shape().depth; }
+  static int lane_of(uint64_t number) { return static_cast<int>(number % Lane::kCount); }
+  size_t slot_of(uint64_t number) const { return number % board_.shape().depth; }
+
+  const Board board_;
+  const int rank_;
+  Workers& workers_;
+  CopyEngine& engine_;
+
+  // Of the thread that enqueues.
+  std::deque<std::unique_ptr<Op>> ops_;  // the last one, and those before that workers are in
+  Job::Kind kinds_[Board::kMostDepth] = {};
+  std::atomic<uint64_t> next_chunk_;
+  std::atomic<uint32_t> last_number_{0};
+
+  std::vector<Cursor> cursors_;
+};
+
+}  // namespace dpt::staged

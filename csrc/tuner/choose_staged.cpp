@@ -1,0 +1,88 @@
+#include "tuner/choose_staged.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace dpt {
+namespace {
+
+// A message in so many chunks keeps both directions busy most of the time.
+constexpr size_t kFewChunks = 4;
+constexpr size_t kSmallestChunk = 64 << 10;
+// The slots of all ranks together then stay in the cache of most processors.
+constexpr size_t kUsualChunk = 1 << 20;
+
+bool reduces(Collective collective) {
+  return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
+}
+
+// What a rank copies up.
+size_t bytes_up(const ChooseDeviceRequest& request) {
+  const bool parts = request.collective == DPT_REDUCE_SCATTER;
+  return request.bytes * (parts ? static_cast<size_t>(request.staging.ranks) : 1);
+}
+
+size_t usual_chunk(const ChooseDeviceRequest& request) {
+  const size_t chunk = std::bit_ceil(bytes_up(request) / kFewChunks + 1);
+  return std::min(std::clamp(chunk, kSmallestChunk, kUsualChunk), request.staging.slot_bytes);
+}
+
+// Workers that other threads of the program will not miss much.
+int usual_threads(const ChooseDeviceRequest& request) {
+  return reduces(request.collective) ? std::max(1, request.staging.threads / 2) : 1;
+}
+
+bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
+  return std::strcmp(candidate.algorithm, kCpuReduce) == 0 && candidate.chunk_bytes > 0 &&
+         candidate.threads > 0 && candidate.threads <= request.staging.threads;
+}
+
+}  // namespace
+
+DevicePlan choose_staged(const ChooseDeviceRequest& request) {
+  const int depth = request.staging.depth;
+  if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
+    const Candidate& chosen = request.tuned->chosen;
+    if (is_delegate(chosen)) return {"delegate", {0, 0}, 0, request.tuned->reason};
+    if (serves(chosen, request)) {
+      // A later group may have smaller slots.
+      const size_t chunk = std::min(chosen.chunk_bytes, request.staging.slot_bytes);
+      return {kCpuReduce, {depth, chosen.threads}, chunk, request.tuned->reason};
+    }
+  }
+  if (request.delegate) {
+    return {"delegate", {0, 0}, 0, "CPU-Reduce is not known to be faster at this size"};
+  }
+  return {kCpuReduce,
+          {depth, usual_threads(request)},
+          usual_chunk(request),
+          "through the host's memory: the GPUs have no peer access"};
+}
+
+std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
+  const size_t usual = usual_chunk(request);
+  std::vector<Candidate> found;
+  const auto add = [&](size_t chunk, int threads) {
+    const Candidate candidate{kCpuReduce, chunk, request.staging.depth, threads};
+    const bool known = std::any_of(found.begin(), found.end(), [&](const Candidate& each) {
+      return each.chunk_bytes == chunk && each.threads == threads;
+    });
+    if (!known && serves(candidate, request) && chunk <= request.staging.slot_bytes) {
+      found.push_back(candidate);
+    }
+  };
+  const int threads = usual_threads(request);
+  add(usual, threads);
+  if (reduces(request.collective)) add(usual, request.staging.threads);
+  add(usual / 2, threads);
+  add(usual * 2, threads);
+  return found;
+}
+
+std::string describe_staged(const Candidate& candidate) {
+  return std::to_string(candidate.channels) + " slots of " + describe_bytes(candidate.chunk_bytes) +
+         ", " + std::to_string(candidate.threads) + " workers for each rank";
+}
+
+}  // namespace dpt

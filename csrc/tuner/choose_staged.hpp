@@ -1,0 +1,23 @@
+// The choice of a plan for an operation of GPUs that are staged through the host's memory
+// (csrc/staged): pure, as choose_device.hpp, which comes here for such groups.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tuner/choose_device.hpp"
+
+namespace dpt {
+
+constexpr const char* kCpuReduce = "cpu_reduce";
+
+// Whatever can be served is the delegate's, where there is one, unless it was measured slower.
+DevicePlan choose_staged(const ChooseDeviceRequest& request);
+
+// The plans worth trying, the rule of thumb's first; none that takes more workers for nothing.
+std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request);
+
+// Its parameters, for people.
+std::string describe_staged(const Candidate& candidate);
+
+}  // namespace dpt

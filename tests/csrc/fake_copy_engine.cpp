@@ -1,0 +1,173 @@
+#include "fake_copy_engine.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+
+#include "base/error.hpp"
+
+namespace dpt::testing {
+namespace {
+
+using staged::Rows;
+
+constexpr std::chrono::microseconds kPoll{5};
+
+void copy_rows(char* to, size_t to_pitch, const char* from, size_t from_pitch, const Rows& rows) {
+  for (size_t row = 0; row < rows.count; ++row) {
+    std::memcpy(to + row * to_pitch, from + row * from_pitch, rows.bytes);
+  }
+}
+
+// What comes on `behind` waits for what is on `before`.
+void order(FakeLane& before, FakeLane& behind) {
+  auto event = std::make_shared<std::atomic<bool>>(false);
+  before.push([event] {
+    event->store(true, std::memory_order_release);
+    return true;
+  });
+  behind.push([event] { return event->load(std::memory_order_acquire); });
+}
+
+}  // namespace
+
+FakeLane::FakeLane(unsigned seed, int most_delay_us)
+    : random_(seed), most_delay_us_(most_delay_us), thread_([this] { run(); }) {}
+
+FakeLane::~FakeLane() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void FakeLane::push(std::function<bool()> command) {
+  {
+    const std::lock_guard lock(mutex_);
+    commands_.push_back(std::move(command));
+  }
+  changed_.notify_all();
+}
+
+bool FakeLane::is_idle() {
+  const std::lock_guard lock(mutex_);
+  return commands_.empty();
+}
+
+void FakeLane::synchronize() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return commands_.empty(); });
+}
+
+void FakeLane::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stop_ || !commands_.empty(); });
+    if (commands_.empty()) return;
+    std::function<bool()>& command = commands_.front();  // stays where it is while others come
+    lock.unlock();
+    if (most_delay_us_ > 0) {
+      const auto delay = std::uniform_int_distribution<int>(0, most_delay_us_)(random_);
+      std::this_thread::sleep_for(std::chrono::microseconds(delay));
+    }
+    while (!command()) std::this_thread::sleep_for(kPoll);
+    lock.lock();
+    commands_.pop_front();
+    if (commands_.empty()) changed_.notify_all();
+  }
+}
+
+FakeCopyEngine::FakeCopyEngine(unsigned seed, Options options) : options_(std::move(options)) {
+  for (Lane& each : lanes_) {
+    if (queues_.empty() || !options_.one_queue) {
+      queues_.emplace_back(seed + static_cast<unsigned>(queues_.size()), options_.most_delay_us);
+    }
+    each.queue = &queues_.back();
+  }
+}
+
+bool FakeCopyEngine::is_idle() {
+  return std::all_of(queues_.begin(), queues_.end(), [](FakeLane& each) { return each.is_idle(); });
+}
+
+FakeLane& FakeCopyEngine::flushed(Lane& lane) {
+  for (Command& word : lane.words) lane.queue->push(std::move(word));
+  lane.words.clear();
+  return *lane.queue;
+}
+
+void FakeCopyEngine::submit(staged::Lane which) { flushed(lane(which)); }
+
+void FakeCopyEngine::map(char* memory, size_t bytes) {
+  if (!options_.can_map) throw Error(DPT_ERR_SYSTEM, "this fake driver maps nothing");
+  mapped_ = memory;
+  mapped_bytes_ = bytes;
+}
+
+void FakeCopyEngine::check_mapped(const char* host, const Rows& rows) const {
+  const char* const end = host + (rows.count - 1) * rows.host_pitch + rows.bytes;
+  DPT_CHECK(mapped_ <= host && end <= mapped_ + mapped_bytes_);
+  if (options_.before_copy) options_.before_copy();
+}
+
+void FakeCopyEngine::fork(staged::Stream stream) {
+  if (stream == nullptr) return;
+  for (Lane& each : lanes_) order(*static_cast<FakeLane*>(stream), flushed(each));
+}
+
+void FakeCopyEngine::meet() {
+  Lane& last = lane({staged::Lane::kDown, 0});
+  for (Lane& each : lanes_) {
+    if (&each != &last) order(flushed(each), flushed(last));
+  }
+}
+
+void FakeCopyEngine::join(staged::Stream stream) {
+  FakeLane& last = flushed(lane({staged::Lane::kDown, 0}));
+  if (stream != nullptr) order(last, *static_cast<FakeLane*>(stream));
+}
+
+void FakeCopyEngine::copy_up(int index, char* host, const char* device, const Rows& rows) {
+  check_mapped(host, rows);
+  flushed(lane({staged::Lane::kUp, index})).push([=, this] {
+    if (!is_broken()) copy_rows(host, rows.host_pitch, device, rows.device_pitch, rows);
+    return true;
+  });
+}
+
+void FakeCopyEngine::copy_down(int index, char* device, const char* host, const Rows& rows) {
+  check_mapped(host, rows);
+  flushed(lane({staged::Lane::kDown, index})).push([=, this] {
+    if (!is_broken()) copy_rows(device, rows.device_pitch, host, rows.host_pitch, rows);
+    return true;
+  });
+}
+
+void FakeCopyEngine::copy_local(char* to, const char* from, size_t bytes) {
+  flushed(lane({staged::Lane::kDown, 0})).push([=] {
+    std::memcpy(to, from, bytes);
+    return true;
+  });
+}
+
+void FakeCopyEngine::wait(staged::Lane which, const staged::Word& word, uint32_t value) {
+  lane(which).words.push_back(
+      [&word, value] { return staged::has_come_to(word.load(std::memory_order_acquire), value); });
+}
+
+void FakeCopyEngine::wait_for_bits(staged::Lane which, const staged::Word& word, uint32_t bits) {
+  lane(which).words.push_back(
+      [&word, bits] { return (word.load(std::memory_order_acquire) & bits) != 0; });
+}
+
+void FakeCopyEngine::write(staged::Lane which, staged::Word& word, uint32_t value) {
+  lane(which).words.push_back([&word, value] {
+    word.store(value, std::memory_order_release);
+    return true;
+  });
+}
+
+}  // namespace dpt::testing

@@ -1,0 +1,93 @@
+// A device whose lanes are threads: they carry out commands in order, each after a random delay.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "staged/copy_engine.hpp"
+
+namespace dpt::testing {
+
+// Commands in order. Each is tried until it returns true.
+class FakeLane {
+ public:
+  // `most_delay_us`: of a command.
+  FakeLane(unsigned seed, int most_delay_us);
+  ~FakeLane();  // after what was enqueued
+
+  void push(std::function<bool()> command);
+  bool is_idle();
+  void synchronize();
+
+ private:
+  void run();
+
+  std::mt19937 random_;
+  const int most_delay_us_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<bool()>> commands_;  // the one under way first
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+class FakeCopyEngine final : public staged::CopyEngine {
+ public:
+  // As a device does whose driver has no such functions.
+  struct Options {
+    int most_delay_us = 0;
+    bool can_map = true;
+    bool one_queue = false;  // for all lanes
+    // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody
+    // but the thread sanitizer.
+    const staged::Word* broken = nullptr;
+    // Called before each copy; what it throws `enqueue` throws.
+    std::function<void()> before_copy = {};
+  };
+  FakeCopyEngine(unsigned seed, Options options);
+
+  // Streams are FakeLane*; nullptr: one on which nothing is under way.
+  void map(char* memory, size_t bytes) override;
+  std::shared_ptr<void> enter() override { return nullptr; }
+  void fork(staged::Stream stream) override;
+  void meet() override;
+  void join(staged::Stream stream) override;
+  void copy_up(int index, char* host, const char* device, const staged::Rows& rows) override;
+  void copy_down(int index, char* device, const char* host, const staged::Rows& rows) override;
+  void copy_local(char* to, const char* from, size_t bytes) override;
+  void wait(staged::Lane lane, const staged::Word& word, uint32_t value) override;
+  void wait_for_bits(staged::Lane lane, const staged::Word& word, uint32_t bits) override;
+  void write(staged::Lane lane, staged::Word& word, uint32_t value) override;
+  void submit(staged::Lane lane) override;
+  bool is_idle() override;
+
+ private:
+  using Command = std::function<bool()>;
+  // Words are kept back as long as they may be.
+  struct Lane {
+    std::vector<Command> words;
+    FakeLane* queue;
+  };
+
+  Lane& lane(staged::Lane which) {
+    return lanes_[which.direction * staged::Lane::kCount + which.index];
+  }
+  FakeLane& flushed(Lane& lane);
+  bool is_broken() const {
+    return options_.broken != nullptr && options_.broken->load(std::memory_order_acquire) != 0;
+  }
+  void check_mapped(const char* host, const staged::Rows& rows) const;
+
+  const Options options_;
+  char* mapped_ = nullptr;
+  size_t mapped_bytes_ = 0;
+  std::deque<FakeLane> queues_;
+  Lane lanes_[2 * staged::Lane::kCount];
+};
+
+}  // namespace dpt::testing

@@ -1,0 +1,77 @@
+// Plans for GPUs that are staged through the host's memory.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "tuner/choose_staged.hpp"
+#include "tuner/table.hpp"
+
+namespace dpt {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr size_t kMiB = 1 << 20;
+constexpr cuda::Staging kStaging{.ranks = 4, .slot_bytes = 2 * kMiB, .depth = 3, .threads = 8};
+
+ChooseDeviceRequest request_for(Collective collective, size_t bytes) {
+  return {.collective = collective,
+          .bytes = bytes,
+          .layout = {},
+          .not_native = "",
+          .staging = kStaging};
+}
+
+TEST(ChooseStaged, TheDelegateKeepsWhatWasNotMeasured) {
+  ChooseDeviceRequest request = request_for(DPT_ALL_REDUCE, 64 * kMiB);
+  EXPECT_STREQ(choose_device(request).algorithm, kCpuReduce);
+  request.delegate = true;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+}
+
+TEST(ChooseStaged, WhatWasMeasuredFastestServes) {
+  ChooseDeviceRequest request = request_for(DPT_REDUCE_SCATTER, 64 * kMiB);
+  request.delegate = true;
+  const Measurement ours{{kCpuReduce, 2 * kMiB, 3, 4}, 10, 9.9, 10.1};
+  const Measurement stock{{known_algorithm("delegate")}, 20, 19.9, 20.1};
+  const Decision decision = decide({ours, stock}, {kMiB * 1024, true, true}, "measured");
+  request.tuned = &decision;
+  const DevicePlan plan = choose_device(request);
+  EXPECT_STREQ(plan.algorithm, kCpuReduce);
+  EXPECT_EQ(plan.chunk_bytes, 2 * kMiB);
+  EXPECT_EQ(plan.grid.threads, 4);
+  EXPECT_EQ(plan.grid.channels, 3);
+  EXPECT_THAT(plan.reason, HasSubstr("3 slots of 2 MiB, 4 workers for each rank"));
+
+  request.staging.slot_bytes = kMiB;  // a later group has less
+  EXPECT_EQ(choose_device(request).chunk_bytes, kMiB);
+  request.staging.threads = 2;  // or other ranks
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+}
+
+TEST(ChooseStaged, FewCandidatesThatAllServe) {
+  for (const Collective collective :
+       {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER, DPT_ALL_GATHER, DPT_BROADCAST}) {
+    for (const size_t bytes : {1UL, 64UL << 10, kMiB, 16 * kMiB, 256 * kMiB}) {
+      ChooseDeviceRequest request = request_for(collective, bytes);
+      const std::vector<Candidate> found = device_candidates(request);
+      ASSERT_FALSE(found.empty());
+      EXPECT_LE(found.size(), 4);
+      const DevicePlan rule = choose_device(request);
+      EXPECT_EQ(found[0].chunk_bytes, rule.chunk_bytes);
+      EXPECT_EQ(found[0].threads, rule.grid.threads);
+      request.delegate = true;
+      for (const Candidate& each : found) {
+        EXPECT_EQ(known_algorithm(each.algorithm), each.algorithm);
+        EXPECT_LE(each.chunk_bytes, kStaging.slot_bytes);
+        const Decision decision{each, "fastest", "", {}};
+        request.tuned = &decision;
+        EXPECT_STREQ(choose_device(request).algorithm, kCpuReduce);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dpt

@@ -1,0 +1,261 @@
+// Groups of GPUs without peer access, from the C ABI down to the copy engine, which is a fake
+// (fake_device.hpp): when CPU-Reduce serves, what it gives, and how it ends.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <fstream>
+#include <string>
+#include <thread>
+
+#include "comm/decisions.hpp"
+#include "comm/end_process.hpp"
+#include "comm/statistics.hpp"
+#include "fake_copy_engine.hpp"
+#include "fake_device.hpp"
+#include "rank_threads.hpp"
+
+namespace dpt::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+
+constexpr size_t kMiB = 1 << 20;
+
+class CpuReduce : public ::testing::Test {
+ protected:
+  CpuReduce() {
+    Decisions::instance().reset();
+    reset_statistics();
+    fake_devices() = {};
+    fake_devices().why_absent = "";
+    fake_devices().peer_access = false;
+    fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
+    replace_end_process([this](const std::string&) { ++ends_; });
+  }
+  ~CpuReduce() override {
+    replace_end_process(nullptr);
+    Decisions::instance().reset();
+    fake_devices() = {};
+  }
+
+  static std::function<dpt_status(const dpt_request&)> stock(double time_us) {
+    return [time_us](const dpt_request&) {
+      advance_device(time_us);
+      return DPT_OK;
+    };
+  }
+
+  static std::string reason_of(const std::string& algorithm) {
+    for (const StatisticsRow& row : all_statistics()) {
+      if (row.algorithm == algorithm) return row.reason;
+    }
+    return "none";
+  }
+
+  std::atomic<int> ends_ = 0;
+};
+
+// A rank's program: one stream.
+class Program {
+ public:
+  explicit Program(Rank& rank, bool busy = false)
+      : rank_(rank), busy_(busy), lane_(rank.rank(), 0) {}
+
+  FakeLane& lane() { return lane_; }
+
+  dpt_outcome run(Request& request) {
+    request.request.on_device = 1;
+    request.request.device = rank_.rank();
+    request.request.stream = [](void* call) -> void* { return current(call); };
+    if (busy_) request.request.busy = [](void*) { return 1; };
+    current(nullptr) = &lane_;
+    return rank_.run(request);
+  }
+
+  dpt_outcome sum_ones(size_t bytes, int64_t timeout_ms = 20000) {
+    values_.assign(bytes / sizeof(float), 1.0F);
+    Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values_.size());
+    request.reduce_op(DPT_SUM).timeout_ms(timeout_ms).input(values_.data()).output(values_.data());
+    return run(request);
+  }
+  void check_sum() {
+    lane_.synchronize();
+    const auto ranks = static_cast<float>(rank_.size());
+    EXPECT_EQ(values_, std::vector<float>(values_.size(), ranks));
+  }
+
+ private:
+  static FakeLane*& current(void*) {
+    thread_local FakeLane* lane = nullptr;
+    return lane;
+  }
+
+  Rank& rank_;
+  bool busy_;
+  FakeLane lane_;
+  std::vector<float> values_;
+};
+
+TEST_F(CpuReduce, ServesFourCollectives) {
+  run_ranks(3, [](Rank& rank) {
+    Program program(rank);
+    for (const size_t bytes : {4UL, 100004UL, 3 * kMiB}) {
+      EXPECT_EQ(program.sum_ones(bytes), DPT_COMPLETED);
+      program.check_sum();
+    }
+    constexpr size_t kCount = 50001;
+    const auto own = static_cast<float>(rank.rank());
+    std::vector<float> mine(kCount, own);
+    std::vector<float> all(3 * kCount);
+    Request gather(DPT_ALL_GATHER, DPT_FLOAT32, kCount);
+    gather.input(mine.data());
+    for (int from = 0; from < 3; ++from) gather.output(all.data() + from * kCount);
+    EXPECT_EQ(program.run(gather), DPT_COMPLETED);
+    std::vector<float> part(kCount);
+    Request scatter(DPT_REDUCE_SCATTER, DPT_FLOAT32, kCount);
+    scatter.reduce_op(DPT_MAX).output(part.data());
+    for (int to = 0; to < 3; ++to) scatter.input(all.data() + to * kCount);
+    EXPECT_EQ(program.run(scatter), DPT_COMPLETED);
+    Request broadcast(DPT_BROADCAST, DPT_FLOAT32, kCount);
+    broadcast.root(2).input(mine.data()).output(mine.data());
+    EXPECT_EQ(program.run(broadcast), DPT_COMPLETED);
+    program.lane().synchronize();
+    for (int from = 0; from < 3; ++from) {
+      EXPECT_EQ(all[from * kCount], static_cast<float>(from));
+      EXPECT_EQ(all[(from + 1) * kCount - 1], static_cast<float>(from));
+    }
+    EXPECT_EQ(part, std::vector<float>(kCount, own));
+    EXPECT_EQ(mine, std::vector<float>(kCount, 2.0F));
+  });
+  EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("no peer access"));
+}
+
+TEST_F(CpuReduce, OthersAreTheDelegates) {
+  run_ranks(2, [](Rank& rank) {
+    Program program(rank);
+    std::vector<float> values(200, 1.0F);
+    Request exchange(DPT_ALL_TO_ALL, DPT_FLOAT32, 100);
+    std::vector<float> received(200);
+    for (int peer = 0; peer < 2; ++peer) {
+      exchange.input(values.data() + 100 * peer).output(received.data() + 100 * peer);
+    }
+    EXPECT_EQ(program.run(exchange), DPT_DELEGATED);
+    Program capturing(rank, /*busy=*/true);
+    EXPECT_EQ(capturing.sum_ones(kMiB), DPT_DELEGATED);
+    EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+    program.check_sum();
+  });
+}
+
+TEST_F(CpuReduce, IsChosenWhereItIsFaster) {
+  run_ranks(2,
+            [](Rank& rank) {
+              Program program(rank);
+              EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+              program.check_sum();
+              EXPECT_EQ(program.sum_ones(4096), DPT_DELEGATED);  // too small to be measured
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(11)});
+  const std::vector<DecisionRow> rows = Decisions::instance().rows();
+  ASSERT_EQ(rows.size(), 1);
+  EXPECT_THAT(std::string(rows[0].group.device), EndsWith("without peer access"));
+  EXPECT_STREQ(rows[0].decision.chosen.algorithm, "cpu_reduce");
+  EXPECT_GT(rows[0].decision.chosen.chunk_bytes, 0);
+  EXPECT_THAT(rows[0].decision.reason, HasSubstr("3 slots of "));
+}
+
+TEST_F(CpuReduce, TheDelegateStaysWhereItIsNot) {
+  const auto delegated = [](Rank& rank) {
+    Program program(rank);
+    EXPECT_EQ(program.sum_ones(kMiB), DPT_DELEGATED);
+  };
+  run_ranks(2, delegated, {.tune = DPT_TUNE_AUTO, .execute = stock(0)});
+  Decisions::instance().reset();
+  run_ranks(2, delegated, {.tune = DPT_TUNE_OFF, .execute = stock(11)});
+}
+
+// Wherever a rank lacks what it takes, all of them go without.
+TEST_F(CpuReduce, OneRankThatCannotMapTheMemory) {
+  fake_devices().unmappable_rank = 1;
+  run_ranks(2, [](Rank& rank) {
+    Program program(rank);
+    EXPECT_EQ(program.sum_ones(kMiB), DPT_DELEGATED);
+  });
+  EXPECT_THAT(reason_of("delegate"), HasSubstr("rank 1: this fake driver maps nothing"));
+}
+
+TEST_F(CpuReduce, MemoryIsGivenBack) {
+  const auto count_mappings = [] {
+    std::ifstream maps("/proc/self/maps");
+    int found = 0;
+    for (std::string line; std::getline(maps, line);) found += line.find("deepytorch") != line.npos;
+    return found;
+  };
+  std::atomic<int> in_use = 0;
+  const auto use = [&](Rank& rank) {
+    Program program(rank);
+    program.sum_ones(kMiB);
+    program.check_sum();
+    rank.barrier();
+    in_use = count_mappings();
+    rank.barrier();
+  };
+  run_ranks(2, use);
+  const int before = count_mappings();
+  run_ranks(2, use);
+  EXPECT_GT(in_use, before);
+  EXPECT_EQ(count_mappings(), before);
+}
+
+TEST_F(CpuReduce, ARankThatDoesNotComeIsRaisedByTheNextCall) {
+  std::barrier both(2);
+  run_ranks(2,
+            [&](Rank& rank) {
+              Program program(rank);
+              EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+              program.check_sum();
+              both.arrive_and_wait();
+              if (rank.rank() == 0) {
+                EXPECT_EQ(program.sum_ones(kMiB, 200), DPT_COMPLETED);
+                program.lane().synchronize();
+                const Failure failure = failure_of([&] { program.sum_ones(kMiB); });
+                EXPECT_THAT(failure.what(), HasSubstr("rank 1 did not come in time"));
+              }
+              both.arrive_and_wait();
+              EXPECT_EQ(failure_of([&] { program.sum_ones(kMiB); }).status, DPT_ERR_ABORTED);
+            },
+            {.raise_errors = true});
+  EXPECT_EQ(ends_, 0);
+}
+
+TEST_F(CpuReduce, OperationsOfDifferentSizesEndTheProcess) {
+  run_ranks(2, [&](Rank& rank) {
+    Program program(rank);
+    EXPECT_EQ(program.sum_ones(kMiB + 4 * rank.rank()), DPT_COMPLETED);
+    program.lane().synchronize();
+  });
+  EXPECT_EQ(ends_, 2);
+}
+
+TEST_F(CpuReduce, WhoEndsAGroupHimselfGoesOn) {
+  std::barrier both(2);
+  run_ranks(2, [&](Rank& rank) {
+    Program program(rank);
+    program.sum_ones(kMiB);
+    program.check_sum();
+    both.arrive_and_wait();
+    if (rank.rank() == 0) program.sum_ones(kMiB);  // the other one doesn't come
+    both.arrive_and_wait();
+    rank.abort("for the test");
+    program.lane().synchronize();
+  });
+  EXPECT_EQ(ends_, 0);
+}
+
+}  // namespace
+}  // namespace dpt::testing

@@ -1,0 +1,466 @@
+// Staged groups on one board, with devices that are threads (fake_copy_engine.hpp): every
+// operation, many under way, and what follows when something goes wrong.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "base/error.hpp"
+#include "elements.hpp"
+#include "fake_copy_engine.hpp"
+#include "host/reduce.hpp"
+#include "staged/pipeline.hpp"
+#include "staged/workers.hpp"
+
+namespace dpt::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using staged::Board;
+using staged::Cut;
+using staged::Job;
+using staged::Pipeline;
+using staged::Shape;
+using staged::Workers;
+using Failure = Pipeline::Failure;
+
+constexpr size_t kSlot = 2 * Board::kPage;
+
+// A process: its workers, which serve all its groups, and the program's stream.
+struct Process {
+  explicit Process(int rank, int threads = 2) : workers(threads, {}, 0us), stream(rank, 0) {}
+  Workers workers;
+  FakeLane stream;
+};
+
+struct Options {
+  int depth = 3;
+  int threads = 2;
+  uint64_t first_chunk = 1;
+  int delay_us = 20;
+  int slow_rank = -1;
+  bool one_queue = false;
+  std::function<void()> before_copy_of_rank_0 = {};
+};
+
+// One group: a board and what every rank has of it.
+class StagedRanks {
+ public:
+  StagedRanks(std::vector<std::unique_ptr<Process>>& processes, const Options& options = Options())
+      : processes_(processes),
+        shape_{size(), kSlot, options.depth, options.threads, options.first_chunk},
+        memory_(new (std::align_val_t{Board::kPage}) char[Board::bytes(shape_)]()) {
+    Board::prepare(memory_.get(), shape_);
+    for (int rank = 0; rank < size(); ++rank) {
+      FakeCopyEngine::Options engine{};
+      engine.most_delay_us = rank == options.slow_rank ? 200 : options.delay_us;
+      engine.one_queue = options.one_queue;
+      engine.broken = &Board(memory_.get(), shape_).broken();
+      if (rank == 0) engine.before_copy = options.before_copy_of_rank_0;
+      engines_.push_back(std::make_unique<FakeCopyEngine>(7 * rank + 1, engine));
+      engines_.back()->map(memory_.get(), Board::bytes(shape_));
+      Workers& workers = processes[rank]->workers;
+      pipelines_.push_back(std::make_unique<Pipeline>(
+          Board(memory_.get(), shape_), rank, workers, *engines_.back()));
+      workers.add(pipelines_.back().get());
+    }
+  }
+  ~StagedRanks() {
+    for (int rank = 0; rank < size(); ++rank) {
+      processes_[rank]->workers.remove(pipelines_[rank].get());
+    }
+  }
+
+  int size() const { return static_cast<int>(processes_.size()); }
+  Pipeline& operator[](int rank) { return *pipelines_[rank]; }
+
+  void enqueue(int rank,
+               const dpt_request& request,
+               const Cut& cut,
+               std::chrono::milliseconds timeout = 60s) {
+    const Job job = Job::of(request, cut, rank, shape_);
+    (*this)[rank].enqueue(job, timeout, &processes_[rank]->stream);
+  }
+
+ private:
+  struct Free {
+    void operator()(char* memory) const {
+      ::operator delete[](memory, std::align_val_t{Board::kPage});
+    }
+  };
+  std::vector<std::unique_ptr<Process>>& processes_;
+  Shape shape_;
+  std::unique_ptr<char, Free> memory_;
+  std::vector<std::unique_ptr<FakeCopyEngine>> engines_;
+  std::vector<std::unique_ptr<Pipeline>> pipelines_;
+};
+
+std::vector<std::unique_ptr<Process>> processes(int size, int threads = 2) {
+  std::vector<std::unique_ptr<Process>> all;
+  for (int rank = 0; rank < size; ++rank) all.push_back(std::make_unique<Process>(rank, threads));
+  return all;
+}
+
+// One operation's buffers on every rank, and what they must hold in the end.
+class Operation {
+ public:
+  Operation(
+      Collective collective, DataType dtype, ReduceOp op, size_t count, int size, int salt = 0)
+      : collective_(collective), op_(op), size_(size), root_(salt % size) {
+    const bool parts = collective == DPT_REDUCE_SCATTER;
+    const bool gathers = collective == DPT_ALL_GATHER;
+    for (int rank = 0; rank < size; ++rank) {
+      factors_.push_back(rank + 1);
+      for (int part = 0; part < (parts ? size : 1); ++part) {
+        inputs_[rank].emplace_back(dtype, count).fill(rank, salt + part);
+      }
+      for (int part = 0; part < (gathers ? size : 1); ++part)
+        outputs_[rank].emplace_back(dtype, count);
+    }
+    inputs_.resize(size);
+  }
+
+  dpt_request request(int rank) {
+    dpt_request request{};
+    request.collective = collective_;
+    request.dtype = inputs_[rank][0].dtype();
+    request.reduce_op = op_;
+    request.premul_factor = factors_[rank];
+    request.root = root_;
+    request.count = inputs_[rank][0].count();
+    pointers_[rank].clear();
+    for (Elements& input : inputs_[rank]) pointers_[rank].push_back(input.data());
+    results_[rank].clear();
+    for (Elements& output : outputs_[rank]) results_[rank].push_back(output.data());
+    request.inputs = pointers_[rank].data();
+    request.outputs = results_[rank].data();
+    return request;
+  }
+  // The output is the input's memory.
+  dpt_request in_place(int rank) {
+    dpt_request result = request(rank);
+    outputs_[rank][0] = inputs_[rank][0];
+    pointers_[rank][0] = outputs_[rank][0].data();
+    return result;
+  }
+
+  void check(int rank) const {
+    for (size_t part = 0; part < outputs_[rank].size(); ++part) {
+      EXPECT_EQ(outputs_[rank][part], expected(rank, part))
+          << name_of(collective_) << " " << name_of(op_) << " of " << inputs_[rank][0].count()
+          << " x " << name_of(inputs_[rank][0].dtype()) << " on rank " << rank << " of " << size_;
+    }
+  }
+
+ private:
+  Elements expected(int rank, size_t part) const {
+    if (collective_ == DPT_ALL_GATHER) return inputs_[part][0];
+    if (collective_ == DPT_BROADCAST) return inputs_[root_][0];
+    std::vector<Elements> all;
+    const int own = collective_ == DPT_REDUCE_SCATTER ? rank : 0;
+    for (int from = 0; from < size_; ++from) all.push_back(inputs_[from][own]);
+    return reference_reduce(op_, all, op_ == DPT_PREMUL_SUM ? factors_ : std::vector<double>{});
+  }
+
+  Collective collective_;
+  ReduceOp op_;
+  int size_;
+  int root_;
+  std::vector<double> factors_;
+  static constexpr size_t kMost = 8;
+  std::vector<std::vector<Elements>> inputs_{kMost};
+  std::vector<std::vector<Elements>> outputs_{kMost};
+  std::vector<std::vector<const void*>> pointers_{kMost};
+  std::vector<std::vector<void*>> results_{kMost};
+};
+
+void run(StagedRanks& ranks,
+         std::vector<std::unique_ptr<Process>>& all,
+         Operation& operation,
+         const Cut& cut) {
+  for (int rank = 0; rank < ranks.size(); ++rank) {
+    ranks.enqueue(rank, operation.request(rank), cut);
+  }
+  for (int rank = 0; rank < ranks.size(); ++rank) {
+    all[rank]->stream.synchronize();
+    operation.check(rank);
+  }
+}
+
+constexpr Collective kCollectives[] = {
+    DPT_ALL_REDUCE, DPT_REDUCE_SCATTER, DPT_ALL_GATHER, DPT_BROADCAST};
+
+bool is_reduction(Collective collective) {
+  return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
+}
+
+class StagedSizes : public ::testing::TestWithParam<int> {};
+
+TEST_P(StagedSizes, EveryCollectiveOfOddSizes) {
+  auto all = processes(GetParam());
+  StagedRanks ranks(all, {.delay_us = 0});
+  int salt = 0;
+  for (const Collective collective : kCollectives) {
+    for (const size_t count : {1, 63, 1025, 9001}) {
+      for (const size_t chunk : {size_t{512}, size_t{0}}) {
+        const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+        Operation operation(collective, DPT_FLOAT32, op, count, ranks.size(), ++salt);
+        run(ranks, all, operation, {chunk, 1 + salt % 2});
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, StagedSizes, ::testing::Values(2, 3, 5, 8));
+
+TEST(Staged, EveryTypeAndReduction) {
+  auto all = processes(3);
+  StagedRanks ranks(all, {.delay_us = 0});
+  for (int type = DPT_BOOL; type <= DPT_FLOAT64; ++type) {
+    for (int op = DPT_SUM; op <= DPT_BXOR; ++op) {
+      const auto dtype = static_cast<DataType>(type);
+      const auto reduce_op = static_cast<ReduceOp>(op);
+      if (!can_reduce(dtype, reduce_op)) {
+        EXPECT_NE(Job::why_not(DPT_ALL_REDUCE, dtype, reduce_op, true), "");
+        continue;
+      }
+      EXPECT_EQ(Job::why_not(DPT_ALL_REDUCE, dtype, reduce_op, true), "");
+      for (const Collective collective : {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER}) {
+        Operation operation(collective, dtype, reduce_op, 701, 3, op);
+        run(ranks, all, operation, {1024, 2});
+      }
+    }
+  }
+}
+
+// Some devices' lanes are carried out one after the other.
+TEST(Staged, LanesThatShareAQueue) {
+  for (const int depth : {2, 3}) {
+    auto all = processes(3);
+    StagedRanks ranks(all, {.depth = depth, .delay_us = 0, .one_queue = true});
+    for (const Collective collective : kCollectives) {
+      for (const size_t count : {10, 300, 9001}) {
+        const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+        Operation operation(collective, DPT_FLOAT32, op, count, 3);
+        run(ranks, all, operation, {512, 2});
+      }
+    }
+  }
+}
+
+TEST(Staged, EmptyTensors) {
+  auto all = processes(2);
+  StagedRanks ranks(all);
+  for (const Collective collective : kCollectives) {
+    const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+    Operation operation(collective, DPT_FLOAT32, op, 0, 2);
+    run(ranks, all, operation, {0, 1});
+  }
+}
+
+TEST(Staged, InPlace) {
+  auto all = processes(3);
+  StagedRanks ranks(all);
+  Operation operation(DPT_ALL_REDUCE, DPT_BFLOAT16, DPT_SUM, 5003, 3);
+  for (int rank = 0; rank < 3; ++rank) ranks.enqueue(rank, operation.in_place(rank), {512, 2});
+  for (int rank = 0; rank < 3; ++rank) {
+    all[rank]->stream.synchronize();
+    operation.check(rank);
+  }
+}
+
+// One after the other without a pause, of all kinds, with devices and ranks of different speeds,
+// and with numbers that go round meanwhile.
+TEST(Staged, ManyUnderWay) {
+  for (const int depth : {2, 3}) {
+    auto all = processes(4);
+    const uint64_t near_the_end = (uint64_t{1} << 32) - 100;
+    StagedRanks ranks(all, {.depth = depth, .first_chunk = near_the_end, .slow_rank = depth});
+    std::vector<std::unique_ptr<Operation>> operations;
+    for (int i = 0; i < 24; ++i) {
+      const Collective collective = kCollectives[i * 7 % 4];
+      const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+      operations.push_back(
+          std::make_unique<Operation>(collective, DPT_FLOAT32, op, 100 + 211 * i, 4, i));
+      for (int rank = 0; rank < 4; ++rank) {
+        ranks.enqueue(rank, operations.back()->request(rank), {1024, 1 + i % 2});
+      }
+    }
+    for (int rank = 0; rank < 4; ++rank) {
+      all[rank]->stream.synchronize();
+      for (const auto& operation : operations) operation->check(rank);
+    }
+  }
+}
+
+// Several groups of the same processes, each on a stream of its own, started in different orders.
+TEST(Staged, GroupsInOppositeOrders) {
+  constexpr int kGroups = 3;
+  auto all = processes(3, 1);
+  std::vector<std::unique_ptr<StagedRanks>> groups;
+  std::vector<std::unique_ptr<FakeLane>> streams;
+  for (int group = 0; group < kGroups; ++group) {
+    groups.push_back(std::make_unique<StagedRanks>(all, Options{.threads = 1}));
+  }
+  for (int turn = 0; turn < 4; ++turn) {
+    std::vector<std::unique_ptr<Operation>> operations;
+    for (int group = 0; group < kGroups; ++group) {
+      operations.push_back(
+          std::make_unique<Operation>(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 3001, 3, group));
+    }
+    streams.clear();
+    for (int i = 0; i < 3 * kGroups; ++i) streams.push_back(std::make_unique<FakeLane>(i, 10));
+    for (int rank = 0; rank < 3; ++rank) {
+      for (int i = 0; i < kGroups; ++i) {
+        const int group = rank % 2 == 0 ? i : kGroups - 1 - i;
+        const dpt_request request = operations[group]->request(rank);
+        const Shape shape{3, kSlot, 3, 1};
+        (*groups[group])[rank].enqueue(
+            Job::of(request, {512, 1}, rank, shape), 60s, streams[group * 3 + rank].get());
+      }
+    }
+    for (int group = 0; group < kGroups; ++group) {
+      for (int rank = 0; rank < 3; ++rank) {
+        streams[group * 3 + rank]->synchronize();
+        operations[group]->check(rank);
+      }
+    }
+  }
+}
+
+// ---- When something goes wrong ----
+
+std::optional<Failure> wait_for_failure(const Pipeline& pipeline) {
+  const auto limit = std::chrono::steady_clock::now() + 20s;
+  while (!pipeline.failure() && std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(1ms);
+  }
+  return pipeline.failure();
+}
+
+// A failed operation's results stay unseen until the process says so; then everything ends.
+void expect_held_and_released(StagedRanks& ranks,
+                              std::vector<std::unique_ptr<Process>>& all,
+                              int rank) {
+  FakeLane& stream = all[rank]->stream;
+  std::this_thread::sleep_for(10ms);
+  EXPECT_FALSE(stream.is_idle());
+  ranks[rank].release();
+  stream.synchronize();
+}
+
+TEST(StagedFailure, ARankThatDoesNotComeIsNamed) {
+  auto all = processes(3);
+  StagedRanks ranks(all);
+  for (const Collective collective : {DPT_ALL_REDUCE, DPT_BROADCAST}) {
+    const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+    Operation operation(collective, DPT_FLOAT32, op, 5000, 3);
+    run(ranks, all, operation, {512, 2});
+  }
+  Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 3);
+  for (const int rank : {0, 2}) ranks.enqueue(rank, operation.request(rank), {512, 2}, 100ms);
+  for (const int rank : {0, 2}) {
+    const auto failure = wait_for_failure(ranks[rank]);
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->kind, Failure::kTimeout);
+    EXPECT_EQ(failure->peer, 1);
+    EXPECT_EQ(failure->sequence, 3U);
+    expect_held_and_released(ranks, all, rank);
+  }
+  // The late one has nothing that failed, and can start nothing.
+  EXPECT_FALSE(ranks[1].failure().has_value());
+  EXPECT_THROW(ranks.enqueue(1, operation.request(1), {512, 2}), Error);
+  EXPECT_TRUE(all[1]->stream.is_idle());
+}
+
+TEST(StagedFailure, DifferentOperationsAreNoticed) {
+  const auto start = [](StagedRanks& ranks, int rank, Collective collective, size_t count) {
+    const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+    auto operation = std::make_unique<Operation>(collective, DPT_FLOAT32, op, count, 2);
+    ranks.enqueue(rank, operation->request(rank), {512, 1});
+    return operation;
+  };
+  struct Case {
+    Collective first, second;
+    size_t first_count, second_count;
+  };
+  for (const Case& each : {Case{DPT_ALL_REDUCE, DPT_ALL_REDUCE, 100, 3000},
+                           Case{DPT_ALL_REDUCE, DPT_BROADCAST, 3000, 3000},
+                           Case{DPT_BROADCAST, DPT_ALL_GATHER, 3000, 10}}) {
+    auto all = processes(2);
+    StagedRanks ranks(all);
+    const auto first = start(ranks, 0, each.first, each.first_count);
+    const auto second = start(ranks, 1, each.second, each.second_count);
+    for (int rank = 0; rank < 2; ++rank) {
+      const auto failure = wait_for_failure(ranks[rank]);
+      ASSERT_TRUE(failure.has_value());
+      EXPECT_EQ(failure->kind, Failure::kMismatch);
+      expect_held_and_released(ranks, all, rank);
+    }
+  }
+}
+
+// With one rank that is far behind, wherever the others are.
+TEST(StagedFailure, AbortedInTheMiddle) {
+  for (const Collective collective : kCollectives) {
+    for (const auto delay : {0ms, 3ms, 9ms}) {
+      auto all = processes(3);
+      StagedRanks ranks(all, {.slow_rank = 1});
+      const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+      std::vector<std::unique_ptr<Operation>> operations;
+      for (int i = 0; i < 3; ++i) {
+        operations.push_back(std::make_unique<Operation>(collective, DPT_FLOAT32, op, 3000, 3, i));
+        for (int rank = 0; rank < (i == 2 ? 2 : 3); ++rank) {
+          ranks.enqueue(rank, operations.back()->request(rank), {512, 2});
+        }
+      }
+      std::this_thread::sleep_for(delay);
+      ranks[2].break_off(Failure::kAborted, 2);
+      for (int rank = 0; rank < 3; ++rank) {
+        if (ranks[rank].is_done()) continue;
+        const auto failure = wait_for_failure(ranks[rank]);
+        ASSERT_TRUE(failure.has_value());
+        EXPECT_EQ(failure->kind, Failure::kAborted);
+        expect_held_and_released(ranks, all, rank);
+      }
+      EXPECT_FALSE(ranks[0].failure().has_value());  // it was told, and nothing is under way
+      EXPECT_THROW(ranks.enqueue(0, operations[0]->request(0), {512, 2}), Error);
+    }
+  }
+}
+
+TEST(StagedFailure, WhatEndedBeforeKeepsItsResults) {
+  auto all = processes(2);
+  StagedRanks ranks(all);
+  Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 2);
+  run(ranks, all, operation, {512, 2});
+  ranks[0].break_off(Failure::kAborted, 0);
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_FALSE(ranks[rank].failure().has_value());
+    EXPECT_TRUE(ranks[rank].is_done());
+    operation.check(rank);
+  }
+}
+
+TEST(StagedFailure, AnEngineThatFailsBreaksTheGroup) {
+  auto all = processes(2);
+  int copies = 0;
+  StagedRanks ranks(all, {.before_copy_of_rank_0 = [&copies] {
+                      if (++copies == 7) throw Error(DPT_ERR_SYSTEM, "a fake driver's error");
+                    }});
+  Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 2);
+  ranks.enqueue(1, operation.request(1), {512, 2});
+  EXPECT_THROW(ranks.enqueue(0, operation.request(0), {512, 2}), Error);
+  const auto failure = wait_for_failure(ranks[1]);
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->kind, Failure::kAborted);
+  EXPECT_EQ(failure->peer, 0);
+  expect_held_and_released(ranks, all, 1);
+}
+
+}  // namespace
+}  // namespace dpt::testing
