@@ -34,14 +34,40 @@ dpt_tune parse_tune(const std::string& name) {
   throw py::value_error("tune=\"" + name + "\": expected off, auto, force or profile");
 }
 
-// The Python factory of stock backends; called and released with the GIL.
+// Called and released with the GIL.
+std::shared_ptr<py::object> hold(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+std::function<std::string(const std::string&)> wrap_explain(py::object explain) {
+  if (explain.is_none()) return nullptr;
+  return [held = hold(std::move(explain))](const std::string& failure) -> std::string {
+    if (!Py_IsInitialized()) return "";
+    const py::gil_scoped_acquire gil;
+    try {
+      return (*held)(failure).cast<std::string>();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("explaining a failed collective");
+      return "";
+    }
+  };
+}
+
+std::function<void(const std::string&)> wrap_compare(py::object compare) {
+  if (compare.is_none()) return nullptr;
+  return [held = hold(std::move(compare))](const std::string& call) {
+    const py::gil_scoped_acquire gil;
+    (*held)(call);
+  };
+}
+
+// The Python factory of stock backends.
 std::function<BackendPtr(const std::string&)> wrap_factory(py::object factory) {
-  const std::shared_ptr<py::object> held(
-      new py::object(std::move(factory)), [](py::object* object) {
-        if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
-        const py::gil_scoped_acquire gil;
-        delete object;
-      });
+  const std::shared_ptr<py::object> held = hold(std::move(factory));
   return [held](const std::string& device_type) {
     const py::gil_scoped_acquire gil;
     return (*held)(device_type).cast<BackendPtr>();
@@ -85,7 +111,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& profile,
          size_t staging_bytes,
          bool raise_errors,
-         bool delegate_competes) {
+         bool delegate_competes,
+         py::object explain,
+         py::object compare) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
@@ -100,7 +128,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                            profile,
                                                            staging_bytes,
                                                            raise_errors,
-                                                           delegate_competes});
+                                                           delegate_competes,
+                                                           wrap_explain(std::move(explain)),
+                                                           wrap_compare(std::move(compare))});
       },
       py::arg("store"),
       py::arg("rank"),
@@ -116,5 +146,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("staging_bytes") = 0,
       py::arg("raise_errors") = false,
       py::arg("delegate_competes") = false,
+      py::arg("explain") = py::none(),
+      py::arg("compare") = py::none(),
       "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
 }

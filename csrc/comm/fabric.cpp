@@ -8,6 +8,7 @@
 #include <bit>
 
 #include "base/env.hpp"
+#include "comm/flight_record.hpp"
 #include "topology/topology.hpp"
 
 namespace dpt {
@@ -38,6 +39,7 @@ bool Fabric::forked() { return in_forked_child.load(std::memory_order_relaxed); 
 
 void Fabric::after_fork_in_child() {
   in_forked_child = true;
+  FlightRecord::close_after_fork();
   Fabric* const fabric = the_fabric;
   if (fabric == nullptr) return;
   fabric->memory_.after_fork();
@@ -88,6 +90,8 @@ void Fabric::attach(const ShmConnection& connection, const std::vector<PeerInfo>
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     const int pidfd = connection.pidfds[rank];
+    FlightRecord::instance().note_peer(segment->global_rank(static_cast<int>(rank)),
+                                       peers[rank].pid);
     if (peers[rank].process == self_.process) {
       if (pidfd >= 0) close(pidfd);
     } else {
