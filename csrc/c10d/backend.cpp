@@ -323,8 +323,11 @@ std::string Backend::signature_of(const Call& call) const {
   out << c10::toString(one[0].scalar_type());
   if (one[0].layout() != at::kStrided) out << ", " << one[0].layout();
   if (call.core_reduce_op != DPT_NO_REDUCE) {
-    out << ", reduce op "
-        << static_cast<int>(static_cast<c10d::ReduceOp::RedOpType>(call.reduce_op));
+    // In the order of c10d's enum.
+    constexpr const char* kNames[] = {
+        "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
+    const size_t op = static_cast<uint8_t>(static_cast<c10d::ReduceOp::RedOpType>(call.reduce_op));
+    out << ", " << (op < std::size(kNames) ? kNames[op] : "another reduce op");
   }
   const bool has_root = call.collective == DPT_BROADCAST || call.collective == DPT_REDUCE ||
                         call.collective == DPT_GATHER || call.collective == DPT_SCATTER;

@@ -29,7 +29,10 @@ std::exception_ptr make_exception(dpt_status status, const std::string& message)
 }
 
 std::string explained(const Explain& explain, dpt_status status, const std::string& message) {
-  if (!explain || status != DPT_ERR_TIMEOUT) return message;
+  // To the rank that did not time out itself it is an abort.
+  const bool timed_out = status == DPT_ERR_TIMEOUT ||
+                         (status == DPT_ERR_ABORTED && message.find("timed out") != message.npos);
+  if (!explain || !timed_out) return message;
   const std::string sentence = explain(message);
   return sentence.empty() ? message : sentence + "\n" + message;
 }

@@ -84,7 +84,14 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--measure": False,
         "--json": False,
     },
-    "report": {"file": None},
+    "report": {
+        "file": None,
+        "--hang": False,
+        "--pid": None,
+        "--job": None,
+        "--json": False,
+        "--flight-recorder": None,
+    },
     "bench collectives": {
         "--device": "cpu",
         "--world-size": 2,
