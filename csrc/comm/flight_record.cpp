@@ -158,8 +158,11 @@ int FlightRecord::open_group(const std::string& name, const std::vector<int64_t>
   put(group.name, name);
   group.collectives = 0;
   group.messages = 0;
+  // Another id than whoever had the place before: its operations may still be in the ring.
+  constexpr auto kStep = static_cast<int32_t>(kGroups);
+  group.id = group.id == 0 || group.id > INT32_MAX - kStep ? free + kStep : group.id + kStep;
   group.open = 1;
-  return free;
+  return group.id;
 }
 
 void FlightRecord::close_group(int group) {
@@ -177,7 +180,9 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
 }
 
 FlightRecord::Group* FlightRecord::group_of(int group) const {
-  return header_ == nullptr || group < 0 ? nullptr : &groups_[group];
+  if (header_ == nullptr || group < 0) return nullptr;
+  Group* const found = &groups_[group % kGroups];
+  return found->id == group ? found : nullptr;
 }
 
 FlightRecord::Entry* FlightRecord::entry_of(uint64_t number) const {

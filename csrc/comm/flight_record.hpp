@@ -50,7 +50,7 @@ class FlightRecord {
   // Ranks of this node, as far as groups have met.
   void note_peer(int64_t global_rank, int64_t pid);
 
-  // A place for a group; -1 when there is none left, and then its operations are not recorded.
+  // A group's id; -1 when the table is full, and then its operations are not recorded.
   int open_group(const std::string& name, const std::vector<int64_t>& global_ranks);
   void close_group(int group);
   // What people call the group of this name.
@@ -85,7 +85,7 @@ class FlightRecord {
     int32_t size;
     int64_t first_rank, stride;  // global ranks, when they lie so; else stride is 0 and
     int32_t listed;              // the first `listed` of them are in `ranks`
-    int32_t reserved;
+    int32_t id;  // its place in the table, plus kGroups for each one before it there
     char name[96];
     char description[96];
     std::atomic<uint64_t> collectives, messages;  // begun so far
@@ -104,7 +104,7 @@ class FlightRecord {
     uint64_t bytes;
     int32_t root;  // rank in the group
     int32_t tag;
-    int32_t group;
+    int32_t group;  // the group's id
     uint8_t collective, dtype, reduce_op;
     uint8_t flags;  // 1: uneven parts, 2: on a device, 4: the caller does not wait
     std::atomic<uint8_t> state, how;

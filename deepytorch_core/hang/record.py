@@ -27,7 +27,7 @@ _ENTRY = struct.Struct("<QQqqQQiiiBBBBBB")
 _ENTRY_BYTES = 128
 _PAGE = 4096
 _MOST_BYTES = 64 << 20
-_MOST_SIZE = 1 << 20
+_MOST_SIZE = 1 << 16
 
 # In the order of the core's enums.
 _COLLECTIVES = (
@@ -133,7 +133,11 @@ def parse(data: bytes, *, now_ns: int) -> Record:
     entries_at = _round_up(peers_at + peers * peer_bytes)
     if entries_at + entries * entry_bytes > len(data) or header_bytes < _HEADER.size:
         raise RecordError("a flight record that is shorter than it says")
-    tables = [_group(data, header_bytes + i * group_bytes) for i in range(groups)]
+    tables = dict(
+        each
+        for i in range(groups)
+        if (each := _group(data, header_bytes + i * group_bytes)) is not None
+    )
     found = [_operation(data, entries_at + i * entry_bytes, tables, now_ns) for i in range(entries)]
     operations = [each for _, each in sorted(_present(found), key=lambda pair: pair[0])]
     started = rest[6]
@@ -154,39 +158,39 @@ def parse(data: bytes, *, now_ns: int) -> Record:
         peers=known,
         begun=begun,
         idle_s=min(ages, default=max(0, now_ns - started) / 1e9),
-        groups=tuple(group for is_open, group in tables if is_open and group is not None),
+        groups=tuple(tables.values()),
         operations=tuple(operations),
     )
 
 
-def _group(data: bytes, at: int) -> tuple[bool, evidence.Group | None]:
-    is_open, size, first, stride, listed, _, name, description, *rest = _GROUP.unpack_from(data, at)
+def _group(data: bytes, at: int) -> tuple[int, evidence.Group] | None:
+    """The group at this place with its id; None where there is none, or no longer one."""
+    is_open, size, first, stride, listed, number, name, description, *rest = _GROUP.unpack_from(
+        data, at
+    )
     collectives, messages, *ranks = rest
-    if not name.rstrip(b"\0") or not 0 < size <= _MOST_SIZE or not 0 <= listed <= len(ranks):
-        return False, None
+    sound = name.rstrip(b"\0") and 0 < size <= _MOST_SIZE and 0 <= listed <= len(ranks)
+    if not is_open or not sound:
+        return None
     if stride:
         members = tuple(first + i * stride for i in range(size))
     else:
         members = tuple(ranks[:listed])
-    return bool(is_open), evidence.Group(
+    return number, evidence.Group(
         _text(name), _text(description), members, collectives, messages
     )
 
 
 def _operation(
-    data: bytes, at: int, tables: list[tuple[bool, evidence.Group | None]], now_ns: int
+    data: bytes, at: int, tables: dict[int, evidence.Group], now_ns: int
 ) -> tuple[int, evidence.Operation] | None:
     number, sequence, entered, ended, count, size, *rest = _ENTRY.unpack_from(data, at)
     root, tag, index, collective, dtype, reduce_op, flags, state, how = rest
-    if number == 0 or not 0 <= index < len(tables) or not tables[index][0]:
+    group = tables.get(index)
+    if number == 0 or group is None:
         return None  # not written yet, or of a group that is gone
-    group = tables[index][1]
     known = collective < len(_COLLECTIVES) and dtype < len(_DTYPES) and how < len(_HOW)
-    if group is None or not known or not 0 < state < len(_STATES) or reduce_op >= len(_REDUCE_OPS):
-        return None
-    is_message = _COLLECTIVES[collective] in evidence.MESSAGES
-    # Of an earlier group that had the same place.
-    if sequence > (group.messages if is_message else group.collectives):
+    if not known or not 0 < state < len(_STATES) or reduce_op >= len(_REDUCE_OPS):
         return None
     return number, evidence.Operation(
         group=group.name,

@@ -21,7 +21,7 @@ def full(ranks: Sequence[Rank], found: Verdict) -> str:
         lines.append(f"... and {len(shown) - _MOST_ROWS} more")
     with_stacks = [one for one in shown if one.stacks]
     for one in with_stacks[:_MOST_STACKS]:
-        stack = one.stacks.rstrip().splitlines()
+        stack = _without_ours(one.stacks).splitlines()
         lines += ["", f"--- {words.rank(one)}: Python stacks", *stack[-_MOST_STACK_LINES:]]
     if len(with_stacks) > _MOST_STACKS:
         lines += ["", f"... and the stacks of {len(with_stacks) - _MOST_STACKS} more ranks"]
@@ -37,6 +37,13 @@ def table(ranks: Sequence[Rank], found: Verdict) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _without_ours(text: str) -> str:
+    """Without the threads that were asking others for their stacks just then."""
+    threads = text.rstrip().split("\n\n")
+    asking = "deepytorch_core/hang/stacks.py"
+    return "\n\n".join(one for one in threads if asking not in one) or text.rstrip()
 
 
 def _in_order(ranks: Sequence[Rank], found: Verdict) -> list[Rank]:
