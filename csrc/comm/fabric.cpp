@@ -23,6 +23,14 @@ int count_cores(const std::vector<uint64_t>& affinity) {
   return cores;
 }
 
+// Whether the peer's pid means here what it means there.
+bool sees_same_processes(const PeerInfo& peer) {
+  const auto place_of = [](const std::string& mark) {
+    return mark.substr(0, mark.find(' ', mark.find(' ') + 1));  // boot id and namespace
+  };
+  return place_of(peer.mark) == place_of(own_process_mark());
+}
+
 }  // namespace
 
 Fabric& Fabric::instance() {
@@ -90,8 +98,10 @@ void Fabric::attach(const ShmConnection& connection, const std::vector<PeerInfo>
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     const int pidfd = connection.pidfds[rank];
-    FlightRecord::instance().note_peer(segment->global_rank(static_cast<int>(rank)),
-                                       peers[rank].pid);
+    if (sees_same_processes(peers[rank])) {
+      FlightRecord::instance().note_peer(segment->global_rank(static_cast<int>(rank)),
+                                         peers[rank].pid);
+    }
     if (peers[rank].process == self_.process) {
       if (pidfd >= 0) close(pidfd);
     } else {

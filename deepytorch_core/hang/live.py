@@ -138,13 +138,17 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
         sentence: str = json.loads(store.get("verdict"))
         return sentence
     ranks = {one.rank: one for one in _here(home)}
-    absent = [rank for rank in range(home.size) if rank not in ranks]
+    absent = [
+        rank
+        for rank in range(home.size)
+        if rank not in ranks or ranks[rank].process == evidence.MISSING
+    ]
     if absent:
         _call(home, case)
         for one in _await_answers(store, absent):
             ranks[one.rank] = one
         for rank in absent:
-            if rank not in ranks:
+            if rank not in ranks or ranks[rank].process == evidence.MISSING:
                 ranks[rank] = _without_answer(home, rank)
     found = verdict.judge(ranks.values(), failed=failed)
     sentence = "" if found.kind == verdict.NO_HANG else found.sentence
@@ -173,7 +177,8 @@ def _answer(home: _Home, store: Any) -> None:
     if store.compare_set("judge", "", str(home.rank)).decode() in _ranks_here(home):
         return  # it sees for itself
     for one in _here(home):
-        store.set(f"rank/{one.rank}", evidence.to_json(one))
+        if one.process != evidence.MISSING:
+            store.set(f"rank/{one.rank}", evidence.to_json(one))
 
 
 def _ranks_here(home: _Home) -> set[str]:

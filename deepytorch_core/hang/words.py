@@ -73,7 +73,7 @@ def state(known: Rank) -> str:
     if known.process == evidence.GONE:
         return "its process has ended" + (f" ({known.detail})" if known.detail else "")
     if known.process == evidence.MISSING:
-        return f"nothing is known of it{_detail(known)}"
+        return f"nothing is known of it{known.detail}"
     for_long = f" for {duration(known.idle_s)}"
     if known.process == evidence.IN_KERNEL:
         return f"it waits in the kernel for a device or a file system{_detail(known)}{for_long}"
