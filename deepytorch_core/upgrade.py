@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepytorch_core import adapter, c10d_patches, config, rewrite
-from deepytorch_core.backend import NAME, core_settings, default_timeout, describe, tell_devices, watches
+from deepytorch_core.backend import (
+    NAME,
+    core_settings,
+    default_timeout,
+    describe,
+    tell_devices,
+    watches,
+)
 from deepytorch_core.console import say_once
 from deepytorch_core.hang import live
 

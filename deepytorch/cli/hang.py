@@ -14,9 +14,7 @@ from deepytorch.cli import console
 _BETWEEN_LOOKS_S = 1.0
 
 
-def show(
-    pids: list[int], job: str | None, *, as_json: bool, flight_recorder: Path | None
-) -> None:
+def show(pids: list[int], job: str | None, *, as_json: bool, flight_recorder: Path | None) -> None:
     """Prints the verdict on the jobs of this user on this node: sentence, table, stacks.
 
     Raises ValueError or OSError for a process that has no record or can't be looked into, and
@@ -83,9 +81,7 @@ def _look(job: Any) -> _Case:
     ranks = collect.ranks(records)
     found = verdict.judge(ranks, least_s=_BETWEEN_LOOKS_S)
     moved = [
-        one.rank
-        for one in records
-        if one.pid in earlier and one.begun != earlier[one.pid].begun
+        one.rank for one in records if one.pid in earlier and one.begun != earlier[one.pid].begun
     ]
     if found.kind == verdict.NO_HANG and moved:
         found = dataclasses.replace(

@@ -21,6 +21,7 @@ def report(
         Path | None,
         typer.Argument(help="A run's report: json.dump(deepytorch.report().to_dict(), file)."),
     ] = None,
+    *,
     hang: Annotated[
         bool, typer.Option("--hang", help="Say who keeps a job on this node waiting.")
     ] = False,
@@ -28,10 +29,10 @@ def report(
         list[int] | None,
         typer.Option(help="With --hang: only the jobs of these processes; may be repeated."),
     ] = None,
-    job: Annotated[
-        str | None, typer.Option(help="With --hang: only the job of this name.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --hang: all of it as JSON.")] = False,
+    job: Annotated[str | None, typer.Option(help="With --hang: only the job of this name.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --hang: all of it as JSON.")
+    ] = False,
     flight_recorder: Annotated[
         Path | None,
         typer.Option(help="With --hang: also write dumps for torch's fr_trace into this folder."),

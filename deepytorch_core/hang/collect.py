@@ -97,4 +97,3 @@ def tail(operations: tuple[evidence.Operation, ...]) -> tuple[evidence.Operation
             kept.append(operation)
             taken[operation.group] = number + 1
     return tuple(reversed(kept))
-

@@ -113,14 +113,6 @@ class Rank:
         """Its view of the group called `name`."""
         return next((group for group in self.groups if group.name == name), None)
 
-    def operation(self, group: str, sequence: int) -> Operation | None:
-        """Its collective of that number, if the record still has it."""
-        for operation in self.operations:
-            if operation.group == group and operation.sequence == sequence:
-                if not operation.is_message:
-                    return operation
-        return None
-
 
 def to_json(rank: Rank) -> str:
     """One rank's evidence as text."""

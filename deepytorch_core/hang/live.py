@@ -63,14 +63,14 @@ def join(store: Any, *, rank: int, size: int) -> None:
     if size > 1:
         # Whoever comes first names the job.
         job = own.compare_set("job", "", job).decode()
-        own.set(f"who/{rank}", json.dumps([os.getpid(), processes.start_time(os.getpid()), _node()]))
+        own.set(
+            f"who/{rank}", json.dumps([os.getpid(), processes.start_time(os.getpid()), _node()])
+        )
     _home = _Home(own, rank, size, job)
     _judged.clear()
     _core.identify_process(job=job, rank=rank, world_size=size, signal=stacks.register())
     if size > 1 and config.spans_nodes():
-        threading.Thread(
-            target=_listen, args=(_home,), name="deepytorch-hang", daemon=True
-        ).start()
+        threading.Thread(target=_listen, args=(_home,), name="deepytorch-hang", daemon=True).start()
 
 
 def explainer(group: str) -> Callable[[str], str]:
@@ -182,8 +182,9 @@ def _answer(home: _Home, store: Any) -> None:
 
 
 def _ranks_here(home: _Home) -> set[str]:
-    return {str(one.rank) for job in collect.jobs(name=home.job) for one in job.records
-            if _is_near(one)}
+    return {
+        str(one.rank) for job in collect.jobs(name=home.job) for one in job.records if _is_near(one)
+    }
 
 
 def _call(home: _Home, case: str) -> None:
@@ -245,4 +246,3 @@ def _node() -> str:
     except OSError:
         boot, namespace = "", 0
     return f"{os.uname().nodename}/{boot}/{namespace}"
-

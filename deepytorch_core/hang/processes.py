@@ -78,7 +78,7 @@ def _tracer(pid: int) -> str:
             if line.startswith("TracerPid:"):
                 tracer = int(line.split()[1])
                 name = (_PROC / str(tracer) / "comm").read_text().strip()
-                return f"by {name}, pid {tracer}"
+                return f"{name}, pid {tracer}"
     except (OSError, ValueError, IndexError):
         pass
     return ""

@@ -172,12 +172,10 @@ def _group(data: bytes, at: int) -> tuple[int, evidence.Group] | None:
     sound = name.rstrip(b"\0") and 0 < size <= _MOST_SIZE and 0 <= listed <= len(ranks)
     if not is_open or not sound:
         return None
-    if stride:
-        members = tuple(first + i * stride for i in range(size))
-    else:
-        members = tuple(ranks[:listed])
+    # Else listed one by one, as far as there is room.
+    evenly = range(first, first + size * stride, stride) if stride else ranks[:listed]
     return number, evidence.Group(
-        _text(name), _text(description), members, collectives, messages
+        _text(name), _text(description), tuple(evenly), collectives, messages
     )
 
 

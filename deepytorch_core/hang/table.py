@@ -30,7 +30,9 @@ def full(ranks: Sequence[Rank], found: Verdict) -> str:
 
 def table(ranks: Sequence[Rank], found: Verdict) -> list[str]:
     """One row for each rank: what it is in, since when, and what it does."""
-    rows = [("rank", "node", "pid", "process", "operation", "for", "last of the group", "at")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "node", "pid", "process", "operation", "for", "last of the group", "at")
+    ]
     rows += [_row(one, found) for one in ranks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

@@ -215,8 +215,10 @@ class _Case:
     def _never_entered(self, wait: Wait, free: Sequence[int]) -> Verdict:
         operation = wait.operation
         # A rank of which something is known says more than one of which nothing is.
-        ordered = sorted(free, key=lambda rank: (not self._is_dead_or_stopped(rank),
-                                                 rank not in self.ranks, rank))
+        ordered = sorted(
+            free,
+            key=lambda rank: (not self._is_dead_or_stopped(rank), rank not in self.ranks, rank),
+        )
         first = ordered[0]
         known = self.ranks.get(first)
         if operation.is_message:
@@ -240,9 +242,7 @@ class _Case:
         others = [rank for rank in sorted(free) if rank != first]
         if others:
             sentence += f" (nor did {words.ranks(others)})"
-        return Verdict(
-            kind, sentence, tuple(sorted(free)), operation.group, operation.sequence
-        )
+        return Verdict(kind, sentence, tuple(sorted(free)), operation.group, operation.sequence)
 
     def _all_inside(self, wait: Wait) -> Verdict:
         operation = wait.operation
@@ -299,9 +299,8 @@ class _Case:
             refused = all(operation.state == evidence.FAILED for _, operation in made)
             if refused and (name, number, False) != self.failed:
                 continue  # told to every rank then, and done with
-            for member, operation in made[1:]:
-                if words.signature(operation) != words.signature(made[0][1]):
-                    return self._mismatch(wait, made, number, tails)
+            if len({words.signature(operation) for _, operation in made}) > 1:
+                return self._mismatch(wait, made, number, tails)
         return None
 
     def _mismatch(

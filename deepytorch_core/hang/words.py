@@ -65,11 +65,10 @@ def state(known: Rank) -> str:
     """What this rank does instead, as half a sentence."""
     if known.process == evidence.STOPPED:
         return (
-            "it is stopped by a signal (SIGSTOP, Ctrl-Z, a full disk quota of a batch system): "
-            f"kill -CONT {known.pid} lets it go on"
+            f"it is stopped by a signal (SIGSTOP or Ctrl-Z): kill -CONT {known.pid} lets it go on"
         )
     if known.process == evidence.TRACED:
-        return f"it is held by a debugger{_detail(known)}"
+        return "it is held by a debugger" + (f" ({known.detail})" if known.detail else "")
     if known.process == evidence.GONE:
         return "its process has ended" + (f" ({known.detail})" if known.detail else "")
     if known.process == evidence.MISSING:

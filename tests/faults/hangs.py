@@ -36,8 +36,8 @@ _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
 
 @dataclass(frozen=True)
 class Plant:
-    """One way to hang: `lines` at a `place` of the script, for the culprit from step 40 on, or `act`
-    does something to its process.
+    """One way to hang: `lines` at a `place` of the script, for the culprit from step 40 on, or what
+    `act` does to its process.
 
     `kinds` are the verdicts that are right, `blames` the ranks that may be blamed, and `named` must
     be in the sentence.
@@ -170,21 +170,24 @@ def edited(plant: Plant, culprit: int) -> str:
         if plant.place and line.strip() == f"# PLANT: {plant.place}":
             indent = line[: len(line) - len(line.lstrip())]
             condition = f"if dist.get_rank() == {culprit} and steps.reached(40):"
-            lines += [indent + condition, *textwrap.indent(plant.lines, indent + "    ").split("\n")]
+            lines += [
+                indent + condition,
+                *textwrap.indent(plant.lines, indent + "    ").split("\n"),
+            ]
     text = "\n".join(lines) + "\n"
     return text.replace("lock = threading.Lock()", COUNTER + "lock = threading.Lock()", 1).replace(
         "        if step == 20:", "        steps.number = step\n        if step == 20:", 1
     )
 
 
-COUNTER = '''class steps:
+COUNTER = """class steps:
     number = 0
 
     def reached(number):
         return steps.number >= number
 
 
-'''
+"""
 
 
 def start(script: str, how: str, folder: Path) -> list[subprocess.Popen[bytes]]:

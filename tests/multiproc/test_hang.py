@@ -225,7 +225,9 @@ DIFFERENCES: dict[str, tuple[Callable[[int, dist.ProcessGroup], None], str, str]
 
 def disagree(rank: int, world_size: int, collectives: str) -> dict[str, str]:
     texts = {}
-    with job(rank, world_size, f"debug-{collectives}", collectives=collectives, debug=True) as group:
+    with job(
+        rank, world_size, f"debug-{collectives}", collectives=collectives, debug=True
+    ) as group:
         for name, (differ, _, _) in DIFFERENCES.items():
             if rank in MEMBERS:
                 texts[name] = error_of(lambda differ=differ: differ(rank, group))
@@ -279,4 +281,3 @@ def test_the_report_names_the_slowest_rank() -> None:
         assert found.times_last >= 5
         assert found.cost_us == results[1].cost_us
     assert results[3].waited_us < results[1].waited_us
-

@@ -239,7 +239,7 @@ def test_the_frame_that_is_named_is_the_users_own(tmp_path: Any) -> None:
 
 
 def test_answers_that_are_no_stacks() -> None:
-    for text in ("", "garbage", "Thread 0x12\n  File", "  File \"x\", line 1 in y\n"):
+    for text in ("", "garbage", "Thread 0x12\n  File", '  File "x", line 1 in y\n'):
         assert stacks.main_thread(text) == ()
     assert stacks.where(()) is None
 

@@ -44,7 +44,10 @@ def inside(sequence: int, name: str = "all_reduce", group: str = "dp", **changes
 
 
 def rank(
-    number: int, *operations: Operation, groups: dict[str, tuple[int, ...]] | None = None, **more: Any
+    number: int,
+    *operations: Operation,
+    groups: dict[str, tuple[int, ...]] | None = None,
+    **more: Any,
 ) -> Rank:
     """A rank with these operations; its counters follow from them."""
     groups = groups or {"dp": WORLD}

@@ -88,8 +88,8 @@ def test_text(made: report.Report) -> None:
         "group  op          algorithm  calls  MB     ms/call  why",
         "0      all_reduce  one_shot   6      2.000  0.250    small",
         "0      broadcast   delegate   3      1.000  0.167    cuda tensors",
-        "waiting: in 4 native operations of group 0 this rank waited 2.000 s for others; rank 3 held "
-        "up the group longest, 1.500 s, and came last in 75% of them",
+        "waiting: in 4 native operations of group 0 this rank waited 2.000 s for others; rank 3 "
+        "held up the group longest, 1.500 s, and came last in 75% of them",
         "decision: all_reduce of 2 ranks, 524288 to 2097151 bytes: pipelined/128K, measured now "
         "(pipelined/128K 300 us, delegate 1500 us)",
     ]
