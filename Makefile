@@ -20,7 +20,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        sanitize format clean
+        test-hangs sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -91,6 +91,10 @@ test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torc
 	PATH=$(CURDIR)/build/tensorflow/bin:$$PATH \
 	  build/tensorflow/bin/pip install -q --no-build-isolation --no-deps .
 	build/tensorflow/bin/pytest --noconftest tests/integrations/check_horovod_tensorflow.py
+
+COUNT ?= 100
+test-hangs: venv adapter ## plants COUNT hangs in a script and counts the right verdicts: 9 s for each
+	$(BIN)/python tests/faults/hangs.py --count $(COUNT) --json build/hangs.jsonl
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
 	@.ci/system gtest

@@ -82,8 +82,13 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     if not options.enabled and _accelerator() == "cpu":
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
+    from deepytorch_core.hang import live
 
-    made = adapter.load().create_backend(
+    module = adapter.load()
+    if _is_default():
+        live.join(spec.store, rank=spec.rank, size=spec.size)
+
+    made = module.create_backend(
         spec.store,
         spec.rank,
         spec.size,
@@ -95,6 +100,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         # Has not been measured against NCCL's own way, so it is for who asks for native code.
         by_nodes=options.collectives == "native",
         **core_settings(options),
+        **watches(spec.store, spec.name, spec.rank, spec.size, options=options),
     )
     factory.live_options = getattr(made, "options", None)
     backend: Backend = made
@@ -110,7 +116,7 @@ def _measure_network(spec: GroupSpec, options: config.Options) -> None:
 
     tune = _tune(options)
     wanted = options.enabled and options.collectives != "stock" and tune != "off"
-    if not wanted or c10d.GroupMember.WORLD is not None:
+    if not wanted or not _is_default():
         return
     if _accelerator() == "cuda" and c10d.is_nccl_available():
         from deepytorch_core.network import prepare
@@ -133,6 +139,15 @@ def tell_devices(group: Any, group_config: dict[str, str]) -> None:
         group._get_backend(torch.device(ours[0])).serve_accelerator_only(ours[0])
 
 
+def describe(group: Any) -> None:
+    """Tell the flight record what the maker of a torch ProcessGroup calls it."""
+    from deepytorch_core import _core
+
+    description = str(getattr(group, "group_desc", ""))
+    if description not in ("", "undefined"):
+        _core.describe_group(group.group_name, description)
+
+
 def core_settings(options: config.Options) -> dict[str, Any]:
     """What the options mean to the native core of a group: keywords of `create_backend`."""
     profile = config.profile_path(options)
@@ -143,6 +158,29 @@ def core_settings(options: config.Options) -> dict[str, Any]:
         "raise_errors": options.error_handling == "raise",
         "delegate_competes": options.collectives == "auto",
     }
+
+
+def watches(
+    store: Any, name: str, rank: int, size: int, *, options: config.Options
+) -> dict[str, Any]:
+    """What a group's backend asks when an operation fails, and with `debug` before each one.
+
+    Keywords of `create_backend`; `store` is the group's.
+    """
+    from deepytorch_core.hang import live, mismatch
+
+    compares = options.debug and size > 1
+    return {
+        "explain": live.explainer(name),
+        "compare": mismatch.comparer(store, name, rank, size) if compares else None,
+    }
+
+
+def _is_default() -> bool:
+    """Whether the group that is being made is the default one."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.GroupMember.WORLD is None
 
 
 def _tune(options: config.Options) -> str:

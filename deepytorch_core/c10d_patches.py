@@ -167,6 +167,7 @@ def _make(
         made, store = original(*args, **kwargs)
     if isinstance(made, c10d.ProcessGroup) and made in c10d._world.pg_map:
         _name(c10d, made)
+        backend.describe(made)
         backend.tell_devices(made, rewrite.parse(c10d._world.pg_backend_config[made]))
     return made, store
 

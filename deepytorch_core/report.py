@@ -27,6 +27,30 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Who the ranks of a group waited for, in its native operations on host memory.
+
+    Of one rank of a group that spans nodes: the ranks of its own node. Nothing of operations that
+    the stock backend or a GPU carried out.
+
+    Attributes:
+        group: the group's name.
+        operations: how many were looked at.
+        waited_us: how long this rank was there before all were.
+        slowest: the global rank that held up the others longest.
+        times_last: how often that one came last.
+        cost_us: how long the others would have been through earlier without it.
+    """
+
+    group: str
+    operations: int
+    waited_us: float
+    slowest: int
+    times_last: int
+    cost_us: float
+
+
+@dataclass(frozen=True)
 class Report:
     """A snapshot; `str()` of it is a table for people. `loaders` is how long DataLoaders were
     waited for, see `deepytorch_core.loader_waits`."""
@@ -38,6 +62,7 @@ class Report:
     native_calls: int
     delegated_calls: int
     loaders: tuple[dict[str, Any], ...] = ()
+    waiting: tuple[Waiting, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -55,6 +80,7 @@ class Report:
                 [("group", "op", "algorithm", "calls", "MB", "ms/call", "why")]
                 + [_cells(row) for row in self.rows]
             )
+        lines += [_waiting_sentence(one) for one in self.waiting]
         return "\n".join(lines + [_sentence(decision) for decision in self.decisions])
 
 
@@ -64,6 +90,7 @@ def report() -> Report:
     statistics = core.statistics() if core is not None else []
     waits = sys.modules.get("deepytorch_core.loader_waits")
     plans = core.plans() if core is not None else []
+    arrivals = core.arrivals() if core is not None else []
     rows = _merged(statistics)
     delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
     return Report(
@@ -74,6 +101,28 @@ def report() -> Report:
         native_calls=sum(row.calls for row in rows) - delegated,
         delegated_calls=delegated,
         loaders=waits.report() if waits is not None else (),
+        waiting=tuple(_waiting(entry) for entry in arrivals if entry["operations"]),
+    )
+
+
+def _waiting(entry: dict[str, Any]) -> Waiting:
+    slowest = max(entry["ranks"], key=lambda rank: rank["cost_us"])
+    return Waiting(
+        group=entry["group"],
+        operations=entry["operations"],
+        waited_us=entry["waited_us"],
+        slowest=slowest["rank"],
+        times_last=slowest["times_last"],
+        cost_us=slowest["cost_us"],
+    )
+
+
+def _waiting_sentence(one: Waiting) -> str:
+    share = 100 * one.times_last / one.operations
+    return (
+        f"waiting: in {one.operations} native operations of group {one.group} this rank waited "
+        f"{one.waited_us / 1e6:.3f} s for others; rank {one.slowest} held up the group longest, "
+        f"{one.cost_us / 1e6:.3f} s, and came last in {share:.0f}% of them"
     )
 
 

@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepytorch_core import adapter, c10d_patches, config, rewrite
-from deepytorch_core.backend import NAME, core_settings, default_timeout, tell_devices
+from deepytorch_core.backend import (
+    NAME,
+    core_settings,
+    default_timeout,
+    describe,
+    tell_devices,
+    watches,
+)
 from deepytorch_core.console import say_once
+from deepytorch_core.hang import live
 
 
 @dataclass
@@ -121,6 +129,7 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
     group._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
     group._set_group_name(group_name)
     group._set_group_desc(description)
+    describe(group)
     _set_names(c10d, group, c10d.Backend(NAME), new_config)
     c10d_patches.remember(group, str(name))
     record.active = True
@@ -132,8 +141,13 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
         for backend in stock.values()
         if (timeout := getattr(getattr(backend, "options", None), "_timeout", None)) is not None
     ]
-    return adapter.load().create_backend(
-        c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store()),
+    module = adapter.load()
+    store = c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store())
+    if group is c10d.GroupMember.WORLD:
+        live.join(store, rank=group.rank(), size=group.size())
+    options = config.current()
+    return module.create_backend(
+        store,
         group.rank(),
         group.size(),
         # The group's own, even if it is torch's default: whether it was given is not recorded.
@@ -142,7 +156,8 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
         global_ranks=c10d.get_process_group_ranks(group),
         delegates=stock.__getitem__,
         native=True,
-        **core_settings(config.current()),
+        **core_settings(options),
+        **watches(store, group.group_name, group.rank(), group.size(), options=options),
     )
 
 

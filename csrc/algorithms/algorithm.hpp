@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/arrivals.hpp"
 #include "algorithms/plan.hpp"
 #include "base/types.hpp"
 #include "base/wait.hpp"
@@ -51,7 +52,8 @@ struct RunContext {
   const Plan& plan;
   const WaitContext& wait;
   WaitStyle style;
-  Nodes* nodes = nullptr;  // of a group that spans nodes
+  Nodes* nodes = nullptr;        // of a group that spans nodes
+  Arrivals* arrivals = nullptr;  // to be told of each operation's; may be nullptr
 
   void barrier() const { segment.barrier(wait, style); }
   int me() const { return segment.rank(); }
@@ -94,6 +96,11 @@ struct Entered {
 // First barrier of every operation: publishes this rank's header, waits for all ranks, and throws
 // Error(DPT_ERR_MISMATCH), on every rank alike, when they entered different operations.
 Entered enter(const RunContext& context, const Staging& staging);
+
+// Writes this rank's header, as of now.
+OpHeader& publish_header(const RunContext& context);
+// After the barrier that follows: tells context.arrivals of it.
+void note_arrivals(const RunContext& context);
 
 // What a rank says of its operation.
 OpHeader header_of(const Operation& operation);

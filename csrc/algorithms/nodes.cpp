@@ -113,7 +113,7 @@ std::vector<NodeHeader> lead(const RunContext& context, const LeaderPart& leader
 void enter_nodes(const RunContext& context, const LeaderPart& leader) {
   Segment& segment = context.segment;
   Nodes& nodes = *context.nodes;
-  segment.header(context.me(), context.header_parity()) = header_of(context.operation);
+  publish_header(context);
   publish_place(context);
   context.barrier();
   // The headers go round in a slot of the leader's.
@@ -132,6 +132,7 @@ void enter_nodes(const RunContext& context, const LeaderPart& leader) {
   segment.barrier(wait, context.style);
   std::memcpy(static_cast<void*>(headers.data()), board, bytes);
   segment.next_step += 1;
+  note_arrivals(context);
   check_all_same(context, headers);
 }
 

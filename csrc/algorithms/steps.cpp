@@ -1,6 +1,7 @@
 // The steps that algorithms share: entering, reducing in rank order, cutting into chunks.
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <sstream>
 #include <vector>
 
@@ -53,6 +54,12 @@ std::string describe(const OpHeader& header) {
   if (header.uneven) out << ", uneven parts";
   out << ")";
   return out.str();
+}
+
+int64_t steady_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // Writes what peers need to know of this rank's buffers; whether they reach any of them directly.
@@ -155,14 +162,43 @@ int num_outputs(Collective collective, bool is_root, int size) {
   }
 }
 
+OpHeader& publish_header(const RunContext& context) {
+  OpHeader& mine = context.segment.header(context.me(), context.header_parity());
+  mine = header_of(context.operation);
+  mine.arrived_ns = steady_ns();
+  return mine;
+}
+
+void note_arrivals(const RunContext& context) {
+  if (context.arrivals == nullptr) return;
+  int last = 0;
+  int64_t latest = 0;
+  int64_t before = 0;  // of the last but one
+  for (int rank = 0; rank < context.size(); ++rank) {
+    const int64_t arrived = context.segment.header(rank, context.header_parity()).arrived_ns;
+    before = std::max(before, std::min(arrived, latest));
+    if (arrived > latest) {
+      latest = arrived;
+      last = rank;
+    }
+  }
+  const int64_t mine = context.segment.header(context.me(), context.header_parity()).arrived_ns;
+  // Other nodes' clocks are their own: how late they were shows when they have come.
+  const int64_t complete = context.nodes != nullptr ? steady_ns() : latest;
+  const bool alone = context.size() == 1;
+  context.arrivals->add(last,
+                        alone ? 0 : static_cast<uint64_t>(latest - before),
+                        static_cast<uint64_t>(complete - mine));
+}
+
 Entered enter(const RunContext& context, const Staging& staging) {
   Segment& segment = context.segment;
-  OpHeader& mine = segment.header(context.me(), context.header_parity());
-  mine = header_of(context.operation);
+  OpHeader& mine = publish_header(context);
   mine.num_steps = staging.num_steps;
   mine.lane_bytes = staging.lane_bytes;
   mine.registered = publish_buffers(context);
   context.barrier();
+  note_arrivals(context);
   check_same_operation(context);
   Entered entered;
   bool uneven = false;
@@ -177,8 +213,9 @@ Entered enter(const RunContext& context, const Staging& staging) {
 }
 
 void enter_small(const RunContext& context) {
-  context.segment.header(context.me(), context.header_parity()) = header_of(context.operation);
+  publish_header(context);
   context.barrier();
+  note_arrivals(context);
   check_same_operation(context);
 }
 

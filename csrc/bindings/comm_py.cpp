@@ -6,6 +6,7 @@
 #include "comm/c_api.hpp"
 #include "comm/decisions.hpp"
 #include "comm/fabric.hpp"
+#include "comm/flight_record.hpp"
 #include "comm/statistics.hpp"
 #include "cuda/device_group.hpp"
 #include "tuner/profile.hpp"
@@ -99,6 +100,53 @@ void register_comm(py::module_& m) {
         return rows;
       },
       "What every group of this process did: one row per group, op, algorithm and reason.");
+  m.def(
+      "arrivals",
+      [] {
+        py::list groups;
+        for (const GroupArrivals& group : all_arrivals()) {
+          py::list ranks;
+          for (const Arrivals::Rank& rank : group.sums.ranks) {
+            py::dict entry;
+            entry["rank"] = rank.global_rank;
+            entry["times_last"] = rank.times_last;
+            entry["cost_us"] = static_cast<double>(rank.cost_ns) / 1e3;
+            ranks.append(entry);
+          }
+          py::dict entry;
+          entry["group"] = group.group;
+          entry["operations"] = group.sums.operations;
+          entry["waited_us"] = static_cast<double>(group.sums.waited_ns) / 1e3;
+          entry["ranks"] = ranks;
+          groups.append(entry);
+        }
+        return groups;
+      },
+      "Native operations of every group on host memory: how long this rank waited in them for "
+      "others, and of this node's ranks how often each came last, and by how much.");
+  m.def(
+      "identify_process",
+      [](const std::string& job, int64_t rank, int64_t world_size, int signal) {
+        FlightRecord::instance().identify({job, rank, world_size, signal});
+      },
+      py::arg("job"),
+      py::arg("rank"),
+      py::arg("world_size"),
+      py::arg("signal"),
+      "Says in the flight record who this process is; `signal` makes it write its stacks, 0: none "
+      "does.");
+  m.def(
+      "describe_group",
+      [](const std::string& name, const std::string& description) {
+        FlightRecord::instance().describe_group(name, description);
+      },
+      py::arg("name"),
+      py::arg("description"),
+      "What the flight record shall call a group.");
+  m.def(
+      "flight_record_fd",
+      [] { return FlightRecord::instance().fd(); },
+      "Descriptor of this process's flight record; -1: it has none.");
   m.def("plans",
         &plans,
         "What the tuner settled on in this process: one row per op, group shape and range of "

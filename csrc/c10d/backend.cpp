@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <set>
+#include <sstream>
 
+#include "delegated_work.hpp"
 #include "python_bridge.hpp"
 #include "store.hpp"
 #include "submitted.hpp"
@@ -226,6 +228,8 @@ WorkPtr Backend::submit(Call what) {
         DPT_ERR_ABORTED,
         join_text({what.title, ": process group ", setup_.options->group_name, " was destroyed"})));
   }
+  const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
+  if (setup_.compare && is_collective) setup_.compare(signature_of(what));
   const uint64_t sequence = ++sequence_;
   // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
   const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
@@ -268,7 +272,7 @@ WorkPtr Backend::submit(Call what) {
   request.not_native = not_native ? not_native->c_str() : nullptr;
 
   NativeWork::Options work_options{
-      rank_, call.op_type, call.title, sequence, call.results, nullptr, nullptr, nullptr};
+      rank_, call.op_type, call.title, sequence, call.results, setup_.explain};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
     if (outputs && outputs->has_stand_ins()) outputs->copy_back();
@@ -282,7 +286,7 @@ WorkPtr Backend::submit(Call what) {
   submit_to_core(request, *submitted, work, &outcome);
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
-  if (outcome == DPT_DELEGATED) result = submitted->delegated;
+  if (outcome == DPT_DELEGATED) result = watched(*submitted);
   return note_coalesced(result, call);
 }
 
@@ -303,7 +307,54 @@ void Backend::submit_to_core(const dpt_request& request,
   if (status == DPT_ERR_INTERRUPTED && pending_signal) {
     std::rethrow_exception(std::exchange(pending_signal, nullptr));
   }
-  if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
+  if (status != DPT_OK) {
+    std::rethrow_exception(
+        make_exception(status, explained(setup_.explain, status, error.message)));
+  }
+}
+
+WorkPtr Backend::watched(const Submitted& submitted) {
+  const WorkPtr& work = submitted.delegated;
+  // What the host can't see the end of, or the work of an open group of calls.
+  if (!work || !submitted.device().is_cpu()) {
+    setup_.api->record_end(submitted.recorded, DPT_OK, /*on_stream=*/1);
+    return work;
+  }
+  return c10::make_intrusive<DelegatedWork>(work,
+                                            DelegatedWork::Watch{rank_,
+                                                                 submitted.call.op_type,
+                                                                 submitted.call.title,
+                                                                 submitted.recorded,
+                                                                 setup_.api,
+                                                                 setup_.explain});
+}
+
+std::string Backend::signature_of(const Call& call) const {
+  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
+  const std::vector<at::Tensor>& one = gives_parts ? call.outputs : call.inputs;
+  std::string name = call.title;
+  name = name.substr(name.find(':') + 1);
+  if (call.collective == DPT_BARRIER || one.empty()) return name;
+  std::ostringstream out;
+  out << name << " of ";
+  if (call.uneven) {
+    out << "uneven parts of ";
+  } else {
+    out << one[0].numel() << " x ";
+  }
+  out << c10::toString(one[0].scalar_type());
+  if (one[0].layout() != at::kStrided) out << ", " << one[0].layout();
+  if (call.core_reduce_op != DPT_NO_REDUCE) {
+    // In the order of c10d's enum.
+    constexpr const char* kNames[] = {
+        "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
+    const size_t op = static_cast<uint8_t>(static_cast<c10d::ReduceOp::RedOpType>(call.reduce_op));
+    out << ", " << (op < std::size(kNames) ? kNames[op] : "another reduce op");
+  }
+  const bool has_root = call.collective == DPT_BROADCAST || call.collective == DPT_REDUCE ||
+                        call.collective == DPT_GATHER || call.collective == DPT_SCATTER;
+  if (has_root) out << ", root " << call.root;
+  return out.str();
 }
 
 dpt_request Backend::describe(Submitted& submitted) const {
@@ -325,6 +376,7 @@ dpt_request Backend::describe(Submitted& submitted) const {
           .timeout_ms = timeout.count(),
           .asynchronous = call.asynchronous,
           .call = &submitted,
+          .recorded = &submitted.recorded,
           .source = call.source.get()};
 }
 

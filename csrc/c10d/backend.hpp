@@ -49,6 +49,11 @@ class Backend : public c10d::Backend {
     bool raise_errors = false;       // of GPUs; else they end the process
     bool delegate_competes = false;  // native code must be faster than the stock backend
     bool by_nodes = false;           // the stock backend may go through nodes in stages
+    // Of a failure of an operation: what is to be said before it, or nothing.
+    std::function<std::string(const std::string& failure)> explain;
+    // Compares what this rank is about to start with the other ranks', and throws where they
+    // differ; empty: nobody asked for that.
+    std::function<void(const std::string& call)> compare;
   };
 
   explicit Backend(Setup setup);
@@ -154,9 +159,13 @@ class Backend : public c10d::Backend {
     std::function<void()> after;
     Replay replay;
   };
+  // What all ranks must say alike of a collective.
+  std::string signature_of(const Call& call) const;
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
   WorkPtr submit(Call call);
+  // The delegate's work as the caller gets it.
+  WorkPtr watched(const Submitted& submitted);
   WorkPtr submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence);
   // Throws what the operation ended with. `work`: who is told of the end; nullptr: nobody.
   void submit_to_core(const dpt_request& request,

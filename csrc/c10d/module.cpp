@@ -36,16 +36,41 @@ dpt_tune parse_tune(const std::string& name) {
   throw py::value_error("tune=\"" + name + "\": expected off, auto, force or profile");
 }
 
-// A Python factory of stock backends; called and released with the GIL.
+// Called and released with the GIL.
+std::shared_ptr<py::object> hold(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+std::function<std::string(const std::string&)> wrap_explain(py::object explain) {
+  if (explain.is_none()) return nullptr;
+  return [held = hold(std::move(explain))](const std::string& failure) -> std::string {
+    if (!Py_IsInitialized()) return "";
+    const py::gil_scoped_acquire gil;
+    try {
+      return (*held)(failure).cast<std::string>();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("explaining a failed collective");
+      return "";
+    }
+  };
+}
+
+std::function<void(const std::string&)> wrap_compare(py::object compare) {
+  if (compare.is_none()) return nullptr;
+  return [held = hold(std::move(compare))](const std::string& call) {
+    const py::gil_scoped_acquire gil;
+    (*held)(call);
+  };
+}
+
+// A Python factory of stock backends.
 template <typename... Arguments>
 std::function<BackendPtr(Arguments...)> wrap_factory(py::object factory) {
-  const std::shared_ptr<py::object> held(
-      new py::object(std::move(factory)), [](py::object* object) {
-        if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
-        const py::gil_scoped_acquire gil;
-        delete object;
-      });
-  return [held](Arguments... arguments) {
+  return [held = hold(std::move(factory))](Arguments... arguments) {
     const py::gil_scoped_acquire gil;
     return (*held)(arguments...).template cast<BackendPtr>();
   };
@@ -89,7 +114,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          size_t staging_bytes,
          bool raise_errors,
          bool delegate_competes,
-         bool by_nodes) {
+         bool by_nodes,
+         py::object explain,
+         py::object compare) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
@@ -99,20 +126,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
               wrap_factory<const std::string&, const std::vector<int>&>(delegates.attr("by_nodes"));
         }
         return c10::make_intrusive<Backend>(
-            Backend::Setup{store,
-                           rank,
-                           size,
-                           std::move(options),
-                           wrap_factory<const std::string&>(delegates),
-                           std::move(make_hierarchy),
-                           native,
-                           core_api(),
-                           parse_tune(tune),
-                           profile,
-                           staging_bytes,
-                           raise_errors,
-                           delegate_competes,
-                           by_nodes});
+            Backend::Setup{.store = store,
+                           .rank = rank,
+                           .size = size,
+                           .options = std::move(options),
+                           .make_delegate = wrap_factory<const std::string&>(delegates),
+                           .make_hierarchy = std::move(make_hierarchy),
+                           .native = native,
+                           .api = core_api(),
+                           .tune = parse_tune(tune),
+                           .profile = profile,
+                           .staging_bytes = staging_bytes,
+                           .raise_errors = raise_errors,
+                           .delegate_competes = delegate_competes,
+                           .by_nodes = by_nodes,
+                           .explain = wrap_explain(std::move(explain)),
+                           .compare = wrap_compare(std::move(compare))});
       },
       py::arg("store"),
       py::arg("rank"),
@@ -129,6 +158,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("raise_errors") = false,
       py::arg("delegate_competes") = false,
       py::arg("by_nodes") = false,
+      py::arg("explain") = py::none(),
+      py::arg("compare") = py::none(),
       "A process group's backend; `delegates(device_type)` makes the stock one when needed, and "
       "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages.");
 

@@ -12,6 +12,7 @@ struct Backend::Submitted {
   Call call;
   WorkPtr delegated;  // the delegate's work, when it was the one to carry out the call
   std::exception_ptr failure;
+  uint64_t recorded = 0;              // a delegated call's number in the flight record
   std::optional<c10::Stream> stream;  // of a native operation on an accelerator
 
   // Of its tensors; the host's where it has none.

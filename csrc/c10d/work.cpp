@@ -28,6 +28,43 @@ std::exception_ptr make_exception(dpt_status status, const std::string& message)
   }
 }
 
+std::string explained(const Explain& explain, dpt_status status, const std::string& message) {
+  // To the rank that did not time out itself it is an abort.
+  const bool timed_out = status == DPT_ERR_TIMEOUT ||
+                         (status == DPT_ERR_ABORTED && message.find("timed out") != message.npos);
+  if (!explain || !timed_out) return message;
+  const std::string sentence = explain(message);
+  return sentence.empty() ? message : sentence + "\n" + message;
+}
+
+std::exception_ptr with_explanation(const Explain& explain, const std::exception_ptr& failure) {
+  if (!explain || !failure) return failure;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::ValueError&) {
+    return failure;
+  } catch (const c10::NotImplementedError&) {
+    return failure;
+  } catch (const std::exception& caught) {
+    const auto* const of_torch = dynamic_cast<const c10::Error*>(&caught);
+    const std::string message =
+        of_torch != nullptr ? of_torch->what_without_backtrace() : caught.what();
+    const std::string sentence = explain(message);
+    if (sentence.empty()) return failure;
+    const std::string text = sentence + "\n" + message;
+    if (dynamic_cast<const c10::DistBackendError*>(of_torch) == nullptr) {
+      return std::make_exception_ptr(std::runtime_error(text));
+    }
+    try {
+      C10_THROW_ERROR(DistBackendError, text);
+    } catch (...) {
+      return std::current_exception();
+    }
+  } catch (...) {
+    return failure;
+  }
+}
+
 NativeWork::NativeWork(Options options)
     : c10d::Work(options.rank, options.op_type, options.title), options_(std::move(options)) {}
 
@@ -40,9 +77,9 @@ void NativeWork::complete(dpt_status status, const std::string& message) {
       error = std::current_exception();
     }
   } else if (status == DPT_ERR_DELEGATE) {
-    error = options_.delegate_failure();
+    error = with_explanation(options_.explain, options_.delegate_failure());
   } else {
-    error = make_exception(status, message);
+    error = make_exception(status, explained(options_.explain, status, message));
   }
   options_.finalize = nullptr;
   options_.delegate_failure = nullptr;

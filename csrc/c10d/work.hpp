@@ -15,6 +15,16 @@ namespace dpt::c10d_adapter {
 // DistBackendError for the rest. The text ends with the switch that turns deepytorch off.
 std::exception_ptr make_exception(dpt_status status, const std::string& message);
 
+// Says what a hang comes from, given the failure that it ended in; empty where there is nothing to
+// say.
+using Explain = std::function<std::string(const std::string& failure)>;
+// `message`, after what `explain` says of it where it is of a kind that needs explaining.
+std::string explained(const Explain& explain, dpt_status status, const std::string& message);
+
+// The same of an exception of the delegate's, which stays what it was where there is nothing to
+// say.
+std::exception_ptr with_explanation(const Explain& explain, const std::exception_ptr& failure);
+
 class NativeWork : public c10d::Work {
  public:
   struct Options {
@@ -23,12 +33,13 @@ class NativeWork : public c10d::Work {
     const char* title;  // in profiles, e.g. "deepytorch:all_reduce"
     uint64_t sequence;
     std::vector<at::Tensor> results;  // what result() and the future give
+    Explain explain = nullptr;
     // Runs once at the end of a successful operation, in the thread that completes it: copies
     // results back into tensors that were not contiguous, and keeps buffers alive until then.
-    std::function<void()> finalize;
+    std::function<void()> finalize = nullptr;
     // After DPT_ERR_DELEGATE: the exception that the delegate left behind.
-    std::function<std::exception_ptr()> delegate_failure;
-    std::shared_ptr<int> source;  // of a receive: the sender's rank, known at the end
+    std::function<std::exception_ptr()> delegate_failure = nullptr;
+    std::shared_ptr<int> source = nullptr;  // of a receive: the sender's rank, known at the end
   };
 
   explicit NativeWork(Options options);

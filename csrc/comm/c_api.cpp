@@ -7,6 +7,7 @@
 #include "base/log.hpp"
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
+#include "comm/flight_record.hpp"
 #include "cuda/device_group.hpp"
 
 struct dpt_comm {
@@ -82,6 +83,13 @@ void memory_free(void* address) {
   }
 }
 
+void record_end(uint64_t recorded, dpt_status status, int on_stream) {
+  const FlightRecord::State state = status != DPT_OK ? FlightRecord::kFailed
+                                    : on_stream != 0 ? FlightRecord::kIssued
+                                                     : FlightRecord::kEnded;
+  FlightRecord::instance().end(recorded, state);
+}
+
 }  // namespace
 
 const dpt_api* api() {
@@ -93,7 +101,8 @@ const dpt_api* api() {
                              submit,
                              memory_allocate,
                              memory_free,
-                             DeviceGroup::capture_of};
+                             DeviceGroup::capture_of,
+                             record_end};
   return &table;
 }
 

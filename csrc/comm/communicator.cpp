@@ -52,6 +52,7 @@ Communicator::Communicator(const dpt_comm_options& options,
       store_(std::move(store)),
       delegate_(delegate),
       statistics_(make_group_statistics(group_name_)),
+      record_group_(FlightRecord::instance().open_group(group_name_, global_ranks_)),
       tuning_(options, delegate),
       device_tuning_(options, delegate) {
   if (options.rank < 0 || options.rank >= options.size) {
@@ -87,6 +88,7 @@ Communicator::~Communicator() {
           std::to_string(global_ranks_[rank_]) + " with an operation under way");
     progress_.drain(kDestroyGrace);
   }
+  FlightRecord::instance().close_group(record_group_);
   leave_devices();
   nodes_.reset();
   if (segment_) {
@@ -96,15 +98,47 @@ Communicator::~Communicator() {
 }
 
 dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void* done_context) {
-  if (is_message(request.collective)) return submit_message(request, done, done_context);
-  if (request.on_device != 0) return submit_device(request);
+  FlightRecord& record = FlightRecord::instance();
+  uint64_t recorded = 0;
+  dpt_outcome outcome = DPT_COMPLETED;
+  try {
+    outcome = route(request, done, done_context, &recorded);
+  } catch (...) {
+    record.end(recorded, FlightRecord::kFailed);
+    throw;
+  }
+  const bool on_stream = outcome == DPT_COMPLETED && request.on_device != 0;
+  if (outcome == DPT_COMPLETED) {
+    record.end(recorded, on_stream ? FlightRecord::kIssued : FlightRecord::kEnded);
+  } else if (outcome == DPT_DELEGATED && request.recorded != nullptr) {
+    *request.recorded = recorded;  // who holds the delegate's handle tells of its end
+  } else if (outcome == DPT_DELEGATED) {
+    record.end(recorded, FlightRecord::kIssued);
+  }
+  return outcome;
+}
+
+uint64_t Communicator::record(const dpt_request& request) const {
+  return FlightRecord::instance().begin(record_group_, request);
+}
+
+dpt_outcome Communicator::route(const dpt_request& request,
+                                dpt_done done,
+                                void* done_context,
+                                uint64_t* recorded) {
+  if (is_message(request.collective)) {
+    return submit_message(request, done, done_context, recorded);
+  }
+  if (request.on_device != 0) return submit_device(request, recorded);
   std::unique_lock order(submit_mutex_);
   check_usable(request);
+  *recorded = record(request);
   if (std::string reason = why_never_native(request); !reason.empty()) {
     order.unlock();
-    return start_on_delegate(request, {.reason = std::move(reason)});
+    return start_on_delegate(request, {.reason = std::move(reason)}, *recorded);
   }
   std::shared_ptr<Pending> pending = make_pending(request);
+  pending->recorded = *recorded;
   if (request.asynchronous) {
     // The first operation also meets the other ranks, or tunes with them, and that too must not
     // hold up the caller: ranks may start the operations of several groups in different orders.
@@ -112,7 +146,7 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
       pending->plan = plan_for(pending->operation);
       if (is_delegate(pending->plan)) {
         order.unlock();
-        return start_on_delegate(request, pending->plan);
+        return start_on_delegate(request, pending->plan, *recorded);
       }
     }
     enqueue(std::move(pending), done, done_context);
@@ -121,7 +155,7 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
   run_and_wait(pending);
   if (!is_delegate(pending->plan)) return DPT_COMPLETED;
   order.unlock();
-  return start_on_delegate(request, pending->plan);
+  return start_on_delegate(request, pending->plan, *recorded);
 }
 
 // Reasons that need no meeting with the other ranks.
@@ -309,7 +343,11 @@ void Communicator::run(const Pending& pending, bool in_caller) {
                                pending.plan,
                                wait,
                                wait_style(operation.bytes(), in_caller),
-                               nodes_.get()};
+                               nodes_.get(),
+                               arrivals_};
+      if (!is_delegate(pending.plan)) {
+        FlightRecord::instance().note(pending.recorded, FlightRecord::kNative);
+      }
       // NOTE [Gate] A rank that delegates enters the group's signals first, so that a peer which
       // runs the same call natively (another dtype, say) is told of the mismatch.
       if (is_delegate(pending.plan)) return nodes_ ? enter_nodes(context) : enter_small(context);
@@ -340,6 +378,7 @@ void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void
       prepare(*pending, /*in_caller=*/false);
       run(*pending, /*in_caller=*/false);
       if (is_delegate(pending->plan)) {
+        FlightRecord::instance().note(pending->recorded, FlightRecord::kDelegated);
         count_delegated(pending->operation.collective, pending->plan, pending->operation.bytes());
         status = delegate_.run(delegate_.context, pending->call, &error);
       }
@@ -348,6 +387,8 @@ void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void
       set_message(&error, caught.what());
     }
     if (may_delegate) --may_delegate_;
+    FlightRecord::instance().end(pending->recorded,
+                                 status == DPT_OK ? FlightRecord::kEnded : FlightRecord::kFailed);
     done(done_context, status, error.message);
   });
 }
@@ -400,7 +441,10 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
 // What goes to the progress thread and is or may turn out to be the delegate's starts there later,
 // so whatever comes after it waits here. Sends and receives are paired by their
 // tags.
-dpt_outcome Communicator::start_on_delegate(const dpt_request& request, const Plan& plan) {
+dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
+                                            const Plan& plan,
+                                            uint64_t recorded) {
+  FlightRecord::instance().note(recorded, FlightRecord::kDelegated);
   while (!is_message(request.collective) && may_delegate_ > 0 && !progress_.drain(kWaitSlice)) {
     if (interrupted_ && interrupted_()) {
       throw Error(DPT_ERR_INTERRUPTED,

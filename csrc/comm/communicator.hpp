@@ -21,6 +21,7 @@
 #include "bootstrap/exchange.hpp"
 #include "bootstrap/store.hpp"
 #include "comm/calibration.hpp"
+#include "comm/flight_record.hpp"
 #include "comm/point_to_point.hpp"
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
@@ -59,12 +60,19 @@ class Communicator {
     Plan plan;  // known once the group is connected
     std::chrono::milliseconds timeout;
     void* call;
+    uint64_t recorded;  // its number in the flight record
     std::vector<const void*> inputs;
     std::vector<void*> outputs;
     std::vector<size_t> input_counts;
     std::vector<size_t> output_counts;
   };
 
+  // `recorded`: receives the operation's number in the flight record, as soon as it has one.
+  dpt_outcome route(const dpt_request& request,
+                    dpt_done done,
+                    void* done_context,
+                    uint64_t* recorded);
+  uint64_t record(const dpt_request& request) const;
   std::string why_never_native(const dpt_request& request) const;
   std::string why_not_native(const Operation& operation) const;
   // Whether the plan is still to be found together with the other ranks, in prepare.
@@ -92,7 +100,10 @@ class Communicator {
   void enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context);
   void run_and_wait(std::shared_ptr<Pending> pending);
   // Sends and receives, in communicator_messages.cpp; see NOTE [Invitations].
-  dpt_outcome submit_message(const dpt_request& request, dpt_done done, void* done_context);
+  dpt_outcome submit_message(const dpt_request& request,
+                             dpt_done done,
+                             void* done_context,
+                             uint64_t* recorded);
   std::string own_word() const;
   // With `lent` instead of this rank's own store, unless it is nullptr.
   void join_in_background(std::chrono::milliseconds limit, std::shared_ptr<Store> lent);
@@ -106,7 +117,7 @@ class Communicator {
     size_t staging_bytes = 0;
     bool by_nodes = false;  // the delegate can go through this group's nodes in stages
   };
-  dpt_outcome submit_device(const dpt_request& request);
+  dpt_outcome submit_device(const dpt_request& request, uint64_t* recorded);
   void launch_on_device(const dpt_request& request, const DevicePlan& plan);
   bool is_staged() const;
   std::string why_not_staged(const dpt_request& request) const;
@@ -125,7 +136,7 @@ class Communicator {
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);
   void leave_devices();
-  dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan);
+  dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan, uint64_t recorded);
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
   void fail(dpt_status status, const std::string& reason);
@@ -142,6 +153,8 @@ class Communicator {
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;
   std::shared_ptr<GroupStatistics> statistics_;
+  Arrivals* arrivals_ = nullptr;  // from connect on, of statistics_
+  int record_group_;              // its place in the flight record
 
   std::mutex submit_mutex_;
   uint64_t next_sequence_ = 1;

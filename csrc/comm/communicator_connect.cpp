@@ -77,6 +77,7 @@ void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait
   }
   oversubscribed_ = fabric.oversubscribed(local_peers);
   fabric.attach(connection, local_peers);
+  arrivals_ = statistics_->start_arrivals(local_ranks);
   {
     std::lock_guard lock(state_mutex_);
     segment_ = std::move(connection.segment);

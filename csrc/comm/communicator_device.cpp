@@ -42,20 +42,23 @@ bool has_device_kernels(Collective collective) {
 
 }  // namespace
 
-dpt_outcome Communicator::submit_device(const dpt_request& request) {
+dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* recorded) {
   std::unique_lock order(submit_mutex_);
   check_usable(request);
   check_device(request);
+  *recorded = record(request);
   DevicePlan plan = plan_on_device(request);
   if (std::strcmp(plan.algorithm, "delegate") == 0) {
     order.unlock();
-    return start_on_delegate(request, {.reason = std::move(plan.reason)});
+    return start_on_delegate(request, {.reason = std::move(plan.reason)}, *recorded);
   }
   if (std::strcmp(plan.algorithm, "hierarchical") == 0) {
     order.unlock();
     return start_on_delegate(request,
-                             {.algorithm = plan.algorithm, .reason = std::move(plan.reason)});
+                             {.algorithm = plan.algorithm, .reason = std::move(plan.reason)},
+                             *recorded);
   }
+  FlightRecord::instance().note(*recorded, FlightRecord::kNative);
   launch_on_device(request, plan);
   statistics_->add(request.collective,
                    plan.algorithm,

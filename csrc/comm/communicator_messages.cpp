@@ -128,15 +128,18 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
 
 dpt_outcome Communicator::submit_message(const dpt_request& request,
                                          dpt_done done,
-                                         void* done_context) {
+                                         void* done_context,
+                                         uint64_t* recorded) {
   check_usable(request);
+  *recorded = record(request);
   std::string why_delegated = why_never_native(request);
   if (why_delegated.empty() && global_ranks_.size() == 1) why_delegated = "a group of one rank";
   if (why_delegated.empty()) why_delegated = join_for_messages(request);
   if (!why_delegated.empty()) {
-    return start_on_delegate(request, {.reason = std::move(why_delegated)});
+    return start_on_delegate(request, {.reason = std::move(why_delegated)}, *recorded);
   }
-  return messages().submit(request, done, done_context);
+  FlightRecord::instance().note(*recorded, FlightRecord::kNative);
+  return messages().submit(request, *recorded, done, done_context);
 }
 
 PointToPoint& Communicator::messages() {

@@ -8,6 +8,7 @@
 #include <bit>
 
 #include "base/env.hpp"
+#include "comm/flight_record.hpp"
 #include "topology/topology.hpp"
 
 namespace dpt {
@@ -20,6 +21,14 @@ int count_cores(const std::vector<uint64_t>& affinity) {
   int cores = 0;
   for (const uint64_t word : affinity) cores += std::popcount(word);
   return cores;
+}
+
+// Whether the peer's pid means here what it means there.
+bool sees_same_processes(const PeerInfo& peer) {
+  const auto place_of = [](const std::string& mark) {
+    return mark.substr(0, mark.find(' ', mark.find(' ') + 1));  // boot id and namespace
+  };
+  return place_of(peer.mark) == place_of(own_process_mark());
 }
 
 }  // namespace
@@ -38,6 +47,7 @@ bool Fabric::forked() { return in_forked_child.load(std::memory_order_relaxed); 
 
 void Fabric::after_fork_in_child() {
   in_forked_child = true;
+  FlightRecord::close_after_fork();
   Fabric* const fabric = the_fabric;
   if (fabric == nullptr) return;
   fabric->memory_.after_fork();
@@ -88,6 +98,10 @@ void Fabric::attach(const ShmConnection& connection, const std::vector<PeerInfo>
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     const int pidfd = connection.pidfds[rank];
+    if (sees_same_processes(peers[rank])) {
+      FlightRecord::instance().note_peer(segment->global_rank(static_cast<int>(rank)),
+                                         peers[rank].pid);
+    }
     if (peers[rank].process == self_.process) {
       if (pidfd >= 0) close(pidfd);
     } else {

@@ -47,6 +47,7 @@ struct Post {
   bool started = false;  // the caller went on: tell `done`
   dpt_done done = nullptr;
   void* done_context = nullptr;
+  uint64_t recorded = 0;  // its number in the flight record
 
   size_t bytes() const { return count * size_of(dtype); }
 };

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/thread.hpp"
+#include "comm/flight_record.hpp"
 
 namespace dpt {
 namespace {
@@ -55,8 +56,12 @@ PostPtr PointToPoint::make_post(const dpt_request& request) {
            .deadline = Deadline(std::chrono::milliseconds(request.timeout_ms))});
 }
 
-dpt_outcome PointToPoint::submit(const dpt_request& request, dpt_done done, void* done_context) {
+dpt_outcome PointToPoint::submit(const dpt_request& request,
+                                 uint64_t recorded,
+                                 dpt_done done,
+                                 void* done_context) {
   const PostPtr post = make_post(request);
+  post->recorded = recorded;
   post->done = done;
   post->done_context = done_context;
   {
@@ -139,6 +144,8 @@ void PointToPoint::report() {
                             post->bytes(),
                             elapsed.count());
     }
+    FlightRecord::instance().end(post->recorded,
+                                 error ? FlightRecord::kFailed : FlightRecord::kEnded);
     bool tell = false;
     {
       std::lock_guard lock(mutex_);

@@ -36,8 +36,12 @@ class PointToPoint {
   // Ends what is still unfinished with an error.
   ~PointToPoint();
 
-  // A DPT_SEND or DPT_RECV; `done` is called only after DPT_STARTED. Throws Error.
-  dpt_outcome submit(const dpt_request& request, dpt_done done, void* done_context);
+  // A DPT_SEND or DPT_RECV with its number in the flight record; `done` is called only after
+  // DPT_STARTED. Throws Error.
+  dpt_outcome submit(const dpt_request& request,
+                     uint64_t recorded,
+                     dpt_done done,
+                     void* done_context);
   // Waits until nothing is under way; false when `timeout` passed first.
   bool drain(std::chrono::milliseconds timeout);
 

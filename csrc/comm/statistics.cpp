@@ -46,6 +46,18 @@ std::vector<StatisticsRow> GroupStatistics::rows() const {
 void GroupStatistics::reset() {
   std::lock_guard lock(mutex_);
   rows_.clear();
+  if (arrivals_) arrivals_->reset();
+}
+
+Arrivals* GroupStatistics::start_arrivals(const std::vector<int64_t>& global_ranks) {
+  std::lock_guard lock(mutex_);
+  arrivals_ = std::make_shared<Arrivals>(global_ranks);
+  return arrivals_.get();
+}
+
+std::shared_ptr<const Arrivals> GroupStatistics::arrivals() const {
+  std::lock_guard lock(mutex_);
+  return arrivals_;
 }
 
 std::shared_ptr<GroupStatistics> make_group_statistics(const std::string& group) {
@@ -67,6 +79,16 @@ std::vector<StatisticsRow> all_statistics() {
   std::vector<StatisticsRow> all;
   for (const auto& group : registry().groups) {
     for (StatisticsRow& row : group->rows()) all.push_back(std::move(row));
+  }
+  return all;
+}
+
+std::vector<GroupArrivals> all_arrivals() {
+  std::lock_guard lock(registry().mutex);
+  std::vector<GroupArrivals> all;
+  for (const auto& group : registry().groups) {
+    const auto arrivals = group->arrivals();
+    if (arrivals) all.push_back({group->group(), arrivals->sums()});
   }
   return all;
 }

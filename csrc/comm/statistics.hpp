@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "algorithms/arrivals.hpp"
 #include "base/types.hpp"
 
 namespace dpt {
@@ -31,13 +32,24 @@ class GroupStatistics {
            double time_us);
   std::vector<StatisticsRow> rows() const;
   void reset();
+  // Its native operations' arrivals, from when the group's ranks have met.
+  Arrivals* start_arrivals(const std::vector<int64_t>& global_ranks);
+  std::shared_ptr<const Arrivals> arrivals() const;
   const std::string& group() const { return group_; }
 
  private:
   std::string group_;
   mutable std::mutex mutex_;
   std::vector<StatisticsRow> rows_;
+  std::shared_ptr<Arrivals> arrivals_;
 };
+
+struct GroupArrivals {
+  std::string group;
+  Arrivals::Sums sums;
+};
+// Of all groups this process ever made, oldest first.
+std::vector<GroupArrivals> all_arrivals();
 
 // Rows of all groups this process ever made, oldest group first.
 std::vector<StatisticsRow> all_statistics();

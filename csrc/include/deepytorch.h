@@ -123,6 +123,9 @@ typedef struct dpt_request {
    * run there now and come to its end, as while a graph captures the stream, or in an open group of
    * the delegate's operations. NULL: never. */
   int (*busy)(void* call);
+  /* Receives, with DPT_DELEGATED, the operation's number for `record_end`. NULL: nobody will tell.
+   */
+  uint64_t* recorded;
   int* source; /* recv: receives the sender's rank in the group; lives as `call` does;
                     may be NULL */
 } dpt_request;
@@ -221,6 +224,9 @@ typedef struct dpt_api {
   void (*memory_free)(void* address);
   /* Which capture of a graph a stream (see dpt_request.stream) is part of; 0: none. */
   uint64_t (*stream_capture)(void* stream);
+  /* The flight record: a delegated operation has ended; `on_stream`: it only began, on a stream,
+   * and nobody will tell of its end. */
+  void (*record_end)(uint64_t recorded, dpt_status status, int on_stream);
 } dpt_api;
 
 #ifdef __cplusplus

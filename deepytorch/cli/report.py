@@ -1,4 +1,5 @@
-"""`deepytorch report`: what deepytorch would do on this machine, or what a run said it did."""
+"""`deepytorch report`: what deepytorch would do on this machine, what a run said it did, or why a
+job hangs."""
 
 import dataclasses
 import json
@@ -26,8 +27,32 @@ def report(
     html: Annotated[
         Path | None, typer.Option(help="Write these reports as one HTML page instead.")
     ] = None,
+    *,
+    hang: Annotated[
+        bool, typer.Option("--hang", help="Say who keeps a job on this node waiting.")
+    ] = False,
+    pid: Annotated[
+        list[int] | None,
+        typer.Option(help="With --hang: only the jobs of these processes; may be repeated."),
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="With --hang: only the job of this name.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --hang: all of it as JSON.")
+    ] = False,
+    flight_recorder: Annotated[
+        Path | None,
+        typer.Option(help="With --hang: also write dumps for torch's fr_trace into this folder."),
+    ] = None,
 ) -> None:
-    """Show the environment, the adapter and the options in force, or a run's saved reports."""
+    """Show the environment, the adapter and the options in force, a run's saved reports, or why a
+    job hangs."""
+    if hang:
+        from deepytorch.cli import hang as hanging
+
+        hanging.show(pid or [], job, as_json=as_json, flight_recorder=flight_recorder)
+        return
+    if pid or job or as_json or flight_recorder:
+        raise typer.BadParameter("--pid, --job, --json and --flight-recorder go with --hang")
     if html is not None:
         write_page(html, files or [])
         return

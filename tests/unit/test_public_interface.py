@@ -92,7 +92,15 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--measure": False,
         "--json": False,
     },
-    "report": {"files": None, "--html": None},
+    "report": {
+        "files": None,
+        "--html": None,
+        "--hang": False,
+        "--pid": None,
+        "--job": None,
+        "--json": False,
+        "--flight-recorder": None,
+    },
     "bench collectives": {
         "--device": "cpu",
         "--world-size": 2,

@@ -61,7 +61,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
         entry(),
         entry(calls=4, time_us=1000.0),  # another group that had the name before
     ]
-    core = SimpleNamespace(statistics=lambda: entries, plans=lambda: [plan()])
+    ranks = [
+        {"rank": 0, "times_last": 1, "cost_us": 100.0},
+        {"rank": 3, "times_last": 3, "cost_us": 1.5e6},
+    ]
+    arrivals = [
+        {"group": "0", "operations": 4, "waited_us": 2e6, "ranks": ranks},
+        {"group": "unused", "operations": 0, "waited_us": 0.0, "ranks": ranks},
+    ]
+    core = SimpleNamespace(
+        statistics=lambda: entries, plans=lambda: [plan()], arrivals=lambda: arrivals
+    )
     monkeypatch.setitem(sys.modules, "deepytorch_core._core", core)
     monkeypatch.setattr(report.activation, "is_active", lambda: False)
     return report.report()
@@ -78,6 +88,8 @@ def test_text(made: report.Report) -> None:
         "group  op          algorithm  calls  MB     ms/call  why",
         "0      all_reduce  one_shot   6      2.000  0.250    small",
         "0      broadcast   delegate   3      1.000  0.167    cuda tensors",
+        "waiting: in 4 native operations of group 0 this rank waited 2.000 s for others; rank 3 "
+        "held up the group longest, 1.500 s, and came last in 75% of them",
         "decision: all_reduce of 2 ranks, 524288 to 2097151 bytes: pipelined/128K, measured now "
         "(pipelined/128K 300 us, delegate 1500 us)",
     ]
@@ -116,5 +128,7 @@ def test_plain_values(made: report.Report) -> None:
     assert plain["rows"][1]["reason"] == "cuda tensors"
     assert plain["options"]["collectives"] == "auto"
     (decision,) = plain["decisions"]
+    (waiting,) = plain["waiting"]
+    assert (waiting["slowest"], waiting["times_last"]) == (3, 3)
     assert decision["chunk_bytes"] == 131072
     assert decision["candidates"][1]["median_us"] == 1500.0

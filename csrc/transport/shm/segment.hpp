@@ -42,6 +42,7 @@ struct OpHeader {
   uint32_t num_steps;   // of staging that its plain buffers need
   uint32_t lane_bytes;  // how it cuts its slot, see exchange.cpp
   uint32_t registered;  // whether peers reach any of its buffers directly
+  int64_t arrived_ns;   // when it came here, on the node's steady clock
 };
 
 // One buffer of a rank, for its peers.

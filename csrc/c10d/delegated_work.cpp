@@ -1,0 +1,51 @@
+#include "delegated_work.hpp"
+
+namespace dpt::c10d_adapter {
+
+DelegatedWork::DelegatedWork(c10::intrusive_ptr<c10d::Work> work, Watch watch)
+    : c10d::Work(watch.rank, watch.op_type), work_(std::move(work)), watch_(std::move(watch)) {}
+
+DelegatedWork::~DelegatedWork() {
+  // Nobody waited: its end stays unknown where it has not come yet.
+  watch_.api->record_end(watch_.recorded, DPT_OK, work_->isCompleted() ? 0 : 1);
+}
+
+bool DelegatedWork::isCompleted() {
+  if (!work_->isCompleted()) return false;
+  ended(work_->isSuccess() ? DPT_OK : DPT_ERR_DELEGATE);
+  return true;
+}
+
+bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
+  try {
+    const bool done = work_->wait(timeout);
+    ended(DPT_OK);
+    return done;
+  } catch (...) {
+    const std::exception_ptr failure = std::current_exception();
+    // With a limit of the caller's own the operation may still be under way.
+    if (timeout == kNoTimeout || work_->isCompleted()) ended(DPT_ERR_DELEGATE);
+    std::rethrow_exception(with_explanation(watch_.explain, failure));
+  }
+}
+
+void DelegatedWork::synchronize() {
+  work_->synchronize();
+  ended(DPT_OK);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
+  auto future = work_->getFuture();
+  if (!followed_.exchange(true)) {
+    future->addCallback([api = watch_.api, recorded = watch_.recorded](c10::ivalue::Future& done) {
+      api->record_end(recorded, done.hasError() ? DPT_ERR_DELEGATE : DPT_OK, 0);
+    });
+  }
+  return future;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFutureResult() {
+  return work_->getFutureResult();
+}
+
+}  // namespace dpt::c10d_adapter

@@ -1,0 +1,47 @@
+// The stock backend's work on host memory, as its caller gets it: the flight record learns of its
+// end, and a failure says first what it comes from.
+#pragma once
+
+#include <atomic>
+
+#include "work.hpp"
+
+namespace dpt::c10d_adapter {
+
+class DelegatedWork : public c10d::Work {
+ public:
+  struct Watch {
+    int rank;
+    c10d::OpType op_type;
+    const char* title;
+    uint64_t recorded;  // its number in the flight record
+    const dpt_api* api;
+    Explain explain;
+  };
+
+  DelegatedWork(c10::intrusive_ptr<c10d::Work> work, Watch watch);
+  ~DelegatedWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  int sourceRank() const override { return work_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return work_->result(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override;
+  void abort() override { work_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  void blockCurrentStream() override { work_->blockCurrentStream(); }
+  float getDuration() const override { return work_->getDuration(); }
+  uint64_t getSequencenumber() const override { return work_->getSequencenumber(); }
+
+ private:
+  void ended(dpt_status status) const { watch_.api->record_end(watch_.recorded, status, 0); }
+
+  c10::intrusive_ptr<c10d::Work> work_;
+  Watch watch_;
+  std::atomic<bool> followed_{false};
+};
+
+}  // namespace dpt::c10d_adapter

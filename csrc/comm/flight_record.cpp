@@ -1,0 +1,235 @@
+#include "comm/flight_record.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <ctime>
+#include <new>
+
+#include "base/log.hpp"
+#include "bootstrap/exchange.hpp"
+
+namespace dpt {
+namespace {
+
+constexpr size_t kPage = 4096;
+// linux/memfd.h and linux/fcntl.h, which libc's headers may lack or clash with.
+constexpr unsigned kMemfdFlags = 1u | 2u;  // MFD_CLOEXEC | MFD_ALLOW_SEALING
+constexpr int kAddSeals = 1033;            // F_ADD_SEALS
+constexpr int kSizeSeals = 1 | 2 | 4;      // F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+
+constexpr size_t kGroupsAt = round_up(sizeof(FlightRecord::Header), kPage);
+constexpr size_t kPeersAt =
+    round_up(kGroupsAt + FlightRecord::kGroups * sizeof(FlightRecord::Group), kPage);
+constexpr size_t kEntriesAt =
+    round_up(kPeersAt + FlightRecord::kPeers * sizeof(FlightRecord::Peer), kPage);
+constexpr size_t kBytes =
+    round_up(kEntriesAt + FlightRecord::kEntries * sizeof(FlightRecord::Entry), kPage);
+
+// Of the one record; apart, because a forked child can't ask for what another thread was making.
+std::atomic<int> the_fd{-1};
+
+int64_t now_ns(clockid_t clock) {
+  timespec time{};
+  clock_gettime(clock, &time);
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
+template <size_t kSize>
+void put(char (&to)[kSize], const std::string& text) {
+  std::memset(to, 0, kSize);
+  text.copy(to, kSize - 1);
+}
+
+template <size_t kSize>
+bool holds(const char (&field)[kSize], const std::string& text) {
+  return text.substr(0, kSize - 1) == field;
+}
+
+bool is_message(const dpt_request& request) {
+  return request.collective == DPT_SEND || request.collective == DPT_RECV;
+}
+
+}  // namespace
+
+FlightRecord& FlightRecord::instance() {
+  static auto* const record = new FlightRecord;
+  return *record;
+}
+
+void FlightRecord::close_after_fork() {
+  const int fd = the_fd.exchange(-1);
+  if (fd >= 0) close(fd);
+}
+
+FlightRecord::FlightRecord() {
+  fd_ = static_cast<int>(syscall(SYS_memfd_create, "deepytorch-flight", kMemfdFlags));
+  void* memory = MAP_FAILED;
+  if (fd_ >= 0 && ftruncate(fd_, kBytes) == 0) {
+    fcntl(fd_, kAddSeals, kSizeSeals);  // nobody can make it shorter than what is mapped here
+    memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  }
+  if (memory == MAP_FAILED) {
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
+    log(LogLevel::kWarning,
+        "no memory for the flight record: a hang of this process can't be explained");
+    return;
+  }
+  madvise(memory, kBytes, MADV_DONTFORK);
+  the_fd = fd_;
+  memory_ = static_cast<char*>(memory);
+  header_ = new (memory_) Header{};
+  groups_ = reinterpret_cast<Group*>(memory_ + kGroupsAt);
+  peers_ = reinterpret_cast<Peer*>(memory_ + kPeersAt);
+  entries_ = reinterpret_cast<Entry*>(memory_ + kEntriesAt);
+
+  Header& header = *header_;
+  header.version = kVersion;
+  header.header_bytes = kGroupsAt;
+  header.group_bytes = sizeof(Group);
+  header.peer_bytes = sizeof(Peer);
+  header.entry_bytes = sizeof(Entry);
+  header.groups = kGroups;
+  header.peers = kPeers;
+  header.entries = kEntries;
+  header.pid = getpid();
+  header.global_rank = -1;
+  header.started_realtime_ns = now_ns(CLOCK_REALTIME);
+  header.started_monotonic_ns = now_ns(CLOCK_MONOTONIC);
+  char host[64] = {};
+  gethostname(host, sizeof host - 1);
+  put(header.host, host);
+  put(header.boot_id, PeerInfo::of_this_process().boot_id);
+  std::memcpy(header.magic, "dptfly01", sizeof header.magic);  // last: now it can be read
+}
+
+void FlightRecord::identify(const Identity& identity) {
+  if (header_ == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  put(header_->job, identity.job);
+  header_->global_rank = identity.global_rank;
+  header_->world_size = identity.world_size;
+  header_->signal = identity.signal;
+}
+
+void FlightRecord::note_peer(int64_t global_rank, int64_t pid) {
+  if (header_ == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < kPeers; ++i) {
+    const int64_t there = peers_[i].global_rank;
+    if (there != 0 && there != global_rank + 1) continue;
+    peers_[i].pid = pid;
+    peers_[i].global_rank = global_rank + 1;
+    return;
+  }
+}
+
+int FlightRecord::open_group(const std::string& name, const std::vector<int64_t>& global_ranks) {
+  if (header_ == nullptr) return -1;
+  const std::lock_guard lock(mutex_);
+  // A closed group keeps its place as long as there are others.
+  int free = -1;
+  for (size_t i = 0; i < kGroups; ++i) {
+    if (groups_[i].open != 0) continue;
+    const bool unused = groups_[i].name[0] == '\0';
+    if (free < 0 || unused || holds(groups_[i].name, name)) free = static_cast<int>(i);
+    if (unused || holds(groups_[i].name, name)) break;
+  }
+  if (free < 0) return -1;
+  Group& group = groups_[free];
+  const bool same = holds(group.name, name);
+  group.size = static_cast<int32_t>(global_ranks.size());
+  group.first_rank = global_ranks.empty() ? 0 : global_ranks[0];
+  group.stride = global_ranks.size() > 1 ? global_ranks[1] - global_ranks[0] : 1;
+  for (size_t i = 0; i < global_ranks.size(); ++i) {
+    const auto offset = static_cast<int64_t>(i) * group.stride;
+    if (global_ranks[i] != group.first_rank + offset) group.stride = 0;
+  }
+  group.listed = 0;
+  for (const int64_t rank : global_ranks) {
+    if (group.listed == static_cast<int32_t>(kListedRanks)) break;
+    group.ranks[group.listed++] = static_cast<int32_t>(rank);
+  }
+  if (!same) put(group.description, "");
+  put(group.name, name);
+  group.collectives = 0;
+  group.messages = 0;
+  // Another id than whoever had the place before: its operations may still be in the ring.
+  constexpr auto kStep = static_cast<int32_t>(kGroups);
+  group.id = group.id == 0 || group.id > INT32_MAX - kStep ? free + kStep : group.id + kStep;
+  group.open = 1;
+  return group.id;
+}
+
+void FlightRecord::close_group(int group) {
+  if (Group* const closed = group_of(group)) closed->open = 0;
+}
+
+void FlightRecord::describe_group(const std::string& name, const std::string& description) {
+  if (header_ == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < kGroups; ++i) {
+    if (groups_[i].open != 0 && holds(groups_[i].name, name)) {
+      put(groups_[i].description, description);
+    }
+  }
+}
+
+FlightRecord::Group* FlightRecord::group_of(int group) const {
+  if (header_ == nullptr || group < 0) return nullptr;
+  Group* const found = &groups_[group % kGroups];
+  return found->id == group ? found : nullptr;
+}
+
+FlightRecord::Entry* FlightRecord::entry_of(uint64_t number) const {
+  if (header_ == nullptr || number == 0) return nullptr;
+  Entry* const entry = &entries_[(number - 1) % kEntries];
+  // Long ago: its place is another's by now.
+  return entry->number.load(std::memory_order_acquire) == number ? entry : nullptr;
+}
+
+uint64_t FlightRecord::begin(int group, const dpt_request& request) {
+  Group* const mine = group_of(group);
+  if (mine == nullptr) return 0;
+  std::atomic<uint64_t>& counter = is_message(request) ? mine->messages : mine->collectives;
+  const uint64_t sequence = counter.fetch_add(1, std::memory_order_relaxed) + 1;
+  const uint64_t number = header_->next.fetch_add(1, std::memory_order_relaxed) + 1;
+  Entry& entry = entries_[(number - 1) % kEntries];
+  entry.number.store(0, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // the zero comes before what follows
+  entry.sequence = sequence;
+  entry.entered_ns = now_ns(CLOCK_MONOTONIC);
+  entry.ended_ns.store(0, std::memory_order_relaxed);
+  entry.count = request.count;
+  entry.bytes = request.count * size_of(request.dtype);
+  entry.root = request.root;
+  entry.tag = request.tag;
+  entry.group = group;
+  entry.collective = static_cast<uint8_t>(request.collective);
+  entry.dtype = static_cast<uint8_t>(request.dtype);
+  entry.reduce_op = static_cast<uint8_t>(request.reduce_op);
+  const bool uneven = request.input_counts != nullptr || request.output_counts != nullptr;
+  entry.flags = static_cast<uint8_t>((uneven ? 1 : 0) | (request.on_device != 0 ? 2 : 0) |
+                                     (request.asynchronous != 0 ? 4 : 0));
+  entry.state.store(kEntered, std::memory_order_relaxed);
+  entry.how.store(kUndecided, std::memory_order_relaxed);
+  entry.number.store(number, std::memory_order_release);
+  return number;
+}
+
+void FlightRecord::note(uint64_t number, How how) {
+  if (Entry* const entry = entry_of(number)) entry->how.store(how, std::memory_order_relaxed);
+}
+
+void FlightRecord::end(uint64_t number, State state) {
+  Entry* const entry = entry_of(number);
+  if (entry == nullptr || entry->state.load(std::memory_order_relaxed) != kEntered) return;
+  entry->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+  entry->state.store(state, std::memory_order_release);
+}
+
+}  // namespace dpt

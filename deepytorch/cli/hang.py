@@ -1,0 +1,97 @@
+"""`deepytorch report --hang`: who keeps a job waiting, asked from outside while it hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from deepytorch.cli import console
+
+# Two looks so far apart tell what is stuck from what merely waits for the moment.
+_BETWEEN_LOOKS_S = 1.0
+
+
+def show(pids: list[int], job: str | None, *, as_json: bool, flight_recorder: Path | None) -> None:
+    """Prints the verdict on the jobs of this user on this node: sentence, table, stacks.
+
+    Raises ValueError or OSError for a process that has no record or can't be looked into, and
+    ValueError where there is no job.
+    """
+    from deepytorch_core.hang import collect
+
+    jobs = collect.jobs(pids or None, name=job)
+    if not jobs:
+        wanted = f" called {job}" if job is not None else ""
+        raise ValueError(
+            f"no job{wanted} on this node: no process of this user has a flight record. One is "
+            "made with the first process group that goes through deepytorch"
+        )
+    cases = [_look(one) for one in jobs]
+    if flight_recorder is not None:
+        for case in cases:
+            _write_dumps(case, flight_recorder if len(cases) == 1 else flight_recorder / case.name)
+    if as_json:
+        print(json.dumps([case.to_dict() for case in cases], indent=1))  # noqa: T201
+        return
+    for case in cases:
+        case.show()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    name: str
+    ranks: list[Any]
+    verdict: Any
+    elsewhere: list[int]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "job": self.name,
+            "verdict": dataclasses.asdict(self.verdict),
+            "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
+            "not_on_this_node": self.elsewhere,
+        }
+
+    def show(self) -> None:
+        from deepytorch_core.hang import table, words
+
+        out = console.out()
+        lines = [self.verdict.sentence, "", f"job {self.name}"]
+        if self.elsewhere:
+            lines.append(
+                f"not on this node, or ended: {words.ranks(self.elsewhere)}; ask there too, or "
+                "wait for the operation's time limit, when all nodes' ranks are asked"
+            )
+        text = "\n".join([*lines, table.full(self.ranks, self.verdict), ""])
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _look(job: Any) -> _Case:
+    """The verdict that two looks agree on: of what moved in between nothing is said."""
+    from deepytorch_core.hang import collect, verdict
+
+    pids = [one.pid for one in job.records]
+    earlier = {one.pid: one for one in job.records}
+    time.sleep(_BETWEEN_LOOKS_S)
+    again = collect.jobs(pids, name=job.name)
+    records = again[0].records if again else job.records
+    ranks = collect.ranks(records)
+    found = verdict.judge(ranks, least_s=_BETWEEN_LOOKS_S)
+    moved = [
+        one.rank for one in records if one.pid in earlier and one.begun != earlier[one.pid].begun
+    ]
+    if found.kind == verdict.NO_HANG and moved:
+        found = dataclasses.replace(
+            found, sentence=f"{found.sentence}; {len(moved)} of them began new ones just now"
+        )
+    return _Case(job.name, ranks, found, job.elsewhere())
+
+
+def _write_dumps(case: _Case, folder: Path) -> None:
+    from deepytorch_core.hang import torch_format
+
+    for path in torch_format.write(case.ranks, folder):
+        console.err().print(f"[dim]wrote {path}[/]")

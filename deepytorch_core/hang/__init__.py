@@ -1,0 +1,1 @@
+"""Which rank a job waits for, and why: from the flight records of all ranks, in one sentence."""

@@ -1,0 +1,99 @@
+"""Evidence of the ranks on this node: their flight records, processes and stacks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deepytorch_core.hang import evidence, processes, record, stacks
+from deepytorch_core.hang.evidence import Rank
+from deepytorch_core.hang.record import Record, RecordError
+
+# What travels and is shown of a record: the newest operations of each group, and all unfinished.
+_TAIL = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes on this node that belong together, by the job's name."""
+
+    name: str
+    records: tuple[Record, ...]
+
+    @property
+    def world_size(self) -> int:
+        return max(one.world_size for one in self.records)
+
+    def elsewhere(self) -> list[int]:
+        """Ranks of the job without a process on this node that could be read or is known."""
+        here = {one.rank for one in self.records}
+        here |= {rank for one in self.records for rank in one.peers}
+        return [rank for rank in range(self.world_size) if rank not in here]
+
+
+def jobs(pids: Iterable[int] | None = None, name: str | None = None) -> list[Job]:
+    """The jobs on this node: all, those that these processes are of, or the one called `name`.
+
+    Raises RecordError for a given process without a record, OSError for one that can't be looked
+    into.
+    """
+    wanted = None if pids is None else {_name(record.read(pid)) for pid in pids}
+    found: dict[str, list[Record]] = {}
+    for pid in record.find():
+        with contextlib.suppress(OSError, RecordError):  # it may have ended meanwhile
+            one = record.read(pid)
+            found.setdefault(_name(one), []).append(one)
+    return [
+        Job(job, tuple(sorted(members, key=lambda one: one.rank)))
+        for job, members in sorted(found.items())
+        if (wanted is None or job in wanted) and name in (None, job)
+    ]
+
+
+def _name(one: Record) -> str:
+    # A process that made groups without saying who it is stands for itself.
+    return one.job or f"process {one.pid}"
+
+
+def ranks(records: Iterable[Record]) -> list[Rank]:
+    """Evidence of the processes with these records, and of their peers that are gone."""
+    records = list(records)
+    answers = stacks.ask_all({one.pid: one.signal for one in records})
+    found = {one.rank: _rank(one, answers.get(one.pid, "")) for one in records}
+    for one in records:
+        for peer, pid in one.peers.items():
+            if peer not in found:
+                state, detail = processes.state(pid)
+                if state != evidence.GONE:
+                    state, detail = evidence.MISSING, ": its flight record can't be read"
+                found[peer] = Rank(peer, one.host, pid, state, detail)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _rank(one: Record, answer: str) -> Rank:
+    state, detail = processes.state(one.pid)
+    return Rank(
+        rank=max(one.rank, 0),
+        host=one.host,
+        pid=one.pid,
+        process=state,
+        detail=detail,
+        idle_s=one.idle_s,
+        groups=one.groups,
+        operations=tail(one.operations),
+        frames=stacks.main_thread(answer),
+        stacks=answer,
+    )
+
+
+def tail(operations: tuple[evidence.Operation, ...]) -> tuple[evidence.Operation, ...]:
+    """The newest operations of each group, and all that have not ended, oldest first."""
+    taken: dict[str, int] = {}
+    kept = []
+    for operation in reversed(operations):
+        number = taken.get(operation.group, 0)
+        if number < _TAIL or operation.state == evidence.ENTERED:
+            kept.append(operation)
+            taken[operation.group] = number + 1
+    return tuple(reversed(kept))

@@ -1,0 +1,248 @@
+"""In the job itself: who this process is, and what is said when one of its operations times out.
+
+The ranks whose operation failed agree, over the store of the default group, on one of them to
+judge. It reads the flight records of its node by itself, also of ranks that are stuck or stopped;
+of each other node some rank answers for all. Every wait here is short and bounded: the operation
+has failed already, and its error shall not wait for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from deepytorch_core import config
+from deepytorch_core.console import say
+from deepytorch_core.hang import collect, evidence, processes, record, stacks, table, verdict
+from deepytorch_core.hang.evidence import Rank
+
+# Explaining a failure takes so long at most, of which other nodes get the first part to answer.
+_ANSWER_LIMIT_S = 4.0
+_VERDICT_LIMIT_S = 8.0
+# A program that lives with timeouts is not to be slowed down by each.
+_MOST_VERDICTS = 4
+_LISTEN_S = 600.0
+
+
+@dataclass
+class _Home:
+    """The job's common ground: the default group's store, and this process's place."""
+
+    store: Any
+    rank: int
+    size: int
+    job: str
+
+
+_home: _Home | None = None
+_lock = threading.Lock()
+_judged: dict[str, str] = {}
+
+
+def join(store: Any, *, rank: int, size: int) -> None:
+    """Say in this process's flight record who it is; call it where the default group is made.
+
+    Args:
+        store: the default group's torch Store. What is asked of it waits for no other rank.
+    """
+    global _home
+    from torch._C._distributed_c10d import PrefixStore
+
+    from deepytorch_core import _core
+
+    own = PrefixStore("deepytorch/hang", store)
+    job = secrets.token_hex(6)
+    if size > 1:
+        # Whoever comes first names the job.
+        job = own.compare_set("job", "", job).decode()
+        own.set(
+            f"who/{rank}", json.dumps([os.getpid(), processes.start_time(os.getpid()), _node()])
+        )
+    _home = _Home(own, rank, size, job)
+    _judged.clear()
+    _core.identify_process(job=job, rank=rank, world_size=size, signal=stacks.register())
+    if size > 1 and config.spans_nodes():
+        threading.Thread(target=_listen, args=(_home,), name="deepytorch-hang", daemon=True).start()
+
+
+def explainer(group: str) -> Callable[[str], str]:
+    """What a group's backend calls with the words of a failure, for the sentence to put first."""
+
+    def explain(failure: str) -> str:
+        return explain_failure(group, failure)
+
+    return explain
+
+
+def explain_failure(group: str, failure: str) -> str:
+    """Who kept this rank waiting in the operation of `group` that has just failed.
+
+    Empty where that can't be said: then the failure speaks for itself. Takes a few seconds at most
+    and raises nothing.
+    """
+    home = _home
+    try:
+        with _lock:
+            if home is None or len(_judged) >= _MOST_VERDICTS:
+                return ""
+            operation = _failed_operation(group)
+            if operation is None:
+                return ""
+            kind = "message" if operation.is_message else "collective"
+            case = f"{group}/{kind}/{operation.sequence}"
+            if operation.is_message:
+                case += f"/{home.rank}"
+            if case not in _judged:
+                _judged[case] = ""
+                _judged[case] = _meet(home, case, operation)
+            return _judged[case]
+    except Exception as error:  # the operation's own error matters more
+        say(f"the hang was not explained: {type(error).__name__}: {error}", level="debug")
+        return ""
+
+
+def _failed_operation(group: str) -> evidence.Operation | None:
+    from deepytorch_core import _core
+
+    mine = record.read_descriptor(_core.flight_record_fd())
+    failed = [
+        operation
+        for operation in mine.operations
+        if operation.group == group and operation.state == evidence.FAILED
+    ]
+    return failed[-1] if failed else None
+
+
+def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
+    failed = (operation.group, operation.sequence, operation.is_message)
+    if home.size == 1:
+        return ""
+    from torch._C._distributed_c10d import PrefixStore
+
+    # A connection of its own: another thread may be waiting in the store.
+    store = PrefixStore(f"case/{case}", home.store.clone())
+    if store.compare_set("judge", "", str(home.rank)).decode() != str(home.rank):
+        _answer(home, store)
+        try:
+            store.wait(["verdict"], timedelta(seconds=_VERDICT_LIMIT_S))
+        except RuntimeError:
+            return verdict.judge(_here(home), failed=failed).sentence
+        sentence: str = json.loads(store.get("verdict"))
+        return sentence
+    ranks = {one.rank: one for one in _here(home)}
+    absent = [
+        rank
+        for rank in range(home.size)
+        if rank not in ranks or ranks[rank].process == evidence.MISSING
+    ]
+    if absent:
+        _call(home, case)
+        for one in _await_answers(store, absent):
+            ranks[one.rank] = one
+        for rank in absent:
+            if rank not in ranks or ranks[rank].process == evidence.MISSING:
+                ranks[rank] = _without_answer(home, rank)
+    found = verdict.judge(ranks.values(), failed=failed)
+    sentence = "" if found.kind == verdict.NO_HANG else found.sentence
+    store.set("verdict", json.dumps(sentence))
+    if sentence:
+        everything = [ranks[rank] for rank in sorted(ranks)]
+        say(f"{sentence}\n{table.full(everything, found)}", level="error")
+    return sentence
+
+
+def _here(home: _Home) -> list[Rank]:
+    """Evidence of the job's ranks on this node."""
+    jobs = collect.jobs(name=home.job)
+    return collect.ranks([one for job in jobs for one in job.records if _is_near(one)])
+
+
+def _is_near(one: record.Record) -> bool:
+    """Whether this rank speaks for that process; all that it sees are its node's."""
+    return one.pid > 0
+
+
+def _answer(home: _Home, store: Any) -> None:
+    """Leave this node's evidence for the judge, unless another rank of the node does."""
+    if store.compare_set(f"node/{_node()}", "", str(home.rank)).decode() != str(home.rank):
+        return
+    if store.compare_set("judge", "", str(home.rank)).decode() in _ranks_here(home):
+        return  # it sees for itself
+    for one in _here(home):
+        if one.process != evidence.MISSING:
+            store.set(f"rank/{one.rank}", evidence.to_json(one))
+
+
+def _ranks_here(home: _Home) -> set[str]:
+    return {
+        str(one.rank) for job in collect.jobs(name=home.job) for one in job.records if _is_near(one)
+    }
+
+
+def _call(home: _Home, case: str) -> None:
+    """Wake the ranks on other nodes whose own operations have not failed."""
+    number = home.store.add("calls", 1)
+    home.store.set(f"call/{number}", case)
+
+
+def _listen(home: _Home) -> None:
+    from torch._C._distributed_c10d import PrefixStore
+
+    number = 1
+    with contextlib.suppress(Exception):  # the store's end is this thread's
+        own = home.store.clone()
+        while _home is home and not sys.is_finalizing():
+            try:
+                own.wait([f"call/{number}"], timedelta(seconds=_LISTEN_S))
+            except RuntimeError as error:
+                if "timeout" in str(error).lower() or "timed out" in str(error).lower():
+                    continue
+                return
+            case = own.get(f"call/{number}").decode()
+            number += 1
+            _answer(home, PrefixStore(f"case/{case}", own))
+
+
+def _await_answers(store: Any, absent: list[int]) -> list[Rank]:
+    keys = [f"rank/{rank}" for rank in absent]
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=_ANSWER_LIMIT_S))
+    found = []
+    for key in keys:
+        if store.check([key]):
+            with contextlib.suppress(ValueError):
+                found.append(evidence.from_json(store.get(key)))
+    return found
+
+
+def _without_answer(home: _Home, rank: int) -> Rank:
+    """What is known of a rank that did not answer: what it said of itself at the start."""
+    if not home.store.check([f"who/{rank}"]):
+        return Rank(rank, process=evidence.MISSING, detail=": it never joined the job")
+    pid, started, node = json.loads(home.store.get(f"who/{rank}"))
+    host = str(node).partition("/")[0]
+    if node == _node():
+        if processes.state(pid)[0] == evidence.GONE or processes.start_time(pid) != started:
+            return Rank(rank, host, pid, evidence.GONE)
+        return Rank(rank, host, pid, evidence.MISSING, ": its flight record can't be read")
+    limit = f"{_ANSWER_LIMIT_S:g} s"
+    return Rank(rank, host, pid, evidence.MISSING, f": it did not answer within {limit}")
+
+
+def _node() -> str:
+    """The same for processes that see each other in /proc."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        boot, namespace = "", 0
+    return f"{os.uname().nodename}/{boot}/{namespace}"

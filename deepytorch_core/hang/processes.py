@@ -1,0 +1,92 @@
+"""What the system says of a process, by /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from deepytorch_core.hang import evidence
+
+_PROC = Path("/proc")
+
+
+def state(pid: int) -> tuple[str, str]:
+    """One of `evidence.PROCESS_STATES`, and what more is known of it."""
+    try:
+        letter = _stat(pid)[0]
+    except FileNotFoundError:
+        return evidence.GONE, ""
+    except (OSError, ValueError, IndexError):
+        return evidence.UNKNOWN, ""
+    if letter in "ZX":
+        return evidence.GONE, "its parent has not noticed it yet"
+    if letter == "T":
+        return evidence.STOPPED, ""
+    if letter == "t":
+        return evidence.TRACED, _tracer(pid)
+    if letter == "D":
+        return evidence.IN_KERNEL, _kernel_function(pid)
+    return evidence.RUNNING, ""
+
+
+def start_time(pid: int) -> int:
+    """When the process began, in the kernel's ticks: tells it from another of the same number.
+
+    0 where the system doesn't say.
+    """
+    try:
+        return int(_stat(pid)[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def catches(pid: int, signal: int) -> bool:
+    """Whether the process has a handler for the signal: without one it would end it."""
+    return _in_mask(pid, "SigCgt", signal)
+
+
+def free_signal(candidates: range) -> int:
+    """The first signal that this process neither handles nor ignores; 0 if there is none."""
+    pid = os.getpid()
+    for signal in candidates:
+        taken = any(_in_mask(pid, mask, signal) for mask in ("SigCgt", "SigIgn"))
+        if not taken:
+            return signal
+    return 0
+
+
+def _in_mask(pid: int, mask: str, signal: int) -> bool:
+    try:
+        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == mask:
+            return bool(int(value, 16) >> (signal - 1) & 1)
+    return False
+
+
+def _stat(pid: int) -> list[str]:
+    # The name, in parentheses, may hold anything.
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+
+
+def _tracer(pid: int) -> str:
+    try:
+        for line in (_PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith("TracerPid:"):
+                tracer = int(line.split()[1])
+                name = (_PROC / str(tracer) / "comm").read_text().strip()
+                return f"{name}, pid {tracer}"
+    except (OSError, ValueError, IndexError):
+        pass
+    return ""
+
+
+def _kernel_function(pid: int) -> str:
+    try:
+        name = (_PROC / str(pid) / "wchan").read_text().strip()
+    except OSError:
+        return ""
+    return f"in {name}" if name not in ("", "0") else ""

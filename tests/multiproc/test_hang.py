@@ -1,0 +1,283 @@
+"""Jobs that really hang: the verdict from outside while they do, and in the error when they end.
+
+Rank 0 looks on; ranks 1 to 3 have a group of their own, in which one does not do its part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepytorch_core import backend, config
+from deepytorch_core.hang import live
+from deepytorch_core.testing import rank_store, spawn_ranks
+
+MEMBERS = [1, 2, 3]
+CULPRIT = 2
+HERE = os.path.basename(__file__)
+
+
+@contextmanager
+def job(
+    rank: int, world_size: int, name: str, timeout_s: float = 100, **options: Any
+) -> Iterator[dist.ProcessGroup]:
+    """A job of its own in these processes: yields the group of MEMBERS, in which all have met."""
+    config.set_current(config.Options(**options))
+    backend.register()
+    dist.init_process_group(
+        "deepytorch", store=rank_store(f"job/{name}"), rank=rank, world_size=world_size
+    )
+    group = dist.new_group(MEMBERS, timeout=timedelta(seconds=timeout_s), group_desc="dp")
+    if rank in MEMBERS:
+        dist.all_reduce(torch.ones(10), group=group)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()
+        config.set_current(None)
+
+
+def report(*arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "deepytorch.cli", "report", "--hang", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def spin_until(flag: Path) -> None:
+    while not flag.exists():
+        pass
+
+
+def receive_until_sent(group: dist.ProcessGroup) -> None:
+    dist.recv(torch.ones(3), src=3, group=group)
+
+
+def look_on(rank: int, world_size: int, collectives: str, how: str, folder: str) -> dict[str, Any]:
+    """One rank of a job in which rank 2 hangs `how`; rank 0 returns what the command says."""
+    flag = Path(folder) / f"{collectives}-{how}"
+    with job(rank, world_size, f"{collectives}-{how}", collectives=collectives) as group:
+        pids = rank_store(f"pids/{collectives}-{how}")
+        pids.set(str(rank), str(os.getpid()))
+        if rank == CULPRIT:
+            spin_until(flag) if how != "message" else receive_until_sent(group)
+        elif rank == 3 and how == "message":
+            spin_until(flag)
+            dist.send(torch.ones(3), dst=CULPRIT, group=group)
+        if rank in MEMBERS:
+            dist.all_reduce(torch.ones(10), group=group)
+            return {}
+        culprit = int(pids.get(str(CULPRIT)))
+        pids.wait([str(other) for other in MEMBERS])
+        time.sleep(0.3)  # the verdict may be asked for at any time; now there is one
+        if how == "stopped":
+            os.kill(culprit, signal.SIGSTOP)
+        try:
+            (found,) = report("--pid", str(culprit))
+        finally:
+            os.kill(culprit, signal.SIGCONT)
+            flag.touch()
+        return {**found["verdict"], "job": found, "pid": culprit}
+
+
+def look_on_all(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
+    cases = [("native", "loop"), ("stock", "stopped"), ("stock", "message")]
+    return {f"{kind} {how}": look_on(rank, world_size, kind, how, folder) for kind, how in cases}
+
+
+def test_the_verdict_from_outside(tmp_path: Path) -> None:
+    found, *_ = spawn_ranks(look_on_all, 4, str(tmp_path), backend=None, timeout_s=100)
+    for name, case in found.items():
+        by_message = name.endswith("message")
+        assert case["ranks"] == [3 if by_message else 2], (name, case["sentence"])
+        assert case["kind"] == ("stopped" if name.endswith("stopped") else "never entered"), name
+        assert case["job"]["not_on_this_node"] == []
+        assert [rank["rank"] for rank in case["job"]["ranks"]] == [0, 1, 2, 3]
+    loop, stopped = found["native loop"], found["stock stopped"]
+    assert re.fullmatch(
+        rf"rank 2 \(node \S+, pid {loop['pid']}\) never entered all_reduce #2 of group \S+ "
+        rf"\(40 bytes float32\); it is in {HERE}:\d+ (pass|while not flag.exists\(\):) "
+        r"for \d+(\.\d)? s",
+        loop["sentence"],
+    )
+    assert "never entered all_reduce #2" in stopped["sentence"]
+    assert f"kill -CONT {stopped['pid']}" in stopped["sentence"]
+    assert found["stock message"]["sentence"].startswith("rank 3 (")
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return str(caught.value)
+
+
+def time_out(rank: int, world_size: int, collectives: str, *, apart: bool) -> str:
+    """The error of a rank whose operation times out because rank 2 does something else."""
+    name = f"{collectives}-{apart}"
+    with job(rank, world_size, name, timeout_s=1, collectives=collectives) as group:
+        done = rank_store(f"done/{name}")
+        text = ""
+        if rank in (1, 3):
+            text = error_of(lambda: dist.all_reduce(torch.ones(10), group=group))
+            done.set(str(rank), "")
+        done.wait(["1", "3"])
+    return text
+
+
+def time_out_everywhere(rank: int, world_size: int) -> list[str]:
+    texts = [time_out(rank, world_size, kind, apart=False) for kind in ("native", "stock")]
+    with pytest.MonkeyPatch.context() as patch:
+        # As if each rank were on a node of its own: none sees another's process.
+        patch.setattr(config, "spans_nodes", lambda: True)
+        patch.setattr(live, "_is_near", lambda one: one.pid == os.getpid())
+        patch.setattr(live, "_node", lambda: f"node{rank}/")
+        texts += [time_out(rank, world_size, kind, apart=True) for kind in ("native", "stock")]
+    return texts
+
+
+def test_the_error_begins_with_the_sentence() -> None:
+    texts = spawn_ranks(time_out_everywhere, 4, backend=None, timeout_s=100)
+    for kind, of_one, of_three in zip(
+        ("native", "stock", "native, apart", "stock, apart"), texts[1], texts[3], strict=True
+    ):
+        first = of_one.splitlines()[0]
+        assert first.startswith("rank 2 (node "), kind
+        assert "never entered all_reduce #2 of group" in first, kind
+        assert f"it is in {HERE}:" in first, kind
+        assert 'done.wait(["1", "3"])' in first, kind
+        assert of_three.splitlines()[0] == first, kind
+        assert len(of_one.splitlines()) > 1, kind
+
+
+def exit_early(rank: int, world_size: int) -> str:
+    with job(rank, world_size, "exit", collectives="stock") as group:
+        if rank == CULPRIT:
+            rank_store("exit").get("gone in a moment")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            time.sleep(0.3)
+            rank_store("exit").set("gone in a moment", "")
+            return ""
+        return error_of(lambda: dist.all_reduce(torch.ones(10), group=group))
+
+
+def test_a_rank_that_left_early_is_named() -> None:
+    texts = spawn_ranks(exit_early, 4, backend=None, expect_dead={CULPRIT}, timeout_s=60)
+    for rank in (1, 3):
+        assert re.match(r"rank 2 \(node \S+, pid \d+\) never entered all_reduce #2", texts[rank])
+        assert "its process has ended" in texts[rank]
+
+
+def differ_in_operation(rank: int, group: dist.ProcessGroup) -> None:
+    if rank == CULPRIT:
+        dist.broadcast(torch.ones(10), 1, group=group)
+    else:
+        dist.all_reduce(torch.ones(10), group=group)
+
+
+def differ_in_size(rank: int, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(10 + (rank == CULPRIT)), group=group)
+
+
+def differ_in_dtype(rank: int, group: dist.ProcessGroup) -> None:
+    dtype = torch.float64 if rank == CULPRIT else torch.float32
+    work = dist.all_reduce(torch.ones(10, dtype=dtype), group=group, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def differ_in_reduce_op(rank: int, group: dist.ProcessGroup) -> None:
+    op = dist.ReduceOp.MAX if rank == CULPRIT else dist.ReduceOp.SUM
+    dist.all_reduce(torch.ones(10), op, group=group)
+
+
+def differ_in_order(rank: int, group: dist.ProcessGroup) -> None:
+    calls = [
+        lambda: dist.all_reduce(torch.ones(10), group=group),
+        lambda: dist.barrier(group=group),
+    ]
+    for call in reversed(calls) if rank == CULPRIT else calls:
+        call()
+
+
+DIFFERENCES: dict[str, tuple[Callable[[int, dist.ProcessGroup], None], str, str]] = {
+    "operation": (differ_in_operation, "all_reduce of 10 x Float, sum", "broadcast of 10 x Float"),
+    "size": (differ_in_size, "10 x Float", "11 x Float"),
+    "dtype": (differ_in_dtype, "10 x Float", "10 x Double"),
+    "reduce op": (differ_in_reduce_op, "sum", "max"),
+    "order": (differ_in_order, "all_reduce", "barrier"),
+}
+
+
+def disagree(rank: int, world_size: int, collectives: str) -> dict[str, str]:
+    texts = {}
+    with job(
+        rank, world_size, f"debug-{collectives}", collectives=collectives, debug=True
+    ) as group:
+        for name, (differ, _, _) in DIFFERENCES.items():
+            if rank in MEMBERS:
+                texts[name] = error_of(lambda differ=differ: differ(rank, group))
+                # Nobody has started anything, so all are in step.
+                value = torch.ones(5)
+                dist.all_reduce(value, group=group)
+                assert torch.equal(value, torch.full((5,), 3.0))
+                if collectives == "native":  # gloo has no parts of several sizes
+                    parts = [torch.ones(n) for n in MEMBERS]
+                    dist.all_gather(parts, torch.full((rank,), float(rank)), group=group)
+                    assert [part.tolist() for part in parts] == [[n] * n for n in MEMBERS]
+    return texts
+
+
+def disagree_everywhere(rank: int, world_size: int) -> list[dict[str, str]]:
+    return [disagree(rank, world_size, kind) for kind in ("stock", "native")]
+
+
+def test_debug_compares_what_ranks_are_about_to_start() -> None:
+    for results in zip(
+        *spawn_ranks(disagree_everywhere, 4, backend=None, timeout_s=60), strict=True
+    ):
+        for name, (_, one, other) in DIFFERENCES.items():
+            texts = {results[rank][name].partition("; found before")[0] for rank in MEMBERS}
+            assert len(texts) == 1, name
+            text = texts.pop()
+            assert "ranks entered different operations" in text
+            # In the group's own ranks.
+            assert re.search(rf"rank 0 .*{one}.* at {HERE}:\d+, rank 1 .*{other}.* at {HERE}", text)
+
+
+def wait_for_a_slow_rank(rank: int, world_size: int) -> Any:
+    from deepytorch_core.report import report as make
+
+    with job(rank, world_size, "slow", collectives="native") as group:
+        if rank in MEMBERS:
+            for _ in range(5):
+                if rank == 3:
+                    time.sleep(0.02)
+                dist.all_reduce(torch.ones(10), group=group)
+        name = dist.group.WORLD.group_name if rank == 0 else group.group_name
+        return {one.group: one for one in make().waiting}.get(name)
+
+
+def test_the_report_names_the_slowest_rank() -> None:
+    results = spawn_ranks(wait_for_a_slow_rank, 4, backend=None, timeout_s=60)
+    for rank in MEMBERS:
+        found = results[rank]
+        assert found.slowest == 3
+        assert found.operations == 6
+        assert found.times_last >= 5
+        assert found.cost_us == results[1].cost_us
+    assert results[3].waited_us < results[1].waited_us

@@ -1,0 +1,198 @@
+"""What is made of evidence: the table for people, the command, and dumps for torch's analyzer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepytorch import cli
+from deepytorch.cli import hang
+from deepytorch_core.hang import (
+    collect,
+    evidence,
+    mismatch,
+    stacks,
+    table,
+    torch_format,
+    verdict,
+)
+from deepytorch_core.hang.evidence import Frame, Group, Operation, Rank
+from deepytorch_core.hang.record import Record
+
+STACK = 'Current thread 0x1 (most recent call first):\n  File "/t/train.py", line 8 in <module>\n'
+ASKING = (
+    'Thread 0x2 (most recent call first):\n  File "deepytorch_core/hang/stacks.py", line 1 in a'
+)
+FRAME = Frame("/t/train.py", 8, "<module>", "next(loader)", mine=True)
+
+
+def operation(sequence: int, op: str = "all_reduce", **changes: Any) -> Operation:
+    values: dict[str, Any] = {
+        "group": "0",
+        "sequence": sequence,
+        "op": op,
+        "dtype": "float32",
+        "reduce_op": "sum",
+        "count": 8,
+        "bytes": 32,
+        "root": 0,
+        "tag": 0,
+        "uneven": False,
+        "on_device": False,
+        "asynchronous": False,
+        "how": "native",
+        "state": evidence.ENDED,
+        "age_s": 9.0,
+        "ended_age_s": 8.0,
+    }
+    return Operation(**(values | changes))
+
+
+def job_of(size: int, *, behind: int, messages: tuple[Operation, ...] = ()) -> list[Rank]:
+    """All ranks of one group are in its third operation but `behind`."""
+    ranks = []
+    for number in range(size):
+        made = [operation(1, "all_gather"), operation(2, "barrier", count=0), *messages]
+        if number != behind:
+            made.append(operation(3, state=evidence.ENTERED, ended_age_s=None))
+        group = Group("0", "default_pg", tuple(range(size)), 2 + (number != behind), len(messages))
+        ranks.append(
+            Rank(number, "b", 70 + number, groups=(group,), operations=tuple(made),
+                 idle_s=8.0, frames=(FRAME,), stacks=f"{ASKING}\n\n{STACK}")
+        )  # fmt: skip
+    return ranks
+
+
+def test_the_table_shows_the_blamed_first() -> None:
+    ranks = job_of(3, behind=2)
+    lines = table.full(ranks, verdict.judge(ranks)).splitlines()
+    assert lines[:4] == [
+        "rank  node  pid  process  operation                     for    last of the group  at",
+        "2     b     72   running  none                          8.0 s  #2 of 0            "
+        "train.py:8 next(loader)",
+        "0     b     70   running  all_reduce #3 of 0 (entered)  9.0 s  #3 of 0            "
+        "train.py:8 next(loader)",
+        "1     b     71   running  all_reduce #3 of 0 (entered)  9.0 s  #3 of 0            "
+        "train.py:8 next(loader)",
+    ]
+    assert lines[5] == "--- rank 2 (node b, pid 72): Python stacks"
+    assert not [line for line in lines if "hang/stacks.py" in line]
+
+
+def test_a_large_table_is_cut() -> None:
+    ranks = job_of(100, behind=99)
+    lines = table.full(ranks, verdict.judge(ranks)).splitlines()
+    assert lines[1].startswith("99 ")
+    assert "... and 36 more" in lines
+    assert "... and the stacks of 92 more ranks" in lines
+
+
+def analyze(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Torch's own analyzer, as its users run it; returns its database."""
+    out = folder.parent / "database"
+    monkeypatch.setattr(sys, "argv", ["fr_trace", str(folder), "-o", str(out)])
+    runpy.run_module("torch.distributed.flight_recorder.fr_trace", run_name="__main__")
+    _, database = pickle.loads(out.read_bytes())
+    return database
+
+
+def test_torch_reads_the_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = torch_format.write([*job_of(3, behind=2), Rank(9)], tmp_path / "dumps")
+    assert [path.name for path in paths] == [f"deepytorch_trace_{rank}" for rank in range(3)]
+    database = analyze(tmp_path / "dumps", monkeypatch)
+    names = [each.collective_name for each in database.collectives]
+    assert names == ["gloo:_all_gather_base", "gloo:barrier", "gloo:all_reduce"]
+    assert [each.pass_check for each in database.collectives[:2]] == [True, True]
+    assert database.collectives[2].missing_ranks == {2}
+    assert [group.size for group in database.groups] == [3]
+
+
+def test_torch_finds_the_same_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = job_of(3, behind=2)
+    other = operation(3, "broadcast", state=evidence.ENTERED, ended_age_s=None)
+    groups = (dataclasses.replace(ranks[2].groups[0], collectives=3),)
+    ranks[2] = dataclasses.replace(
+        ranks[2], operations=(*ranks[2].operations, other), groups=groups
+    )
+    assert verdict.judge(ranks).ranks == (2,)
+    torch_format.write(ranks, tmp_path / "dumps")
+    last = analyze(tmp_path / "dumps", monkeypatch).collectives[-1]
+    assert 2 in last.mismatch_collectives
+
+
+def test_messages_in_dumps() -> None:
+    sent = operation(1, "send", root=1, tag=5)
+    anybody = operation(2, "recv", root=evidence.ANY_RANK)
+    (one, _) = job_of(2, behind=1, messages=(sent, anybody))
+    names = [entry["profiling_name"] for entry in torch_format.dump(one)["entries"]]
+    assert "gloo:send 0->1" in names
+    assert not [name for name in names if "recv" in name]
+
+
+@pytest.fixture
+def one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = tuple(Record(70 + n, n, 4, 0, "b", "", "job1", {}, 5, 1.0, (), ()) for n in range(3))
+    monkeypatch.setattr(hang, "_BETWEEN_LOOKS_S", 0.0)
+    monkeypatch.setattr(
+        collect, "jobs", lambda pids=None, name=None: [collect.Job("job1", records)]
+    )
+    monkeypatch.setattr(collect, "ranks", lambda records: job_of(4, behind=2)[:3])
+
+
+def run(*arguments: str) -> None:
+    cli.app([*arguments], standalone_mode=False)
+
+
+@pytest.mark.usefixtures("one_job")
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run("report", "--hang", "--flight-recorder", str(tmp_path / "dumps"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank 2 (node b, pid 72) never entered all_reduce #3 of group")
+    assert lines[2] == "job job1"
+    assert lines[3].startswith("not on this node, or ended: rank 3; ask there too")
+    assert len(list((tmp_path / "dumps").iterdir())) == 3
+    run("report", "--hang", "--json")
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["verdict"]["ranks"] == [2, 3]
+    assert found["not_on_this_node"] == [3]
+    assert [evidence.from_json(json.dumps(one)).rank for one in found["ranks"]] == [0, 1, 2]
+
+
+def test_the_command_without_a_job() -> None:
+    with pytest.raises(ValueError, match="no job called nobody's on this node"):
+        run("report", "--hang", "--job", "nobody's")
+
+
+def test_options_that_need_hang() -> None:
+    with pytest.raises(Exception, match="go with --hang"):
+        run("report", "--json")
+
+
+def test_every_processor_of_a_job_is_found_by_one_of_its_pids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = {70: "a", 71: "a", 72: "b", 73: ""}
+    read = {
+        pid: Record(pid, pid - 70, 2, 0, "h", "", name, {}, 0, 0.0, (), ())
+        for pid, name in jobs.items()
+    }
+    fake = SimpleNamespace(find=lambda: sorted(read), read=lambda pid: read[pid])
+    monkeypatch.setattr(collect, "record", fake)
+    assert [one.name for one in collect.jobs()] == ["a", "b", "process 73"]
+    (found,) = collect.jobs([71])
+    assert [one.pid for one in found.records] == [70, 71]
+    assert collect.jobs([71], name="b") == []
+
+
+def test_the_caller_in_a_comparison_is_the_users_line() -> None:
+    assert mismatch._caller().startswith("test_hang_output.py:")
+    assert not stacks.is_mine(stacks.__file__)
+    assert not stacks.is_mine(json.__file__)

@@ -1,0 +1,273 @@
+"""The flight record of this very process, read as another would; and bytes that are none."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deepytorch_core import _core
+from deepytorch_core.hang import collect, evidence, processes, record, stacks
+from deepytorch_core.hang.record import Record, RecordError
+
+NOW_NS = 1 << 60
+
+
+class NoStore:
+    """A group of one rank asks nothing."""
+
+    def set(self, key: str, value: bytes) -> None:
+        raise AssertionError(key)
+
+    def get(self, key: str, timeout_ms: int) -> bytes | None:
+        raise AssertionError(key)
+
+
+@pytest.fixture
+def alone() -> Iterator[_core.Communicator]:
+    made = _core.Communicator(NoStore(), 0, 1, name=f"alone-{time.monotonic_ns()}")
+    yield made
+    made.close()
+
+
+def own() -> Record:
+    return record.read(os.getpid())
+
+
+def raw() -> bytearray:
+    descriptor = _core.flight_record_fd()
+    return bytearray(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+
+
+def own_group(seen: Record) -> evidence.Group:
+    (group,) = [group for group in seen.groups if group.name.startswith("alone-")]
+    return group
+
+
+def test_operations_are_recorded_in_order(alone: _core.Communicator) -> None:
+    alone.all_reduce("float32", "max", bytearray(12), bytearray(12))
+    alone.broadcast("int64", bytearray(80), 0)
+    alone.barrier()
+    seen = own()
+    group = own_group(seen)
+    assert (group.ranks, group.collectives, group.messages) == ((0,), 3, 0)
+    mine = [operation for operation in seen.operations if operation.group == group.name]
+    assert [(each.sequence, each.op) for each in mine] == [
+        (1, "all_reduce"),
+        (2, "broadcast"),
+        (3, "barrier"),
+    ]
+    first = mine[0]
+    assert (first.dtype, first.reduce_op, first.count, first.bytes) == ("float32", "max", 3, 12)
+    for each in mine:
+        assert each.state == evidence.ENDED
+        assert each.ended_age_s is not None
+        assert 0 <= each.ended_age_s <= each.age_s < 60
+    assert seen.idle_s < 60
+    assert seen.pid == os.getpid()
+    assert seen.host == os.uname().nodename[:63]
+
+
+def test_failed_operations_say_so(alone: _core.Communicator) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        alone.all_gather("float32", bytearray(8), [bytearray(12)])
+    seen = own()
+    assert not [each for each in seen.operations if each.group == own_group(seen).name]
+
+
+def test_the_ring_keeps_the_newest(alone: _core.Communicator) -> None:
+    begun = own().begun
+    for _ in range(5000):
+        alone.barrier()
+    seen = own()
+    assert seen.begun == begun + 5000
+    assert own_group(seen).collectives == 5000
+    numbers = [each.sequence for each in seen.operations]
+    assert numbers == list(range(5000 - len(numbers) + 1, 5001))
+    assert len(numbers) == 2048
+
+
+def test_a_closed_group_is_not_shown(alone: _core.Communicator) -> None:
+    other = _core.Communicator(NoStore(), 0, 1, name="short-lived")
+    other.barrier()
+    assert [group for group in own().groups if group.name == "short-lived"]
+    other.close()
+    seen = own()
+    assert not [group for group in seen.groups if group.name == "short-lived"]
+    assert not [each for each in seen.operations if each.group == "short-lived"]
+
+
+def test_many_groups_one_after_the_other_leave_room(alone: _core.Communicator) -> None:
+    for number in range(600):
+        made = _core.Communicator(NoStore(), 0, 1, name=f"many-{number}")
+        made.barrier()
+        made.close()
+    last = _core.Communicator(NoStore(), 0, 1, name="the last")
+    last.barrier()
+    assert [each.sequence for each in own().operations if each.group == "the last"] == [1]
+    last.close()
+
+
+def test_a_group_made_again_counts_anew(alone: _core.Communicator) -> None:
+    for _ in range(3):
+        made = _core.Communicator(NoStore(), 0, 1, name="again")
+        made.barrier()
+        made.barrier()
+        seen = own()
+        (group,) = [group for group in seen.groups if group.name == "again"]
+        assert group.collectives == 2
+        numbers = [each.sequence for each in seen.operations if each.group == "again"]
+        assert numbers == [1, 2]
+        made.close()
+
+
+def test_names_and_descriptions(alone: _core.Communicator) -> None:
+    name = own_group(own()).name
+    _core.describe_group(name, "data parallel\x1b[31m" + "x" * 200)
+    description = own_group(own()).description
+    assert description.startswith("data parallel?[31m")
+    assert len(description) == 95
+
+
+def test_this_process_is_found(alone: _core.Communicator) -> None:
+    assert os.getpid() in record.find()
+    (job,) = collect.jobs([os.getpid()])
+    assert os.getpid() in [one.pid for one in job.records]
+
+
+def test_a_process_without_one_is_told() -> None:
+    with pytest.raises(RecordError, match="no flight record"):
+        record.read(os.getppid())
+    with pytest.raises(FileNotFoundError):
+        record.read(1 << 22)
+
+
+HEADER_FIELDS = {"version": 8, "header": 12, "group": 16, "peer": 20, "entry": 24}
+COUNT_FIELDS = {"groups": 28, "peers": 32, "entries": 36}
+
+
+@pytest.mark.parametrize("name", [*HEADER_FIELDS, *COUNT_FIELDS])
+def test_lengths_are_checked_before_use(alone: _core.Communicator, name: str) -> None:
+    at = (HEADER_FIELDS | COUNT_FIELDS)[name]
+    for value in (0, 1, 4097, 1 << 16, (1 << 32) - 1):
+        data = raw()
+        struct.pack_into("<I", data, at, value)
+        if name in COUNT_FIELDS and value < 2:
+            record.parse(bytes(data), now_ns=NOW_NS)  # fewer is no harm
+            continue
+        if bytes(data) == bytes(raw()):
+            continue  # what it was
+        with pytest.raises(RecordError):
+            record.parse(bytes(data), now_ns=NOW_NS)
+
+
+def test_a_newer_version_names_the_way_out(alone: _core.Communicator) -> None:
+    data = raw()
+    struct.pack_into("<I", data, 8, 7)
+    with pytest.raises(RecordError, match="version 7.*reads version 1"):
+        record.parse(bytes(data), now_ns=NOW_NS)
+
+
+def test_cut_records(alone: _core.Communicator) -> None:
+    data = bytes(raw())
+    for length in (0, 7, 8, 200, 4096, 100_000, len(data) - 4096):
+        with pytest.raises(RecordError):
+            record.parse(data[:length], now_ns=NOW_NS)
+
+
+def test_any_content_is_a_record_or_an_error(alone: _core.Communicator) -> None:
+    """Whatever another process writes there, the reader neither fails otherwise nor believes it."""
+    alone.barrier()
+    good = raw()
+    chance = random.Random(11)
+    for _ in range(60):
+        data = bytearray(good)
+        for _ in range(chance.choice((1, 10, 1000))):
+            start = chance.choice((40, 4096, 4096 + 256 * 720, len(data) - 2048 * 128))
+            at = min(start + chance.randrange(8000), len(data) - 8)
+            data[at : at + 8] = chance.randbytes(8)
+        try:
+            seen = record.parse(bytes(data), now_ns=NOW_NS)
+        except RecordError:
+            continue
+        check_plain(seen)
+
+
+def check_plain(seen: Record) -> None:
+    names = {group.name for group in seen.groups}
+    for group in seen.groups:
+        assert group.name.isprintable()
+        assert 0 <= len(group.ranks) <= 1 << 20
+    for operation in seen.operations:
+        assert operation.group in names
+        assert operation.state in evidence.STATES
+        assert operation.age_s >= 0
+
+
+def test_random_bytes_are_no_record() -> None:
+    chance = random.Random(5)
+    for length in (0, 8, 240, 5000, 500_000):
+        with pytest.raises(RecordError):
+            record.parse(chance.randbytes(length), now_ns=NOW_NS)
+
+
+DUMP = """Thread 0x00007f21beffd6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f3392a3eb80 [MainThread] (most recent call first):
+  File "/usr/lib/python3/dist-packages/torch/utils/data/dataloader.py", line 630 in __next__
+  File "<string>", line 3 in helper
+  File "{script}", line 2 in next_batch
+  File "{script}", line 5 in <module>
+"""
+
+
+def test_the_frame_that_is_named_is_the_users_own(tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def next_batch():\n    return next(loader)\n\n\nnext_batch()\n")
+    frames = stacks.main_thread(DUMP.replace("{script}", str(script)))
+    assert [frame.mine for frame in frames] == [False, False, True, True]
+    named = stacks.where(frames)
+    assert named is not None
+    assert (named.line, named.function, named.code) == (2, "next_batch", "return next(loader)")
+
+
+def test_answers_that_are_no_stacks() -> None:
+    for text in ("", "garbage", "Thread 0x12\n  File", '  File "x", line 1 in y\n'):
+        assert stacks.main_thread(text) == ()
+    assert stacks.where(()) is None
+
+
+def test_own_stacks_by_signal() -> None:
+    signal_number = stacks.register()
+    assert signal_number > 0
+    assert stacks.register() == signal_number
+    answer = stacks.ask(os.getpid(), signal_number)
+    assert "test_own_stacks_by_signal" in answer
+    # The next answer begins anew.
+    assert stacks.ask(os.getpid(), signal_number).count("Current thread") == 1
+
+
+def test_a_process_that_would_die_of_the_signal_is_not_sent_it() -> None:
+    unhandled = processes.free_signal(range(60, 36, -1))
+    assert unhandled > 0
+    assert stacks.ask(os.getpid(), unhandled) == ""
+    assert stacks.ask(1 << 22, unhandled) == ""
+
+
+def test_the_state_of_processes() -> None:
+    assert processes.state(os.getpid())[0] == evidence.RUNNING
+    assert processes.state(1 << 22)[0] == evidence.GONE
+    assert processes.start_time(os.getpid()) > 0
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert processes.state(child)[0] == evidence.GONE  # a zombie
+    os.waitpid(child, 0)
