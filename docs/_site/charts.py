@@ -10,7 +10,7 @@ from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import format_size
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, LABEL, BAR, GAP = 720, 215, 18, 8
+WIDTH, LABEL, BAR, GAP = 720, 225, 18, 8
 
 
 def draw(file: str, settings: str) -> str:
@@ -23,17 +23,20 @@ def draw(file: str, settings: str) -> str:
     fitting: dict[str, dict[str, Any]] = {}
     for record in tables.load(ROOT / "docs/results")[file]:
         if all(str(record.get(name)).lower() == value.lower() for name, value in wanted.items()):
-            fitting[_label(record)] = dict(record)
+            fitting[_label(record, wanted)] = dict(record)
     if not fitting:
         raise ValueError(f"no record of {file} has {settings}")
     return _picture(file, settings, fitting)
 
 
-def _label(record: dict[str, Any]) -> str:
+def _label(record: dict[str, Any], wanted: dict[str, str]) -> str:
+    """What tells the record from its neighbours: not what all have in common."""
     if "op" in record:
-        return f"{record['op']}, {format_size(record['bytes'])}"
+        size = format_size(record["bytes"])
+        return size if "op" in wanted else f"{record['op']}, {size}"
     name = record.get("framework") or f"ddp {record['model']}"
-    return f"{name}, {record['world_size']} ranks, batch {record['batch_size']}"
+    batch = "" if "batch_size" in wanted else f", batch {record['batch_size']}"
+    return f"{name}, {record['world_size']} ranks{batch}"
 
 
 def _picture(file: str, settings: str, records: dict[str, dict[str, Any]]) -> str:

@@ -23,6 +23,10 @@ from deepytorch_core.bench import tables  # noqa: E402
 _RESULTS = re.compile(r"<!-- results(?:: (?P<file>[\w.-]+))? -->")
 _CHART = re.compile(r"<!-- chart: (?P<file>[\w.-]+) (?P<settings>[^>]+) -->")
 _FIGURE = re.compile(r"^!\[(?P<text>[^\]]*)\]\((?:\.\./)*(?P<path>assets/[\w.-]+\.svg)\)$", re.M)
+_LOADED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\ssrc=\"?(?:https?:)?//[^>]*>"
+    r"|<link\b(?![^>]*rel=\"?canonical)[^>]*\shref=\"?(?:https?:)?//[^>]*>"
+)
 _STYLE = re.compile(r"<style>.*?</style>|<!--.*?-->", re.S)
 
 
@@ -37,6 +41,14 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = _RESULTS.sub(lambda found: results(found["file"], up), markdown)
     markdown = _CHART.sub(lambda found: charts.draw(found["file"], found["settings"]), markdown)
     return _FIGURE.sub(lambda found: figure(found["path"], found["text"]), markdown)
+
+
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """Refuse pages that load anything from elsewhere."""
+    for path in sorted(Path(config["site_dir"]).rglob("*.html")):
+        found = _LOADED.search(path.read_text(encoding="utf-8"))
+        if found:
+            raise ValueError(f"{path} loads from the network: {found[0]}")
 
 
 def results(file: str | None, up: str) -> str:
