@@ -19,7 +19,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        sanitize format clean
+        docs test-docs sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -90,6 +90,19 @@ test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torc
 	PATH=$(CURDIR)/build/tensorflow/bin:$$PATH \
 	  build/tensorflow/bin/pip install -q --no-build-isolation --no-deps .
 	build/tensorflow/bin/pytest --noconftest tests/integrations/check_horovod_tensorflow.py
+
+$(VENV)/.docs: $(VENV)/.project pyproject.toml constraints.txt
+	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')) \
+	  ['dependency-groups']['docs'], sep='\n')" > $(VENV)/docs.txt
+	@$(PIP) -r $(VENV)/docs.txt
+	@touch $@
+
+docs: $(VENV)/.docs ## the documentation's site, in build/site; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
+
+test-docs: venv adapter ## every page of the quick start does what it says (five minutes)
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_quickstart.py
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
 	@.ci/system gtest

@@ -60,7 +60,7 @@ def _picture(file: str, settings: str, records: dict[str, dict[str, Any]]) -> st
             f'<line class="spread" x1="{LABEL + low * scale:.1f}" x2="{LABEL + high * scale:.1f}" '
             f'y1="{middle}" y2="{middle}"/>',
             f'<text class="value" x="{LABEL + high * scale + 6:.1f}" y="{middle + 4}">'
-            f"{ratio:.3g}×</text>",
+            f"{ratio:.2f}×</text>",
         ]
     parts += [
         f'<line class="stock" x1="{stock:.1f}" x2="{stock:.1f}" y1="0" y2="{height - 18}"/>',

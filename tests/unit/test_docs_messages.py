@@ -77,14 +77,15 @@ def spoken() -> Iterator[tuple[str, str]]:
                 yield f"{name}:{node.lineno}", message
 
 
-def python_texts() -> list[str]:
+def python_texts() -> set[str]:
     """Every string of the Python sources, also those of helpers that make a message."""
-    return [
+    texts = {
         " ".join(text_of(node).split())
         for _, tree in python_files()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
-    ]
+    }
+    return {text for text in texts if len(text) >= LEAST_FIXED}
 
 
 def native_texts() -> str:
