@@ -10,7 +10,6 @@ from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import format_size
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, LABEL, BAR, GAP = 720, 225, 18, 8
 
 
 def draw(file: str, settings: str) -> str:
@@ -40,37 +39,27 @@ def _label(record: dict[str, Any], wanted: dict[str, str]) -> str:
 
 
 def _picture(file: str, settings: str, records: dict[str, dict[str, Any]]) -> str:
-    largest = max(1.0, *(record["speedup_spread"][1] for record in records.values()))
-    scale = (WIDTH - LABEL - 60) / largest
-    height = len(records) * (BAR + GAP) + 22
-    stock = LABEL + scale
-    any_record = next(iter(records.values()))
-    title = f"{file}, {settings}: times faster than {any_record['baseline']}"
-    parts = [
-        f'<figure class="drawing chart"><svg viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{html.escape(title)}">'
-    ]
-    for number, (label, record) in enumerate(records.items()):
-        top = number * (BAR + GAP)
-        ratio, (low, high) = record["speedup"], record["speedup_spread"]
-        middle = top + BAR / 2
-        parts += [
-            f'<text class="label" x="{LABEL - 8}" y="{middle + 4}">{html.escape(label)}</text>',
-            f'<rect class="bar" x="{LABEL}" y="{top}" width="{ratio * scale:.1f}" height="{BAR}"/>',
-            f'<line class="spread" x1="{LABEL + low * scale:.1f}" x2="{LABEL + high * scale:.1f}" '
-            f'y1="{middle}" y2="{middle}"/>',
-            f'<text class="value" x="{LABEL + high * scale + 6:.1f}" y="{middle + 4}">'
-            f"{ratio:.2f}×</text>",
-        ]
+    """Rows of boxes whose widths are shares of the widest, so that they fit any screen."""
+    widest = max(1.0, *(record["speedup_spread"][1] for record in records.values()))
+    first = next(iter(records.values()))
+    baseline = html.escape(first["baseline"])
+    title = html.escape(f"{file}, {settings}: times faster than {first['baseline']}")
+    parts = [f'<div class="chart" role="img" aria-label="{title}">']
+    for label, record in records.items():
+        ratio, low, high = (
+            100 * value / widest for value in (record["speedup"], *record["speedup_spread"])
+        )
+        parts.append(
+            f'<div class="row"><span class="label">{html.escape(label)}</span>'
+            f'<span class="track"><i class="bar" style="width:{ratio:.1f}%"></i>'
+            f'<i class="spread" style="left:{low:.1f}%;width:{high - low:.1f}%"></i>'
+            f'<i class="stock" style="left:{100 / widest:.1f}%"></i></span>'
+            f'<span class="value">{record["speedup"]:.2f}×</span></div>'
+        )
+    machine = html.escape(f"{first['machine']['name']}, torch {first['versions']['torch']}")
     parts += [
-        f'<line class="stock" x1="{stock:.1f}" x2="{stock:.1f}" y1="0" y2="{height - 18}"/>',
-        f'<text class="stock" x="{stock:.1f}" y="{height - 4}">{any_record["baseline"]} = 1</text>',
-        "</svg></figure>",
+        "</div>",
+        f'<p class="caption">Times faster than {baseline}, which is the dashed line; the thin line '
+        f"spans the quartiles. {machine}, commit {html.escape(first['commit'])}.</p>",
     ]
-    machine, versions = any_record["machine"]["name"], any_record["versions"]["torch"]
-    parts.append(
-        f"<p class='caption'>Times faster than {any_record['baseline']}; the thin line spans the "
-        f"quartiles. {html.escape(machine)}, torch {html.escape(versions)}, commit "
-        f"{any_record['commit']}.</p>"
-    )
     return "\n".join(parts)
