@@ -10,6 +10,9 @@ CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels, in minutes (.ci/wheel).
+WHEEL_FLAGS ?=
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt).
 CUDA_ARCHITECTURES ?= 90a-real
 export PYTHON
@@ -19,7 +22,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        docs test-docs sanitize format clean
+        docs test-docs wheel test-matrix sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -91,18 +94,25 @@ test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torc
 	  build/tensorflow/bin/pip install -q --no-build-isolation --no-deps .
 	build/tensorflow/bin/pytest --noconftest tests/integrations/check_horovod_tensorflow.py
 
-$(VENV)/.docs: $(VENV)/.project pyproject.toml constraints.txt
+# A group of pyproject.toml's: what only one target needs.
+$(VENV)/.group-%: $(VENV)/.project pyproject.toml constraints.txt
 	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')) \
-	  ['dependency-groups']['docs'], sep='\n')" > $(VENV)/docs.txt
-	@$(PIP) -r $(VENV)/docs.txt
+	  ['dependency-groups']['$*'], sep='\n')" > $(VENV)/$*.txt
+	@$(PIP) -r $(VENV)/$*.txt
 	@touch $@
 
-docs: $(VENV)/.docs ## the documentation's site, in build/site; fails on a broken link
+docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a broken link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
 
-test-docs: venv adapter ## every page of the quick start does what it says (five minutes)
-	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_quickstart.py
+test-docs: venv adapter ## pages of the documentation do what they say (five minutes)
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py
+
+wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines, and the sdist; WHEEL_FLAGS go to pip
+	@.ci/wheel $(WHEEL_FLAGS)
+
+test-matrix: ## that wheel in fresh environments, TORCHES x the Pythons of this machine
+	@.ci/matrix $(TORCHES)
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
 	@.ci/system gtest
