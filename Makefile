@@ -10,6 +10,9 @@ CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels, in minutes (.ci/wheel).
+WHEEL_FLAGS ?=
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt). Without a
 # GPU it is enough to see that they compile: half the time goes into the machine code.
 CUDA_ARCHITECTURES ?= $(if $(wildcard /dev/nvidiactl),90a-real,90a-virtual)
@@ -20,7 +23,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        test-hangs sanitize format clean
+        test-hangs docs test-docs wheel test-matrix sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -95,6 +98,25 @@ test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torc
 COUNT ?= 100
 test-hangs: venv adapter ## plants COUNT hangs in a script and counts the right verdicts: 9 s for each
 	$(BIN)/python tests/faults/hangs.py --count $(COUNT) --json build/hangs.jsonl
+# A group of pyproject.toml's: what only one target needs.
+$(VENV)/.group-%: $(VENV)/.project pyproject.toml constraints.txt
+	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')) \
+	  ['dependency-groups']['$*'], sep='\n')" > $(VENV)/$*.txt
+	@$(PIP) -r $(VENV)/$*.txt
+	@touch $@
+
+docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
+
+test-docs: venv adapter ## pages of the documentation do what they say (five minutes)
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py
+
+wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines, and the sdist; WHEEL_FLAGS go to pip
+	@.ci/wheel $(WHEEL_FLAGS)
+
+test-matrix: ## that wheel in fresh environments, TORCHES x the Pythons of this machine
+	@.ci/matrix $(TORCHES)
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
 	@.ci/system gtest

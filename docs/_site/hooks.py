@@ -1,0 +1,81 @@
+"""What mkdocs does beyond Markdown: the package as installed, generated tables, inline figures.
+
+In a page `<!-- results -->` stands for the tables of all records in docs/results, `<!-- results:
+FILE -->` for those of one, and `<!-- chart: FILE ... -->` for a drawing of some. Figures in
+docs/assets are put into the page itself, so that they take its colours.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import charts  # noqa: E402
+
+from deepytorch_core.bench import tables  # noqa: E402
+
+_RESULTS = re.compile(r"<!-- results(?:: (?P<file>[\w.-]+))? -->")
+_CHART = re.compile(r"<!-- chart: (?P<file>[\w.-]+) (?P<settings>[^>]+) -->")
+_FIGURE = re.compile(r"^!\[(?P<text>[^\]]*)\]\((?:\.\./)*(?P<path>assets/[\w.-]+\.svg)\)$", re.M)
+_LOADED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\ssrc=\"?(?:https?:)?//[^>]*>"
+    r"|<link\b(?![^>]*rel=\"?canonical)[^>]*\shref=\"?(?:https?:)?//[^>]*>"
+)
+_STYLE = re.compile(r"<style>.*?</style>|<!--.*?-->", re.S)
+
+
+def on_config(config: Any) -> Any:
+    """Lay the packages out as they are installed, for mkdocstrings."""
+    lay_out(ROOT / "build/docs/source")
+    return config
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    up = "../" * page.file.src_uri.count("/")
+    markdown = _RESULTS.sub(lambda found: results(found["file"], up), markdown)
+    markdown = _CHART.sub(lambda found: charts.draw(found["file"], found["settings"]), markdown)
+    return _FIGURE.sub(lambda found: figure(found["path"], found["text"]), markdown)
+
+
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """Refuse pages that load anything from elsewhere."""
+    for path in sorted(Path(config["site_dir"]).rglob("*.html")):
+        found = _LOADED.search(path.read_text(encoding="utf-8"))
+        if found:
+            raise ValueError(f"{path} loads from the network: {found[0]}")
+
+
+def results(file: str | None, up: str) -> str:
+    """The tables of docs/results, or of one of its files, for a page `up` below docs.
+
+    Raises KeyError for a file that is not there.
+    """
+    files = tables.load(ROOT / "docs/results")
+    text = tables.render({file: files[file]} if file else files)
+    return text.replace("](docs/results/", f"]({up}results/")
+
+
+def figure(path: str, text: str) -> str:
+    """The drawing itself, without the style that it needs only where it stands alone."""
+    drawing = _STYLE.sub("", (ROOT / "docs" / path).read_text(encoding="utf-8"))
+    # One block of HTML: an empty line would end it.
+    drawing = "\n".join(line for line in drawing.splitlines() if line.strip())
+    return f'<figure class="drawing" role="img" aria-label="{text}">\n{drawing}\n</figure>'
+
+
+def lay_out(folder: Path) -> None:
+    """Copies of the sources below `folder`, where an installed package has them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    places = {"deepytorch": "deepytorch", "deepytorch_core": "deepytorch_core"}
+    places |= {f"deepytorch/{name}": name for name in ("integrations", "recipes")}
+    for place, source in places.items():
+        for path in (ROOT / source).rglob("*.py"):
+            target = folder / place / path.relative_to(ROOT / source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
