@@ -98,6 +98,7 @@ test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torc
 COUNT ?= 100
 test-hangs: venv adapter ## plants COUNT hangs in a script and counts the right verdicts: 9 s for each
 	$(BIN)/python tests/faults/hangs.py --count $(COUNT) --json build/hangs.jsonl
+
 # A group of pyproject.toml's: what only one target needs.
 $(VENV)/.group-%: $(VENV)/.project pyproject.toml constraints.txt
 	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')) \
