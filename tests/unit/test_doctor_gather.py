@@ -474,3 +474,20 @@ def test_an_unknown_check_is_named() -> None:
 
 def test_the_limit_leaves_ten_seconds() -> None:
     assert machines.LIMIT_S < 10
+
+
+@pytest.mark.parametrize("known", ["clocks_event_reasons", "clocks_throttle_reasons"])
+def test_nvidia_smi_is_asked_in_the_words_that_it_knows(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    line = "0, 00000000:18:00.0, P0, 60, 1980, 1980, 0, 0x0"
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in *{known}.active*) echo "{line}" ;; *) exit 2 ;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (state,) = smi.ask()
+    assert (state.pci, state.clock_mhz) == (GPU, 1980.0)
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert smi.ask() == ()
