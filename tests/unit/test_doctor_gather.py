@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from deepytorch import cli
+from deepytorch.cli import console
 from deepytorch_core import adapter as adapters
 from deepytorch_core import topology
 from deepytorch_core.doctor import machine as machines
@@ -491,3 +494,16 @@ def test_nvidia_smi_is_asked_in_the_words_that_it_knows(
     assert (state.pci, state.clock_mhz) == (GPU, 1980.0)
     program.write_text("#!/bin/sh\nexit 9\n")
     assert smi.ask() == ()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_findings_fit_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nonesuch")
+    text = io.StringIO()
+    screen = Console(file=text, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "out", lambda: screen)
+    assert run("--only", "variables").exit_code == 1
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("FAIL variables    NCCL_SOCKET_IFNAME")
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith(f"{'':<18}unset") for line in lines)
