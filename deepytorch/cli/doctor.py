@@ -51,6 +51,10 @@ def doctor(
     machine = Machine(report=saved.read(report) if report is not None else None)
     job = _job()
     if job is None:
+        screen = console.err()
+        if screen.is_terminal and any(check.asks_torch for check in checks):
+            with screen.status("asking torch and the GPUs ..."):
+                machine.begin()
         shown = registry.examine(machine, checks)
         findings = list(shown) if json else [_show(finding) for finding in shown]
     else:
