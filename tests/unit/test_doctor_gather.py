@@ -33,6 +33,7 @@ from deepytorch_core.doctor.checks import (
     numa,
     pcie,
 )
+from deepytorch_core.doctor.checks import torch as known_torch
 from deepytorch_core.doctor.finding import Finding, State
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.doctor.torch_facts import TorchFacts
@@ -352,6 +353,9 @@ def test_ranges_of_frameworks_are_those_of_the_adapters() -> None:
     assert set(declared) == {"deepspeed", "megatron-core", "accelerate", "transformers"}
     integrations = Path(__file__).parents[2] / "integrations"
     source = "".join(file.read_text() for file in integrations.glob("*.py"))
+    ends = (known_torch.OLDEST, known_torch.FIRST_UNKNOWN)
+    oldest, unknown = (".".join(map(str, one)) for one in ends)
+    assert f'"torch", ">={oldest},<{unknown}"' in source
     for name, known in declared.items():
         parts = sorted(known.split(","), reverse=True)  # as one writes it: ">=1,<2"
         assert f'"{",".join(parts)}"' in source, name
