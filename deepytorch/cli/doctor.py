@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from deepytorch.cli import console
 from deepytorch.cli import report as saved
@@ -50,6 +51,10 @@ def doctor(
     machine = Machine(report=saved.read(report) if report is not None else None)
     job = _job()
     if job is None:
+        screen = console.err()
+        if screen.is_terminal and any(check.asks_torch for check in checks):
+            with screen.status("asking torch and the GPUs ..."):
+                machine.begin()
         shown = registry.examine(machine, checks)
         findings = list(shown) if json else [_show(finding) for finding in shown]
     else:
@@ -90,15 +95,27 @@ def _with_ranks(job: Job, machine: Machine, checks: Sequence[Check]) -> list[Fin
 
 
 def _show(finding: Finding) -> Finding:
-    """One line, and the remedy below it."""
+    """What was found, and the remedy below it."""
     out = console.out()
     style = _STYLES[finding.state]
-    node = f"[bold]{escape(finding.node)}:[/] " if finding.node else ""
-    name = f"{finding.check:<12}"
-    text = f"[{style}]{_WORDS[finding.state]}[/]  {name} {node}{escape(finding.evidence)}"
-    out.print(text if finding.state != "not here" else f"[dim]{text}[/]", soft_wrap=True)
+    evidence = Text(finding.evidence, "dim" if finding.state == "not here" else "")
+    if finding.node:
+        evidence = Text.assemble((f"{finding.node}: ", "bold"), evidence)
+    line = (Text(_WORDS[finding.state], style), Text(finding.check), evidence)
+    if not out.is_terminal:
+        # A line stays a line, for who searches it.
+        out.print(f"{line[0]}  {finding.check:<12} {evidence}", markup=False, soft_wrap=True)
+        if finding.remedy:
+            out.print(f"{'':<18} {finding.remedy}", markup=False, soft_wrap=True)
+        return finding
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(width=4, no_wrap=True)
+    table.add_column(width=12, no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(*line)
     if finding.remedy:
-        out.print(f"{'':<18} [cyan]{escape(finding.remedy)}[/]", soft_wrap=True)
+        table.add_row("", "", Text(finding.remedy, "cyan"))
+    out.print(table)
     return finding
 
 

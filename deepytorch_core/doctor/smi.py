@@ -6,17 +6,17 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-_LIMIT_S = 5.0
+_LIMIT_S = 4.0
 
-# Reasons for lower clocks, as bits of `clocks_throttle_reasons.active` (nvml.h).
+# Reasons for lower clocks, by their bits (nvml.h).
 SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "too hot (driver)",
     0x40: "too hot (hardware)",
     0x80: "power brake",
 }
-POWER_CAP = 0x04
-
+# The reasons have a new name since driver 535; which one is known depends on the driver.
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 _FIELDS = (
     "index",
     "pci.bus_id",
@@ -24,17 +24,13 @@ _FIELDS = (
     "temperature.gpu",
     "clocks.sm",
     "clocks.max.sm",
-    "clocks_throttle_reasons.active",
-    "power.draw",
-    "power.limit",
-    "persistence_mode",
     "ecc.errors.uncorrected.volatile.total",
 )
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """A GPU now; None is what the driver does not say. Clocks in MHz, power in W."""
+    """A GPU now; None is what the driver does not say. Clocks in MHz."""
 
     index: int
     pci: str
@@ -43,9 +39,6 @@ class GpuState:
     clock_mhz: float | None
     max_clock_mhz: float | None
     held_down_by: int
-    watts: float | None
-    limit_watts: float | None
-    is_persistent: bool
     uncorrected_errors: int
 
 
@@ -54,12 +47,16 @@ def ask() -> tuple[GpuState, ...]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
-    query = [program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_LIMIT_S)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse(done.stdout) if done.returncode == 0 else ()
+    for reasons in _REASONS:
+        query = f"--query-gpu={','.join((*_FIELDS, reasons))}"
+        command = [program, query, "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+        except (OSError, subprocess.SubprocessError):
+            return ()
+        if done.returncode == 0:
+            return parse(done.stdout)
+    return ()
 
 
 def parse(text: str) -> tuple[GpuState, ...]:
@@ -67,7 +64,7 @@ def parse(text: str) -> tuple[GpuState, ...]:
     states = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(_FIELDS) or not cells[0].isdecimal():
+        if len(cells) != len(_FIELDS) + 1 or not cells[0].isdecimal():
             continue
         states.append(
             GpuState(
@@ -77,11 +74,8 @@ def parse(text: str) -> tuple[GpuState, ...]:
                 celsius=_number(cells[3]),
                 clock_mhz=_number(cells[4]),
                 max_clock_mhz=_number(cells[5]),
-                held_down_by=_bits(cells[6]),
-                watts=_number(cells[7]),
-                limit_watts=_number(cells[8]),
-                is_persistent=cells[9] == "Enabled",
-                uncorrected_errors=int(_number(cells[10]) or 0),
+                uncorrected_errors=int(_number(cells[6]) or 0),
+                held_down_by=_bits(cells[7]),
             )
         )
     return tuple(states)

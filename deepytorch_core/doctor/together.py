@@ -39,6 +39,7 @@ class Together:
     paths: tuple[PathMtu, ...] = ()
     path_errors: tuple[str, ...] = ()
     by_rdma: bool = False
+    num_nodes: int = 1
     versions: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
 
@@ -87,13 +88,15 @@ class Job:
                 self._measure_path(f"{number}/{sender}", sender, receiver, ranks=ranks)
         is_leader = self.rank in self.leaders
         if self.rank != 0:
-            return Together(is_leader=is_leader)
-        errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(ranks) if one["error"]]
+            return Together(is_leader=is_leader, num_nodes=len(self.leaders))
+        measuring = [rank for pair in pairs for rank in pair]
+        errors = [f"rank {one}: {ranks[one]['error']}" for one in measuring if ranks[one]["error"]]
         found = self._paths(pairs, errors)
         if with_link:
             found = self._links(found)
         return dataclasses.replace(
             found,
+            num_nodes=len(self.leaders),
             versions={
                 f"{ranks[one]['host']} (rank {one})": ranks[one]["versions"] for one in self.leaders
             },

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,19 @@ class Pair:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """All that the child said; `error` is why it said no more ("" when it ended well).
+    """All that the child said.
 
-    `cuda` and `nccl` are the versions torch was built with, "" without; `loaded_nccls` the files of
-    NCCL that loading torch brought into the process; `doing` is what the child had begun when its
-    time was over, "" otherwise. `adapter` and `adapter_tag` are those for this torch.
+    Attributes:
+        version: torch's.
+        cuda: the version that torch was built with, "" without; `nccl` likewise.
+        running_nccl: the version that the loaded NCCL says it is.
+        loaded_nccls: files of NCCL that loading torch brought into the process.
+        adapter: the file of the adapter for this torch, "" when it is not there.
+        adapter_tag: the folder that it has or would have.
+        cuda_error: why CUDA does not start.
+        doing: what the child had begun when its time was over, "" when it ended in time.
+        stuck_s: how long it had been at that.
+        error: why it said no more, "" when it ended well.
     """
 
     version: str = ""
@@ -62,6 +71,7 @@ class TorchFacts:
     devices: tuple[Device, ...] = ()
     pairs: tuple[Pair, ...] = ()
     doing: str = ""
+    stuck_s: float = 0.0
     error: str = ""
 
 
@@ -109,9 +119,11 @@ def _why(status: int | None, wrong: list[str], limit_s: float, *, in_time: bool)
 
 
 def parse(said: str, *, error: str, in_time: bool) -> TorchFacts:
-    """The child's lines, each a JSON object with fields of `TorchFacts`."""
+    """The child's lines, each a JSON object with fields of `TorchFacts`, read at once."""
+    now = time.monotonic()
     facts: dict[str, Any] = {"error": error}
     pairs = []
+    begun_at = now
     for line in said.splitlines():
         try:
             found = json.loads(line)
@@ -119,6 +131,7 @@ def parse(said: str, *, error: str, in_time: bool) -> TorchFacts:
             continue  # cut off in the middle, or somebody else's print
         if not isinstance(found, dict):
             continue
+        begun_at = found.pop("begun_at", begun_at)
         if "pair" in found:
             pairs.append(Pair(**found["pair"]))
         elif "devices" in found:
@@ -127,5 +140,6 @@ def parse(said: str, *, error: str, in_time: bool) -> TorchFacts:
             facts.update(found)
     if in_time:
         facts["doing"] = ""
+    facts["stuck_s"] = 0.0 if in_time else now - begun_at
     facts["loaded_nccls"] = tuple(facts.get("loaded_nccls", ()))
     return TorchFacts(**facts, pairs=tuple(pairs))

@@ -143,6 +143,9 @@ def _adapter() -> dict[str, str]:
 
 
 def _say(**found: Any) -> None:
+    """One line; what is begun comes with the time, by the clock that all processes share."""
+    if "doing" in found:
+        found["begun_at"] = time.monotonic()
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 

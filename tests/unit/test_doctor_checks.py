@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deepytorch_core.doctor import registry
-from deepytorch_core.doctor.checks import kernels
+from deepytorch_core.doctor.checks import interface, kernels
 from deepytorch_core.doctor.finding import State
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -79,3 +79,13 @@ def test_every_check_has_planted_faults_and_its_place_on_the_page() -> None:
 )
 def test_which_kernels_run_where(built: str, capability: str, *, runs: bool) -> None:
     assert kernels.runs(built, capability) == runs
+
+
+def test_a_job_on_one_node_needs_no_interface() -> None:
+    facts = dataclasses.replace(
+        next(good for module, (good, _) in CASES.items() if module is interface),
+        chosen="",
+        error="the route leads back",
+        shares_node=True,
+    )
+    assert [finding.state for finding in interface.judge(facts)] == [State.NOT_HERE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from deepytorch import cli
+from deepytorch.cli import console
 from deepytorch_core import adapter as adapters
+from deepytorch_core import topology
 from deepytorch_core.doctor import machine as machines
 from deepytorch_core.doctor import pci, registry, smi, torch_facts, torch_probe
 from deepytorch_core.doctor.checks import (
@@ -26,8 +30,10 @@ from deepytorch_core.doctor.checks import (
     frameworks,
     iommu,
     nccl,
+    numa,
     pcie,
 )
+from deepytorch_core.doctor.checks import torch as known_torch
 from deepytorch_core.doctor.finding import Finding, State
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.doctor.torch_facts import TorchFacts
@@ -177,6 +183,32 @@ def test_a_gpu_without_a_driver(tree: Path) -> None:
         version="2.13.0+cu128", cuda="12.8", devices=(torch_facts.Device(0, "H100", "9.0"),)
     )
     assert only(driver, machine).evidence.startswith("driver 570.86.15, CUDA 12.8, torch sees 1")
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build"
+    plant(tree, {"proc/driver/nvidia/version": text})
+    assert only(driver, machine).evidence.startswith("driver 575.57.08, ")
+    (tree / "proc/driver/nvidia/version").unlink()  # hidden in some containers
+    assert only(driver, machine).evidence.startswith("driver of unknown version, CUDA 12.8")
+
+
+def test_the_gpu_of_a_rank_is_the_one_that_it_sees() -> None:
+    machine = Machine(environment={})
+    file = Path(__file__).parent / "data" / "machines" / "4x4090_two_nodes.json"
+    machine.__dict__["topology"] = topology.load(file)
+    machine.__dict__["affinity"] = frozenset(range(16))  # of node 0
+
+    def look(**variables: str) -> list[str]:
+        machine.environment = variables
+        return [finding.evidence for finding in found(numa, machine)]
+
+    def ranked(rank: int) -> dict[str, str]:
+        size = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+        return {"RANK": str(rank), "LOCAL_RANK": str(rank), **size}
+
+    assert look(**ranked(1)) == ["2 NUMA nodes, this process may run on 0"]
+    assert "GPU 2 is on node 1" in look(**ranked(2))[0]
+    assert "GPU 3 is on node 1" in look(**ranked(1), CUDA_VISIBLE_DEVICES="0,3,1,2")[0]
+    assert look(**ranked(3), CUDA_VISIBLE_DEVICES="1") == look(**ranked(1))
+    assert len(look()) == 2, "outside a job it may use all"
 
 
 def test_two_nccl_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +336,8 @@ def test_clocks_of_the_cores(tmp_path: Path) -> None:
 
 def test_lines_of_nvidia_smi() -> None:
     text = (
-        "0, 00000000:18:00.0, P0, 91, 900, 1980, 0x0000000000000048, 350.5, 700.00, Enabled, 0\n"
-        "1, 00000000:3B:00.0, P8, 30, 210, 2520, 0x0000000000000001, 9.1, 450, Disabled, [N/A]\n"
+        "0, 00000000:18:00.0, P0, 91, 900, 1980, 0, 0x0000000000000048\n"
+        "1, 00000000:3B:00.0, P8, 30, 210, 2520, [N/A], 0x0000000000000001\n"
         "No devices were found\n"
     )
     hot, idle = smi.parse(text)
@@ -321,6 +353,9 @@ def test_ranges_of_frameworks_are_those_of_the_adapters() -> None:
     assert set(declared) == {"deepspeed", "megatron-core", "accelerate", "transformers"}
     integrations = Path(__file__).parents[2] / "integrations"
     source = "".join(file.read_text() for file in integrations.glob("*.py"))
+    ends = (known_torch.OLDEST, known_torch.FIRST_UNKNOWN)
+    oldest, unknown = (".".join(map(str, one)) for one in ends)
+    assert f'"torch", ">={oldest},<{unknown}"' in source
     for name, known in declared.items():
         parts = sorted(known.split(","), reverse=True)  # as one writes it: ">=1,<2"
         assert f'"{",".join(parts)}"' in source, name
@@ -334,6 +369,7 @@ def test_a_torch_that_hangs_and_one_that_is_broken(
     facts = torch_facts.ask(3.0)
     assert facts.doing == "loading torch"
     assert facts.error == "no answer within 3 s"
+    assert 0 < facts.stuck_s <= 60
     plant(tmp_path, {"torch.py": "raise ImportError('libcudart.so.13: cannot open')"})
     facts = torch_facts.ask(60.0)
     assert facts.version == facts.doing == ""
@@ -445,3 +481,33 @@ def test_an_unknown_check_is_named() -> None:
 
 def test_the_limit_leaves_ten_seconds() -> None:
     assert machines.LIMIT_S < 10
+
+
+@pytest.mark.parametrize("known", ["clocks_event_reasons", "clocks_throttle_reasons"])
+def test_nvidia_smi_is_asked_in_the_words_that_it_knows(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    line = "0, 00000000:18:00.0, P0, 60, 1980, 1980, 0, 0x0"
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in *{known}.active*) echo "{line}" ;; *) exit 2 ;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (state,) = smi.ask()
+    assert (state.pci, state.clock_mhz) == (GPU, 1980.0)
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert smi.ask() == ()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_findings_fit_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nonesuch")
+    text = io.StringIO()
+    screen = Console(file=text, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "out", lambda: screen)
+    assert run("--only", "variables").exit_code == 1
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("FAIL variables    NCCL_SOCKET_IFNAME")
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith(f"{'':<18}unset") for line in lines)

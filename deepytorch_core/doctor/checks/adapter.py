@@ -20,6 +20,7 @@ class Facts:
     path: str
     others: tuple[str, ...]
     error: str
+    was_slow: bool = False
 
 
 def gather(machine: Machine) -> Facts:
@@ -31,14 +32,17 @@ def gather(machine: Machine) -> Facts:
         if folder.name.startswith("torch") and folder.is_dir() and folder.name != torch.adapter_tag
     ]
     error = torch.adapter_error or ("" if torch.adapter_tag else torch.error)
-    return Facts(torch.version, torch.adapter_tag, torch.adapter, tuple(others), error)
+    slow = bool(torch.doing)
+    return Facts(torch.version, torch.adapter_tag, torch.adapter, tuple(others), error, slow)
 
 
 def judge(facts: Facts) -> list[Finding]:
     if facts.path:
         return [okay(f"for torch {facts.torch}: {facts.path}")]
     if not facts.tag:
-        text = f"the adapter was not looked for: {facts.error or 'torch did not answer'}"
+        text = f"not looked for: {facts.error or 'torch did not answer'}"
+        if facts.was_slow:
+            return [warn(text, "deepytorch build   # finds or compiles it")]
         return [fail(text, "pip install --force-reinstall --no-deps deepytorch")]
     # The tag begins with torch's version: "torch2.13.0+cpu-<commit>-<python>-...".
     builds = sorted({tag.partition("-")[0] for tag in facts.others})

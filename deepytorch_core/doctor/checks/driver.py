@@ -38,16 +38,16 @@ def gather(machine: Machine) -> Facts:
         torch=torch.version,
         cuda=torch.cuda,
         num_devices=len(torch.devices),
-        error=torch.cuda_error,
+        error=torch.cuda_error or (torch.error if torch.doing == "starting CUDA" else ""),
         visible=machine.environment.get("CUDA_VISIBLE_DEVICES"),
     )
 
 
 def judge(facts: Facts) -> list[Finding]:
-    if not facts.num_pci and not facts.driver:
+    if not (facts.num_pci or facts.driver or facts.num_devices):
         return [not_here("no NVIDIA GPU on PCI and no driver")]
     seen = f"{facts.num_pci} NVIDIA GPU{'s' if facts.num_pci != 1 else ''} on PCI"
-    if not facts.driver:
+    if not facts.driver and not facts.num_devices:
         return [fail(f"{seen}, but no driver is loaded", "sudo modprobe nvidia && nvidia-smi")]
     if not facts.torch:
         return [warn(f"{seen}, driver {facts.driver}; torch did not answer", "nvidia-smi")]
@@ -56,7 +56,7 @@ def judge(facts: Facts) -> list[Finding]:
         return [fail(f"{seen}, but torch {facts.torch} is built for CPUs only", remedy)]
     major = facts.cuda.partition(".")[0]
     oldest = _OLDEST_DRIVER.get(major)
-    if oldest is not None and _number(facts.driver) < oldest:
+    if facts.driver and oldest is not None and _number(facts.driver) < oldest:
         text = f"driver {facts.driver} is too old for CUDA {facts.cuda} of torch {facts.torch}"
         remedy = f"install driver {oldest[0]}.{oldest[1]} or newer, or: pip install "
         return [fail(text, remedy + f"--force-reinstall torch --index-url {_index(facts.driver)}")]
@@ -65,9 +65,8 @@ def judge(facts: Facts) -> list[Finding]:
     if facts.visible is not None and not facts.num_devices:
         text = f"CUDA_VISIBLE_DEVICES={facts.visible!r} hides all GPUs"
         return [fail(text, "unset CUDA_VISIBLE_DEVICES")]
-    return [
-        okay(f"driver {facts.driver}, CUDA {facts.cuda}, torch sees {facts.num_devices} of {seen}")
-    ]
+    driver = facts.driver or "of unknown version"
+    return [okay(f"driver {driver}, CUDA {facts.cuda}, torch sees {facts.num_devices} of {seen}")]
 
 
 def _number(version: str) -> tuple[int, int]:

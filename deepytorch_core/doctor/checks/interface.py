@@ -12,28 +12,33 @@ from deepytorch_core.topology import Nic
 
 @dataclass(frozen=True)
 class Facts:
-    """`chosen`: the interface that leads to the other ranks, "" when there is none (`error`)."""
+    """`chosen`: the interface that leads to the other ranks, "" when there is none (`error`);
+    `shares_node`: this one has all of the job's ranks."""
 
     nics: tuple[Nic, ...]
     chosen: str
     error: str
     has_rdma: bool
+    shares_node: bool = False
 
 
 def gather(machine: Machine) -> Facts:
     from deepytorch_core.network import prepare, rdma
 
     nics = machine.topology.nics
+    alone = machine.together is not None and machine.together.num_nodes == 1
     has_rdma = bool(rdma.usable(machine.topology))
     try:
         address = prepare.own_address()
     except (OSError, socket.gaierror) as error:
-        return Facts(nics, "", str(error), has_rdma)
+        return Facts(nics, "", str(error), has_rdma, alone)
     name = next((nic.name for nic in nics if address in nic.addresses), "")
-    return Facts(nics, name, f"no interface has {address}" if not name else "", has_rdma)
+    return Facts(nics, name, f"no interface has {address}" if not name else "", has_rdma, alone)
 
 
 def judge(facts: Facts) -> list[Finding]:
+    if facts.shares_node:
+        return [not_here("all ranks are on this node")]
     chosen = next((nic for nic in facts.nics if nic.name == facts.chosen), None)
     others = [nic for nic in facts.nics if nic.is_up and nic.pci and nic.addresses]
     best = max(others, key=lambda nic: nic.speed_mbps, default=None)

@@ -13,12 +13,12 @@ from deepytorch_core.doctor.machine import Machine
 @dataclass(frozen=True)
 class Facts:
     """`nodes`: CPUs of each NUMA node; `allowed`: those of this process; `gpus`: the node of each
-    GPU, -1 where the machine does not say; `local_rank` None outside a job."""
+    GPU, -1 where the machine does not say; `mine`: this rank's GPU, None outside a job."""
 
     nodes: Mapping[int, frozenset[int]]
     allowed: frozenset[int]
     gpus: Mapping[int, int]
-    local_rank: int | None
+    mine: int | None
     local_size: int
     balances: bool
 
@@ -26,11 +26,18 @@ class Facts:
 def gather(machine: Machine) -> Facts:
     found = machine.topology
     launched = config.launched(machine.environment)
+    rank = launched.local_rank if launched else None
+    visible = [gpu.index for gpu in found.gpus]
+    chosen = (machine.environment.get("CUDA_VISIBLE_DEVICES") or "").split(",")
+    if all(one.strip().isdecimal() for one in chosen):  # else none, or by UUID
+        visible = [int(one) for one in chosen]
+        if len(visible) == 1 and rank is not None:
+            rank = 0  # the launcher gives each rank its own
     return Facts(
         nodes={node.index: frozenset(node.cpus) for node in found.numa_nodes if node.cpus},
         allowed=machine.affinity,
-        gpus={gpu.index: gpu.numa_node for gpu in found.gpus},
-        local_rank=launched.local_rank if launched else None,
+        gpus={gpu.index: gpu.numa_node for gpu in found.gpus if gpu.index in visible},
+        mine=visible[rank] if rank is not None and rank < len(visible) else None,
         local_size=(launched.local_size or 1) if launched else 1,
         balances=machine.read("proc/sys/kernel/numa_balancing") == "1",
     )
@@ -46,14 +53,14 @@ def judge(facts: Facts) -> list[Finding]:
         text = f"the machine does not say which NUMA node GPUs {_list(unknown)} are on"
         findings.append(warn(text, "lspci -vv | grep -i numa   # set NPS/SNC in the BIOS"))
     mine = facts.gpus
-    if facts.local_rank is not None and facts.local_rank in mine:
-        mine = {facts.local_rank: mine[facts.local_rank]}
+    if facts.mine is not None and facts.mine in mine:
+        mine = {facts.mine: mine[facts.mine]}
     far = {gpu: node for gpu, node in mine.items() if node >= 0 and node not in here}
     for gpu, node in far.items():
         cpus = facts.nodes.get(node)
         text = f"this process may run on node {_list(here)} only, GPU {gpu} is on node {node}"
         remedy = f"numactl --cpunodebind={node} --membind={node} python ..."
-        if cpus is not None and facts.local_rank is None:
+        if cpus is not None and facts.mine is None:
             remedy = "torchrun --numa-binding=node ...   # or widen taskset, docker --cpuset-cpus"
         findings.append(warn(text, remedy))
     spread = len({node for node in facts.gpus.values() if node >= 0}) > 1

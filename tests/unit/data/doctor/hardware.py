@@ -59,9 +59,6 @@ def smi_state(**changes: Any) -> GpuState:
         "clock_mhz": 1980.0,
         "max_clock_mhz": 1980.0,
         "held_down_by": 0,
-        "watts": 300.0,
-        "limit_watts": 700.0,
-        "is_persistent": True,
         "uncorrected_errors": 0,
     }
     return GpuState(**{**known, **changes})
@@ -73,7 +70,12 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
     driver: (
         driver.Facts(8, "570.86", "2.13.0+cu128", "12.8", 8, "", None),
         [
-            ({"driver": ""}, FAIL, "8 NVIDIA GPUs on PCI, but no driver", "modprobe nvidia"),
+            (
+                {"driver": "", "num_devices": 0},
+                FAIL,
+                "8 NVIDIA GPUs on PCI, but no driver",
+                "modprobe nvidia",
+            ),
             ({"torch": ""}, WARN, "torch did not answer", "nvidia-smi"),
             ({"cuda": ""}, FAIL, "built for CPUs only", "download.pytorch.org/whl/cu126"),
             ({"cuda": "13.0"}, FAIL, "too old for CUDA 13.0", "driver 580.65 or newer"),
@@ -107,7 +109,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     p2p: (
-        p2p.Facts(2, (pair(0, 1), pair(1, 0)), "", "", False),
+        p2p.Facts(2, (pair(0, 1), pair(1, 0)), "", 0.0, "", False),
         [
             (
                 {"pairs": (pair(0, 1, is_right=False), pair(1, 0))},
@@ -119,17 +121,30 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
                 {
                     "pairs": (),
                     "doing": "copying from GPU 0 to GPU 1",
+                    "stuck_s": 5.0,
                     "error": "no answer within 9 s",
                 },
                 FAIL,
-                "copying from GPU 0 to GPU 1 did not end",
+                "copying from GPU 0 to GPU 1 did not end within 5 s",
                 "deepytorch doctor --only iommu",
             ),
             (
                 {"pairs": (pair(0, 1),), "error": "CUDA error: out of memory"},
                 WARN,
-                "out of memory",
-                "nvidia-smi topo",
+                "1 pairs were measured, then: CUDA error: out of memory",
+                "deepytorch topology --measure",
+            ),
+            (
+                # Many GPUs and a slow start: what is on its way does not hang.
+                {
+                    "pairs": (pair(0, 1),),
+                    "doing": "copying from GPU 1 to GPU 0",
+                    "stuck_s": 0.01,
+                    "error": "no answer within 9 s",
+                },
+                WARN,
+                "then: no answer within 9 s",
+                "deepytorch topology --measure",
             ),
             (
                 {"pairs": (pair(0, 1, direct_gbps=5.0), pair(1, 0))},
@@ -212,20 +227,20 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
             nodes={0: frozenset(range(4)), 1: frozenset(range(4, 8))},
             allowed=frozenset(range(8)),
             gpus={0: 0, 1: 1},
-            local_rank=None,
+            mine=None,
             local_size=1,
             balances=False,
         ),
         [
             (
-                {"allowed": frozenset({0, 1}), "local_rank": 1, "local_size": 2},
+                {"allowed": frozenset({0, 1}), "mine": 1, "local_size": 2},
                 WARN,
                 "node 0 only, GPU 1 is on node 1",
                 "numactl --cpunodebind=1 --membind=1",
             ),
             ({"allowed": frozenset({5})}, WARN, "GPU 0 is on node 0", "--numa-binding=node"),
             (
-                {"local_rank": 0, "local_size": 2},
+                {"mine": 0, "local_size": 2},
                 WARN,
                 "ranks may run on nodes 0, 1",
                 "torchrun --numa-binding=node",

@@ -155,6 +155,12 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
                 "sources are missing",
                 "pip install --force-reinstall",
             ),
+            (
+                {"path": "", "tag": "", "error": "no answer within 9 s", "was_slow": True},
+                WARN,
+                "not looked for: no answer",
+                "deepytorch build",
+            ),
         ],
     ),
     cache: (
