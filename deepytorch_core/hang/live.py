@@ -29,12 +29,17 @@ _ANSWER_LIMIT_S = 4.0
 _VERDICT_LIMIT_S = 8.0
 # A program that lives with timeouts is not to be slowed down by each.
 _MOST_VERDICTS = 4
-_LISTEN_S = 600.0
+_LISTEN_S = 60.0
+# An older failure is not what is being told.
+_FRESH_S = 60.0
 
 
 @dataclass
 class _Home:
-    """The job's common ground: the default group's store, and this process's place."""
+    """The job's common ground: the default group's store, and this process's place.
+
+    `store` is None where it can't serve.
+    """
 
     store: Any
     rank: int
@@ -61,15 +66,18 @@ def join(store: Any, *, rank: int, size: int) -> None:
     own = PrefixStore("deepytorch/hang", store)
     job = secrets.token_hex(6)
     if size > 1:
-        # Whoever comes first names the job.
-        job = own.compare_set("job", "", job).decode()
-        own.set(
-            f"who/{rank}", json.dumps([os.getpid(), processes.start_time(os.getpid()), _node()])
-        )
+        pid = os.getpid()
+        try:
+            # Whoever comes first names the job.
+            job = own.compare_set("job", "", job).decode()
+            own.set(f"who/{rank}", json.dumps([pid, processes.start_time(pid), _node()]))
+        except (RuntimeError, NotImplementedError) as error:  # a store with fewer functions
+            say(f"hangs can't be explained over this store: {error}", level="debug")
+            own = None
     _home = _Home(own, rank, size, job)
     _judged.clear()
     _core.identify_process(job=job, rank=rank, world_size=size, signal=stacks.register())
-    if size > 1 and config.spans_nodes():
+    if size > 1 and own is not None and config.spans_nodes():
         threading.Thread(target=_listen, args=(_home,), name="deepytorch-hang", daemon=True).start()
 
 
@@ -91,7 +99,7 @@ def explain_failure(group: str, failure: str) -> str:
     home = _home
     try:
         with _lock:
-            if home is None or len(_judged) >= _MOST_VERDICTS:
+            if home is None or home.store is None or len(_judged) >= _MOST_VERDICTS:
                 return ""
             operation = _failed_operation(group)
             if operation is None:
@@ -116,7 +124,9 @@ def _failed_operation(group: str) -> evidence.Operation | None:
     failed = [
         operation
         for operation in mine.operations
-        if operation.group == group and operation.state == evidence.FAILED
+        if operation.group == group
+        and operation.state == evidence.FAILED
+        and (operation.ended_age_s or 0) < _FRESH_S
     ]
     return failed[-1] if failed else None
 
