@@ -9,6 +9,7 @@ has failed already, and its error shall not wait for long.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -30,6 +31,7 @@ _VERDICT_LIMIT_S = 8.0
 # A program that lives with timeouts is not to be slowed down by each.
 _MOST_VERDICTS = 4
 _LISTEN_S = 60.0
+_MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
 # An older failure is not what is being told.
 _FRESH_S = 60.0
 
@@ -188,7 +190,9 @@ def _answer(home: _Home, store: Any) -> None:
         return  # it sees for itself
     for one in _here(home):
         if one.process != evidence.MISSING:
-            store.set(f"rank/{one.rank}", evidence.to_json(one))
+            # Main threads come last in their stacks, and it is those that are needed.
+            short = dataclasses.replace(one, stacks=one.stacks[-_MOST_STACKS:])
+            store.set(f"rank/{one.rank}", evidence.to_json(short))
 
 
 def _ranks_here(home: _Home) -> set[str]:
