@@ -65,7 +65,7 @@ def join(store: Any, *, rank: int, size: int) -> None:
 
     from deepytorch_core import _core
 
-    own = PrefixStore("deepytorch/hang", store)
+    own: Any = PrefixStore("deepytorch/hang", store)
     job = secrets.token_hex(6)
     if size > 1:
         pid = os.getpid()
