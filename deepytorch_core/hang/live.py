@@ -171,15 +171,14 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
     return sentence
 
 
+def _records(home: _Home) -> list[record.Record]:
+    """The flight records of the job's processes that this one sees: those of its node."""
+    return [one for job in collect.jobs(name=home.job) for one in job.records]
+
+
 def _here(home: _Home) -> list[Rank]:
     """Evidence of the job's ranks on this node."""
-    jobs = collect.jobs(name=home.job)
-    return collect.ranks([one for job in jobs for one in job.records if _is_near(one)])
-
-
-def _is_near(one: record.Record) -> bool:
-    """Whether this rank speaks for that process; all that it sees are its node's."""
-    return one.pid > 0
+    return collect.ranks(_records(home))
 
 
 def _answer(home: _Home, store: Any) -> None:
@@ -196,9 +195,7 @@ def _answer(home: _Home, store: Any) -> None:
 
 
 def _ranks_here(home: _Home) -> set[str]:
-    return {
-        str(one.rank) for job in collect.jobs(name=home.job) for one in job.records if _is_near(one)
-    }
+    return {str(one.rank) for one in _records(home)}
 
 
 def _call(home: _Home, case: str) -> None:
