@@ -8,7 +8,8 @@
 //
 // Lifecycle: made by the process's first group, never destroyed. A child made by fork has no part
 // in it. Thread safety: all functions from any thread; `begin` and `end` take no lock, call no
-// system, allocate nothing.
+// system, allocate nothing. A thread that sleeps inside `begin` while others begin a whole ring of
+// operations spoils one entry.
 #pragma once
 
 #include <atomic>

@@ -9,6 +9,7 @@ has failed already, and its error shall not wait for long.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -29,12 +30,18 @@ _ANSWER_LIMIT_S = 4.0
 _VERDICT_LIMIT_S = 8.0
 # A program that lives with timeouts is not to be slowed down by each.
 _MOST_VERDICTS = 4
-_LISTEN_S = 600.0
+_LISTEN_S = 60.0
+_MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
+# An older failure is not what is being told.
+_FRESH_S = 60.0
 
 
 @dataclass
 class _Home:
-    """The job's common ground: the default group's store, and this process's place."""
+    """The job's common ground: the default group's store, and this process's place.
+
+    `store` is None where it can't serve.
+    """
 
     store: Any
     rank: int
@@ -58,18 +65,21 @@ def join(store: Any, *, rank: int, size: int) -> None:
 
     from deepytorch_core import _core
 
-    own = PrefixStore("deepytorch/hang", store)
+    own: Any = PrefixStore("deepytorch/hang", store)
     job = secrets.token_hex(6)
     if size > 1:
-        # Whoever comes first names the job.
-        job = own.compare_set("job", "", job).decode()
-        own.set(
-            f"who/{rank}", json.dumps([os.getpid(), processes.start_time(os.getpid()), _node()])
-        )
+        pid = os.getpid()
+        try:
+            # Whoever comes first names the job.
+            job = own.compare_set("job", "", job).decode()
+            own.set(f"who/{rank}", json.dumps([pid, processes.start_time(pid), _node()]))
+        except (RuntimeError, NotImplementedError) as error:  # a store with fewer functions
+            say(f"hangs can't be explained over this store: {error}", level="debug")
+            own = None
     _home = _Home(own, rank, size, job)
     _judged.clear()
     _core.identify_process(job=job, rank=rank, world_size=size, signal=stacks.register())
-    if size > 1 and config.spans_nodes():
+    if size > 1 and own is not None and config.spans_nodes():
         threading.Thread(target=_listen, args=(_home,), name="deepytorch-hang", daemon=True).start()
 
 
@@ -91,7 +101,7 @@ def explain_failure(group: str, failure: str) -> str:
     home = _home
     try:
         with _lock:
-            if home is None or len(_judged) >= _MOST_VERDICTS:
+            if home is None or home.store is None or len(_judged) >= _MOST_VERDICTS:
                 return ""
             operation = _failed_operation(group)
             if operation is None:
@@ -116,7 +126,9 @@ def _failed_operation(group: str) -> evidence.Operation | None:
     failed = [
         operation
         for operation in mine.operations
-        if operation.group == group and operation.state == evidence.FAILED
+        if operation.group == group
+        and operation.state == evidence.FAILED
+        and (operation.ended_age_s or 0) < _FRESH_S
     ]
     return failed[-1] if failed else None
 
@@ -159,15 +171,14 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
     return sentence
 
 
+def _records(home: _Home) -> list[record.Record]:
+    """The flight records of the job's processes that this one sees: those of its node."""
+    return [one for job in collect.jobs(name=home.job) for one in job.records]
+
+
 def _here(home: _Home) -> list[Rank]:
     """Evidence of the job's ranks on this node."""
-    jobs = collect.jobs(name=home.job)
-    return collect.ranks([one for job in jobs for one in job.records if _is_near(one)])
-
-
-def _is_near(one: record.Record) -> bool:
-    """Whether this rank speaks for that process; all that it sees are its node's."""
-    return one.pid > 0
+    return collect.ranks(_records(home))
 
 
 def _answer(home: _Home, store: Any) -> None:
@@ -178,13 +189,13 @@ def _answer(home: _Home, store: Any) -> None:
         return  # it sees for itself
     for one in _here(home):
         if one.process != evidence.MISSING:
-            store.set(f"rank/{one.rank}", evidence.to_json(one))
+            # Main threads come last in their stacks, and it is those that are needed.
+            short = dataclasses.replace(one, stacks=one.stacks[-_MOST_STACKS:])
+            store.set(f"rank/{one.rank}", evidence.to_json(short))
 
 
 def _ranks_here(home: _Home) -> set[str]:
-    return {
-        str(one.rank) for job in collect.jobs(name=home.job) for one in job.records if _is_near(one)
-    }
+    return {str(one.rank) for one in _records(home)}
 
 
 def _call(home: _Home, case: str) -> None:

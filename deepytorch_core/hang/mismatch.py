@@ -32,7 +32,10 @@ def comparer(store: Any, group: str, rank: int, size: int) -> Callable[[str], No
     """
     from torch._C._distributed_c10d import PrefixStore
 
-    own = PrefixStore("deepytorch/compare", store.clone())
+    # Not the group's own connection: other threads may be waiting over that.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        store = store.clone()
+    own = PrefixStore("deepytorch/compare", store)
     numbers = itertools.count(1)
 
     def compare(call: str) -> None:

@@ -35,7 +35,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 def register() -> int:
     """Lets others ask this process for its stacks; returns the signal, 0 where there is none.
 
-    Idempotent. A forked child answers to nobody: the answers would go to its parent's readers.
+    Idempotent. A forked child answers to nobody until it calls this itself.
     """
     global _registered, _descriptor
     if _registered:
@@ -49,7 +49,17 @@ def register() -> int:
         fcntl.fcntl(_descriptor, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(chosen, file=_descriptor, all_threads=True, chain=False)
         _registered = chosen
+        os.register_at_fork(after_in_child=_forget)
     return _registered
+
+
+def _forget() -> None:
+    """In a forked child: what it wrote would go to its parent's readers."""
+    global _registered, _descriptor
+    if _registered:
+        faulthandler.unregister(_registered)
+        os.close(_descriptor)
+        _registered, _descriptor = 0, -1
 
 
 def ask(pid: int, signal_number: int, *, limit_s: float = 2.0) -> str:

@@ -254,6 +254,22 @@ def test_own_stacks_by_signal() -> None:
     assert stacks.ask(os.getpid(), signal_number).count("Current thread") == 1
 
 
+def test_a_forked_child_does_not_answer_for_its_parent() -> None:
+    signal_number = stacks.register()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = record.open_memfd(os.getpid(), record.STACKS_NAME, os.O_RDWR) is not None
+        caught = processes.catches(os.getpid(), signal_number)
+        os.write(writing, f"{held} {caught}".encode())
+        os._exit(0)
+    assert os.read(reading, 100) == b"False False"
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    assert stacks.ask(os.getpid(), signal_number)
+
+
 def test_a_process_that_would_die_of_the_signal_is_not_sent_it() -> None:
     unhandled = processes.free_signal(range(60, 36, -1))
     assert unhandled > 0
