@@ -13,6 +13,7 @@ PYTEST_FLAGS ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 # For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels, in minutes (.ci/wheel).
 WHEEL_FLAGS ?=
+ADAPTERS ?= # versions of torch that the wheel carries a compiled adapter for
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt). Without a
 # GPU it is enough to see that they compile: half the time goes into the machine code.
 CUDA_ARCHITECTURES ?= $(if $(wildcard /dev/nvidiactl),90a-real,90a-virtual)
@@ -113,8 +114,8 @@ docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a
 test-docs: venv adapter ## pages of the documentation do what they say (five minutes)
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py
 
-wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines, and the sdist; WHEEL_FLAGS go to pip
-	@.ci/wheel $(WHEEL_FLAGS)
+wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines and the sdist (ADAPTERS=2.13.0 ...)
+	@ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
 
 test-matrix: ## that wheel in fresh environments, TORCHES x the Pythons of this machine
 	@.ci/matrix $(TORCHES)

@@ -2,7 +2,8 @@
 
 torch has no stable C++ interface, so there is one binary per torch build. `load` looks into
 
-1. `deepytorch_core/_prebuilt/<tag>/`, which released wheels carry,
+1. `deepytorch_core/_prebuilt/<tag>/`, which released wheels carry; one made with an older C library
+   fits too,
 2. the user's cache, `<cache>/adapter-<uid>/<tag>/`,
 
 and else compiles the sources into the cache. The tag names everything the binary depends on:
@@ -21,6 +22,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -46,6 +48,7 @@ _HERE = Path(__file__).parent
 _COMPILE_LIMIT_S = 900.0
 # Longer than one compilation, so that a waiting rank outlives the one that compiles.
 _LOCK_LIMIT_S = _COMPILE_LIMIT_S + 60
+_GLIBC = re.compile(r"-glibc(\d+(?:\.\d+)*)")
 _loading = threading.Lock()
 
 
@@ -110,8 +113,8 @@ def load(sources: Sources | None = None) -> ModuleType:
 def find(sources: Sources | None = None) -> Path | None:
     """Path of an adapter that fits this torch and may be trusted; None if there is none."""
     this = tag(sources or Sources.find())
-    prebuilt = _HERE / "_prebuilt" / this / _file_name()
-    if prebuilt.is_file():
+    prebuilt = _find_prebuilt(this)
+    if prebuilt is not None:
         return prebuilt
     for folder in cache_folders():
         cached = folder / this / _file_name()
@@ -176,6 +179,27 @@ def tag(sources: Sources) -> str:
     suffix = (sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag).strip(".")
     parts = [f"torch{torch.__version__}", git, suffix, f"abi{abi}", libc, sources.digest()]
     return "-".join(part for part in parts if part)
+
+
+def _find_prebuilt(this: str) -> Path | None:
+    """The wheel's adapter for `this` tag, made with this C library or the newest of older ones.
+
+    glibc runs what was made with an older one. Another C library's name has to be the same.
+    """
+    found = []
+    for path in sorted((_HERE / "_prebuilt").glob(f"*/{_file_name()}")):
+        theirs = path.parent.name
+        if _GLIBC.sub("", theirs) == _GLIBC.sub("", this):
+            made_with, runs_with = _glibc(theirs), _glibc(this)
+            if bool(made_with) == bool(runs_with) and made_with <= runs_with:
+                found.append((made_with, path))
+    return max(found)[1] if found else None
+
+
+def _glibc(name: str) -> tuple[int, ...]:
+    """The version of glibc in a tag; () without one."""
+    found = _GLIBC.search(name)
+    return tuple(int(number) for number in found[1].split(".")) if found else ()
 
 
 def _file_name() -> str:

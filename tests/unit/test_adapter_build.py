@@ -140,6 +140,35 @@ def test_a_prebuilt_one_comes_first_and_needs_no_compiler(
     assert adapter.load(sources).answer() == 42
 
 
+def test_a_prebuilt_one_may_be_of_an_older_c_library(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_HERE", tmp_path)
+    monkeypatch.setattr(adapter, "tag", lambda _: "torch2.13.0-cpython-abi1-glibc2.36-digest")
+
+    def carry(name: str) -> Path:
+        path = tmp_path / "_prebuilt" / name / "deepytorch_c10d.so"
+        path.parent.mkdir(parents=True)
+        path.touch()
+        return path
+
+    for name in (
+        "torch2.13.0-cpython-abi1-glibc2.37-digest",
+        "torch2.13.0-cpython-abi1-glibc2.4-other",
+        "torch2.12.0-cpython-abi1-glibc2.36-digest",
+    ):
+        carry(name)
+    assert adapter.find(sources) is None
+    oldest = carry("torch2.13.0-cpython-abi1-glibc2.5-digest")
+    assert adapter.find(sources) == oldest
+    older = carry("torch2.13.0-cpython-abi1-glibc2.28-digest")
+    assert adapter.find(sources) == older, "2.28 is newer than 2.5"
+    same = carry("torch2.13.0-cpython-abi1-glibc2.36-digest")
+    assert adapter.find(sources) == same
+    monkeypatch.setattr(adapter, "tag", lambda _: "torch2.13.0-cpython-abi1-digest")
+    assert adapter.find(sources) is None, "another C library than glibc"
+
+
 def test_build_to_a_folder_keeps_what_is_there_unless_forced(
     sources: Sources, tmp_path: Path
 ) -> None:
