@@ -24,6 +24,12 @@ std::set<Backend*>& live() {
   return *backends;
 }
 
+// "all_reduce" of "deepytorch:all_reduce".
+std::string name_in(const std::string& title) {
+  const size_t colon = title.find(':');
+  return colon == std::string::npos ? "an operation" : title.substr(colon + 1);
+}
+
 void on_done(void* context, dpt_status status, const char* message) {
   const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
   work->complete(status, message);
@@ -163,6 +169,16 @@ dpt_status Backend::start_on_delegate(void*, void* call, dpt_error*) {
     Backend& backend = submitted->backend;
     if (device.is_cuda()) backend.streams_.hold_current(device);
     submitted->delegated = backend.replay(what, backend.delegate_for(device_type));
+    if (device.is_cpu() && submitted->delegated) {
+      submitted->delegated = c10::make_intrusive<DelegatedWork>(
+          std::move(submitted->delegated),
+          join_text({name_in(what.title),
+                     " of group ",
+                     backend.setup_.options->group_name,
+                     " on rank ",
+                     std::to_string(backend.rank_)}),
+          backend.setup_.who_died);
+    }
     return DPT_OK;
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.

@@ -39,6 +39,8 @@ class Backend : public c10d::Backend {
     c10::intrusive_ptr<Options> options;  // timeout, group name, global ranks
     // Makes the stock backend for a device type ("cpu", "cuda"); called at most once for each.
     std::function<BackendPtr(const std::string&)> make_delegate;
+    // "rank 1 (pid 4711) died", or nothing; asked after the stock backend failed on host memory.
+    std::function<std::string()> who_died;
     bool native;
     const dpt_api* api;
     dpt_tune tune = DPT_TUNE_OFF;

@@ -35,16 +35,32 @@ dpt_tune parse_tune(const std::string& name) {
 }
 
 // The Python factory of stock backends; called and released with the GIL.
-std::function<BackendPtr(const std::string&)> wrap_factory(py::object factory) {
-  const std::shared_ptr<py::object> held(
-      new py::object(std::move(factory)), [](py::object* object) {
-        if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
-        const py::gil_scoped_acquire gil;
-        delete object;
-      });
-  return [held](const std::string& device_type) {
+std::shared_ptr<py::object> hold(py::object factory) {
+  return {new py::object(std::move(factory)), [](py::object* object) {
+            if (!Py_IsInitialized()) return;  // at exit: leak rather than touch a dead interpreter
+            const py::gil_scoped_acquire gil;
+            delete object;
+          }};
+}
+
+std::function<BackendPtr(const std::string&)> maker(std::shared_ptr<py::object> factory) {
+  return [factory](const std::string& device_type) {
     const py::gil_scoped_acquire gil;
-    return (*held)(device_type).cast<BackendPtr>();
+    return (*factory)(device_type).cast<BackendPtr>();
+  };
+}
+
+// What a factory that knows nothing of deaths, or fails to find out, says is nothing.
+std::function<std::string()> who_died(std::shared_ptr<py::object> factory) {
+  return [factory]() -> std::string {
+    if (!Py_IsInitialized()) return "";
+    const py::gil_scoped_acquire gil;
+    if (!py::hasattr(*factory, "who_died")) return "";
+    try {
+      return factory->attr("who_died")().cast<std::string>();
+    } catch (const py::error_already_set&) {
+      return "";
+    }
   };
 }
 
@@ -87,13 +103,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          bool raise_errors,
          bool delegate_competes) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
+        const auto factory = hold(std::move(delegates));
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
         return c10::make_intrusive<Backend>(Backend::Setup{store,
                                                            rank,
                                                            size,
                                                            std::move(options),
-                                                           wrap_factory(std::move(delegates)),
+                                                           maker(factory),
+                                                           who_died(factory),
                                                            native,
                                                            core_api(),
                                                            parse_tune(tune),

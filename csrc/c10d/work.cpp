@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue_inl.h>
 #include <c10/util/Exception.h>
 
+#include "convert.hpp"
 #include "python_bridge.hpp"
 
 namespace dpt::c10d_adapter {
@@ -121,6 +122,25 @@ int NativeWork::sourceRank() const {
 
 void NativeWork::abort() {
   TORCH_CHECK(false, "deepytorch: one operation cannot be aborted; abort its process group");
+}
+
+DelegatedWork::DelegatedWork(c10::intrusive_ptr<c10d::Work> work,
+                             std::string title,
+                             std::function<std::string()> who_died)
+    : c10d::Work(-1, work->retrieveOpType()),
+      work_(std::move(work)),
+      title_(std::move(title)),
+      who_died_(std::move(who_died)) {}
+
+bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
+  try {
+    return work_->wait(timeout);
+  } catch (const std::exception& error) {
+    const std::string who = who_died_();
+    if (who.empty()) throw;
+    std::rethrow_exception(
+        make_exception(DPT_ERR_PEER_LOST, title_ + ": " + who + "; gloo: " + text_of(error)));
+  }
 }
 
 JoinedWork::JoinedWork(int rank,

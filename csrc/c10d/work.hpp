@@ -50,6 +50,32 @@ class NativeWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
 };
 
+// An operation of the stock backend on host memory, whose own errors say which socket broke; these
+// say which rank died, where that can be known.
+class DelegatedWork : public c10d::Work {
+ public:
+  // `who_died` gives "rank 1 (pid 4711) died", or nothing; asked only after a failure.
+  DelegatedWork(c10::intrusive_ptr<c10d::Work> work,
+                std::string title,
+                std::function<std::string()> who_died);
+
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { work_->synchronize(); }
+  void abort() override { work_->abort(); }
+  std::vector<at::Tensor> result() override { return work_->result(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
+  int sourceRank() const override { return work_->sourceRank(); }
+  uint64_t getSequencenumber() const override { return work_->getSequencenumber(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::string title_;
+  std::function<std::string()> who_died_;
+};
+
 // Several operations the caller waits for together.
 class JoinedWork : public c10d::Work {
  public:

@@ -44,7 +44,7 @@ const T& get(const Value& object, const char* name, const std::string& path) {
 bool has(const Value& object, const char* name) {
   const auto* fields = object.get_if<Object>();
   return fields != nullptr && std::any_of(fields->begin(), fields->end(), [&](const auto& each) {
-           return each.first == name;
+           return each.key == name;
          });
 }
 
@@ -190,7 +190,7 @@ Object other_fields(const std::string& text) {
   if (get<int64_t>(document, "format", "the profile") != kProfileFormat) return {};
   Object fields = *document.get_if<Object>();
   std::erase_if(
-      fields, [](const auto& field) { return field.first == "format" || field.first == "groups"; });
+      fields, [](const auto& field) { return field.key == "format" || field.key == "groups"; });
   return fields;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -21,7 +22,7 @@ def holdings() -> Holdings:
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         if os.path.lexists(path):
-            descriptors.append(os.readlink(path).split(":")[0])
+            descriptors.append(_kind(os.readlink(path)))
     return {
         "descriptors": sorted(descriptors),
         "threads": len(os.listdir("/proc/self/task")),
@@ -74,6 +75,14 @@ def _more(before: Mapping[str, list[str] | int], after: Holdings) -> list[str]:
     return found
 
 
+def _kind(link: str) -> str:
+    """Of what a descriptor is: "socket", "anon_inode:[eventpoll]", or a file's path."""
+    return link if link.startswith("anon_inode") else link.split(":")[0]
+
+
 def _children() -> list[str]:
-    tasks = Path("/proc/self/task").iterdir()
-    return sorted(" ".join((task / "children").read_text() for task in tasks).split())
+    found: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found += (task / "children").read_text().split()
+    return sorted(found)

@@ -82,6 +82,8 @@ class Fault:
             answer from a time limit that ran out; what was measured stands in the results.
         timeout_s: of the group, in seconds; None: far more than `within_s`.
         network: the ranks live on emulated nodes of their own (needs the right to make some).
+        again: the survivors can make a new group afterwards.
+        gloo_leaves: what stock gloo leaks then.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Fault:
     timeout_s: float | None = None
     network: bool = False
     again: bool = True
+    gloo_leaves: tuple[str, ...] = ()
 
     def outcome_in(self, phase: str) -> str:
         return self.outcome if isinstance(self.outcome, str) else self.outcome[phase]
@@ -152,7 +155,8 @@ FAULTS = {
             means="the rank may not map any more memory (RLIMIT_AS)",
             phases=("init", "between"),
             outcome="either",
-            says=("memory", "alloc", "rank {victim}", "map"),
+            says=("memory", "alloc", "rank {victim}", "rank(s) {victim}", "map", "by peer"),
+            gloo_leaves=("anon_inode:[eventpoll]",),
             within_s=20.0,
             timeout_s=10.0,
         ),
@@ -161,7 +165,7 @@ FAULTS = {
             means="the rank may not open any more files (RLIMIT_NOFILE)",
             phases=("init", "between"),
             outcome="either",
-            says=("Too many open files", "rank {victim}", "rank(s) {victim}", "descriptor"),
+            says=("Too many open files", "rank {victim}", "rank(s) {victim}", "by peer"),
             within_s=20.0,
             timeout_s=10.0,
         ),

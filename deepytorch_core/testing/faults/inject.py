@@ -24,6 +24,7 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _REST_BYTES = 256 << 10
 
 _taken: list[int] = []  # descriptors that fill the gaps
+FOR_GOOD = {"no memory", "no descriptors", "disk full", "/dev/shm full", "clock jump"}
 FULL = "full"  # the folder, in the case's own, that the disk is full in
 
 

@@ -21,7 +21,7 @@ _WARM_ROUNDS = 3
 _ROUNDS_AFTER = 5  # that must go well once it is over
 _DELAY_S = 0.3  # from the beginning of the operations to a fault in the middle of them
 _LOADER_WORKERS = 4
-_AGAIN_S = 30.0
+_PATIENCE_S = 40.0  # for the others, longer than any time limit of a case
 
 
 class WrongDataError(AssertionError):
@@ -131,9 +131,13 @@ def _go_through(settings: Settings, rank: int, world_size: int, told: Told) -> N
 
 
 def _break(settings: Settings) -> None:
+    fault = settings.case.fault
     settings.note_fault()
-    inject.INJECT[settings.case.fault](settings.folder)
-    (settings.folder / "over").touch()
+    if fault in inject.FOR_GOOD:
+        (settings.folder / "over").touch()  # afterwards it may be unable to
+    inject.INJECT[fault](settings.folder)
+    if fault not in inject.FOR_GOOD:
+        (settings.folder / "over").touch()
 
 
 def _break_in_between(settings: Settings, group: Group) -> None:
@@ -147,7 +151,7 @@ def _break_in_between(settings: Settings, group: Group) -> None:
 
 
 def _until(condition: Any) -> None:
-    deadline = time.monotonic() + _AGAIN_S
+    deadline = time.monotonic() + _PATIENCE_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -195,7 +199,10 @@ class Group:
             world_size=world_size,
             timeout=timedelta(seconds=settings.timeout_s),
         )
+        # Allocated now: what the rank may still allocate later is the group's business alone.
         self._ones = torch.ones(_COUNT, device=self._device)
+        self._data = torch.empty_like(self._ones)
+        self._wrong = torch.empty(_COUNT, dtype=torch.bool, device=self._device)
         self._index = torch.arange(_COUNT).reshape(1, -1)
 
     def exchange(self, flag: float = 0.0) -> float:
@@ -206,7 +213,7 @@ class Group:
         import torch
         import torch.distributed as dist
 
-        data = self._ones.clone()
+        data = self._data.copy_(self._ones)
         data[-1] = flag
         if self._sparse:
             sparse = torch.sparse_coo_tensor(self._index, data, (_COUNT,), check_invariants=False)
@@ -214,8 +221,10 @@ class Group:
             data = sparse.to_dense()
         else:
             dist.all_reduce(data)
-        if not bool((data[:-1] == self.world_size).all()):
-            wrong = data[:-1][data[:-1] != self.world_size]
+        torch.ne(data, float(self.world_size), out=self._wrong)
+        self._wrong[-1] = False
+        if bool(self._wrong.any()):
+            wrong = data[self._wrong]
             raise WrongDataError(f"{wrong.numel()} elements, the first is {wrong[0].item()}")
         self.rounds += 1
         return float(data[-1].item())
@@ -235,6 +244,9 @@ def _again(settings: Settings, rank: int, world_size: int) -> str:
     victim = PATHS[settings.case.path].victim
     gone = {victim} if FAULTS[settings.case.fault].ends else set()
     survivors = [peer for peer in range(world_size) if peer not in gone]
+    # Together: one that heard of the fault at once would only wait for one that timed out.
+    (settings.folder / f"done-{rank}").touch()
+    _until(lambda: all((settings.folder / f"done-{peer}").exists() for peer in survivors))
     try:
         group = Group(
             settings, survivors.index(rank), len(survivors), name="again", own_store=False
