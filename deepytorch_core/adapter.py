@@ -24,7 +24,6 @@ import os
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -39,6 +38,7 @@ from types import ModuleType
 from deepytorch_core import config
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
+from deepytorch_core.trust import why_not_private
 
 MODULE_NAME = "deepytorch_c10d"
 
@@ -241,7 +241,7 @@ def _why_not_usable(folder: Path) -> str | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        reason = _why_not_private(folder)
+        reason = why_not_private(folder)
         if reason is None and not os.access(folder, os.W_OK | os.X_OK):
             reason = f"{folder} can't be written"
         if reason is None:
@@ -252,20 +252,10 @@ def _why_not_usable(folder: Path) -> str | None:
     return reason
 
 
-def _why_not_private(path: Path) -> str | None:
-    status = path.stat()
-    # Root could write our files anyway.
-    if status.st_uid not in {os.geteuid(), 0}:
-        return f"{path} belongs to another user (id {status.st_uid})"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{path} can be written by others"
-    return None
-
-
 def _why_not_trusted(binary: Path) -> str | None:
     try:
         for path in (binary.parent.parent, binary.parent, binary):
-            reason = _why_not_private(path)
+            reason = why_not_private(path)
             if reason is not None:
                 return reason
     except OSError as error:

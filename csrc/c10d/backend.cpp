@@ -221,6 +221,7 @@ WorkPtr Backend::submit(Call what) {
         join_text({what.title, ": process group ", setup_.options->group_name, " was destroyed"})));
   }
   const uint64_t sequence = ++sequence_;
+  if (setup_.inspect) inspect(what, sequence);
   // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
   const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
   Call& call = submitted->call;
@@ -278,6 +279,33 @@ WorkPtr Backend::submit(Call what) {
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
   if (outcome == DPT_DELEGATED) result = submitted->delegated;
   return note_coalesced(result, call);
+}
+
+// One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.
+void Backend::inspect(const Call& call, uint64_t sequence) {
+  const auto op = call.reduce_op.op_;
+  const bool sums = op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG ||
+                    op == c10d::ReduceOp::PREMUL_SUM;
+  const bool reduces = call.op_type == c10d::OpType::ALLREDUCE ||
+                       call.op_type == c10d::OpType::REDUCE ||
+                       call.op_type == c10d::OpType::REDUCE_SCATTER ||
+                       call.op_type == c10d::OpType::_REDUCE_SCATTER_BASE;
+  if (!sums || !reduces) return;
+  for (const at::Tensor& tensor : call.inputs) {
+    const std::string fault = setup_.inspect(tensor);
+    if (fault.empty()) continue;
+    const std::string text = join_text({name_in(call.title),
+                                        " #",
+                                        std::to_string(sequence),
+                                        " of group ",
+                                        setup_.options->group_name,
+                                        ": rank ",
+                                        std::to_string(setup_.options->global_ranks_in_group[rank_]),
+                                        " gave ",
+                                        fault});
+    setup_.api->comm_abort(comm_, text.c_str());
+    std::rethrow_exception(make_exception(DPT_ERR_ABORTED, text));
+  }
 }
 
 void Backend::submit_to_core(const dpt_request& request,

@@ -47,6 +47,8 @@ class Backend : public c10d::Backend {
     std::string profile;             // path; empty: none
     size_t staging_bytes = 0;        // 0: the core's default
     bool raise_errors = false;       // of GPUs; else they end the process
+    // What is wrong with a tensor that is going to be summed, or nothing; unset: nobody asks.
+    std::function<std::string(const at::Tensor&)> inspect;
     bool delegate_competes = false;  // native code must be faster than the stock backend
   };
 
@@ -156,6 +158,7 @@ class Backend : public c10d::Backend {
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
   WorkPtr submit(Call call);
+  void inspect(const Call& call, uint64_t sequence);
   WorkPtr submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence);
   // Throws what the operation ended with. `work`: who is told of the end; nullptr: nobody.
   void submit_to_core(const dpt_request& request,

@@ -50,6 +50,14 @@ std::function<BackendPtr(const std::string&)> maker(std::shared_ptr<py::object> 
   };
 }
 
+std::function<std::string(const at::Tensor&)> inspector(py::object function) {
+  if (function.is_none()) return nullptr;
+  return [held = hold(std::move(function))](const at::Tensor& tensor) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(tensor).cast<std::string>();
+  };
+}
+
 // What a factory that knows nothing of deaths, or fails to find out, says is nothing.
 std::function<std::string()> who_died(std::shared_ptr<py::object> factory) {
   return [factory]() -> std::string {
@@ -101,7 +109,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& profile,
          size_t staging_bytes,
          bool raise_errors,
-         bool delegate_competes) {
+         bool delegate_competes,
+         py::object inspect) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         const auto factory = hold(std::move(delegates));
         options->group_name = group_name;
@@ -118,6 +127,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                            profile,
                                                            staging_bytes,
                                                            raise_errors,
+                                                           inspector(std::move(inspect)),
                                                            delegate_competes});
       },
       py::arg("store"),
@@ -134,5 +144,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("staging_bytes") = 0,
       py::arg("raise_errors") = false,
       py::arg("delegate_competes") = false,
+      py::arg("inspect") = py::none(),
       "A process group's backend; `delegates(device_type)` makes the stock one when needed.");
 }

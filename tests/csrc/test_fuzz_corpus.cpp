@@ -16,8 +16,8 @@ using fuzz::Target;
 
 std::vector<std::string> corpus_of(const std::string& target) {
   std::vector<std::filesystem::path> files;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(std::string(DPT_FUZZ_CORPUS) + "/" + target)) {
+  const auto folder = std::filesystem::path(DPT_FUZZ_CORPUS) / target;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     files.push_back(entry.path());
   }
   std::sort(files.begin(), files.end());

@@ -17,15 +17,15 @@ PROFILE = b"""{"format": 1, "groups": [{"machine": "a machine", "deepytorch": "1
  "decisions": [{"chosen": "inductor"}]}"""
 
 
-def stripe(message: int, offset: int, total: int, data: bytes) -> bytes:
-    return struct.pack("<IIQQQ", STRIPE, len(data), message, offset, total) + data
+def stripe(message: int, offset: int, total: int, data: bytes, checked: int = 0) -> bytes:
+    return struct.pack("<IIQQQII", STRIPE, len(data), message, offset, total, checked, 7) + data
 
 
 def control(kind: int, status: int, text: bytes) -> bytes:
     return struct.pack("<IHHI", CONTROL, kind, status, len(text)) + text
 
 
-def hello(version: int = 1, size: int = 84, to: int = 1) -> bytes:
+def hello(version: int = 2, size: int = 84, to: int = 1) -> bytes:
     group = b"0123456789abcdef0123456789abcdef"
     return struct.pack("<IHH32sIII32s", HELLO, version, size, group, 2, to, 0, bytes(32))
 
@@ -52,6 +52,7 @@ INPUTS: dict[str, dict[str, bytes]] = {
         "empty": halves(stripe(0, 0, 0, b""), stripe(1, 0, 0, b"")),
         "too_long": halves(stripe(0, 0, 1 << 40, b"1234"), b""),
         "twice": halves(stripe(0, 0, 8, b"1234") * 3, b""),
+        "damaged": halves(stripe(0, 0, 4, b"1234", checked=1), b""),
         "far_ahead": halves(stripe(1 << 63, 0, 4, b"1234"), b""),
     },
     "control": {
@@ -62,10 +63,10 @@ INPUTS: dict[str, dict[str, bytes]] = {
     },
     "handshake": {
         "hello": hello(),
-        "another_version": hello(version=2),
+        "another_version": hello(version=3),
         "wrong_size": hello(size=80),
         "to_another": hello(to=3),
-        "challenge": struct.pack("<IHH32s32s", HELLO, 1, 72, bytes(32), bytes(32)),
+        "challenge": struct.pack("<IHH32s32s", HELLO, 2, 72, bytes(32), bytes(32)),
         "http": b"GET / HTTP/1.1\r\n\r\n",
     },
 }
