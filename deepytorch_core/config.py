@@ -38,8 +38,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "nodes, 65536 to 1 GiB; default: tuned by the system",
         "DEEPYTORCH_TCP_CONGESTION": "native core: congestion control of connections between "
         "nodes; default: the system's",
-        "DEEPYTORCH_TCP_CHECKSUM": "native core: 1 adds a checksum to every message that this process "
-        "sends to other nodes; who receives it compares; default: 0",
+        "DEEPYTORCH_TCP_CHECKSUM": "native core: 1 adds a checksum to every message that this "
+        "process sends to other nodes; who receives it compares; default: 0",
         "DEEPYTORCH_NODE_ID": "native core, for tests and emulation: the node this process "
         "pretends to be on, or those of all global ranks, separated by commas",
         "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",

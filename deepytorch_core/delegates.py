@@ -54,7 +54,6 @@ class GroupSpec:
             process_group=None if group is None else weakref.ref(group),
         )
 
-
     def global_rank(self, rank: int) -> int:
         """What messages call the group's rank."""
         return self.global_ranks[rank] if self.global_ranks else rank
@@ -135,7 +134,7 @@ class StockFactory:
 
         spec = self._spec
         keys = [f"here/{rank}" for rank in range(spec.size)]
-        what = f"group {spec.name} on rank {spec.global_rank(spec.rank)}: making gloo's part"
+        what = self._what()
         try:
             store.set(keys[spec.rank], self._why_unfit())
             self._wait_for(store, keys, what)
@@ -151,13 +150,17 @@ class StockFactory:
         if unfit:
             raise _backend_error(f"{what}: {', '.join(unfit)}")
 
+    def _what(self) -> str:
+        spec = self._spec
+        return f"group {spec.name} on rank {spec.global_rank(spec.rank)}: making gloo's part"
+
     def _why_unfit(self) -> str:
         """What stops this process from making gloo's sockets and threads; "" for nothing."""
-        import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
         from torch.distributed import distributed_c10d as c10d
 
         try:
-            c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=self.timeout)
+            c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=self.timeout)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -217,9 +220,14 @@ class StockFactory:
                 f"deepytorch: group {self._spec.name}: this torch was built without gloo, which "
                 "serves CPU tensors that native code does not"
             )
-        backend: Any = c10d.ProcessGroupGloo(
-            store, self._spec.rank, self._spec.size, timeout=self.timeout
-        )
+        try:
+            backend: Any = c10d.ProcessGroupGloo(
+                store, self._spec.rank, self._spec.size, timeout=self.timeout
+            )
+        except RuntimeError as error:
+            if dead := self.who_died():
+                raise _backend_error(f"{self._what()}: {dead}; gloo: {error}") from error
+            raise
         backend.options.global_ranks_in_group = self._spec.global_ranks
         backend.options.group_name = self._spec.name
         backend._set_sequence_number_for_group()

@@ -170,14 +170,14 @@ dpt_status Backend::start_on_delegate(void*, void* call, dpt_error*) {
     if (device.is_cuda()) backend.streams_.hold_current(device);
     submitted->delegated = backend.replay(what, backend.delegate_for(device_type));
     if (device.is_cpu() && submitted->delegated) {
-      submitted->delegated = c10::make_intrusive<DelegatedWork>(
-          std::move(submitted->delegated),
-          join_text({name_in(what.title),
-                     " of group ",
-                     backend.setup_.options->group_name,
-                     " on rank ",
-                     std::to_string(backend.rank_)}),
-          backend.setup_.who_died);
+      submitted->delegated =
+          c10::make_intrusive<DelegatedWork>(std::move(submitted->delegated),
+                                             join_text({name_in(what.title),
+                                                        " of group ",
+                                                        backend.setup_.options->group_name,
+                                                        " on rank ",
+                                                        std::to_string(backend.rank_)}),
+                                             backend.setup_.who_died);
     }
     return DPT_OK;
   } catch (...) {
@@ -284,8 +284,8 @@ WorkPtr Backend::submit(Call what) {
 // One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.
 void Backend::inspect(const Call& call, uint64_t sequence) {
   const auto op = call.reduce_op.op_;
-  const bool sums = op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG ||
-                    op == c10d::ReduceOp::PREMUL_SUM;
+  const bool sums =
+      op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::PREMUL_SUM;
   const bool reduces = call.op_type == c10d::OpType::ALLREDUCE ||
                        call.op_type == c10d::OpType::REDUCE ||
                        call.op_type == c10d::OpType::REDUCE_SCATTER ||
@@ -294,15 +294,16 @@ void Backend::inspect(const Call& call, uint64_t sequence) {
   for (const at::Tensor& tensor : call.inputs) {
     const std::string fault = setup_.inspect(tensor);
     if (fault.empty()) continue;
-    const std::string text = join_text({name_in(call.title),
-                                        " #",
-                                        std::to_string(sequence),
-                                        " of group ",
-                                        setup_.options->group_name,
-                                        ": rank ",
-                                        std::to_string(setup_.options->global_ranks_in_group[rank_]),
-                                        " gave ",
-                                        fault});
+    const std::string text =
+        join_text({name_in(call.title),
+                   " #",
+                   std::to_string(sequence),
+                   " of group ",
+                   setup_.options->group_name,
+                   ": rank ",
+                   std::to_string(setup_.options->global_ranks_in_group[rank_]),
+                   " gave ",
+                   fault});
     setup_.api->comm_abort(comm_, text.c_str());
     std::rethrow_exception(make_exception(DPT_ERR_ABORTED, text));
   }

@@ -44,9 +44,9 @@ class Backend : public c10d::Backend {
     bool native;
     const dpt_api* api;
     dpt_tune tune = DPT_TUNE_OFF;
-    std::string profile;             // path; empty: none
-    size_t staging_bytes = 0;        // 0: the core's default
-    bool raise_errors = false;       // of GPUs; else they end the process
+    std::string profile;        // path; empty: none
+    size_t staging_bytes = 0;   // 0: the core's default
+    bool raise_errors = false;  // of GPUs; else they end the process
     // What is wrong with a tensor that is going to be summed, or nothing; unset: nobody asks.
     std::function<std::string(const at::Tensor&)> inspect;
     bool delegate_competes = false;  // native code must be faster than the stock backend

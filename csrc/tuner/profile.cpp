@@ -190,8 +190,8 @@ Object other_fields(const std::string& text) {
   const Value document = json::parse(text);
   if (get<int64_t>(document, "format", "the profile") != kProfileFormat) return {};
   Object fields = *document.get_if<Object>();
-  std::erase_if(
-      fields, [](const auto& field) { return field.key == "format" || field.key == "groups"; });
+  std::erase_if(fields,
+                [](const auto& field) { return field.key == "format" || field.key == "groups"; });
   return fields;
 }
 
@@ -252,7 +252,7 @@ namespace {
 
 // As deepytorch_core/trust.py.
 void check_owner(const std::string& path) {
-  struct stat status {};
+  struct stat status{};
   if (stat(path.c_str(), &status) != 0) return;  // reading it says why
   const bool foreign = status.st_uid != geteuid() && status.st_uid != 0;
   if (!foreign && (status.st_mode & S_IWOTH) == 0) return;

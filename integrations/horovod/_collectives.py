@@ -262,7 +262,7 @@ def _compare_names(entry: Entry, process_set: ProcessSet) -> None:
 
 
 def _exchange_texts(process_set: ProcessSet, text: str) -> list[str]:
-    """The texts of all ranks, by rank; as bytes, for nothing that comes over a network is unpickled."""
+    """The texts of all ranks, by rank; as bytes, so that nothing is unpickled."""
     own = [*text.encode()]
     longest = max(int(length[0]) for length in _exchange(process_set, [[len(own)]]))
     rows = _exchange(process_set, [[len(own), *own, *[0] * (longest - len(own))]])

@@ -189,8 +189,9 @@ TEST(TcpChecksum, LetsIntactMessagesThrough) {
 
 TEST(TcpChecksum, NamesTheDamagedBytes) {
   // The low byte of the header's `offset`, of the checksum, and a byte of the data.
-  for (const size_t damaged :
-       {offsetof(StripeHeader, offset), offsetof(StripeHeader, checksum), sizeof(StripeHeader) + 2}) {
+  for (const size_t damaged : {offsetof(StripeHeader, offset),
+                               offsetof(StripeHeader, checksum),
+                               sizeof(StripeHeader) + 2}) {
     Played peer(1);
     std::string buffer(16, '\0');
     const uint64_t number = peer.connection->receive(buffer.data(), 16, Mover::kCaller);
@@ -201,7 +202,6 @@ TEST(TcpChecksum, NamesTheDamagedBytes) {
                 AllOf(HasSubstr("rank 1 (its address)"),
                       HasSubstr("message #0 of 16 bytes"),
                       HasSubstr("do not match their checksum")));
-    EXPECT_THAT(peer.trouble.wait(), HasSubstr("checksum"));
   }
 }
 

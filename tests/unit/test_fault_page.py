@@ -51,9 +51,7 @@ def test_cells_say_what_came_of_each_case() -> None:
 
 
 def test_the_last_record_of_a_case_counts() -> None:
-    page = render(
-        [record("SIGKILL", "shm", "init", wrong=["x"]), record("SIGKILL", "shm", "init")]
-    )
+    page = render([record("SIGKILL", "shm", "init", wrong=["x"]), record("SIGKILL", "shm", "init")])
     assert "WRONG**:" in page  # the legend's
     assert "**WRONG** |" not in page
 

@@ -303,9 +303,8 @@ bool Connection::read_header(Socket& socket) {
 bool Connection::is_intact(const Socket& socket, const char* data) {
   const StripeHeader& header = socket.in;
   if (header.checked == 0 || checksum_of(header, data) == header.checksum) return true;
-  broken("sent message #" + std::to_string(header.message) + " of " +
-             std::to_string(header.total) + " bytes, of which bytes " +
-             std::to_string(header.offset) + " to " +
+  broken("sent message #" + std::to_string(header.message) + " of " + std::to_string(header.total) +
+             " bytes, of which bytes " + std::to_string(header.offset) + " to " +
              std::to_string(header.offset + header.bytes) +
              " do not match their checksum: something on the way, or the memory of one of the "
              "two machines, changes data",

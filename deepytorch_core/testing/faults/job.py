@@ -110,6 +110,8 @@ def _go_through(settings: Settings, rank: int, world_size: int, told: Told) -> N
             for _ in range(_WARM_ROUNDS):
                 group.exchange()
         (settings.folder / f"ready-{rank}").touch()
+        if is_victim:
+            _until(lambda: len(list(settings.folder.glob("ready-*"))) == world_size)
         if case.phase == "collective":
             if is_victim and not settings.from_outside:
                 _break_in_between(settings, group)
@@ -180,6 +182,7 @@ class Group:
     ) -> None:
         import torch
         import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
 
         path = PATHS[settings.case.path]
         self.rank, self.world_size, self.rounds = rank, world_size, 0
@@ -189,7 +192,7 @@ class Group:
             torch.cuda.set_device(rank)
         store: Any = rank_store(name)
         if own_store and settings.store is not None:
-            store = dist.TCPStore(
+            store = TCPStore(
                 *settings.store, is_master=False, timeout=timedelta(seconds=settings.timeout_s)
             )
         dist.init_process_group(

@@ -11,12 +11,15 @@ from deepytorch_core.testing.faults.cases import FAULTS, PATHS, PHASES
 _INTRODUCTION = """\
 # What happens when something breaks
 
-Made by `make test-faults` (`python -m deepytorch_core.testing.faults --json FILE --write docs/faults.md`); not written by hand.
-Each case runs in fresh processes: the ranks work, the fault happens to one of them, and the survivors tell what they got and when.
-Every case also checks that all survivors agree, that the error names who is gone, that results are right, that nothing is left
-(descriptors, threads, child processes, shared memory mapped, names in /dev/shm), and that the survivors can make a new group.
+Made of docs/faults.jsonl, which `make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md`
+writes; not by hand. Each case runs in fresh processes: the ranks work, the fault happens to one of
+them, and the survivors tell what they got and when. Every case also checks that all survivors
+agree, that the error names who is gone, that results are right, that nothing is left (descriptors,
+threads, child processes, shared memory mapped, names in /dev/shm), and that the survivors can make
+a new group.
 
-* **error** 0.1 s: every survivor gets an exception that names the rank; the longest time from the fault to it.
+* **error** 0.1 s: every survivor gets an exception that names the rank; the longest time from the
+  fault to it. The machine was busy with other work besides.
 * **recovers**: results stay right, nobody gets an error.
 * **leaves** 0.1 s: `destroy_process_group` returns in that time although the other rank is gone.
 * **WRONG**: not what is promised; see below the tables.
@@ -112,5 +115,7 @@ def _one_line(text: str) -> str:
 
 def _where(latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str]:
     ran = [record for record in latest.values() if not record["skipped"]]
-    names = sorted({f"{each['machine']['name']}, torch {each['versions']['torch']}" for each in ran})
+    names = sorted(
+        {f"{each['machine']['name']}, torch {each['versions']['torch']}" for each in ran}
+    )
     return [f"{len(ran)} cases, run on: {'; '.join(names)}. Nodes are emulated on one machine."]

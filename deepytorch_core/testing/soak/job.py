@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import random
 import time
 from collections import Counter, deque
@@ -27,7 +26,6 @@ def operations(rank: int, world_size: int, seed: int, seconds: float) -> dict[st
 
     Raises AssertionError for a wrong result, naming the operation and the seed.
     """
-    import torch
     import torch.distributed as dist
 
     members = _groups(world_size, seed)
@@ -35,14 +33,10 @@ def operations(rank: int, world_size: int, seed: int, seconds: float) -> dict[st
     under_way: deque[Performance] = deque()
     done: Counter[str] = Counter()
     deadline = time.monotonic() + seconds
-    for number in itertools.count():
+    number = 0
+    while number % _ASK_EVERY != 0 or not _all_over(under_way, rank, deadline):
         step = draw(seed, number, members)
-        if number % _ASK_EVERY == 0:
-            _finish(under_way, 0)
-            over = torch.tensor(int(rank == 0 and time.monotonic() > deadline))
-            dist.all_reduce(over)
-            if over.item():
-                return dict(done)
+        number += 1
         if rank not in step.members:
             continue
         performance = Performance(step, rank, groups[step.group])
@@ -51,6 +45,18 @@ def operations(rank: int, world_size: int, seed: int, seconds: float) -> dict[st
         if step.asynchronous:
             under_way.append(performance)
             _finish(under_way, _MOST_UNDER_WAY)
+    return dict(done)
+
+
+def _all_over(under_way: deque[Performance], rank: int, deadline: float) -> bool:
+    """Whether the time is up by rank 0's clock; everything under way is finished first."""
+    import torch
+    import torch.distributed as dist
+
+    _finish(under_way, 0)
+    over = torch.tensor(int(rank == 0 and time.monotonic() > deadline))
+    dist.all_reduce(over)
+    return bool(over.item())
 
 
 def _finish(under_way: deque[Performance], at_most: int) -> None:
@@ -98,7 +104,9 @@ def _cycle(rank: int, world_size: int, number: int) -> None:
     groups = [dist.new_group(list(ranks)) for ranks in members]
     for index in range(2 * _PARALLEL):
         performance = Performance(
-            draw(number, index, members, most_log2=_LOG2_IN_A_CYCLE), rank, groups[index % _PARALLEL]
+            draw(number, index, members, most_log2=_LOG2_IN_A_CYCLE),
+            rank,
+            groups[index % _PARALLEL],
         )
         performance.start()
         performance.finish()

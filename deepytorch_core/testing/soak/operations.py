@@ -194,7 +194,9 @@ class Performance:
         import torch
         import torch.distributed as dist
 
-        data = torch.sparse_coo_tensor([[self._me]], [1.0], (self._size,), check_invariants=False)
+        data = torch.sparse_coo_tensor(
+            torch.tensor([[self._me]]), torch.ones(1), (self._size,), check_invariants=False
+        )
         self._run(dist.all_reduce, data)
         self._works, works = [], self._works
 
@@ -269,9 +271,7 @@ class Performance:
         leaving = list(lengths[self._me])
         parts = [self._data(self._me, part, length) for part, length in enumerate(leaving)]
         output = self._empty(sum(arriving))
-        self._run(
-            dist.all_to_all_single, output, self._placed(torch.cat(parts)), arriving, leaving
-        )
+        self._run(dist.all_to_all_single, output, self._placed(torch.cat(parts)), arriving, leaving)
         right = [self._data(peer, self._me, length) for peer, length in enumerate(arriving)]
         self._expect((output, torch.cat(right)))
 
