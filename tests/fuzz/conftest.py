@@ -1,4 +1,4 @@
-"""`--fuzz-seconds N`: new random examples for N seconds in place of the few repeatable ones."""
+"""`pytest tests/fuzz --fuzz-seconds N`: new random examples for N seconds in place of a few."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import time
 import hypothesis
 import pytest
 
+_OPTION = "--fuzz-seconds"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-seconds", type=float, default=0.0, help="fuzz for so long")
+    parser.addoption(_OPTION, type=float, default=0.0, help="fuzz for so long")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _profile(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--fuzz-seconds"):
+def _seconds(config: pytest.Config) -> float:
+    # Not there where this folder is one among others: then it was not asked for either.
+    return float(config.getoption(_OPTION, default=0.0))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _seconds(config):
         hypothesis.settings.register_profile(
             "fuzz",
             deadline=None,
+            derandomize=False,
             max_examples=2000,
             suppress_health_check=list(hypothesis.HealthCheck),
         )
@@ -26,7 +33,7 @@ def _profile(request: pytest.FixtureRequest) -> None:
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Runs the tests again and again until the time is up."""
-    seconds = session.config.getoption("--fuzz-seconds")
+    seconds = _seconds(session.config)
     if not seconds:
         return None
     deadline = time.monotonic() + seconds
