@@ -175,7 +175,10 @@ INSTANTIATE_TEST_SUITE_P(Over,
 std::string checked_half(uint64_t offset) {
   StripeHeader header{StripeHeader::kMagic, 8, 0, offset, 16, 1, 0};
   header.checksum = checksum_of(header, "12345678");
-  return std::string(reinterpret_cast<const char*>(&header), sizeof header) + "12345678";
+  std::string stripe(sizeof header, '\0');
+  std::memcpy(stripe.data(), &header, sizeof header);
+  stripe += "12345678";
+  return stripe;
 }
 
 TEST(TcpChecksum, LetsIntactMessagesThrough) {
