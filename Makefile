@@ -8,7 +8,7 @@ CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=
                -DDPT_BUILD_TESTS=ON -DDPT_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
                -DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
-FORMATTED := $(shell find csrc tests -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+FORMATTED := $(shell find csrc tests deepytorch_core -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 # For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels, in minutes (.ci/wheel).
@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        test-hangs docs test-docs wheel test-matrix sanitize format clean
+        test-hangs test-faults soak fuzz docs test-docs wheel test-matrix sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -119,6 +119,34 @@ wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines and the sdist (
 
 test-matrix: ## that wheel in fresh environments, TORCHES x the Pythons of this machine
 	@.ci/matrix $(TORCHES)
+
+# To bring the page up to date: make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md
+RECORD ?= build/faults.jsonl
+PAGE ?= build/faults.md
+test-faults: venv adapter ## every fault on every path in every phase, about ten minutes (docs/faults.md)
+	@mkdir -p $(dir $(RECORD)) $(dir $(PAGE)) && rm -f $(RECORD)
+	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE)
+	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py
+
+MINUTES ?= 30
+soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups
+	$(BIN)/python -m deepytorch_core.testing.soak --minutes $(MINUTES)
+
+# libFuzzer for what reads bytes, one target after the other; hypothesis for what Python reads.
+SECONDS ?= 600
+FUZZERS := json profile topology framing control handshake
+fuzz: venv ## fuzz the wire format, the JSON files, options and YAML for SECONDS=600 altogether
+	@.ci/system clang
+	@CXX=clang++ $(BIN)/cmake -S . -B build/fuzz $(CMAKE_FLAGS) -DDPT_BUILD_TESTS=OFF -DDPT_CUDA=OFF \
+	  -DDPT_WERROR=OFF -DDPT_BUILD_FUZZERS=ON -DDPT_SANITIZE=fuzzer-no-link,address,undefined > /dev/null
+	@$(BIN)/cmake --build build/fuzz --target $(addprefix fuzz_,$(FUZZERS))
+	@share=$$(( $(SECONDS) / 7 + 1 )); for target in $(FUZZERS); do \
+	  echo "fuzz $$target for $$share s"; mkdir -p build/fuzz/corpus/$$target; \
+	  build/fuzz/tests/fuzz/fuzz_$$target -max_total_time=$$share -timeout=20 -print_final_stats=1 \
+	    -artifact_prefix=build/fuzz/$$target- build/fuzz/corpus/$$target tests/fuzz/corpus/$$target \
+	    > build/fuzz/$$target.log 2>&1 || { tail -40 build/fuzz/$$target.log; exit 1; }; \
+	  grep -h number_of_executed build/fuzz/$$target.log; \
+	done; $(BIN)/pytest tests/fuzz --fuzz-seconds $$share --timeout 3600
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
 	@.ci/system gtest

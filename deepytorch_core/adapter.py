@@ -26,7 +26,6 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -41,6 +40,7 @@ from types import ModuleType
 from deepytorch_core import config
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
+from deepytorch_core.trust import why_not_private
 
 MODULE_NAME = "deepytorch_c10d"
 
@@ -266,7 +266,7 @@ def why_not_usable(folder: Path) -> str | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        reason = _why_not_private(folder)
+        reason = why_not_private(folder)
         if reason is None and not os.access(folder, os.W_OK | os.X_OK):
             reason = f"{folder} can't be written"
         if reason is None:
@@ -277,20 +277,10 @@ def why_not_usable(folder: Path) -> str | None:
     return reason
 
 
-def _why_not_private(path: Path) -> str | None:
-    status = path.stat()
-    # Root could write our files anyway.
-    if status.st_uid not in {os.geteuid(), 0}:
-        return f"{path} belongs to another user (id {status.st_uid})"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{path} can be written by others"
-    return None
-
-
 def _why_not_trusted(binary: Path) -> str | None:
     try:
         for path in (binary.parent.parent, binary.parent, binary):
-            reason = _why_not_private(path)
+            reason = why_not_private(path)
             if reason is not None:
                 return reason
     except OSError as error:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config
+from deepytorch_core import config, finite
 from deepytorch_core.delegates import GroupSpec, StockFactory
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def core_settings(options: config.Options) -> dict[str, Any]:
         "staging_bytes": (options.staging_mb or 0) << 20,
         "raise_errors": options.error_handling == "raise",
         "delegate_competes": options.collectives == "auto",
+        "inspect": finite.fault_of if options.debug == "nan" else None,
     }
 
 

@@ -38,6 +38,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "nodes, 65536 to 1 GiB; default: tuned by the system",
         "DEEPYTORCH_TCP_CONGESTION": "native core: congestion control of connections between "
         "nodes; default: the system's",
+        "DEEPYTORCH_TCP_CHECKSUM": "native core: 1 adds a checksum to every message that this "
+        "process sends to other nodes; who receives it compares; default: 0",
         "DEEPYTORCH_NODE_ID": "native core, for tests and emulation: the node this process "
         "pretends to be on, or those of all global ranks, separated by commas",
         "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",
@@ -82,6 +84,21 @@ def _boolean(name: str, value: Any) -> bool:
     raise ValueError(f"{name}={value!r}: expected one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
 
 
+def _boolean_or(*words: str) -> _Parser:
+    """On, off, or one of `words`, which mean on and more."""
+
+    def parse(name: str, value: Any) -> bool | str:
+        text = str(value).strip().lower()
+        if text in words:
+            return text
+        try:
+            return _boolean(name, value)
+        except ValueError as error:
+            raise ValueError(f"{error} or {', '.join(words)}{_closest(text, words)}") from None
+
+    return parse
+
+
 def _choice(*choices: str) -> _Parser:
     def parse(name: str, value: Any) -> str:
         # YAML and JSON turn on and off into booleans.
@@ -104,7 +121,7 @@ def _number(*, integral: bool, above: float) -> _Parser:
             raise ValueError(message)
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(message) from None
         if not math.isfinite(number) or number <= above or (integral and number != int(number)):
             raise ValueError(message)
@@ -174,7 +191,12 @@ class Options:
     log: str = _option(
         "info", _choice("debug", "info", "warning", "error"), "least severe message printed"
     )
-    debug: bool = _option(False, _boolean, "extra checks, and tracebacks in place of summaries")
+    debug: bool | str = _option(
+        False,
+        _boolean_or("nan"),
+        "extra checks, and tracebacks in place of summaries; nan: besides, numbers that are none "
+        "in what is summed are an error that names the rank and the parameters",
+    )
     deterministic: bool = _option(
         False, _boolean, "decisions only from the profile: two runs give the same bits"
     )

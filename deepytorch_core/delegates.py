@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
+
+from deepytorch_core.errors import OFF_SWITCH
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
 
 STOCK_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The stock backend that serves tensors of a device type when native code does not."""
+
+
+# Of the native core: where each rank leaves the mark of its process in the group's store.
+_MARK_KEY = "deepytorch/process/"
+_LOOK_FOR_DEAD_S = 0.2
+# A socket closes a moment before its process has ended, and the kernel tells both.
+_ENDING_S = 0.5
+_LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,23 @@ class GroupSpec:
             pg_options=pg_options,
             process_group=None if group is None else weakref.ref(group),
         )
+
+    def global_rank(self, rank: int) -> int:
+        """What messages call the group's rank."""
+        return self.global_ranks[rank] if self.global_ranks else rank
+
+    def dead(self) -> str:
+        """The ranks whose processes on this node have certainly ended; "rank 1 (pid 4711) died"."""
+        from deepytorch_core import _core
+
+        found = []
+        for rank in range(self.size):
+            key = f"{_MARK_KEY}{rank}"
+            mark = self.store.get(key).decode() if self.store.check([key]) else ""
+            pid = _core.dead_process(mark)
+            if pid is not None:
+                found.append(f"rank {self.global_rank(rank)} (pid {pid}) died")
+        return ", ".join(found)
 
 
 _factories: weakref.WeakSet[StockFactory] = weakref.WeakSet()
@@ -82,6 +110,8 @@ class StockFactory:
             )
         # Keys of its own: several backends of one group share the group's store.
         store = c10d.PrefixStore(f"delegate/{device_type}/", self._spec.store)
+        if name == "gloo":  # NCCL needs only those ranks that take part
+            self._meet(store)
         if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
             backend = self._from_registry(name, store)
         else:
@@ -136,6 +166,76 @@ class StockFactory:
             )
         )
 
+    def who_died(self) -> str:
+        """After a failure of a stock backend: "rank 1 (pid 4711) died", or "" for all we know."""
+        deadline = time.monotonic() + _ENDING_S
+        while not (found := self._spec.dead()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+    def _meet(self, store: Store) -> None:
+        """Waits until all ranks are here and fit to make gloo's part of the group.
+
+        Gloo would wait as well, but neither see that a rank died nor that it failed.
+        """
+        import torch.distributed as dist
+
+        spec = self._spec
+        keys = [f"here/{rank}" for rank in range(spec.size)]
+        what = self._what()
+        try:
+            store.set(keys[spec.rank], self._why_unfit())
+            self._wait_for(store, keys, what)
+            words = store.multi_get(keys)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            reason = str(error).partition("\n")[0]
+            raise _backend_error(f"{what}: rendezvous store: {reason}") from error
+        unfit = [
+            f"rank {spec.global_rank(rank)} can't: {word.decode()}"
+            for rank, word in enumerate(words)
+            if word
+        ]
+        if unfit:
+            raise _backend_error(f"{what}: {', '.join(unfit)}")
+
+    def _what(self) -> str:
+        spec = self._spec
+        return f"group {spec.name} on rank {spec.global_rank(spec.rank)}: making gloo's part"
+
+    def _why_unfit(self) -> str:
+        """What stops this process from making gloo's sockets and threads; "" for nothing."""
+        from torch._C._distributed_c10d import HashStore
+        from torch.distributed import distributed_c10d as c10d
+
+        try:
+            c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=self.timeout)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _wait_for(self, store: Store, keys: list[str], what: str) -> None:
+        spec = self._spec
+        started = looked = time.monotonic()
+        pause = 0.001
+        while not store.check(keys):
+            now = time.monotonic()
+            if now - looked > _LOOK_FOR_DEAD_S:
+                looked = now
+                if dead := spec.dead():
+                    raise _backend_error(f"{what}: {dead} before it joined")
+            if now - started > self.timeout.total_seconds():
+                missing = [
+                    str(spec.global_rank(rank))
+                    for rank, key in enumerate(keys)
+                    if not store.check([key])
+                ]
+                raise _backend_error(
+                    f"{what}: rank(s) {', '.join(missing)} did not join within "
+                    f"{self.timeout.total_seconds():g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
     @property
     def timeout(self) -> timedelta:
         live = getattr(self.live_options, "_timeout", None)
@@ -168,9 +268,14 @@ class StockFactory:
                 f"deepytorch: group {self._spec.name}: this torch was built without gloo, which "
                 "serves CPU tensors that native code does not"
             )
-        backend: Any = c10d.ProcessGroupGloo(
-            store, self._spec.rank, self._spec.size, timeout=self.timeout
-        )
+        try:
+            backend: Any = c10d.ProcessGroupGloo(
+                store, self._spec.rank, self._spec.size, timeout=self.timeout
+            )
+        except RuntimeError as error:
+            if dead := self.who_died():
+                raise _backend_error(f"{self._what()}: {dead}; gloo: {error}") from error
+            raise
         backend.options.global_ranks_in_group = self._spec.global_ranks
         backend.options.group_name = self._spec.name
         backend._set_sequence_number_for_group()
@@ -202,3 +307,9 @@ class StockFactory:
         nccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
         given = self._spec.pg_options
         return given if nccl is not None and isinstance(given, nccl.Options) else None
+
+
+def _backend_error(text: str) -> Exception:
+    import torch.distributed as dist
+
+    return dist.DistBackendError(f"{text} ({OFF_SWITCH})")

@@ -84,11 +84,10 @@ def load_config(cls: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the configuration {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML: {error}") from error
+    loaded = _parse_yaml(text, f"{path} is not valid YAML")
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -97,10 +96,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse_scalar(key: str, text: str) -> Any:
+    return _parse_yaml(text, f"{key}={text} is not a valid value")
+
+
+def _parse_yaml(text: str, wrong: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{key}={text} is not a valid value: {error}") from error
+    except Exception as error:
+        # Not only YAMLError: PyYAML hands on whatever dates and numbers that are none raise in its
+        # constructors (ValueError, AttributeError, KeyError, ...), and RecursionError.
+        raise RecipeError(f"{wrong}: {error}") from error
 
 
 def _unknown_key(key: str, names: list[str], origin: str) -> str:
@@ -127,7 +132,7 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
         # YAML 1.1 reads 2e-5 as a string: accept it, it is how people write learning rates.
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
     elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

@@ -34,6 +34,14 @@ size_t read_number(const char* name, size_t least, size_t most, size_t step = 1)
   return number;
 }
 
+bool read_switch(const char* name) {
+  const char* value = std::getenv(name);
+  const std::string text = value == nullptr ? "" : value;
+  if (text == "1") return true;
+  if (text.empty() || text == "0") return false;
+  throw Error(DPT_ERR_INVALID, std::string(name) + "=" + text + ": expected 0 or 1");
+}
+
 std::string read_text(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
@@ -58,6 +66,7 @@ const Env& env() {
       .num_sockets = static_cast<int>(read_number("DEEPYTORCH_NUM_SOCKETS", 1, 64)),
       .socket_bytes = read_number("DEEPYTORCH_SOCKET_BYTES", 64 << 10, 1 << 30),
       .tcp_congestion = read_text("DEEPYTORCH_TCP_CONGESTION"),
+      .tcp_checksum = read_switch("DEEPYTORCH_TCP_CHECKSUM"),
       .node_ids = read_list("DEEPYTORCH_NODE_ID"),
       .reduce_threads = static_cast<int>(read_number("DEEPYTORCH_REDUCE_THREADS", 1, 64)),
       .no_peer_access = read_text("NCCL_P2P_DISABLE") == "1",

@@ -27,6 +27,9 @@ struct Env {
   // DEEPYTORCH_TCP_CONGESTION: congestion control of those connections. Default empty: the
   // system's.
   std::string tcp_congestion;
+  // DEEPYTORCH_TCP_CHECKSUM: 1: messages that this process sends to other nodes carry a checksum.
+  // Default 0.
+  bool tcp_checksum;
   // DEEPYTORCH_NODE_ID: for tests and emulation: the name of the node that this process pretends to
   // be on, or those of all global ranks, separated by commas. Ranks of different names don't use
   // the memory they could share. Default none: where each process really is.

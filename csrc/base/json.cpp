@@ -71,7 +71,7 @@ class Parser {
       }
       skip_space();
       if (!take(":")) fail("expected ':'");
-      object.emplace_back(std::move(key), parse_value(depth + 1));
+      object.push_back({std::move(key), parse_value(depth + 1)});
       skip_space();
     } while (take(","));
     if (!take("}")) fail("expected ',' or '}'");
@@ -225,12 +225,12 @@ void append_value(const Value& value, int indent, std::string* out) {
     *out += "]";
   } else if (const auto* object = value.get_if<Object>()) {
     const bool one_line = std::none_of(
-        object->begin(), object->end(), [](const auto& item) { return is_container(item.second); });
+        object->begin(), object->end(), [](const auto& item) { return is_container(item.value); });
     *out += "{";
     append_items(object->size(), one_line, indent, out, [&](size_t i) {
-      append_string((*object)[i].first, out);
+      append_string((*object)[i].key, out);
       *out += ": ";
-      append_value((*object)[i].second, indent + 2, out);
+      append_value((*object)[i].value, indent + 2, out);
     });
     *out += "}";
   } else if (const auto* string = value.get_if<std::string>()) {

@@ -6,15 +6,15 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <variant>
 #include <vector>
 
 namespace dpt::json {
 
 struct Value;
+struct Member;  // a key and its value; a pair of an incomplete type is one only GCC takes
 using Array = std::vector<Value>;
-using Object = std::vector<std::pair<std::string, Value>>;  // in the order of the text
+using Object = std::vector<Member>;  // in the order of the text
 
 // A number that is no int64_t, as it was written.
 struct Number {
@@ -25,12 +25,20 @@ struct Value {
   std::variant<std::nullptr_t, bool, int64_t, Number, std::string, Array, Object> data;
 
   template <typename T>
-  const T* get_if() const {
-    return std::get_if<T>(&data);
-  }
+  const T* get_if() const;
   // "an object", "a string", ...: for messages.
   const char* kind() const;
 };
+
+struct Member {
+  std::string key;
+  Value value;
+};
+
+template <typename T>
+const T* Value::get_if() const {
+  return std::get_if<T>(&data);
+}
 
 // Throws Error(DPT_ERR_INVALID) with line and column.
 Value parse(std::string_view text);

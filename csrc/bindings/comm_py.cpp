@@ -1,8 +1,10 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <limits>
 
 #include "bindings/register.hpp"
+#include "bootstrap/exchange.hpp"
 #include "comm/c_api.hpp"
 #include "comm/decisions.hpp"
 #include "comm/fabric.hpp"
@@ -188,6 +190,14 @@ void register_comm(py::module_& m) {
         "How often this process mapped another process's device memory; 0 where GPUs have no peer "
         "access.");
   m.def("reset_statistics", &reset_statistics, "Forgets all counts.");
+  m.def(
+      "dead_process",
+      [](const std::string& mark) -> std::optional<int> {
+        const auto pid = dead_process(mark);
+        return pid ? std::optional(std::stoi(*pid)) : std::nullopt;
+      },
+      py::arg("mark"),
+      "The pid of the process that left this mark in a group's store, if it has certainly ended.");
 }
 
 }  // namespace dpt

@@ -26,6 +26,12 @@ std::set<Backend*>& live() {
   return *backends;
 }
 
+// "all_reduce" of "deepytorch:all_reduce".
+std::string name_in(const std::string& title) {
+  const size_t colon = title.find(':');
+  return colon == std::string::npos ? "an operation" : title.substr(colon + 1);
+}
+
 void on_done(void* context, dpt_status status, const char* message) {
   const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
   work->complete(status, message);
@@ -231,6 +237,7 @@ WorkPtr Backend::submit(Call what) {
   const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
   if (setup_.compare && is_collective) setup_.compare(signature_of(what));
   const uint64_t sequence = ++sequence_;
+  if (setup_.inspect) inspect(what, sequence);
   // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
   const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
   Call& call = submitted->call;
@@ -290,6 +297,34 @@ WorkPtr Backend::submit(Call what) {
   return note_coalesced(result, call);
 }
 
+// One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.
+void Backend::inspect(const Call& call, uint64_t sequence) {
+  const auto op = call.reduce_op.op_;
+  const bool sums =
+      op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::PREMUL_SUM;
+  const bool reduces = call.op_type == c10d::OpType::ALLREDUCE ||
+                       call.op_type == c10d::OpType::REDUCE ||
+                       call.op_type == c10d::OpType::REDUCE_SCATTER ||
+                       call.op_type == c10d::OpType::_REDUCE_SCATTER_BASE;
+  if (!sums || !reduces) return;
+  for (const at::Tensor& tensor : call.inputs) {
+    const std::string fault = setup_.inspect(tensor);
+    if (fault.empty()) continue;
+    const std::string text =
+        join_text({name_in(call.title),
+                   " #",
+                   std::to_string(sequence),
+                   " of group ",
+                   setup_.options->group_name,
+                   ": rank ",
+                   std::to_string(setup_.options->global_ranks_in_group[rank_]),
+                   " gave ",
+                   fault});
+    setup_.api->comm_abort(comm_, text.c_str());
+    std::rethrow_exception(make_exception(DPT_ERR_ABORTED, text));
+  }
+}
+
 void Backend::submit_to_core(const dpt_request& request,
                              const Submitted& submitted,
                              c10::intrusive_ptr<NativeWork> work,
@@ -326,7 +361,13 @@ WorkPtr Backend::watched(const Submitted& submitted) {
                                                                  submitted.call.title,
                                                                  submitted.recorded,
                                                                  setup_.api,
-                                                                 setup_.explain});
+                                                                 setup_.explain,
+                                                                 join_text({name_in(submitted.call.title),
+                                                                            " of group ",
+                                                                            setup_.options->group_name,
+                                                                            " on rank ",
+                                                                            std::to_string(rank_)}),
+                                                                 setup_.who_died});
 }
 
 std::string Backend::signature_of(const Call& call) const {

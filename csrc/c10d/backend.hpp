@@ -41,12 +41,16 @@ class Backend : public c10d::Backend {
     std::function<BackendPtr(const std::string&)> make_delegate;
     // Makes the one that goes through nodes in stages; likewise.
     std::function<BackendPtr(const std::string&, const std::vector<int>&)> make_hierarchy;
+    // "rank 1 (pid 4711) died", or nothing; asked after the stock backend failed on host memory.
+    std::function<std::string()> who_died;
     bool native;
     const dpt_api* api;
     dpt_tune tune = DPT_TUNE_OFF;
-    std::string profile;             // path; empty: none
-    size_t staging_bytes = 0;        // 0: the core's default
-    bool raise_errors = false;       // of GPUs; else they end the process
+    std::string profile;        // path; empty: none
+    size_t staging_bytes = 0;   // 0: the core's default
+    bool raise_errors = false;  // of GPUs; else they end the process
+    // What is wrong with a tensor that is going to be summed, or nothing; unset: nobody asks.
+    std::function<std::string(const at::Tensor&)> inspect;
     bool delegate_competes = false;  // native code must be faster than the stock backend
     bool by_nodes = false;           // the stock backend may go through nodes in stages
     // Of a failure of an operation: what is to be said before it, or nothing.
@@ -166,6 +170,7 @@ class Backend : public c10d::Backend {
   WorkPtr submit(Call call);
   // The delegate's work as the caller gets it.
   WorkPtr watched(const Submitted& submitted);
+  void inspect(const Call& call, uint64_t sequence);
   WorkPtr submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence);
   // Throws what the operation ended with. `work`: who is told of the end; nullptr: nobody.
   void submit_to_core(const dpt_request& request,

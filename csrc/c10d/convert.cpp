@@ -1,6 +1,7 @@
 #include "convert.hpp"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -37,6 +38,11 @@ std::optional<dpt_data_type> to_data_type(at::ScalarType type) {
 }
 
 }  // namespace
+
+std::string text_of(const std::exception& error) {
+  const auto* own = dynamic_cast<const c10::Error*>(&error);
+  return own == nullptr ? error.what() : own->what_without_backtrace();
+}
 
 std::string join_text(std::initializer_list<std::string> pieces) {
   std::string text;

@@ -1,5 +1,7 @@
 #include "delegated_work.hpp"
 
+#include "convert.hpp"
+
 namespace dpt::c10d_adapter {
 
 DelegatedWork::DelegatedWork(c10::intrusive_ptr<c10d::Work> work, Watch watch)
@@ -21,10 +23,15 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
     const bool done = work_->wait(timeout);
     ended(DPT_OK);
     return done;
-  } catch (...) {
+  } catch (const std::exception& error) {
     const std::exception_ptr failure = std::current_exception();
     // With a limit of the caller's own the operation may still be under way.
     if (timeout == kNoTimeout || work_->isCompleted()) ended(DPT_ERR_DELEGATE);
+    // The stock backend's own errors say which socket broke.
+    if (const std::string who = watch_.who_died(); !who.empty()) {
+      std::rethrow_exception(make_exception(
+          DPT_ERR_PEER_LOST, watch_.where + ": " + who + "; gloo: " + text_of(error)));
+    }
     std::rethrow_exception(with_explanation(watch_.explain, failure));
   }
 }

@@ -17,6 +17,8 @@ class DelegatedWork : public c10d::Work {
     uint64_t recorded;  // its number in the flight record
     const dpt_api* api;
     Explain explain;
+    std::string where;                      // the operation, its group and this rank
+    std::function<std::string()> who_died;  // "rank 1 (pid 4711) died", or nothing
   };
 
   DelegatedWork(c10::intrusive_ptr<c10d::Work> work, Watch watch);

@@ -67,6 +67,28 @@ std::function<void(const std::string&)> wrap_compare(py::object compare) {
   };
 }
 
+std::function<std::string(const at::Tensor&)> wrap_inspect(py::object inspect) {
+  if (inspect.is_none()) return nullptr;
+  return [held = hold(std::move(inspect))](const at::Tensor& tensor) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(tensor).cast<std::string>();
+  };
+}
+
+// What a factory that knows nothing of deaths, or fails to find out, says is nothing.
+std::function<std::string()> who_died(py::object factory) {
+  return [held = hold(std::move(factory))]() -> std::string {
+    if (!Py_IsInitialized()) return "";
+    const py::gil_scoped_acquire gil;
+    if (!py::hasattr(*held, "who_died")) return "";
+    try {
+      return held->attr("who_died")().cast<std::string>();
+    } catch (const py::error_already_set&) {
+      return "";
+    }
+  };
+}
+
 // A Python factory of stock backends.
 template <typename... Arguments>
 std::function<BackendPtr(Arguments...)> wrap_factory(py::object factory) {
@@ -116,7 +138,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          bool delegate_competes,
          bool by_nodes,
          py::object explain,
-         py::object compare) {
+         py::object compare,
+         py::object inspect) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
@@ -132,12 +155,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                            .options = std::move(options),
                            .make_delegate = wrap_factory<const std::string&>(delegates),
                            .make_hierarchy = std::move(make_hierarchy),
+                           .who_died = who_died(delegates),
                            .native = native,
                            .api = core_api(),
                            .tune = parse_tune(tune),
                            .profile = profile,
                            .staging_bytes = staging_bytes,
                            .raise_errors = raise_errors,
+                           .inspect = wrap_inspect(std::move(inspect)),
                            .delegate_competes = delegate_competes,
                            .by_nodes = by_nodes,
                            .explain = wrap_explain(std::move(explain)),
@@ -160,6 +185,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("by_nodes") = false,
       py::arg("explain") = py::none(),
       py::arg("compare") = py::none(),
+      py::arg("inspect") = py::none(),
       "A process group's backend; `delegates(device_type)` makes the stock one when needed, and "
       "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages.");
 

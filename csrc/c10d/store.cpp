@@ -6,6 +6,8 @@
 #include <exception>
 #include <thread>
 
+#include "convert.hpp"
+
 namespace dpt::c10d_adapter {
 namespace {
 
@@ -13,7 +15,7 @@ constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10000};
 
 dpt_status failed(const std::exception& caught, dpt_error* error) {
-  std::strncpy(error->message, caught.what(), sizeof error->message - 1);
+  std::strncpy(error->message, text_of(caught).c_str(), sizeof error->message - 1);
   return DPT_ERR_SYSTEM;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue_inl.h>
 #include <c10/util/Exception.h>
 
+#include "convert.hpp"
 #include "python_bridge.hpp"
 
 namespace dpt::c10d_adapter {

@@ -267,8 +267,7 @@ void Communicator::connect(WaitContext wait, Store& store) {
   try {
     connect_segment(wait, store);
   } catch (const Error& error) {
-    fail(error.status(), error.what());
-    throw;
+    fail_operation(error, wait);
   }
 }
 

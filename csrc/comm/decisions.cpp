@@ -47,6 +47,13 @@ void Decisions::add_measured(TuningClass group,
   measured_[group].at(collective, bucket) = times;
 }
 
+void Decisions::ignore(Profile& profile, const std::string& path, const Error& error) {
+  profile.usable = false;
+  log(LogLevel::kWarning,
+      "the profile " + path + " is ignored: " + error.what() +
+          ". Remove it, or name another file with the option profile (DEEPYTORCH_PROFILE)");
+}
+
 Decisions::Profile& Decisions::profile_at(const std::string& path) {
   const auto found = profiles_.find(path);
   if (found != profiles_.end()) return found->second;
@@ -54,7 +61,11 @@ Decisions::Profile& Decisions::profile_at(const std::string& path) {
   try {
     profile.text = read_profile(path);
   } catch (const Error& error) {
-    log(LogLevel::kDebug, std::string("no profile: ") + error.what());
+    if (error.status() == DPT_ERR_INVALID) {
+      ignore(profile, path, error);
+    } else {
+      log(LogLevel::kDebug, std::string("no profile: ") + error.what());
+    }
   }
   return profile;
 }
@@ -73,10 +84,7 @@ Entry Decisions::in_profile(const std::string& path,
       const auto table = find_in_profile(profile.text, key_of(group));
       found = profile.tables.emplace(group, table.value_or(TimingTable{})).first;
     } catch (const Error& error) {
-      profile.usable = false;
-      log(LogLevel::kWarning,
-          "the profile " + path + " is ignored: " + error.what() +
-              ". Remove it, or name another file with the option profile (DEEPYTORCH_PROFILE)");
+      ignore(profile, path, error);
       return {};
     }
   }

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "base/error.hpp"
 #include "tuner/choose.hpp"
 #include "tuner/table.hpp"
 
@@ -61,6 +62,7 @@ class Decisions {
     std::map<TuningClass, TimingTable> tables;
   };
   Profile& profile_at(const std::string& path);
+  static void ignore(Profile& profile, const std::string& path, const Error& error);
 
   mutable std::mutex mutex_;
   std::map<TuningClass, TimingTable> measured_;

@@ -128,10 +128,10 @@ class Writer {
  public:
   template <typename T>
   void field(const char* name, T& member) {
-    object_.emplace_back(name, to_json(member));
+    object_.push_back({name, to_json(member)});
   }
   void node_field(const char* name, int& node) { field(name, node); }
-  void version() { object_.emplace_back("version", json::Value{int64_t{kVersion}}); }
+  void version() { object_.push_back({"version", json::Value{int64_t{kVersion}}}); }
 
   template <typename T>
   static json::Value to_json(T& member) {

@@ -1,5 +1,6 @@
 #include "tuner/profile.hpp"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -44,7 +45,7 @@ const T& get(const Value& object, const char* name, const std::string& path) {
 bool has(const Value& object, const char* name) {
   const auto* fields = object.get_if<Object>();
   return fields != nullptr && std::any_of(fields->begin(), fields->end(), [&](const auto& each) {
-           return each.first == name;
+           return each.key == name;
          });
 }
 
@@ -189,8 +190,8 @@ Object other_fields(const std::string& text) {
   const Value document = json::parse(text);
   if (get<int64_t>(document, "format", "the profile") != kProfileFormat) return {};
   Object fields = *document.get_if<Object>();
-  std::erase_if(
-      fields, [](const auto& field) { return field.first == "format" || field.first == "groups"; });
+  std::erase_if(fields,
+                [](const auto& field) { return field.key == "format" || field.key == "groups"; });
   return fields;
 }
 
@@ -247,9 +248,26 @@ std::string merge_into_profile(const std::string& text,
   return json::dump({std::move(profile)});
 }
 
+namespace {
+
+// As deepytorch_core/trust.py.
+void check_owner(const std::string& path) {
+  struct stat status{};
+  if (stat(path.c_str(), &status) != 0) return;  // reading it says why
+  const bool foreign = status.st_uid != geteuid() && status.st_uid != 0;
+  if (!foreign && (status.st_mode & S_IWOTH) == 0) return;
+  fail(path +
+       (foreign ? " belongs to another user (id " + std::to_string(status.st_uid) + ")"
+                : " can be written by others") +
+       ": make it yours alone (copy it, chmod o-w)");
+}
+
+}  // namespace
+
 std::string read_profile(const std::string& path) {
   std::error_code error;
   if (!std::filesystem::exists(path, error)) return "";
+  check_owner(path);
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
   text << file.rdbuf();

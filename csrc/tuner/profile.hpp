@@ -43,7 +43,7 @@ std::string merge_into_profile(const std::string& text,
                                const TimingTable& table);
 
 // The content of the file at `path`; empty when there is none. Error(DPT_ERR_SYSTEM) when it can't
-// be read.
+// be read, Error(DPT_ERR_INVALID) when somebody else could have written it.
 std::string read_profile(const std::string& path);
 // Replaces the file in one step; makes its folder. Error(DPT_ERR_SYSTEM).
 void write_profile(const std::string& path, const std::string& text);

@@ -18,6 +18,7 @@ from torch import nn
 
 from deepytorch_core import config
 from deepytorch_core.console import say_once
+from deepytorch_core.trust import why_not_believed
 
 # As in csrc/tuner/profile.hpp: a profile of another format is left alone.
 _FORMAT = 1
@@ -84,6 +85,9 @@ def _read() -> dict[str, Any]:
     path = config.profile_path()
     if path is None or not path.exists():
         return {}
+    if (untrusted := why_not_believed(path)) is not None:
+        say_once(f"the profile is ignored: {untrusted}", level="warning")
+        return {"format": None}  # nor is it written
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or not isinstance(document.get("decisions", []), list):

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepytorch_core.console import say_once
+from deepytorch_core.trust import why_not_believed
+
 FLOWS = (1, 2, 4, 8)
 """How many TCP connections at once the probe measures."""
 
@@ -131,6 +134,9 @@ def remember(path: Path, key: str, link: Link) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if (untrusted := why_not_believed(path)) is not None:
+        say_once(f"what is known of the network is ignored: {untrusted}", level="warning")
+        return {}
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

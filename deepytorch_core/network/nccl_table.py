@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepytorch_core.network.nccl_env import Choice
+from deepytorch_core.trust import why_not_believed
 
 COLLECTIVES = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce")
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
@@ -97,6 +98,8 @@ def choose(path: Path, user_set: Collection[str]) -> Choice:
     """
     if _BY_HAND & set(user_set) or not path.exists():
         return Choice()
+    if (untrusted := why_not_believed(path)) is not None:
+        raise ValueError(f"the table for NCCL is ignored: {untrusted}")
     return Choice(
         {"NCCL_TUNER_PLUGIN": str(plugin()), "DEEPYTORCH_NCCL_TABLE": str(path)},
         (f"{len(read(path))} measured choices in {path}",),

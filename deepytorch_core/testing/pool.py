@@ -74,6 +74,7 @@ class Pool:
         backend: str | None,
         timeout_s: float,
         expect_dead: frozenset[int],
+        expect_exit: frozenset[int] = frozenset(),
     ) -> tuple[list[Any], bool]:
         """Run one call; return each rank's result and whether the workers can serve another."""
         self._num_calls += 1
@@ -104,7 +105,8 @@ class Pool:
             for worker in [worker for worker in pending if set(worker.sources) & set(ready)]:
                 pending.remove(worker)
                 outcome = _receive(worker)
-                if outcome is None and worker.rank in expect_dead and worker.wait() < 0:
+                killed = worker.rank in expect_dead and outcome is None and worker.wait() < 0
+                if killed or (worker.rank in expect_exit and outcome is None):
                     results[worker.rank] = None
                     healthy = False
                 elif outcome is None:
@@ -157,6 +159,7 @@ def spawn_ranks(
     timeout_s: float = 60,
     backend: str | None = None,
     expect_dead: set[int] | frozenset[int] = frozenset(),
+    expect_exit: set[int] | frozenset[int] = frozenset(),
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
     preload: Sequence[str] = (),
@@ -177,6 +180,7 @@ def spawn_ranks(
         backend: when given, torch.distributed is initialised with it before `fn` runs, with a
             group timeout of 0.75 * `timeout_s`.
         expect_dead: ranks that may die by a signal; such a rank's result is None.
+        expect_exit: ranks that may end their process in any way, `os._exit` too; result None.
         env: additional environment variables of the workers (a pool of its own per setting).
         fresh: use new workers and end them afterwards, for calls that change the process.
         preload: modules that workers have imported when they start, which costs once what
@@ -214,6 +218,7 @@ def spawn_ranks(
             backend=backend,
             timeout_s=timeout_s,
             expect_dead=frozenset(expect_dead),
+            expect_exit=frozenset(expect_exit),
         )
     finally:
         reusable = reusable and not fresh

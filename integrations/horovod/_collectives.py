@@ -256,10 +256,17 @@ def _compare_names(entry: Entry, process_set: ProcessSet) -> None:
     text = json.dumps(entry)
     facts = _exchange(process_set, [[zlib.crc32(text.encode())]])
     if len({int(fact[0]) for fact in facts}) > 1:
-        texts: list[str] = [""] * process_set.group.size()
-        dist.all_gather_object(texts, text, group=process_set.group)
+        texts = _exchange_texts(process_set, text)
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise HorovodInternalError(f"the ranks of {process_set} begin different operations: {said}")
+
+
+def _exchange_texts(process_set: ProcessSet, text: str) -> list[str]:
+    """The texts of all ranks, by rank; as bytes, so that nothing is unpickled."""
+    own = [*text.encode()]
+    longest = max(int(length[0]) for length in _exchange(process_set, [[len(own)]]))
+    rows = _exchange(process_set, [[len(own), *own, *[0] * (longest - len(own))]])
+    return [bytes(row[1 : 1 + row[0]]).decode() for row in rows]
 
 
 def _exchange(process_set: ProcessSet, numbers: list[list[int]]) -> list[list[int]]:

@@ -323,7 +323,7 @@ def _placement() -> Placement:
 
 def in_debug() -> bool:
     """Whether option `debug` is on."""
-    return world().joined.options.debug
+    return bool(world().joined.options.debug)
 
 
 def default_device(process_set: ProcessSet) -> torch.device:

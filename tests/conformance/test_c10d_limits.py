@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ import torch.distributed as dist
 
 from deepytorch_core.bench.groups import memory_bytes
 from deepytorch_core.testing import rank_store, spawn_ranks
+from deepytorch_core.testing.leaks import Holdings, holdings, num_mappings
 
 BACKEND = "deepytorch"
 MIB = 1 << 20
@@ -65,29 +63,6 @@ def test_memory_of_many_groups(world_size: int) -> None:
         assert grown <= MOST_FOR_GROUPS
 
 
-def children() -> list[str]:
-    tasks = Path("/proc/self/task").iterdir()
-    return sorted(" ".join((task / "children").read_text() for task in tasks).split())
-
-
-def left_over() -> dict[str, object]:
-    """What must be as it was, whatever ran in between."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    descriptors = []
-    for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        if os.path.lexists(path):
-            descriptors.append(os.readlink(path).split(":")[0])
-    return {
-        "descriptors": sorted(descriptors),
-        "threads": len(os.listdir("/proc/self/task")),
-        "children": children(),
-        "shared memory mapped": [line for line in maps if "memfd" in line],
-        "/dev/shm": sorted(path.name for path in Path("/dev/shm").glob("*deepytorch*")),
-    }
-
-
 def cycle(rank: int, world_size: int, number: int) -> None:
     store = rank_store(f"cycle{number}")
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
@@ -95,21 +70,17 @@ def cycle(rank: int, world_size: int, number: int) -> None:
     dist.destroy_process_group()
 
 
-def cycles(rank: int, world_size: int) -> tuple[dict[str, object], dict[str, object], int, int]:
+def cycles(rank: int, world_size: int) -> tuple[Holdings, Holdings, int, int]:
     from deepytorch_core import backend
 
     backend.register()
     for number in range(WARM_UP_CYCLES):
         cycle(rank, world_size, number)
-    before, mappings, memory = left_over(), num_mappings(), memory_bytes()
+    before, mappings, memory = holdings(), num_mappings(), memory_bytes()
     for number in range(WARM_UP_CYCLES, NUM_CYCLES):
         cycle(rank, world_size, number)
-    after = left_over()
+    after = holdings()
     return before, after, num_mappings() - mappings, memory_bytes() - memory
-
-
-def num_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("\n")
 
 
 def test_a_thousand_cycles_leave_nothing_behind() -> None:

@@ -1,6 +1,7 @@
 // The profile: what is written is read back, by who it is for, and nothing else is believed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -13,6 +14,7 @@
 namespace dpt::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -178,6 +180,24 @@ TEST_F(ProfileFile, IsReplacedInOneStep) {
   EXPECT_EQ(read_profile(path), "second");
   // No temporary file stays behind.
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_ / "new"), {}), 1);
+}
+
+TEST_F(ProfileFile, OfSomebodyElseIsNotBelieved) {
+  const std::string path = folder_ / "profile.json";
+  write_profile(path, "text");
+  chmod(path.c_str(), 0666);
+  try {
+    read_profile(path);
+    ADD_FAILURE() << "it was believed";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), DPT_ERR_INVALID);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("can be written by others"), HasSubstr("chmod")));
+  }
+  chmod(path.c_str(), 0664);
+  EXPECT_EQ(read_profile(path), "text");
+  if (geteuid() != 0) return;
+  ASSERT_EQ(chown(path.c_str(), 12345, 12345), 0);
+  EXPECT_THROW(read_profile(path), Error);
 }
 
 TEST_F(ProfileFile, WhereNoneCanBeSaysSo) {

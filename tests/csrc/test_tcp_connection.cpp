@@ -10,6 +10,7 @@
 
 #include "base/error.hpp"
 #include "transport/tcp/connection.hpp"
+#include "transport/tcp/crc32c.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -122,11 +123,13 @@ std::string random_bytes(size_t count, unsigned seed) {
   return bytes;
 }
 
-class TcpMessages : public ::testing::TestWithParam<std::tuple<int, Mover>> {};
+// Sockets, who moves, and whether the first side sends checksums; the other never does.
+class TcpMessages : public ::testing::TestWithParam<std::tuple<int, Mover, bool>> {};
 
 TEST_P(TcpMessages, ArriveWholeAndInOrderInBothDirectionsAtOnce) {
-  const auto [sockets, mover] = GetParam();
+  const auto [sockets, mover, checksum] = GetParam();
   Ends made = ends(sockets);
+  made.one.checksum = checksum;
   Trouble trouble[2];
   Connection first(std::move(made.one), trouble[0].host());
   Connection second(std::move(made.other), trouble[1].host());
@@ -165,7 +168,64 @@ TEST_P(TcpMessages, ArriveWholeAndInOrderInBothDirectionsAtOnce) {
 INSTANTIATE_TEST_SUITE_P(Over,
                          TcpMessages,
                          ::testing::Combine(::testing::Values(1, 4),
-                                            ::testing::Values(Mover::kCaller, Mover::kReactor)));
+                                            ::testing::Values(Mover::kCaller, Mover::kReactor),
+                                            ::testing::Bool()));
+
+// One half of a message of 16 bytes, as a peer sends it that adds checksums.
+std::string checked_half(uint64_t offset) {
+  StripeHeader header{StripeHeader::kMagic, 8, 0, offset, 16, 1, 0};
+  header.checksum = checksum_of(header, "12345678");
+  std::string stripe(sizeof header, '\0');
+  std::memcpy(stripe.data(), &header, sizeof header);
+  stripe += "12345678";
+  return stripe;
+}
+
+TEST(TcpChecksum, LetsIntactMessagesThrough) {
+  Played peer(1);
+  std::string buffer(16, '\0');
+  const uint64_t number = peer.connection->receive(buffer.data(), 16, Mover::kCaller);
+  peer.put_raw(0, checked_half(8) + checked_half(0));
+  EXPECT_EQ(peer.connection->wait_received(number, within(5000)), 16U);
+  EXPECT_EQ(buffer, "1234567812345678");
+}
+
+TEST(TcpChecksum, NamesTheDamagedBytes) {
+  // The low byte of the header's `offset`, of the checksum, and a byte of the data.
+  for (const size_t damaged : {offsetof(StripeHeader, offset),
+                               offsetof(StripeHeader, checksum),
+                               sizeof(StripeHeader) + 2}) {
+    Played peer(1);
+    std::string buffer(16, '\0');
+    const uint64_t number = peer.connection->receive(buffer.data(), 16, Mover::kCaller);
+    std::string stripe = checked_half(0);
+    stripe[damaged] ^= 1;
+    peer.put_raw(0, stripe);
+    EXPECT_THAT(peer.error_of_wait(number),
+                AllOf(HasSubstr("rank 1 (its address)"),
+                      HasSubstr("message #0 of 16 bytes"),
+                      HasSubstr("do not match their checksum")));
+  }
+}
+
+// RFC 3720, B.4, and the usual check value.
+TEST(Crc32c, AgreesWithPublishedValues) {
+  for (const auto& crc : {crc32c, crc32c_by_tables}) {
+    EXPECT_EQ(crc("123456789", 9, 0), 0xe3069283U);
+    EXPECT_EQ(crc(std::string(32, '\0').data(), 32, 0), 0x8a9136aaU);
+    EXPECT_EQ(crc(std::string(32, '\xff').data(), 32, 0), 0x62a8ab43U);
+  }
+}
+
+TEST(Crc32c, IsTheSameBothWaysAndInPieces) {
+  const std::string bytes = random_bytes(5000, 3);
+  for (const size_t first : {size_t{0}, size_t{1}, size_t{7}, size_t{8}, size_t{777}}) {
+    const uint32_t whole = crc32c(bytes.data() + first, bytes.size() - first);
+    EXPECT_EQ(crc32c_by_tables(bytes.data() + first, bytes.size() - first), whole);
+    const uint32_t head = crc32c(bytes.data() + first, 100);
+    EXPECT_EQ(crc32c(bytes.data() + first + 100, bytes.size() - first - 100, head), whole);
+  }
+}
 
 TEST(TcpStriping, GivesEverySocketItsPart) {
   Played peer(4);

@@ -211,6 +211,17 @@ std::vector<Listener> listeners(const std::vector<std::string>& ips) {
   return made;
 }
 
+// Not on every interface of the machine: 127.0.0.2 is another address of the same one.
+TEST(TcpDialing, ListensOnItsInterfaceAlone) {
+  const Listener listener = std::move(listeners({"127.0.0.1"})[0]);
+  EXPECT_THAT(listener.address.describe(), HasSubstr("127.0.0.1:"));
+  for (const std::string ip : {"127.0.0.1", "127.0.0.2"}) {
+    const SocketAddress address = SocketAddress::parse(ip, listener.address.port());
+    const UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    EXPECT_EQ(connect(fd.get(), address.get(), address.length) == 0, ip == "127.0.0.1") << ip;
+  }
+}
+
 TEST(TcpDialing, FindsThePeerAmongStrangers) {
   const std::vector<Listener> lower = listeners({"127.0.0.1"});
   const std::vector<Listener> upper = listeners({"127.0.0.1"});

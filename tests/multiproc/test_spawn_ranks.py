@@ -178,6 +178,10 @@ def test_silent_exit_is_a_failure() -> None:
         spawn_ranks(exit_quietly, 2, expect_dead={0})
 
 
+def test_an_exit_that_is_expected_is_none() -> None:
+    assert spawn_ranks(exit_quietly, 2, expect_exit={0})[0] is None
+
+
 def test_hang_ends_with_stacks() -> None:
     spawn_ranks(process_id, 2)  # so that the time limit is spent in the call
     with pytest.raises(RankTimeoutError, match=r"ranks \[0\] did not finish") as caught:

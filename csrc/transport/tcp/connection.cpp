@@ -24,6 +24,7 @@ bool is_lost_connection(int error) {
 
 Connection::Connection(Peer peer, Host host)
     : peer_name_(std::move(peer.name)),
+      checksum_(peer.checksum),
       host_(std::move(host)),
       control_(std::move(peer.control)),
       heard_at_(std::chrono::steady_clock::now()) {
@@ -195,8 +196,11 @@ bool Connection::next_stripe(Socket& socket) {
                   static_cast<uint32_t>(bytes),
                   first_outgoing_ + i,
                   message.assigned,
-                  message.bytes};
+                  message.bytes,
+                  checksum_ ? 1U : 0U,
+                  0};
     socket.out_data = message.data + message.assigned;
+    if (checksum_) socket.out.checksum = checksum_of(socket.out, socket.out_data);
     socket.out_done = 0;
     socket.sending = true;
     message.assigned += bytes;
@@ -296,6 +300,18 @@ bool Connection::read_header(Socket& socket) {
   return true;
 }
 
+bool Connection::is_intact(const Socket& socket, const char* data) {
+  const StripeHeader& header = socket.in;
+  if (header.checked == 0 || checksum_of(header, data) == header.checksum) return true;
+  broken("sent message #" + std::to_string(header.message) + " of " + std::to_string(header.total) +
+             " bytes, of which bytes " + std::to_string(header.offset) + " to " +
+             std::to_string(header.offset + header.bytes) +
+             " do not match their checksum: something on the way, or the memory of one of the "
+             "two machines, changes data",
+         DPT_ERR_SYSTEM);
+  return false;
+}
+
 bool Connection::read_stripe(Socket& socket) {
   if (failure_ || socket.ended || socket.parked || !read_header(socket)) return false;
   const size_t index = socket.in.message - first_incoming_;
@@ -331,6 +347,7 @@ bool Connection::read_stripe(Socket& socket) {
     heard_at_ = std::chrono::steady_clock::now();
   }
   socket.in_done = 0;
+  if (!is_intact(socket, message.data + socket.in.offset)) return false;
   message.got += socket.in.bytes;
   if (message.got > message.total) {
     broken("sent a part of a message twice", DPT_ERR_SYSTEM);

@@ -32,6 +32,7 @@ class Connection {
     std::string name;  // "rank 5 (10.0.0.2:4242 by eth0)"
     std::vector<UniqueFd> data;
     UniqueFd control;
+    bool checksum = false;  // of what is sent to it; see NOTE [Checksums]
   };
   struct Host {
     Reactor& reactor;
@@ -108,6 +109,7 @@ class Connection {
   bool next_stripe(Socket& socket);
   bool read_stripe(Socket& socket);
   bool read_header(Socket& socket);
+  bool is_intact(const Socket& socket, const char* data);
   void write_all();
   void read_all();
   void finish_outgoing();
@@ -128,6 +130,7 @@ class Connection {
   [[noreturn]] void time_out(Lock& lock, const WaitContext& wait);
 
   std::string peer_name_;
+  bool checksum_;
   Host host_;
   std::mutex mutex_;
   std::condition_variable changed_;

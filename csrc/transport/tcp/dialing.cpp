@@ -233,7 +233,11 @@ class Dialer {
 }  // namespace
 
 TcpSettings TcpSettings::from_env() {
-  return {env().ifnames, env().num_sockets, env().socket_bytes, env().tcp_congestion};
+  return {env().ifnames,
+          env().num_sockets,
+          env().socket_bytes,
+          env().tcp_congestion,
+          env().tcp_checksum};
 }
 
 Listener listen_on(const Interface& interface, const TcpSettings& settings) {

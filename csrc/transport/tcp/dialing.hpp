@@ -18,6 +18,7 @@ struct TcpSettings {
   int num_sockets = 0;  // 0: ours
   size_t socket_bytes = 0;
   std::string congestion;
+  bool checksum = false;
   static TcpSettings from_env();
 };
 

@@ -1,6 +1,13 @@
 #include "transport/tcp/framing.hpp"
 
+#include "transport/tcp/crc32c.hpp"
+
 namespace dpt {
+
+uint32_t checksum_of(StripeHeader header, const char* data) {
+  header.checksum = 0;
+  return crc32c(data, header.bytes, crc32c(&header, sizeof header));
+}
 
 std::string fault_of(const StripeHeader& header) {
   if (header.magic != StripeHeader::kMagic) return "bytes that are no stripe";
@@ -9,6 +16,7 @@ std::string fault_of(const StripeHeader& header) {
     return "a stripe past the end of its message";
   }
   if (header.bytes == 0 && header.total != 0) return "an empty stripe";
+  if (header.checked > 1) return "a stripe of another version";
   return "";
 }
 

@@ -25,8 +25,14 @@ struct StripeHeader {
   uint64_t message;  // its number
   uint64_t offset;   // of this stripe in it
   uint64_t total;    // bytes of the message
+  uint32_t checked;  // 1: `checksum` says what it is, 0: there is none
+  uint32_t checksum;
 };
-static_assert(sizeof(StripeHeader) == 32);
+static_assert(sizeof(StripeHeader) == 40);
+
+// NOTE [Checksums] A stripe's checksum covers its header too, with 0 in place of itself. Each side
+// decides for what it sends, and whoever receives a checksum compares it: ranks need not agree.
+uint32_t checksum_of(StripeHeader header, const char* data);
 
 constexpr size_t kLeastStripe = 16 << 10;
 constexpr size_t kMostStripe = 256 << 10;

@@ -21,7 +21,7 @@
 namespace dpt {
 
 constexpr uint32_t kTcpMagic = 0x43545044;  // "DPTC"
-constexpr uint16_t kTcpVersion = 1;
+constexpr uint16_t kTcpVersion = 2;
 
 struct Hello {
   uint32_t magic = kTcpMagic;

@@ -111,7 +111,7 @@ void Reactor::run() {
         ticking = true;
         continue;
       }
-      const auto found = handlers_.find(events[i].data.u64);
+      const auto found = handlers_.find(uint64_t{events[i].data.u64});
       if (found != handlers_.end()) found->second.on_ready(events[i].events);
     }
     if (std::chrono::steady_clock::now() < next_tick) continue;

@@ -68,6 +68,7 @@ class Joining {
       Connection::Peer peer{name_of(rank), std::move(fds), {}};
       peer.control = std::move(peer.data.back());
       peer.data.pop_back();
+      peer.checksum = group_.settings.checksum;
       connection.peers.emplace(rank, std::move(peer));
     }
     return connection;

@@ -1,0 +1,16 @@
+// CRC-32C (Castagnoli, RFC 3720): the checksum of messages between nodes, where it is asked for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dpt {
+
+// Of `bytes` at `data`, after bytes whose checksum is `before`. By the CPU's own instruction where
+// it has one (x86 with SSE 4.2), else by tables.
+uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
+
+// The way by tables, for tests.
+uint32_t crc32c_by_tables(const void* data, size_t bytes, uint32_t before = 0);
+
+}  // namespace dpt

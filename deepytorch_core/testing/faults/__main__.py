@@ -1,0 +1,58 @@
+"""The command: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepytorch_core.bench import record
+from deepytorch_core.testing.faults.cases import cases
+from deepytorch_core.testing.faults.page import write_page
+from deepytorch_core.testing.faults.runner import Result, run
+from deepytorch_core.testing.pool import close_idle_workers
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if every case that could run came out as the table promises."""
+    parser = argparse.ArgumentParser(prog="python -m deepytorch_core.testing.faults")
+    parser.add_argument("patterns", nargs="*", default=["*"], help='such as "SIGKILL | shm | *"')
+    parser.add_argument("--list", action="store_true", help="name the cases, run none")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add a line per case to FILE")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="make PAGE of --json's lines")
+    options = parser.parse_args(arguments)
+    try:
+        chosen = cases(options.patterns)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        sys.stdout.writelines(f"{case}\n" for case in chosen)
+        return 0
+    if options.write and not options.json:
+        parser.error("--write needs --json: the page is made of the records")
+    num_bad = 0
+    for number, case in enumerate(chosen, start=1):
+        result = run(case)
+        num_bad += bool(result.wrong)
+        sys.stdout.write(f"{number}/{len(chosen)} {_line(result)}\n")
+        sys.stdout.flush()
+        if options.json:
+            record.write_record(options.json, {**result.to_dict(), **record.provenance()})
+    close_idle_workers()
+    if options.write:
+        write_page(options.write, record.read_records(options.json))
+    sys.stdout.write(f"{len(chosen)} cases, {num_bad} not as promised\n")
+    return min(num_bad, 1)
+
+
+def _line(result: Result) -> str:
+    if result.skipped:
+        return f"skipped {result.case}: {result.skipped}"
+    state = "WRONG  " if result.wrong else "ok     "
+    text = f"{state} {result.case}: {result.outcome} {result.took_s} {result.message[:150]}"
+    return "\n        ".join([text, *result.wrong])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

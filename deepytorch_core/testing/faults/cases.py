@@ -1,0 +1,278 @@
+"""The table: faults, paths, phases, which of them go together, and what is promised."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+PHASES = ("init", "between", "collective", "destroy")
+"""Before the ranks meet; while nothing runs; in the middle of an all_reduce; while leaving."""
+
+# What comes of a fault. "error": every survivor gets one, in time, that names who is gone.
+# "recovers": all results stay right and nobody gets an error. "either": one of the two, the same on
+# every rank. "leaves": destroy_process_group returns in time, whatever the others do.
+OUTCOMES = ("error", "recovers", "either", "leaves")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A way of the data. `nodes` has one letter per rank: who shares one shares a node."""
+
+    name: str
+    nodes: str
+    means: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def victim(self) -> int:
+        """The rank that things happen to: not rank 0, and the first of the second node."""
+        return self.ranks // 2
+
+    @property
+    def spans_nodes(self) -> bool:
+        return len(set(self.nodes)) > 1
+
+
+PATHS = {
+    path.name: path
+    for path in (
+        Path(name="shm", nodes="aaa", means="3 ranks of one node, native over shared memory"),
+        Path(name="tcp", nodes="ab", means="2 nodes of one rank, native over TCP"),
+        Path(name="hierarchical", nodes="aabb", means="2 nodes of 2 ranks, native"),
+        Path(
+            name="delegated",
+            nodes="aaa",
+            dtype="sparse",
+            means="3 ranks, sparse tensors, which gloo reduces",
+        ),
+        Path(
+            name="gpu",
+            nodes="aa",
+            device="cuda",
+            env={"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_ERROR_HANDLING": "raise"},
+            means="2 GPUs of one node, native kernels",
+        ),
+    )
+}
+
+_ON_HOST = ("shm", "tcp", "hierarchical", "delegated")
+_NATIVE = ("shm", "tcp", "hierarchical")
+_BETWEEN_NODES = ("tcp", "hierarchical")
+_WHILE_RUNNING = ("between", "collective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that breaks.
+
+    Attributes:
+        means: for people.
+        ends: the rank it happens to does not live on.
+        paths, phases: where it makes sense.
+        outcome: by phase, or one for all; see `OUTCOMES`.
+        says: of which an error on survivors has at least one; {victim} is the rank's number.
+        within_s: the limit in seconds from the fault to the end on every survivor. It tells an
+            answer from a time limit that ran out; what was measured stands in the results.
+        timeout_s: of the group, in seconds; None: far more than `within_s`.
+        network: the ranks live on emulated nodes of their own (needs the right to make some).
+        again: the survivors can make a new group afterwards.
+        gloo_leaves: what stock gloo leaks then.
+    """
+
+    name: str
+    means: str
+    ends: bool = False
+    paths: tuple[str, ...] = _ON_HOST
+    phases: tuple[str, ...] = PHASES
+    outcome: str | Mapping[str, str] = "error"
+    says: tuple[str, ...] = ("rank {victim}", "rank(s) {victim}")
+    within_s: float = 5.0
+    timeout_s: float | None = None
+    network: bool = False
+    again: bool = True
+    gloo_leaves: tuple[str, ...] = ()
+
+    def outcome_in(self, phase: str) -> str:
+        return self.outcome if isinstance(self.outcome, str) else self.outcome[phase]
+
+
+_OF_A_DEATH = {**dict.fromkeys(PHASES, "error"), "destroy": "leaves"}
+_OF_A_STOP = {**dict.fromkeys(PHASES, "recovers"), "destroy": "leaves"}
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="SIGKILL",
+            means="the rank is killed",
+            ends=True,
+            outcome=_OF_A_DEATH,
+            paths=(*_ON_HOST, "gpu"),
+        ),
+        Fault(
+            name="SIGKILL with DataLoaders",
+            means="killed while it and the others have 4 live DataLoader workers",
+            ends=True,
+            outcome=_OF_A_DEATH,
+            phases=("between", "collective"),
+        ),
+        Fault(name="SIGSEGV", means="the rank crashes", ends=True, outcome=_OF_A_DEATH),
+        Fault(
+            name="exit(0)",
+            means="the rank's program ends early, without a word",
+            ends=True,
+            outcome=_OF_A_DEATH,
+            paths=(*_ON_HOST, "gpu"),
+        ),
+        Fault(
+            name="exception",
+            means="the rank's program raises, and its process ends with status 1",
+            ends=True,
+            outcome=_OF_A_DEATH,
+        ),
+        Fault(
+            name="SIGSTOP 5 s",
+            means="the rank is stopped for 5 s and goes on",
+            outcome=_OF_A_STOP,
+            within_s=15.0,
+            paths=(*_ON_HOST, "gpu"),
+        ),
+        Fault(
+            name="SIGTERM",
+            means="the rank is asked to end; its program has no handler",
+            ends=True,
+            outcome=_OF_A_DEATH,
+        ),
+        Fault(
+            name="no memory",
+            means="the rank may not map any more memory (RLIMIT_AS)",
+            phases=("init", "between"),
+            outcome="either",
+            says=("memory", "alloc", "rank {victim}", "rank(s) {victim}", "map", "by peer"),
+            gloo_leaves=("anon_inode:[eventpoll]",),
+            within_s=20.0,
+            timeout_s=10.0,
+        ),
+        Fault(
+            name="no descriptors",
+            means="the rank may not open any more files (RLIMIT_NOFILE)",
+            phases=("init", "between"),
+            outcome="either",
+            says=("Too many open files", "rank {victim}", "rank(s) {victim}", "by peer"),
+            within_s=20.0,
+            timeout_s=10.0,
+        ),
+        Fault(
+            name="disk full",
+            means="no byte can be written to the folder of the profile",
+            phases=("init",),
+            outcome="recovers",
+            paths=_NATIVE,
+            within_s=20.0,
+        ),
+        Fault(
+            name="/dev/shm full",
+            means="no byte can be written to /dev/shm",
+            phases=("init", "between"),
+            outcome="recovers",
+            within_s=20.0,
+        ),
+        Fault(
+            name="clock jump",
+            means="the rank's wall clock jumps an hour ahead",
+            phases=("init", *_WHILE_RUNNING),
+            outcome="recovers",
+            within_s=15.0,
+        ),
+        Fault(
+            name="store death",
+            means="the rendezvous store's process is killed",
+            outcome={
+                "init": "error",
+                "between": "recovers",
+                "collective": "recovers",
+                "destroy": "leaves",
+            },
+            says=("store", "Store"),
+            within_s=12.0,
+            timeout_s=10.0,
+        ),
+        Fault(
+            name="link down 1 s",
+            means="the second node's cable is out for a second",
+            network=True,
+            paths=_BETWEEN_NODES,
+            phases=_WHILE_RUNNING,
+            outcome="either",
+            says=("rank ",),
+            within_s=15.0,
+            again=False,
+        ),
+        Fault(
+            name="link down",
+            means="the second node's cable is out for good",
+            network=True,
+            paths=_BETWEEN_NODES,
+            phases=("between", "collective"),
+            says=("rank ",),
+            within_s=8.0,
+            again=False,
+        ),
+        Fault(
+            name="blackhole",
+            means="all that goes to and from the second node is lost",
+            network=True,
+            paths=_BETWEEN_NODES,
+            phases=("between", "collective", "destroy"),
+            outcome={"between": "error", "collective": "error", "destroy": "leaves"},
+            says=("rank ",),
+            within_s=8.0,
+            again=False,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One cell of the matrix."""
+
+    fault: str
+    path: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} | {self.path} | {self.phase}"
+
+    @property
+    def outcome(self) -> str:
+        return FAULTS[self.fault].outcome_in(self.phase)
+
+
+CASES = [
+    Case(fault.name, path, phase)
+    for fault in FAULTS.values()
+    for path in fault.paths
+    for phase in fault.phases
+]
+
+
+def cases(patterns: Iterable[str] = ("*",)) -> list[Case]:
+    """The cases whose text, "fault | path | phase", matches a shell pattern.
+
+    Raises ValueError for a pattern that no case matches.
+    """
+    chosen = []
+    for pattern in patterns:
+        found = [case for case in CASES if fnmatch.fnmatchcase(str(case), pattern)]
+        if not found:
+            raise ValueError(f"no case matches {pattern!r}; a case reads like {str(CASES[0])!r}")
+        chosen += [case for case in found if case not in chosen]
+    return chosen

@@ -1,0 +1,262 @@
+"""What every rank of a case does, and what it tells afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core.testing.faults import inject
+from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case
+from deepytorch_core.testing.leaks import holdings, left_over
+from deepytorch_core.testing.worker import rank_store
+
+_COUNT = 1 << 18  # elements: 1 MiB, beyond what goes in one step
+_WARM_ROUNDS = 3
+_ROUNDS_AFTER = 5  # that must go well once it is over
+_DELAY_S = 0.3  # from the beginning of the operations to a fault in the middle of them
+_LOADER_WORKERS = 4
+_PATIENCE_S = 40.0  # for the others, longer than any time limit of a case
+
+
+class WrongDataError(AssertionError):
+    """An operation ended well with a wrong result."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a case is run; `store` is a store of the group's own, None for the workers'."""
+
+    case: Case
+    folder: Path
+    store: tuple[str, int] | None
+    timeout_s: float
+
+    @property
+    def from_outside(self) -> bool:
+        return self.case.fault not in inject.INJECT
+
+    def is_over(self) -> bool:
+        return (self.folder / "over").exists()
+
+    def fault_at(self) -> float | None:
+        """When it happened, by the clock that all processes share and nothing moves."""
+        with contextlib.suppress(OSError, ValueError):
+            return float((self.folder / "fault").read_text())
+        return None
+
+    def note_fault(self) -> None:
+        partial = self.folder / "fault.partial"
+        partial.write_text(str(time.monotonic()))
+        partial.rename(self.folder / "fault")
+
+
+@dataclass
+class Told:
+    """What a survivor tells; times in seconds from the fault."""
+
+    error: str = ""
+    took_s: float = 0.0
+    rounds: int = 0
+    destroy_s: float = 0.0
+    left: list[str] = field(default_factory=list)
+    again: str = ""  # why a new group could not be made, or did not work
+
+
+def survive(rank: int, world_size: int, settings: Settings) -> Told:
+    """One rank of a case; the victim's may not return."""
+    import torch.distributed as dist
+
+    from deepytorch_core import backend
+
+    backend.register()
+    case = settings.case
+    warm = Group(settings, rank, world_size, name="warm", own_store=False)
+    for _ in range(_WARM_ROUNDS):
+        warm.exchange()
+    dist.destroy_process_group()
+    before = holdings()
+    told = Told()
+    with _loaders(case):
+        _go_through(settings, rank, world_size, told)
+    inject.back_to_plenty()
+    started = time.monotonic()
+    if dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except Exception as error:
+            told.error = told.error or f"destroy_process_group: {type(error).__name__}: {error}"
+    told.destroy_s = time.monotonic() - started
+    told.left = left_over(before)
+    if FAULTS[case.fault].again:
+        told.again = _again(settings, rank, world_size)
+    return told
+
+
+def _go_through(settings: Settings, rank: int, world_size: int, told: Told) -> None:
+    import torch.distributed as dist
+
+    case = settings.case
+    is_victim = rank == PATHS[case.path].victim
+    group: Group | None = None
+    try:
+        group = Group(settings, rank, world_size, name="case")
+        if case.phase != "init":
+            for _ in range(_WARM_ROUNDS):
+                group.exchange()
+        (settings.folder / f"ready-{rank}").touch()
+        if is_victim:
+            _until(lambda: len(list(settings.folder.glob("ready-*"))) == world_size)
+        if case.phase == "collective":
+            if is_victim and not settings.from_outside:
+                _break_in_between(settings, group)
+            group.go_on(settings)
+        else:
+            if is_victim and not settings.from_outside:
+                _break(settings)
+            elif case.phase == "destroy" or settings.from_outside:
+                _until(lambda: settings.fault_at() is not None)
+            if case.phase == "destroy":
+                dist.destroy_process_group()
+            else:
+                group.go_on(settings)
+    except Exception as error:
+        told.error = f"{type(error).__name__}: {error}"
+    now = time.monotonic()
+    told.took_s = now - (settings.fault_at() or now)
+    told.rounds = group.rounds if group else 0
+
+
+def _break(settings: Settings) -> None:
+    fault = settings.case.fault
+    settings.note_fault()
+    if fault in inject.FOR_GOOD:
+        (settings.folder / "over").touch()  # afterwards it may be unable to
+    inject.INJECT[fault](settings.folder)
+    if fault not in inject.FOR_GOOD:
+        (settings.folder / "over").touch()
+
+
+def _break_in_between(settings: Settings, group: Group) -> None:
+    """In the middle of this rank's operations, or of the others' where a program ends itself."""
+    if settings.case.fault in ("exit(0)", "exception"):
+        deadline = time.monotonic() + _DELAY_S
+        while time.monotonic() < deadline:
+            group.exchange()
+        _break(settings)
+    threading.Timer(_DELAY_S, _break, [settings]).start()
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def _loaders(case: Case) -> Iterator[None]:
+    """Live forked workers, which hold what this process left open in them."""
+    if case.fault != "SIGKILL with DataLoaders":
+        yield
+        return
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.arange(64.0))
+    loader = iter(DataLoader(data, num_workers=_LOADER_WORKERS, persistent_workers=True))
+    next(loader)
+    yield
+    del loader
+
+
+class Group:
+    """The default group of a case, and one kind of operation in it."""
+
+    def __init__(
+        self, settings: Settings, rank: int, world_size: int, *, name: str, own_store: bool = True
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
+
+        path = PATHS[settings.case.path]
+        self.rank, self.world_size, self.rounds = rank, world_size, 0
+        self._sparse = path.dtype == "sparse"
+        self._device = f"cuda:{rank}" if path.device == "cuda" else "cpu"
+        if path.device == "cuda":
+            torch.cuda.set_device(rank)
+        store: Any = rank_store(name)
+        if own_store and settings.store is not None:
+            store = TCPStore(
+                *settings.store, is_master=False, timeout=timedelta(seconds=settings.timeout_s)
+            )
+        dist.init_process_group(
+            "deepytorch",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=settings.timeout_s),
+        )
+        # Allocated now: what the rank may still allocate later is the group's business alone.
+        self._ones = torch.ones(_COUNT, device=self._device)
+        self._data = torch.empty_like(self._ones)
+        self._wrong = torch.empty(_COUNT, dtype=torch.bool, device=self._device)
+        self._index = torch.arange(_COUNT).reshape(1, -1)
+
+    def exchange(self, flag: float = 0.0) -> float:
+        """One checked all_reduce; returns the sum of all ranks' flags.
+
+        Raises WrongDataError, or what the operation raises.
+        """
+        import torch
+        import torch.distributed as dist
+
+        data = self._data.copy_(self._ones)
+        data[-1] = flag
+        if self._sparse:
+            sparse = torch.sparse_coo_tensor(self._index, data, (_COUNT,), check_invariants=False)
+            dist.all_reduce(sparse)
+            data = sparse.to_dense()
+        else:
+            dist.all_reduce(data)
+        torch.ne(data, float(self.world_size), out=self._wrong)
+        self._wrong[-1] = False
+        if bool(self._wrong.any()):
+            wrong = data[self._wrong]
+            raise WrongDataError(f"{wrong.numel()} elements, the first is {wrong[0].item()}")
+        self.rounds += 1
+        return float(data[-1].item())
+
+    def go_on(self, settings: Settings) -> None:
+        """Exchanges until rank 0 saw that the fault is over, and some more."""
+        after = 0
+        while after < _ROUNDS_AFTER:
+            seen = self.exchange(float(self.rank == 0 and settings.is_over()))
+            after += seen > 0
+
+
+def _again(settings: Settings, rank: int, world_size: int) -> str:
+    """Whether the survivors can make a group and use it; empty if so."""
+    import torch.distributed as dist
+
+    victim = PATHS[settings.case.path].victim
+    gone = {victim} if FAULTS[settings.case.fault].ends else set()
+    survivors = [peer for peer in range(world_size) if peer not in gone]
+    # Together: one that heard of the fault at once would only wait for one that timed out.
+    (settings.folder / f"done-{rank}").touch()
+    _until(lambda: all((settings.folder / f"done-{peer}").exists() for peer in survivors))
+    try:
+        group = Group(
+            settings, survivors.index(rank), len(survivors), name="again", own_store=False
+        )
+        for _ in range(_WARM_ROUNDS):
+            group.exchange()
+        dist.destroy_process_group()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,121 @@
+"""Makes docs/faults.md from the records of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core.testing.faults.cases import FAULTS, PATHS, PHASES
+
+_INTRODUCTION = """\
+# What happens when something breaks
+
+Made of docs/faults.jsonl, which `make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md`
+writes; not by hand. Each case runs in fresh processes: the ranks work, the fault happens to one of
+them, and the survivors tell what they got and when. Every case also checks that all survivors
+agree, that the error names who is gone, that results are right, that nothing is left (descriptors,
+threads, child processes, shared memory mapped, names in /dev/shm), and that the survivors can make
+a new group.
+
+* **error** 0.1 s: every survivor gets an exception that names the rank; the longest time from the
+  fault to it. The machine was busy with other work besides.
+* **recovers**: results stay right, nobody gets an error.
+* **leaves** 0.1 s: `destroy_process_group` returns in that time although the other rank is gone.
+* **WRONG**: not what is promised; see below the tables.
+* A dash: the combination makes no sense or was not run on this machine.
+"""
+_PHASES = {
+    "init": "before the ranks meet",
+    "between": "while nothing runs",
+    "collective": "in an all_reduce",
+    "destroy": "while leaving",
+}
+
+
+def render(records: Sequence[Mapping[str, Any]]) -> str:
+    """The page. Of several records of a case the last counts.
+
+    Raises ValueError for a record of a case that the table does not have, or no record at all.
+    """
+    latest: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for record in records:
+        key = (record["fault"], record["path"], record["phase"])
+        if key[0] not in FAULTS or key[1] not in PATHS or key[2] not in PHASES:
+            raise ValueError(f"no such case: {' | '.join(key)}")
+        latest[key] = record
+    if not latest:
+        raise ValueError("there are no records to make the page of")
+    lines = [_INTRODUCTION]
+    for path in PATHS.values():
+        if any(key[1] == path.name and not latest[key]["skipped"] for key in latest):
+            lines += _table(path.name, latest)
+    lines += _what_faults_are()
+    lines += _wrong(latest)
+    lines += _messages(latest)
+    lines += _where(latest)
+    return "\n".join(lines) + "\n"
+
+
+def write_page(page: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes `render(records)` to the file `page`."""
+    page.write_text(render(records), encoding="utf-8")
+
+
+def _table(path: str, latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str]:
+    lines = [
+        f"## {path}: {PATHS[path].means}",
+        "",
+        "| fault | " + " | ".join(_PHASES[phase] for phase in PHASES) + " |",
+        "|---" * (len(PHASES) + 1) + "|",
+    ]
+    for fault in FAULTS:
+        cells = [_cell(latest.get((fault, path, phase))) for phase in PHASES]
+        if any(cell != "-" for cell in cells):
+            lines.append(f"| {fault} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _cell(record: Mapping[str, Any] | None) -> str:
+    if record is None or record["skipped"]:
+        return "-"
+    if record["wrong"]:
+        return "**WRONG**"
+    if record["outcome"] == "recovers":
+        return "recovers"
+    return f"{record['outcome']} {max(record['took_s']):.1f} s"
+
+
+def _what_faults_are() -> list[str]:
+    lines = ["## The faults", ""]
+    lines += [f"* {fault.name}: {fault.means}." for fault in FAULTS.values()]
+    return [*lines, ""]
+
+
+def _wrong(latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str]:
+    found = [
+        f"* {' | '.join(key)}: {'; '.join(record['wrong'])}"
+        for key, record in latest.items()
+        if record["wrong"]
+    ]
+    return ["## Not as promised", "", *found, ""] if found else []
+
+
+def _messages(latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str]:
+    lines = ["## What the errors say", "", "One of each, in the middle of an all_reduce.", ""]
+    for (fault, path, phase), record in latest.items():
+        if phase == "collective" and path in ("shm", "tcp") and record["outcome"] == "error":
+            lines.append(f"* {fault}, {path}: `{_one_line(record['message'])}`")
+    return [*lines, ""]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("`", "'")
+
+
+def _where(latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str]:
+    ran = [record for record in latest.values() if not record["skipped"]]
+    names = sorted(
+        {f"{each['machine']['name']}, torch {each['versions']['torch']}" for each in ran}
+    )
+    return [f"{len(ran)} cases, run on: {'; '.join(names)}. Nodes are emulated on one machine."]

@@ -1,0 +1,247 @@
+"""Runs one case and judges what its survivors tell."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core import config
+from deepytorch_core.testing.emulation import (
+    EmulationError,
+    Network,
+    Placement,
+    Seat,
+    missing_privilege,
+)
+from deepytorch_core.testing.failures import RankError
+from deepytorch_core.testing.faults import inject
+from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case, Fault
+from deepytorch_core.testing.faults.cases import Path as DataPath
+from deepytorch_core.testing.faults.job import Settings, Told, survive
+from deepytorch_core.testing.pool import spawn_ranks
+
+_LIMIT_S = 100.0  # of a case; what runs longer hangs
+_LONG_S = 60.0  # a group's time limit where it must not be what ends the case
+_MOUNTS = ("disk full", "/dev/shm full")
+_STORE = (
+    "import sys, time; from torch._C._distributed_c10d import TCPStore; "
+    "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+    "print(store.port, flush=True); time.sleep(600)"
+)
+
+
+@dataclass
+class Result:
+    """What came of a case. `wrong` is why it is not what the table promises; empty if it is."""
+
+    case: Case
+    outcome: str = ""
+    took_s: list[float] = field(default_factory=list)
+    message: str = ""
+    wrong: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For records."""
+        return {**dataclasses.asdict(self.case), **_without_case(self)}
+
+
+def _without_case(result: Result) -> dict[str, Any]:
+    fields = {entry.name: getattr(result, entry.name) for entry in dataclasses.fields(result)}
+    fields.pop("case")
+    return fields
+
+
+def run(case: Case) -> Result:
+    """Runs one case in ranks of its own. What this machine can't do is skipped, with the reason."""
+    missing = _why_not(case)
+    if missing is not None:
+        return Result(case, skipped=missing)
+    fault, path = FAULTS[case.fault], PATHS[case.path]
+    shared = _names_in_shm()
+    with tempfile.TemporaryDirectory(prefix="deepytorch-faults-") as name:
+        folder = Path(name)
+        (folder / inject.FULL).mkdir()
+        with contextlib.ExitStack() as stack:
+            store, address = _own_store(fault, stack)
+            network = stack.enter_context(_network(fault, path))
+            settings = Settings(case, folder, address, fault.timeout_s or _LONG_S)
+            outside = threading.Thread(
+                target=_from_outside, args=(settings, store, network), daemon=True
+            )
+            if settings.from_outside:
+                outside.start()
+            try:
+                told = spawn_ranks(
+                    survive,
+                    path.ranks,
+                    settings,
+                    timeout_s=_LIMIT_S,
+                    expect_exit={path.victim} if fault.ends else set(),
+                    env=_environment(fault, path, folder),
+                    fresh=True,
+                    placement=None if network is None else _placement(network, path),
+                )
+            except RankError as error:
+                return Result(case, "none", message=str(error), wrong=["it hung or crashed"])
+            finally:
+                (folder / "over").touch()
+    result = judge(case, [each for each in told if each is not None])
+    left = sorted(_names_in_shm() - shared)
+    if left:
+        result.wrong.append(f"left in /dev/shm: {left}")
+    return result
+
+
+def judge(case: Case, told: list[Told]) -> Result:
+    """Compares what the survivors tell with what the table promises."""
+    fault, path = FAULTS[case.fault], PATHS[case.path]
+    errors = [each.error for each in told if each.error]
+    result = Result(
+        case,
+        "error" if errors else "leaves" if case.phase == "destroy" else "recovers",
+        [round(each.took_s, 2) for each in told],
+        min(errors, key=len, default=""),
+    )
+    wrong = result.wrong
+    if case.outcome not in ("either", result.outcome):
+        wrong.append(f"{case.outcome} was promised: {result.outcome} {errors}")
+    if errors and len(errors) < len(told):
+        wrong.append(f"{len(errors)} of {len(told)} ranks got an error: {errors}")
+    says = [text.format(victim=path.victim) for text in fault.says]
+    for error in errors:
+        if error.startswith("WrongDataError"):
+            wrong.append(error)
+        elif not any(text in error for text in says):
+            wrong.append(f"it says none of {says}: {error}")
+    if max(result.took_s, default=0) > fault.within_s:
+        wrong.append(f"took {max(result.took_s)} s, the limit is {fault.within_s} s")
+    if max((each.destroy_s for each in told), default=0) > fault.within_s + 6:
+        wrong.append(f"destroy_process_group took {max(each.destroy_s for each in told):.1f} s")
+    for text in (text for each in told for text in each.left):
+        if not any(own in text for own in fault.gloo_leaves):
+            wrong.append(f"left over: {text}")
+    wrong += [f"no group could be made again: {each.again}" for each in told if each.again]
+    return result
+
+
+def _why_not(case: Case) -> str | None:
+    if PATHS[case.path].device == "cuda":
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < PATHS[case.path].ranks:
+            return f"needs {PATHS[case.path].ranks} GPUs, found {found}"
+    if FAULTS[case.fault].network or case.fault in _MOUNTS:
+        return missing_privilege()
+    return None
+
+
+def _environment(fault: Fault, path: DataPath, folder: Path) -> dict[str, str]:
+    # Measuring belongs to no fault, except where what it writes is the point.
+    env = {"DEEPYTORCH_TUNE": "off", "DEEPYTORCH_LOG": "error", **path.env}
+    if path.spans_nodes and not fault.network:
+        env["DEEPYTORCH_NODE_ID"] = ",".join(path.nodes)
+    if fault.name == "disk full":
+        env["DEEPYTORCH_TUNE"] = "force"
+        env["DEEPYTORCH_PROFILE"] = str(folder / inject.FULL / "profile.json")
+    if fault.name == "clock jump":
+        env["LD_PRELOAD"] = str(_clock_library())
+    return env
+
+
+@functools.cache
+def _clock_library() -> Path:
+    compiler = config.compiler()
+    if compiler is None:
+        raise RuntimeError("a clock that jumps needs a C++ compiler: install g++ or set CXX")
+    folder = Path(tempfile.mkdtemp(prefix="deepytorch-clock-"))
+    library = folder / "clock_shift.so"
+    source = Path(__file__).with_name("clock_shift.cpp")
+    subprocess.run(
+        [*compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)],
+        check=True,
+    )
+    return library
+
+
+@contextlib.contextmanager
+def _network(fault: Fault, path: DataPath) -> Iterator[Network | None]:
+    if not fault.network:
+        yield None
+        return
+    with Network(len(set(path.nodes))) as network:
+        yield network
+
+
+def _placement(network: Network, path: DataPath) -> Placement:
+    nodes = sorted(set(path.nodes))
+    seats = [
+        Seat(nodes.index(node), path.nodes[:rank].count(node), rank)
+        for rank, node in enumerate(path.nodes)
+    ]
+    return Placement(network, seats)
+
+
+def _own_store(
+    fault: Fault, stack: contextlib.ExitStack
+) -> tuple[subprocess.Popen[str] | None, tuple[str, int] | None]:
+    if fault.name != "store death":
+        return None, None
+    process = subprocess.Popen([sys.executable, "-c", _STORE], stdout=subprocess.PIPE, text=True)
+
+    def end() -> None:
+        process.kill()
+        process.communicate()
+
+    stack.callback(end)
+    assert process.stdout is not None
+    return process, ("127.0.0.1", int(process.stdout.readline()))
+
+
+def _from_outside(
+    settings: Settings, store: subprocess.Popen[str] | None, network: Network | None
+) -> None:
+    path = PATHS[settings.case.path]
+    deadline = time.monotonic() + _LIMIT_S
+    while len(list(settings.folder.glob("ready-*"))) < path.ranks:
+        if time.monotonic() > deadline or settings.is_over():
+            return
+        time.sleep(0.005)
+    if settings.case.phase == "collective":
+        time.sleep(0.3)
+    settings.note_fault()
+    _ACT[settings.case.fault](store, network)
+    if FAULTS[settings.case.fault].outcome_in(settings.case.phase) in ("either", "recovers"):
+        with contextlib.suppress(OSError):
+            (settings.folder / "over").touch()
+
+
+def _flap(store: Any, network: Network) -> None:
+    network.set_link(1, up=False)
+    time.sleep(1.0)
+    with contextlib.suppress(EmulationError):  # the case may be over, and the network gone
+        network.set_link(1, up=True)
+
+
+_ACT: dict[str, Callable[[Any, Any], None]] = {
+    "store death": lambda store, network: store.kill(),
+    "link down 1 s": _flap,
+    "link down": lambda store, network: network.set_link(1, up=False),
+    "blackhole": lambda store, network: network.set_blackhole(1, True),
+}
+
+
+def _names_in_shm() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "deepytorch" in name}

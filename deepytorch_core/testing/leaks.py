@@ -1,0 +1,88 @@
+"""What a process holds that must be as before once its groups are gone: the tests of leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+Holdings = dict[str, list[str] | int]
+
+_SETTLING_S = 4.0  # sockets between nodes say their farewell in the background
+
+
+def holdings() -> Holdings:
+    """Descriptors by kind, threads, children, shared memory mapped, and names in /dev/shm."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.lexists(path):
+            descriptors.append(_kind(os.readlink(path)))
+    return {
+        "descriptors": sorted(descriptors),
+        "threads": len(os.listdir("/proc/self/task")),
+        "children": _children(),
+        "shared memory mapped": [line for line in maps if "memfd" in line],
+        "/dev/shm": sorted(path.name for path in Path("/dev/shm").glob("*deepytorch*")),
+    }
+
+
+def num_mappings() -> int:
+    """How many areas of memory this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("\n")
+
+
+def left_over(
+    before: Mapping[str, list[str] | int], *, settling_s: float = _SETTLING_S
+) -> list[str]:
+    """What this process holds more than `before` (from `holdings`), in words; empty if nothing.
+
+    Waits up to `settling_s` seconds for what ends in the background.
+    """
+    return _once_settled(lambda: _more(before, holdings()), settling_s)
+
+
+def _once_settled(look: Callable[[], list[str]], settling_s: float) -> list[str]:
+    deadline = time.monotonic() + settling_s
+    found = look()
+    while found and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = look()
+    return found
+
+
+def _more(before: Mapping[str, list[str] | int], after: Holdings) -> list[str]:
+    found = []
+    for kind, held in after.items():
+        previous = before[kind]
+        if isinstance(held, int):
+            assert isinstance(previous, int)
+            if held > previous:
+                found.append(f"{held - previous} {kind}")
+            continue
+        assert isinstance(previous, list)
+        rest = list(held)
+        for each in previous:
+            if each in rest:
+                rest.remove(each)
+        if rest:
+            found.append(f"{kind}: {', '.join(sorted(set(rest)))} ({len(rest)})")
+    return found
+
+
+def _kind(link: str) -> str:
+    """Of what a descriptor is: "socket", "anon_inode:[eventpoll]", or a file's path."""
+    return link if link.startswith("anon_inode") else link.split(":")[0]
+
+
+def _children() -> list[str]:
+    found: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found += (task / "children").read_text().split()
+    return sorted(found)

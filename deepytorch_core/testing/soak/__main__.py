@@ -1,0 +1,105 @@
+"""The command: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepytorch_core.bench import record
+from deepytorch_core.testing.failures import RankError
+from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
+from deepytorch_core.testing.soak.job import cycles, operations
+
+_ROUND_S = 60.0
+_PATIENCE_S = 120.0  # beyond a round's time, for what is under way
+_CYCLES_PER_S = 5.0  # at least, on a busy machine
+# Stock gloo keeps 2.5 KB of each of its groups, of which a cycle has three; the rest is room.
+_MOST_BYTES_PER_CYCLE = 16384
+_MOST_MAPPINGS = 20  # the allocator's own come and go
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if every result was right and nothing was left behind."""
+    parser = argparse.ArgumentParser(prog="python -m deepytorch_core.testing.soak")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of random operations")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--cycles", type=int, default=1000, help="of making groups, at the end")
+    parser.add_argument("--seed", type=int, help="run the round with this seed alone")
+    parser.add_argument("--nodes", default="", help="with --seed: a letter per rank, such as aabb")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to FILE")
+    options = parser.parse_args(arguments)
+    nodes = ["", _two_nodes(options.ranks)]
+    done: Counter[str] = Counter()
+    bad: list[str] = []
+    deadline = time.monotonic() + options.minutes * 60
+    number = 0
+    while time.monotonic() < deadline and (options.seed is None or number == 0):
+        seed = random.randrange(1 << 30) if options.seed is None else options.seed
+        place = options.nodes if options.seed is not None else nodes[number % len(nodes)]
+        seconds = min(_ROUND_S, deadline - time.monotonic())
+        number += 1
+        try:
+            done += _round(options.ranks, seed, seconds, place)
+        except RankError as error:
+            bad.append(f"--seed {seed} --nodes {place or 'none'}: {error}")
+            _say(bad[-1])
+        _say(f"round {number}, seed {seed}, nodes {place or 'one'}: {done.total()} operations")
+    bad += _cycles(options.ranks, options.cycles)
+    close_idle_workers()
+    _say(f"{done.total()} operations, {len(bad)} failures: {dict(sorted(done.items()))}")
+    if options.json:
+        result = {"operations": dict(done), "cycles": options.cycles, "failures": bad}
+        record.write_record(options.json, {"bench": "soak", **result, **record.provenance()})
+    return int(bool(bad))
+
+
+def _two_nodes(ranks: int) -> str:
+    return "a" * (ranks - ranks // 2) + "b" * (ranks // 2)
+
+
+def _round(ranks: int, seed: int, seconds: float, nodes: str) -> Counter[str]:
+    env = {"DEEPYTORCH_TUNE": "off"}
+    if nodes:
+        env["DEEPYTORCH_NODE_ID"] = ",".join(nodes)
+    told = spawn_ranks(
+        operations,
+        ranks,
+        seed,
+        seconds,
+        backend="deepytorch",
+        timeout_s=seconds + _PATIENCE_S,
+        env=env,
+        fresh=True,
+    )
+    return sum((Counter(each) for each in told), Counter())
+
+
+def _cycles(ranks: int, count: int) -> list[str]:
+    if count == 0:
+        return []
+    limit_s = _PATIENCE_S + count / _CYCLES_PER_S
+    told = spawn_ranks(
+        cycles, ranks, count, fresh=True, timeout_s=limit_s, env={"DEEPYTORCH_TUNE": "off"}
+    )
+    bad = []
+    for rank, each in enumerate(told):
+        _say(f"{count} cycles, rank {rank}: {each}")
+        if each["left"] or each["mappings"] > _MOST_MAPPINGS:
+            bad.append(f"{count} cycles left on rank {rank}: {each}")
+        if each["bytes"] > _MOST_BYTES_PER_CYCLE * count:
+            bad.append(f"{count} cycles left {each['bytes']} bytes on rank {rank}")
+    return bad
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

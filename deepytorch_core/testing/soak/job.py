@@ -1,0 +1,122 @@
+"""What every rank does: random operations until the time is up, or cycles of groups."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+from deepytorch_core.testing.leaks import holdings, left_over, num_mappings
+from deepytorch_core.testing.soak.operations import Performance, draw
+from deepytorch_core.testing.worker import rank_store
+
+_MOST_UNDER_WAY = 6
+_ASK_EVERY = 50  # operations between two looks at the clock, together
+_NUM_GROUPS = 6
+_PARALLEL = 2  # groups of a cycle
+_LOG2_IN_A_CYCLE = 11  # elements at most: it is not about these
+
+
+def operations(rank: int, world_size: int, seed: int, seconds: float) -> dict[str, int]:
+    """Random operations for `seconds`; how many of each kind this rank took part in.
+
+    Raises AssertionError for a wrong result, naming the operation and the seed.
+    """
+    import torch.distributed as dist
+
+    members = _groups(world_size, seed)
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    under_way: deque[Performance] = deque()
+    done: Counter[str] = Counter()
+    deadline = time.monotonic() + seconds
+    number = 0
+    while number % _ASK_EVERY != 0 or not _all_over(under_way, rank, deadline):
+        step = draw(seed, number, members)
+        number += 1
+        if rank not in step.members:
+            continue
+        performance = Performance(step, rank, groups[step.group])
+        performance.start()
+        done[step.op] += 1
+        if step.asynchronous:
+            under_way.append(performance)
+            _finish(under_way, _MOST_UNDER_WAY)
+    return dict(done)
+
+
+def _all_over(under_way: deque[Performance], rank: int, deadline: float) -> bool:
+    """Whether the time is up by rank 0's clock; everything under way is finished first."""
+    import torch
+    import torch.distributed as dist
+
+    _finish(under_way, 0)
+    over = torch.tensor(int(rank == 0 and time.monotonic() > deadline))
+    dist.all_reduce(over)
+    return bool(over.item())
+
+
+def _finish(under_way: deque[Performance], at_most: int) -> None:
+    while len(under_way) > at_most:
+        under_way.popleft().finish()
+
+
+def _groups(world_size: int, seed: int) -> list[tuple[int, ...]]:
+    """All ranks, and some of them, the same choice on every rank."""
+    dice = random.Random(seed)
+    found = [tuple(range(world_size))]
+    while len(found) < _NUM_GROUPS:
+        size = dice.randrange(1, world_size + 1)
+        found.append(tuple(sorted(dice.sample(range(world_size), size))))
+    return found
+
+
+def cycles(rank: int, world_size: int, count: int) -> dict[str, Any]:
+    """`count` times: groups are made, used and destroyed. What the later nine tenths left behind.
+
+    Returns descriptors, threads and the like that are left, more mappings, more bytes resident.
+    """
+    from deepytorch_core import backend
+
+    backend.register()
+    warm_up = max(1, count // 10)
+    before, mappings, resident = holdings(), num_mappings(), _resident_bytes()
+    for number in range(count):
+        if number == warm_up:
+            before, mappings, resident = holdings(), num_mappings(), _resident_bytes()
+        _cycle(rank, world_size, number)
+    return {
+        "left": left_over(before),
+        "mappings": num_mappings() - mappings,
+        "bytes": _resident_bytes() - resident,
+    }
+
+
+def _cycle(rank: int, world_size: int, number: int) -> None:
+    import torch.distributed as dist
+
+    store = rank_store(f"cycle{number}")
+    dist.init_process_group("deepytorch", store=store, rank=rank, world_size=world_size)
+    members = [tuple(range(world_size))] * _PARALLEL
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    for index in range(2 * _PARALLEL):
+        performance = Performance(
+            draw(number, index, members, most_log2=_LOG2_IN_A_CYCLE),
+            rank,
+            groups[index % _PARALLEL],
+        )
+        performance.start()
+        performance.finish()
+    dist.destroy_process_group()
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory is no leak, wherever the allocator keeps it
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/self/status has no line RssAnon")

@@ -1,0 +1,74 @@
+"""`debug=nan`: one rank's NaN stops every rank, and each is told whose it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from deepytorch_core import backend
+from deepytorch_core.testing import rank_store, spawn_ranks
+
+NAN = {"DEEPYTORCH_DEBUG": "nan"}
+ODD_ONE = 1
+
+
+def train(rank: int, world_size: int) -> tuple[float, str]:
+    """One good step, then one with a NaN on one rank; the loss, and the error."""
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)),
+        gradient_as_bucket_view=True,
+    )
+    loss = model(torch.full((2, 5), float(rank))).sum()
+    loss.backward()
+    data = torch.ones(2, 5)
+    if rank == ODD_ONE:
+        data[1, 4] = float("nan")
+    with pytest.raises(dist.DistBackendError) as caught:
+        model(data).sum().backward()
+    return loss.item(), str(caught.value)
+
+
+def test_the_rank_and_the_parameters_are_named() -> None:
+    results = spawn_ranks(train, 3, backend="deepytorch", env=NAN)
+    for loss, text in results:
+        assert loss == loss
+        assert "all_reduce #" in text
+        assert f"rank {ODD_ONE} gave" in text
+        assert "numbers that are none" in text
+        assert "gradients that aren't finite: 0.weight" in text
+
+
+def reduce_all(rank: int, world_size: int) -> list[str]:
+    """Which operations refuse a NaN; a group of its own for each, as a refusal ends it."""
+    backend.register()
+    refused = []
+    nan = torch.full((world_size,), float("nan"))
+    calls = {
+        "sum": lambda: dist.all_reduce(nan),
+        "average": lambda: dist.all_reduce(nan, dist.ReduceOp.AVG),
+        "max": lambda: dist.all_reduce(nan, dist.ReduceOp.MAX),
+        "reduce": lambda: dist.reduce(nan, 0),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(1), nan),
+        "broadcast": lambda: dist.broadcast(nan, 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(torch.empty(world_size**2), nan),
+    }
+    for name, call in calls.items():
+        dist.init_process_group(
+            "deepytorch", store=rank_store(name), rank=rank, world_size=world_size
+        )
+        dist.all_reduce(torch.ones(3))
+        try:
+            call()
+        except dist.DistBackendError as error:
+            refused.append(f"{name}: {'none' if 'numbers that are none' in str(error) else error}")
+        dist.destroy_process_group()
+    return refused
+
+
+def test_sums_are_checked_and_nothing_else() -> None:
+    everywhere = spawn_ranks(reduce_all, 2, env=NAN)
+    checked = ["sum", "average", "reduce", "reduce_scatter"]
+    assert everywhere == [[f"{name}: none" for name in checked]] * 2
+    assert spawn_ranks(reduce_all, 2) == [[], []]

@@ -1,0 +1,69 @@
+"""docs/faults.md is made of records, says what was found, and is what the repository holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepytorch_core.bench.record import read_records
+from deepytorch_core.testing.faults.page import render
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "faults.md"
+RECORDS = ROOT / "docs" / "faults.jsonl"
+
+
+def record(fault: str, path: str, phase: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "fault": fault,
+        "path": path,
+        "phase": phase,
+        "outcome": "error",
+        "took_s": [0.1, 0.26],
+        "message": "rank 1\ndied",
+        "wrong": [],
+        "skipped": "",
+        "machine": {"name": "2-core box"},
+        "versions": {"torch": "2.13"},
+        "commit": "abc",
+        **changes,
+    }
+
+
+def test_cells_say_what_came_of_each_case() -> None:
+    page = render(
+        [
+            record("SIGKILL", "shm", "init", wrong=["it hung"]),
+            record("SIGKILL", "shm", "collective"),
+            record("SIGKILL", "shm", "destroy", outcome="leaves", took_s=[0.04]),
+            record("SIGSTOP 5 s", "shm", "between", outcome="recovers"),
+            record("SIGKILL", "gpu", "init", skipped="needs 2 GPUs", outcome=""),
+        ]
+    )
+    assert "| SIGKILL | **WRONG** | - | error 0.3 s | leaves 0.0 s |" in page
+    assert "| SIGSTOP 5 s | - | recovers | - | - |" in page
+    assert "SIGKILL | shm | init: it hung" in page
+    assert "`rank 1 died`" in page
+    assert "## gpu" not in page
+    assert "4 cases, run on: 2-core box, torch 2.13" in page
+
+
+def test_the_last_record_of_a_case_counts() -> None:
+    page = render([record("SIGKILL", "shm", "init", wrong=["x"]), record("SIGKILL", "shm", "init")])
+    assert "WRONG**:" in page  # the legend's
+    assert "**WRONG** |" not in page
+
+
+def test_unknown_cases_are_refused() -> None:
+    with pytest.raises(ValueError, match="no such case: meteor"):
+        render([record("meteor", "shm", "init")])
+    with pytest.raises(ValueError, match="no records"):
+        render([])
+
+
+def test_the_page_is_that_of_the_records() -> None:
+    assert PAGE.read_text() == render(read_records(RECORDS)), (
+        f"python -m deepytorch_core.testing.faults --list; make test-faults writes {PAGE.name}"
+    )
