@@ -5,6 +5,7 @@
 
 #include "base/error.hpp"
 #include "host/reduce.hpp"
+#include "staged/sanitizer.hpp"
 #include "staged/workers.hpp"
 
 namespace dpt::staged {
@@ -158,7 +159,8 @@ void Pipeline::put_down(const Op& op, uint64_t chunk) {
   if (reduces) {
     engine_.wait(lane, board_.ready(rank_, slot), low(number));
   } else {
-    if (chunk == 0) engine_.wait(lane, board_.checked(rank_), low(number));
+    // Every lane's first one.
+    if (chunk < Lane::kCount) engine_.wait(lane, board_.checked(rank_), low(op.first));
     // Where there is nothing to take this lane would overtake the other.
     if (has_predecessor(number)) {
       engine_.wait(lane, board_.taken(rank_, slot), low(before(number)));
@@ -283,6 +285,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   }
   // Whoever counts last sees what all others wrote, and has nobody beside it.
   Word& counted = board_.counted(slot);
+  tell_sanitizer_of_write();
   if (counted.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(all)) {
     counted.store(0, std::memory_order_relaxed);
     for (int rank = 0; rank < shape.ranks; ++rank) {
