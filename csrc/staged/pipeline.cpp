@@ -64,16 +64,28 @@ void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream
       }
       if (step < job.chunks) put_up(op, step);
     }
-    engine_.meet();
-    const Lane last{Lane::kDown, 0};
-    engine_.wait_for_bits(last, board_.gate(rank_), kRunning | kReleased);
-    engine_.write(last, board_.finished(rank_), op.number);
-    engine_.join(stream);
+    close(op, stream);
   } catch (...) {
-    // Some of it is on its way, and the other ranks wait for the rest.
+    // Some of it is on its way, and the other ranks wait for the rest. Nor may the stream go on
+    // before what uses its buffers has ended.
     break_off(Failure::kAborted, rank_);
+    try {
+      close(op, stream);
+    } catch (const Error&) {
+      // Then the device carries out nothing any more.
+    }
     throw;
   }
+}
+
+// Behind all of the operation comes the gate, and then the stream goes on.
+void Pipeline::close(const Op& op, Stream stream) {
+  const std::shared_ptr<void> entered = engine_.enter();
+  const Lane last{Lane::kDown, 0};
+  engine_.meet();
+  engine_.wait_for_bits(last, board_.gate(rank_), kRunning | kReleased);
+  engine_.write(last, board_.finished(rank_), op.number);
+  engine_.join(stream);
 }
 
 Pipeline::Op& Pipeline::append(const Job& job, std::chrono::milliseconds timeout) {
