@@ -5,6 +5,7 @@
 
 #include "base/error.hpp"
 #include "host/reduce.hpp"
+#include "staged/sanitizer.hpp"
 #include "staged/workers.hpp"
 
 namespace dpt::staged {
@@ -63,16 +64,28 @@ void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream
       }
       if (step < job.chunks) put_up(op, step);
     }
-    engine_.meet();
-    const Lane last{Lane::kDown, 0};
-    engine_.wait_for_bits(last, board_.gate(rank_), kRunning | kReleased);
-    engine_.write(last, board_.finished(rank_), op.number);
-    engine_.join(stream);
+    close(op, stream);
   } catch (...) {
-    // Some of it is on its way, and the other ranks wait for the rest.
+    // Some of it is on its way, and the other ranks wait for the rest. Nor may the stream go on
+    // before what uses its buffers has ended.
     break_off(Failure::kAborted, rank_);
+    try {
+      close(op, stream);
+    } catch (const Error&) {
+      // Then the device carries out nothing any more.
+    }
     throw;
   }
+}
+
+// Behind all of the operation comes the gate, and then the stream goes on.
+void Pipeline::close(const Op& op, Stream stream) {
+  const std::shared_ptr<void> entered = engine_.enter();
+  const Lane last{Lane::kDown, 0};
+  engine_.meet();
+  engine_.wait_for_bits(last, board_.gate(rank_), kRunning | kReleased);
+  engine_.write(last, board_.finished(rank_), op.number);
+  engine_.join(stream);
 }
 
 Pipeline::Op& Pipeline::append(const Job& job, std::chrono::milliseconds timeout) {
@@ -158,7 +171,8 @@ void Pipeline::put_down(const Op& op, uint64_t chunk) {
   if (reduces) {
     engine_.wait(lane, board_.ready(rank_, slot), low(number));
   } else {
-    if (chunk == 0) engine_.wait(lane, board_.checked(rank_), low(number));
+    // Every lane's first one.
+    if (chunk < Lane::kCount) engine_.wait(lane, board_.checked(rank_), low(op.first));
     // Where there is nothing to take this lane would overtake the other.
     if (has_predecessor(number)) {
       engine_.wait(lane, board_.taken(rank_, slot), low(before(number)));
@@ -283,6 +297,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   }
   // Whoever counts last sees what all others wrote, and has nobody beside it.
   Word& counted = board_.counted(slot);
+  tell_sanitizer_of_write();
   if (counted.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(all)) {
     counted.store(0, std::memory_order_relaxed);
     for (int rank = 0; rank < shape.ranks; ++rank) {

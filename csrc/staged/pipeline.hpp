@@ -83,6 +83,7 @@ class Pipeline {
   };
 
   Op& append(const Job& job, std::chrono::milliseconds timeout);
+  void close(const Op& op, Stream stream);
   void put_up(const Op& op, uint64_t chunk);
   void put_down(const Op& op, uint64_t chunk);
   void wait_for_slot(uint64_t number, Job::Kind kind);

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "base/error.hpp"
+#include "staged/sanitizer.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -154,8 +155,11 @@ void FakeCopyEngine::copy_local(char* to, const char* from, size_t bytes) {
 }
 
 void FakeCopyEngine::wait(staged::Lane which, const staged::Word& word, uint32_t value) {
-  lane(which).words.push_back(
-      [&word, value] { return staged::has_come_to(word.load(std::memory_order_acquire), value); });
+  lane(which).words.push_back([&word, value, aliased = options_.aliased] {
+    if (!staged::has_come_to(word.load(std::memory_order_acquire), value)) return false;
+    if (aliased) staged::tell_sanitizer_of_wait();
+    return true;
+  });
 }
 
 void FakeCopyEngine::wait_for_bits(staged::Lane which, const staged::Word& word, uint32_t bits) {
@@ -164,7 +168,8 @@ void FakeCopyEngine::wait_for_bits(staged::Lane which, const staged::Word& word,
 }
 
 void FakeCopyEngine::write(staged::Lane which, staged::Word& word, uint32_t value) {
-  lane(which).words.push_back([&word, value] {
+  lane(which).words.push_back([&word, value, aliased = options_.aliased] {
+    if (aliased) staged::tell_sanitizer_of_write();
     word.store(value, std::memory_order_release);
     return true;
   });

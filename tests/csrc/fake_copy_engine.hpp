@@ -43,6 +43,8 @@ class FakeCopyEngine final : public staged::CopyEngine {
     int most_delay_us = 0;
     bool can_map = true;
     bool one_queue = false;  // for all lanes
+    // Ranks see the memory at an address each: segment.cpp, NOTE [Thread sanitizer].
+    bool aliased = false;
     // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody
     // but the thread sanitizer.
     const staged::Word* broken = nullptr;

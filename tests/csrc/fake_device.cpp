@@ -131,6 +131,7 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   if (!setup.peer_access) {
     return connect_staged(setup, [&setup] {
       testing::FakeCopyEngine::Options options;
+      options.aliased = true;
       options.can_map = setup.rank != testing::fake_devices().unmappable_rank;
       return std::make_unique<testing::FakeCopyEngine>(setup.rank, options);
     });

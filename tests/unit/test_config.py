@@ -185,13 +185,14 @@ def test_compiler_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert config.compiler() is None
 
 
-def test_the_core_sees_a_log_level_given_as_keyword() -> None:
+def test_the_core_sees_what_is_given_as_keyword() -> None:
     program = (
         "import os\n"
         "from deepytorch_core import config\n"
-        "config.set_current(config.Options(log='error'))\n"
+        "config.set_current(config.Options(log='error', reduce_threads=3))\n"
         "config.export_for_core()\n"
         "assert os.environ['DEEPYTORCH_LOG'] == 'error'\n"
+        "assert os.environ['DEEPYTORCH_REDUCE_THREADS'] == '3'\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=_environment())
 

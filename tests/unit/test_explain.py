@@ -120,6 +120,23 @@ def test_what_gpus_decide_is_not_what_the_host_does() -> None:
     assert found.buffer_bytes == 4 << 20
 
 
+def test_slots_and_workers_of_cpu_reduce_are_told() -> None:
+    from deepytorch.cli.explain import _cells
+
+    tried = times("cpu_reduce", 1 << 20, 40.0, channels=3) | {"threads": 4}
+    staged = GPU_PLAN | {
+        "device": "NVIDIA GeForce RTX 4090, 128 SMs, without peer access",
+        "algorithm": "cpu_reduce",
+        "chunk_bytes": 1 << 20,
+        "channels": 3,
+        "threads": 4,
+        "candidates": [tried, times("delegate", 0, 60.0)],
+    }
+    (found,) = explain.device_answers(QUESTION, [staged])
+    assert found.candidates[0].chosen
+    assert _cells(found.candidates[0], "NCCL")[1:3] == ["cpu_reduce", "3 slots of 1M, 4 workers"]
+
+
 def test_tables_of_gpus_come_from_the_profile(tmp_path: Path) -> None:
     from deepytorch_core import _core
 
