@@ -115,7 +115,7 @@ test-docs: venv adapter ## pages of the documentation do what they say (five min
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py
 
 wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines and the sdist (ADAPTERS=2.13.0 ...)
-	@ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
+	@VENV="$(VENV)" ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
 
 test-matrix: ## that wheel in fresh environments, TORCHES x the Pythons of this machine
 	@.ci/matrix $(TORCHES)
