@@ -355,19 +355,20 @@ WorkPtr Backend::watched(const Submitted& submitted) {
     setup_.api->record_end(submitted.recorded, DPT_OK, /*on_stream=*/1);
     return work;
   }
-  return c10::make_intrusive<DelegatedWork>(work,
-                                            DelegatedWork::Watch{rank_,
-                                                                 submitted.call.op_type,
-                                                                 submitted.call.title,
-                                                                 submitted.recorded,
-                                                                 setup_.api,
-                                                                 setup_.explain,
-                                                                 join_text({name_in(submitted.call.title),
-                                                                            " of group ",
-                                                                            setup_.options->group_name,
-                                                                            " on rank ",
-                                                                            std::to_string(rank_)}),
-                                                                 setup_.who_died});
+  return c10::make_intrusive<DelegatedWork>(
+      work,
+      DelegatedWork::Watch{rank_,
+                           submitted.call.op_type,
+                           submitted.call.title,
+                           submitted.recorded,
+                           setup_.api,
+                           setup_.explain,
+                           join_text({name_in(submitted.call.title),
+                                      " of group ",
+                                      setup_.options->group_name,
+                                      " on rank ",
+                                      std::to_string(rank_)}),
+                           setup_.who_died});
 }
 
 std::string Backend::signature_of(const Call& call) const {
