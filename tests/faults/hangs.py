@@ -54,6 +54,10 @@ class Plant:
     only: str = ""
 
 
+class NotReadyError(RuntimeError):
+    """The job did not start, so nothing was planted: its port was taken meanwhile, say."""
+
+
 def stop(pid: int) -> Callable[[], None]:
     os.kill(pid, signal.SIGSTOP)
     return lambda: os.kill(pid, signal.SIGCONT)
@@ -225,7 +229,7 @@ def await_ready(folder: Path, processes: list[subprocess.Popen[bytes]]) -> list[
     while not all(file.exists() and file.read_text() for file in files):
         if time.monotonic() > deadline or any(one.poll() is not None for one in processes):
             logs = "\n".join((folder / f"log{rank}").read_text() for rank in range(RANKS))
-            raise RuntimeError(f"the script did not come to step 20:\n{logs}")
+            raise NotReadyError(f"the script did not come to step 20:\n{logs}")
         time.sleep(0.05)
     return [int(file.read_text()) for file in files]
 
@@ -258,7 +262,12 @@ def main() -> None:
         for number in range(options.count):
             plant, how = cases[number % len(cases)]
             culprit = chance.choice(plant.culprits)
-            result = run_one(plant, how, culprit, delay_s=chance.uniform(0.2, 1.0))
+            delay_s = chance.uniform(0.2, 1.0)
+            try:
+                result = run_one(plant, how, culprit, delay_s)
+            except NotReadyError as error:
+                print(f"started once more: {str(error).splitlines()[-1]}")
+                result = run_one(plant, how, culprit, delay_s)
             wrong += not result["right"]
             file.write(json.dumps(result) + "\n")
             file.flush()
