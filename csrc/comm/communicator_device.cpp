@@ -54,9 +54,8 @@ dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* re
   }
   if (std::strcmp(plan.algorithm, "hierarchical") == 0) {
     order.unlock();
-    return start_on_delegate(request,
-                             {.algorithm = plan.algorithm, .reason = std::move(plan.reason)},
-                             *recorded);
+    return start_on_delegate(
+        request, {.algorithm = plan.algorithm, .reason = std::move(plan.reason)}, *recorded);
   }
   FlightRecord::instance().note(*recorded, FlightRecord::kNative);
   launch_on_device(request, plan);
