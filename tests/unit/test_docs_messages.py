@@ -17,7 +17,9 @@ SPEAKERS = {"say", "say_once", "warn", "NotImplementedError", "RuntimeError"}
 SPEAKERS |= {"AdapterError", "CompareError", "HorovodInternalError", "IntegrationError"}
 SPEAKERS |= {"RecipeError", "RankError"}
 FOLDERS = ("deepytorch", "deepytorch_core", "integrations", "recipes")
-APART = ("deepytorch_core/testing/", "deepytorch_core/bench/", "deepytorch/workloads/")
+# Those of doctor are on a page of its own, docs/doctor.md.
+APART = ("deepytorch_core/testing/", "deepytorch_core/bench/", "deepytorch_core/doctor/")
+APART = (*APART, "deepytorch/workloads/")
 
 VARYING = "…"
 LEAST_FIXED = 8  # letters in a row without which a message says nothing of its own
