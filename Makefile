@@ -80,12 +80,14 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 	@$(BIN)/cmake --build build/csrc
 	$(BIN)/ctest --test-dir build/csrc --output-on-failure
 
-# Most tests wait for processes of their own: two sessions at a time keep the cores busy.
+# Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
+# as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
+BESIDE := tests/integrations tests/recipes
 test-python: venv adapter ## pytest: unit, several processes, conformance, recipes, adapters
 	@mkdir -p build
-	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) tests/integrations > build/adapters.log 2>&1 & adapters=$$!; \
-	  $(BIN)/pytest $(PYTEST_FLAGS) --ignore=tests/integrations; status=$$?; \
-	  wait $$adapters || status=1; cat build/adapters.log; exit $$status
+	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) $(BESIDE) > build/beside.log 2>&1 & beside=$$!; \
+	  $(BIN)/pytest $(PYTEST_FLAGS) $(addprefix --ignore=,$(BESIDE)); status=$$?; \
+	  wait $$beside || status=1; cat build/beside.log; exit $$status
 
 test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torch (build/tensorflow)
 	@.ci/system python compiler
