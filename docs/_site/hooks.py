@@ -30,10 +30,9 @@ _LOADED = re.compile(
 _STYLE = re.compile(r"<style>.*?</style>|<!--.*?-->", re.S)
 
 
-def on_config(config: Any) -> Any:
-    """Lay the packages out as they are installed, for mkdocstrings."""
+def on_startup(**_: Any) -> None:
+    """Lay the packages out as they are installed, before mkdocstrings looks for them."""
     lay_out(ROOT / "build/docs/source")
-    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
