@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <set>
-#include <sstream>
 
 #include "delegated_work.hpp"
 #include "python_bridge.hpp"
@@ -374,29 +373,23 @@ WorkPtr Backend::watched(const Submitted& submitted) {
 std::string Backend::signature_of(const Call& call) const {
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const std::vector<at::Tensor>& one = gives_parts ? call.outputs : call.inputs;
-  std::string name = call.title;
-  name = name.substr(name.find(':') + 1);
+  const std::string name = name_in(call.title);
   if (call.collective == DPT_BARRIER || one.empty()) return name;
-  std::ostringstream out;
-  out << name << " of ";
-  if (call.uneven) {
-    out << "uneven parts of ";
-  } else {
-    out << one[0].numel() << " x ";
-  }
-  out << c10::toString(one[0].scalar_type());
-  if (one[0].layout() != at::kStrided) out << ", " << one[0].layout();
+  const std::string parts =
+      call.uneven ? "uneven parts of " : join_text({std::to_string(one[0].numel()), " x "});
+  std::string text = join_text({name, " of ", parts, c10::toString(one[0].scalar_type())});
+  if (one[0].layout() != at::kStrided) text += ", not strided";
   if (call.core_reduce_op != DPT_NO_REDUCE) {
     // In the order of c10d's enum.
     constexpr const char* kNames[] = {
         "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
     const size_t op = static_cast<uint8_t>(static_cast<c10d::ReduceOp::RedOpType>(call.reduce_op));
-    out << ", " << (op < std::size(kNames) ? kNames[op] : "another reduce op");
+    text += join_text({", ", op < std::size(kNames) ? kNames[op] : "another reduce op"});
   }
   const bool has_root = call.collective == DPT_BROADCAST || call.collective == DPT_REDUCE ||
                         call.collective == DPT_GATHER || call.collective == DPT_SCATTER;
-  if (has_root) out << ", root " << call.root;
-  return out.str();
+  if (has_root) text += join_text({", root ", std::to_string(call.root)});
+  return text;
 }
 
 dpt_request Backend::describe(Submitted& submitted) const {

@@ -14,11 +14,11 @@
 
 namespace dpt::c10d_adapter {
 
-// Text from pieces, without streams: torch and this library may each carry a C++ library of their
-// own, and a stream that takes its locale from the other's copy crashes.
 // What an exception says, without the C++ frames that torch's own append to it.
 std::string text_of(const std::exception& error);
 
+// Text from pieces, without streams: torch and this library may each carry a C++ library of their
+// own, and a stream that takes its locale from the other's copy crashes.
 std::string join_text(std::initializer_list<std::string> pieces);
 [[noreturn]] void throw_value_error(std::initializer_list<std::string> pieces);
 
