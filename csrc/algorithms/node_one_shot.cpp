@@ -51,6 +51,7 @@ class OneShot {
                 {.words =
                      [&] {
                        std::vector<char> all(bytes * context_.size());
+                       if (bytes == 0) return all;  // its data may be nowhere
                        for (int rank = 0; rank < context_.size(); ++rank) {
                          std::memcpy(all.data() + rank * bytes, small(rank), bytes);
                        }

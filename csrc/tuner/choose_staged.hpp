@@ -9,7 +9,8 @@
 
 namespace dpt {
 
-constexpr const char* kCpuReduce = "cpu_reduce";
+// One object everywhere: names of algorithms compare by address.
+inline constexpr char kCpuReduce[] = "cpu_reduce";
 
 // Whatever can be served is the delegate's, where there is one, unless it was measured slower.
 DevicePlan choose_staged(const ChooseDeviceRequest& request);
