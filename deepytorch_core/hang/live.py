@@ -23,7 +23,7 @@ from typing import Any
 
 from deepytorch_core import config
 from deepytorch_core.console import say
-from deepytorch_core.hang import collect, evidence, processes, record, stacks, table, verdict
+from deepytorch_core.hang import answer, collect, evidence, processes, record, table, verdict
 from deepytorch_core.hang.evidence import Rank
 
 # Explaining a failure takes so long at most, of which other nodes get the first part to answer.
@@ -81,7 +81,7 @@ def join(store: Any, *, rank: int, size: int) -> None:
             own = None
     _home = _Home(own, rank, size, job)
     _judged.clear()
-    _core.identify_process(job=job, rank=rank, world_size=size, signal=stacks.register())
+    _core.identify_process(job=job, rank=rank, world_size=size, signal=answer.register())
     if size > 1 and own is not None and config.spans_nodes():
         threading.Thread(target=_listen, args=(_home,), name="deepytorch-hang", daemon=True).start()
 

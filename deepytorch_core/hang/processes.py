@@ -29,6 +29,14 @@ def state(pid: int) -> tuple[str, str]:
     return evidence.RUNNING, ""
 
 
+def sleeps(task: str) -> bool:
+    """Whether a thread, named by its path in /proc, waits for something else than a processor."""
+    try:
+        return _stat(task)[0] in "SD"
+    except (OSError, IndexError):
+        return False
+
+
 def start_time(pid: int) -> int:
     """When the process began, in the kernel's ticks: tells it from another of the same number.
 
@@ -67,7 +75,7 @@ def _in_mask(pid: int, mask: str, signal: int) -> bool:
     return False
 
 
-def _stat(pid: int) -> list[str]:
+def _stat(pid: int | str) -> list[str]:
     # The name, in parentheses, may hold anything.
     return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
 

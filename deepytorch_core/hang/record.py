@@ -90,11 +90,15 @@ def read_descriptor(descriptor: int) -> Record:
 
 
 def open_memfd(pid: int, name: str, flags: int) -> int | None:
-    """Opens the memfd of that name that process `pid` holds; None if it holds none."""
+    """Opens the memfd of that name that process `pid` holds; None if it holds none.
+
+    A name may go on behind an `@`.
+    """
     folder = Path("/proc") / str(pid) / "fd"
     for entry in os.listdir(folder):
         with contextlib.suppress(OSError):
-            if os.readlink(folder / entry) == f"/memfd:{name} (deleted)":
+            link = os.readlink(folder / entry).removesuffix(" (deleted)")
+            if link.partition("@")[0] == f"/memfd:{name}":
                 return os.open(folder / entry, flags | os.O_CLOEXEC)
     return None
 

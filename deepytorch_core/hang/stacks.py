@@ -1,65 +1,34 @@
-"""A process's Python stacks, asked for by a signal: without its GIL, and without its help.
+"""Asks a process for its Python stacks, of which another thread of it may hold the GIL.
 
-At its first group each process registers Python's faulthandler for a real-time signal that nothing
-else uses. The handler writes into a memfd, where whoever sent the signal reads the answer.
+Two ways lead to an answer (answer.py is the other side). The first is a thread that waits for
+the question: it answers safely, but needs the GIL for it. Only when that thread sleeps on for a
+while, something else holds the GIL and runs no Python meanwhile: then a signal makes Python's
+faulthandler write without it. That one walks frames as they are, and where they are changing just
+then it crashes the process; so it is never the first.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import fcntl
 import linecache
 import os
 import re
-import signal
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deepytorch_core.hang import evidence, processes, record
+from deepytorch_core.hang import answer, evidence, processes, record
 
 _POLL_S = 0.01
-# The handler writes a line at a time; after so long without one it is through.
+# Who has slept for so long will not get the GIL soon: Python hands it on every 5 ms.
+_MOST_NAPS = 75
+# The signal's handler writes a line at a time; after so long without one it is through.
 _QUIET_S = 0.08
 _MOST_BYTES = 1 << 18
 
-_registered = 0
-_descriptor = -1
-
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-
-
-def register() -> int:
-    """Lets others ask this process for its stacks; returns the signal, 0 where there is none.
-
-    Idempotent. A forked child answers to nobody until it calls this itself.
-    """
-    global _registered, _descriptor
-    if _registered:
-        return _registered
-    chosen = processes.free_signal(range(signal.SIGRTMAX - 8, signal.SIGRTMIN, -1))
-    if not chosen:
-        return 0
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        _descriptor = os.memfd_create(record.STACKS_NAME, os.MFD_CLOEXEC)
-        # A reader empties the file first, so each answer begins where the file then ends.
-        fcntl.fcntl(_descriptor, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(chosen, file=_descriptor, all_threads=True, chain=False)
-        _registered = chosen
-        os.register_at_fork(after_in_child=_forget)
-    return _registered
-
-
-def _forget() -> None:
-    """In a forked child: what it wrote would go to its parent's readers."""
-    global _registered, _descriptor
-    if _registered:
-        faulthandler.unregister(_registered)
-        os.close(_descriptor)
-        _registered, _descriptor = 0, -1
 
 
 def ask(pid: int, signal_number: int, *, limit_s: float = 2.0) -> str:
@@ -69,19 +38,32 @@ def ask(pid: int, signal_number: int, *, limit_s: float = 2.0) -> str:
     if not processes.catches(pid, signal_number):
         return ""
     deadline = time.monotonic() + limit_s
-    descriptor = None
+    descriptor = question = None
     try:
         descriptor = record.open_memfd(pid, record.STACKS_NAME, os.O_RDWR)
         if descriptor is None or not _lock(descriptor, deadline):
             return ""
+        # The name says in which pipe who waits.
+        name = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
+        pipe, thread = (int(part) for part in name.rpartition("@")[2].split("."))
+        question = os.open(f"/proc/{pid}/fd/{pipe}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         os.ftruncate(descriptor, 0)
-        os.kill(pid, signal_number)
-        return _await_answer(descriptor, deadline)
-    except OSError:
+        os.write(question, b"?")
+        if not _await_thread(descriptor, f"{pid}/task/{thread}", deadline):
+            if time.monotonic() > deadline:
+                return ""
+            os.kill(pid, signal_number)
+            _await_handler(descriptor, deadline)
+        data = os.pread(descriptor, min(os.fstat(descriptor).st_size, _MOST_BYTES), 0)
+        # The signal may have ended what held the GIL: then the thread has written as well.
+        whole = [part for part in data.split(answer.BOUNDARY) if part]
+        return whole[0].decode(errors="replace") if whole else ""
+    except (OSError, ValueError):
         return ""
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        for each in (descriptor, question):
+            if each is not None:
+                os.close(each)
 
 
 def ask_all(signals: dict[int, int], *, limit_s: float = 2.0) -> dict[int, str]:
@@ -106,7 +88,19 @@ def _lock(descriptor: int, deadline: float) -> bool:
             time.sleep(_POLL_S)
 
 
-def _await_answer(descriptor: int, deadline: float) -> str:
+def _await_thread(descriptor: int, thread: str, deadline: float) -> bool:
+    """Whether the thread has answered; False once it has slept for too long to get the GIL."""
+    naps = 0
+    while time.monotonic() < deadline and naps < _MOST_NAPS:
+        if _is_whole(descriptor):
+            return True
+        time.sleep(_POLL_S)
+        # A machine that is busy lets it wait too, but not asleep.
+        naps += processes.sleeps(thread)
+    return _is_whole(descriptor)
+
+
+def _await_handler(descriptor: int, deadline: float) -> None:
     size, since = 0, time.monotonic()
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -114,8 +108,12 @@ def _await_answer(descriptor: int, deadline: float) -> str:
         if now != size:
             size, since = now, time.monotonic()
         elif size and time.monotonic() - since > _QUIET_S:
-            break
-    return os.pread(descriptor, min(size, _MOST_BYTES), 0).decode(errors="replace")
+            return
+
+
+def _is_whole(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) == answer.BOUNDARY
 
 
 def main_thread(text: str) -> tuple[evidence.Frame, ...]:

@@ -30,6 +30,8 @@ from deepytorch_core import config
 from deepytorch_core.testing import emulation, worker
 
 _MAX_MESSAGE_BYTES = 65536
+# By which the address layouts of neighbouring ranks differ.
+_SHIFT_BYTES = 1 << 28
 # The second binds today's default group to its functions when it is imported: there is none here.
 _PRELOAD = ("torch.distributed", "torch.distributed.nn.functional")
 # What the workers' side of test modules imports, if the test process has it. What takes seconds is
@@ -210,7 +212,13 @@ def _become_worker(
             os.close(namespace)
         os.setsid()  # a group of its own, so that what it starts can be killed with it
         rank, world_size = request["rank"], request["world_size"]
-        _padding = mmap.mmap(-1, (rank + 1) * (1 << 22), prot=mmap.PROT_READ)
+        # Too large for the gaps between what is mapped already; never touched.
+        _padding = mmap.mmap(
+            -1,
+            (rank + 1) * _SHIFT_BYTES,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            prot=mmap.PROT_READ,
+        )
         os.environ.update(  # noqa: TID251  what torchrun would set; nothing is read
             RANK=str(rank),
             WORLD_SIZE=str(world_size),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import signal
 import struct
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from deepytorch_core import _core
-from deepytorch_core.hang import collect, evidence, processes, record, stacks
+from deepytorch_core.hang import answer, collect, evidence, processes, record, stacks
 from deepytorch_core.hang.record import Record, RecordError
 
 NOW_NS = 1 << 60
@@ -244,18 +248,84 @@ def test_answers_that_are_no_stacks() -> None:
     assert stacks.where(()) is None
 
 
-def test_own_stacks_by_signal() -> None:
-    signal_number = stacks.register()
+def test_own_stacks() -> None:
+    signal_number = answer.register()
     assert signal_number > 0
-    assert stacks.register() == signal_number
-    answer = stacks.ask(os.getpid(), signal_number)
-    assert "test_own_stacks_by_signal" in answer
+    assert answer.register() == signal_number
+    text = stacks.ask(os.getpid(), signal_number)
+    assert "test_own_stacks" in text
+    assert "[MainThread]" in text  # as the thread writes it, not the signal's handler
     # The next answer begins anew.
     assert stacks.ask(os.getpid(), signal_number).count("Current thread") == 1
 
 
+def test_asking_harms_no_process_that_runs_python() -> None:
+    """A handler that walked the frames while they change would crash it after some ten times."""
+    child, reading = forked(busy)
+    try:
+        number = int(os.read(reading, 100))
+        for _ in range(100):
+            assert "(recurse)" in stacks.ask(child, number, limit_s=20)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def busy() -> None:
+    sys.setswitchinterval(1e-4)
+    for _ in range(2):
+        threading.Thread(target=recurse, daemon=True).start()
+    recurse()
+
+
+def recurse() -> None:
+    while True:
+        deeper(300)
+
+
+def deeper(count: int) -> int:
+    return deeper(count - 1) + 1 if count else 0
+
+
+def test_a_process_whose_gil_is_held_answers_by_the_signal() -> None:
+    child, reading = forked(hold_the_gil)
+    try:
+        number = int(os.read(reading, 100))
+        text = "[MainThread]"
+        while "[MainThread]" in text:  # it has not begun to hold it
+            text = stacks.ask(child, number, limit_s=20)
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert "in hold_the_gil" in text
+
+
+def hold_the_gil() -> None:
+    while True:  # a signal ends it early
+        ctypes.PyDLL(None).usleep(60_000_000)
+
+
+def forked(function: Callable[[], None]) -> tuple[int, int]:
+    """A child in `function` that can be asked, and where it says by which signal."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        number = answer.register()
+        time.sleep(1)  # for the thread to get to where it waits
+        os.write(writing, str(number).encode())
+        try:
+            function()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    return child, reading
+
+
 def test_a_forked_child_does_not_answer_for_its_parent() -> None:
-    signal_number = stacks.register()
+    signal_number = answer.register()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

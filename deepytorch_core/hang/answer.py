@@ -1,0 +1,95 @@
+"""A process's side of being asked for its Python stacks (stacks.py asks).
+
+At its first group each process starts a thread that waits in a pipe for the question, and registers
+Python's faulthandler for a real-time signal that nothing else uses. Both write into a memfd, where
+whoever asked reads the answer. The thread sees frames that stand still, because it holds the GIL;
+the signal is for the case that it can't get it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+from deepytorch_core.hang import processes, record
+
+# Before and behind what the thread writes.
+BOUNDARY = b"\0"
+_MOST_FRAMES = 200  # of a thread
+
+_registered = 0
+_descriptors: tuple[int, ...] = ()
+
+
+def register() -> int:
+    """Lets others ask this process for its stacks; returns the signal, 0 where there is none.
+
+    Idempotent. A forked child answers to nobody until it calls this itself.
+    """
+    global _registered, _descriptors
+    if _registered:
+        return _registered
+    chosen = processes.free_signal(range(signal.SIGRTMAX - 8, signal.SIGRTMIN, -1))
+    if not chosen:
+        return 0
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        thread = threading.Thread(
+            target=_serve, args=(reading,), name="deepytorch-stacks", daemon=True
+        )
+        thread.start()
+        name = f"{record.STACKS_NAME}@{reading}.{thread.native_id}"
+        memory = os.memfd_create(name, os.MFD_CLOEXEC)
+        # A reader empties the file first, so each answer begins where the file then ends.
+        fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
+        _descriptors = (memory, reading, writing)
+        faulthandler.register(chosen, file=memory, all_threads=True, chain=False)
+        _registered = chosen
+        os.register_at_fork(after_in_child=_forget)
+    return _registered
+
+
+def _forget() -> None:
+    """In a forked child, where the thread is gone: its answers would go to its parent's readers."""
+    global _registered, _descriptors
+    if _registered:
+        faulthandler.unregister(_registered)
+        for descriptor in _descriptors:
+            os.close(descriptor)
+        _registered, _descriptors = 0, ()
+
+
+def _serve(questions: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(questions, 1):
+            text = _all_stacks().encode(errors="replace")
+            os.write(_descriptors[0], BOUNDARY + text + BOUNDARY)
+
+
+def _all_stacks() -> str:
+    """As faulthandler writes them: the main thread last, this one not at all."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames.pop(threading.get_ident(), None)
+    in_order = sorted(frames, key=lambda ident: ident == main)
+    return "\n".join(
+        _stack(frames[ident], ident, names.get(ident, ""), is_main=ident == main)
+        for ident in in_order
+    )
+
+
+def _stack(frame: FrameType | None, ident: int, name: str, *, is_main: bool) -> str:
+    heading = "Current thread" if is_main else "Thread"
+    lines = [f"{heading} 0x{ident:016x} [{name}] (most recent call first):"]
+    while frame is not None and len(lines) <= _MOST_FRAMES:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines) + "\n"
