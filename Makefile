@@ -84,6 +84,7 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes
 test-python: venv adapter ## pytest: unit, several processes, conformance, recipes, adapters
+	@.ci/system spin
 	@mkdir -p build
 	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) $(BESIDE) > build/beside.log 2>&1 & beside=$$!; \
 	  $(BIN)/pytest $(PYTEST_FLAGS) $(addprefix --ignore=,$(BESIDE)); status=$$?; \
