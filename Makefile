@@ -129,7 +129,7 @@ PAGE ?= build/faults.md
 test-faults: venv adapter ## every fault on every path in every phase, about ten minutes (docs/faults.md)
 	@mkdir -p $(dir $(RECORD)) $(dir $(PAGE)) && rm -f $(RECORD)
 	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE)
-	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py
+	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py
 
 MINUTES ?= 30
 soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups
