@@ -1,8 +1,8 @@
-"""A job loses one of its two nodes and goes on with the ranks that are left, by torchrun's own means.
+"""A job loses one of its two nodes and goes on with the other, by torchrun's own means.
 
 Run by `make test-faults`. The nodes are two agents of torchrun on this machine; one is killed with
-its ranks. The survivors' error names a lost rank, their agent starts them anew as a smaller job, and
-that one resumes from the last checkpoint. The global batch stays the same, so the losses must, too.
+its ranks. The survivors' error names a lost rank, their agent starts them anew as a smaller job,
+which resumes from the last checkpoint. The global batch stays the same, so the losses must, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ saved = os.path.join(folder, "saved.pt")
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).double()
+layers = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)]
+model = torch.nn.Sequential(*layers).double()
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 begin = 0
@@ -109,23 +110,21 @@ def said(folder: Path) -> str:
     return "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("agent-*")))
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
+def rendezvous() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_a_job_that_loses_a_node_goes_on_with_the_other(tmp_path: Path, port: int) -> None:
+def test_a_job_that_loses_a_node_goes_on_with_the_other(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    with agent(script, whole, port, "1") as only:
+    stores = [rendezvous(), rendezvous()]
+    with agent(script, whole, stores[0].port, "1") as only:
         assert only.wait(LIMIT_S) == 0, said(whole)
-    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with agent(script, broken, other.port, "1:2") as one:
-        with agent(script, broken, other.port, "1:2"):
+    with agent(script, broken, stores[1].port, "1:2") as one:
+        with agent(script, broken, stores[1].port, "1:2"):
             limit = time.monotonic() + LIMIT_S
             while len(rows(broken)) < 4:
                 assert time.monotonic() < limit, said(broken)
