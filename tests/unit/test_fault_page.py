@@ -72,6 +72,14 @@ def test_the_page_is_that_of_the_records() -> None:
     )
 
 
+def test_repeated_runs_have_a_table_of_their_own() -> None:
+    many = {"runs": 34, "as_promised": 34, "median_s": 0.069, "most_s": 0.333}
+    records = [record("SIGKILL", "shm", "collective", **many)]
+    assert "| SIGKILL | shm | in an all_reduce | 34 | 34 | 0.07 | 0.33 |" in render(
+        [*records, record("SIGKILL", "shm", "collective")]
+    )
+
+
 def test_several_runs_of_a_case_are_summed_up_by_their_slowest_survivors() -> None:
     (case,) = cases(["SIGKILL | shm | collective"])
     told = repeated(
