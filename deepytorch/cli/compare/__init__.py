@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -11,13 +12,14 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
+from deepytorch_core.compare.probe import PROGRESS
 from deepytorch_core.errors import OFF_SWITCH, AdapterError, CompareError
 
 OURS, COLLECTIVES, COMPUTE = "deepytorch", "collectives only", "compute only"
@@ -27,12 +29,6 @@ _NO_COMPUTE = {
     "DEEPYTORCH_KERNELS": "off",
     "DEEPYTORCH_PADDING_FREE": "off",
 }
-_ARMS: dict[str, dict[str, str]] = {
-    result.STOCK: {"DEEPYTORCH_ENABLED": "0"},
-    OURS: {"DEEPYTORCH_ENABLED": "1"},
-    COLLECTIVES: {"DEEPYTORCH_ENABLED": "1", **_NO_COMPUTE},
-    COMPUTE: {"DEEPYTORCH_ENABLED": "1", "DEEPYTORCH_COLLECTIVES": "stock"},
-}
 # Experiment trackers write to a server: a comparison is no experiment.
 _QUIET = {
     "WANDB_MODE": "disabled",
@@ -41,9 +37,53 @@ _QUIET = {
     "PYTHONHASHSEED": "0",
 }
 _TERMINATE_S = 40.0
+_LOOK_S = 0.1
 _TAIL_LINES = 40
 
 Say = Callable[[str], None]
+Watch = Callable[[Sequence[float]], bool]
+"""Told rank 0's block times in seconds while a run is under way; True ends the run."""
+
+
+class StoppedEarly(Exception):
+    """A run was ended by who watched it; `block_s` is what rank 0 had measured."""
+
+    def __init__(self, block_s: Sequence[float]) -> None:
+        super().__init__("stopped early")
+        self.block_s = tuple(block_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to run the script.
+
+    Args:
+        name: for people.
+        variables: environment variables of its processes.
+        compute: whether compilation, kernels and padding-free training are switched on as well.
+        settings: of `deepytorch_core.tune.knobs`; None: as the profile says.
+        warmup_steps: untimed steps at the beginning; 0: a fifth of all.
+        hint: what else to say when it fails.
+    """
+
+    name: str
+    variables: Mapping[str, str]
+    compute: bool = False
+    settings: Mapping[str, int] | None = None
+    warmup_steps: int = 0
+    hint: str = f"stock ran through; {OFF_SWITCH}"
+
+
+_ON = {"DEEPYTORCH_ENABLED": "1"}
+_ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm(name=result.STOCK, variables={"DEEPYTORCH_ENABLED": "0"}, hint=""),
+        Arm(name=OURS, variables=_ON, compute=True),
+        Arm(name=COLLECTIVES, variables={**_ON, **_NO_COMPUTE}),
+        Arm(name=COMPUTE, variables={**_ON, "DEEPYTORCH_COLLECTIVES": "stock"}, compute=True),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +122,17 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
         adapter.load()  # compiled once here, not within a run
     samples: list[result.Sample] = []
     remarks: list[str] = []
-    first = _run(job, result.STOCK, remarks)
+    first = run_once(job, _ARMS[result.STOCK], remarks)
     if not first.is_complete:
         if first.steps < MIN_STEPS:
             raise CompareError(_too_short(first.steps))
         say(f"the script ends after {first.steps} optimizer steps: these are compared")
         job = dataclasses.replace(job, steps=first.steps)
-        first = _run(job, result.STOCK, remarks)
+        first = run_once(job, _ARMS[result.STOCK], remarks)
     for number in range(job.rounds):
         for arm in job.arms:
             is_first = number == 0 and arm == result.STOCK
-            sample = first if is_first else _run(job, arm, remarks)
+            sample = first if is_first else run_once(job, _ARMS[arm], remarks)
             if sample.steps != job.steps:
                 raise CompareError(
                     f"{arm} took {sample.steps} optimizer steps where stock took {job.steps}"
@@ -114,7 +154,11 @@ def _too_short(steps: int) -> str:
     return f"the script ended after {steps} optimizer steps; at least {MIN_STEPS} are needed"
 
 
-def _run(job: Job, arm: str, remarks: list[str]) -> result.Sample:
+def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None) -> result.Sample:
+    """Run the script once in processes of its own; `remarks` receives what it left behind.
+
+    Raises CompareError for a run that failed or took too long, StoppedEarly where `watch` ended it.
+    """
     with tempfile.TemporaryDirectory(prefix="deepytorch-compare-") as name:
         folder = Path(name).resolve()
         for part in ("root", "ranks", "outside"):
@@ -131,14 +175,16 @@ def _run(job: Job, arm: str, remarks: list[str]) -> result.Sample:
             folder=str(folder / "ranks"),
             workspace=str(view),
             outside=str(folder / "outside"),
-            compute=arm in (OURS, COMPUTE),
+            compute=arm.compute,
+            warmup_steps=arm.warmup_steps,
+            settings=None if arm.settings is None else dict(arm.settings),
         )
         plan.write(folder / "plan.json")
         log = folder / "output"
-        status = _launch(job, folder, _ARMS[arm], log)
+        status = _launch(job, folder, arm.variables, log, watch)
         if status != 0:
             raise CompareError(_failure(arm, status, log, job.timeout_s))
-        sample = result.read(arm, folder / "ranks", job.world_size)
+        sample = result.read(arm.name, folder / "ranks", job.world_size)
         left = _without_empty(sample.made_folders)
         if left:
             remarks.append(f"the script also made {', '.join(left)}, and left files there")
@@ -155,7 +201,9 @@ def _without_empty(folders: Sequence[str]) -> list[str]:
     return [folder for folder in folders if os.path.isdir(folder) and "/.cache/" not in folder]
 
 
-def _launch(job: Job, folder: Path, variables: dict[str, str], log: Path) -> int | None:
+def _launch(
+    job: Job, folder: Path, variables: Mapping[str, str], log: Path, watch: Watch | None
+) -> int | None:
     """The exit status of torchrun; None when it took too long."""
     view = Plan.read(folder / "plan.json").workspace
     environment = config.child_environment(**_QUIET, **variables, PWD=view)
@@ -169,9 +217,22 @@ def _launch(job: Job, folder: Path, variables: dict[str, str], log: Path) -> int
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        with _ended(process), contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(job.timeout_s)
-        return None
+        with _ended(process):
+            return _wait(process, job.timeout_s, folder / "ranks" / PROGRESS, watch)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], limit_s: float, progress: Path, watch: Watch | None
+) -> int | None:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_S if watch else until - time.monotonic())
+        if watch is not None and progress.exists():
+            block_s = json.loads(progress.read_text(encoding="utf-8"))
+            if watch(block_s):
+                raise StoppedEarly(block_s)
+    return None
 
 
 @contextlib.contextmanager
@@ -206,7 +267,7 @@ def _arguments(job: Job) -> list[str]:
     return [*job.arguments[:place], str(script), *job.arguments[place + 1 :]]
 
 
-def _failure(arm: str, status: int | None, log: Path, timeout_s: float) -> str:
+def _failure(arm: Arm, status: int | None, log: Path, timeout_s: float) -> str:
     lines = log.read_text(errors="replace").splitlines()
     how = f"failed with exit status {status}"
     if status is None:
@@ -217,8 +278,8 @@ def _failure(arm: str, status: int | None, log: Path, timeout_s: float) -> str:
         shown = lines[: 2 * _TAIL_LINES]
     else:
         shown = lines[-_TAIL_LINES:]
-    hint = "" if arm == result.STOCK else f"\nstock ran through; {OFF_SWITCH}"
-    return f"the script {how} under the arm {arm!r}:\n" + "\n".join(shown) + hint
+    hint = f"\n{arm.hint}" if arm.hint else ""
+    return f"the script {how} under the arm {arm.name!r}:\n" + "\n".join(shown) + hint
 
 
 def processes(options: Namespace) -> int:

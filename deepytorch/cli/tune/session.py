@@ -1,0 +1,160 @@
+"""One `deepytorch tune`: explore, search, confirm, keep, show."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import shlex
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepytorch.cli import compare, console
+from deepytorch.cli.tune import report
+from deepytorch.cli.tune.candidates import Candidates
+from deepytorch.cli.tune.progress import Progress
+from deepytorch_core import adapter, config
+from deepytorch_core.compare.result import Sample
+from deepytorch_core.errors import AdapterError, TuneError
+from deepytorch_core.tune import space, stored
+from deepytorch_core.tune.confirm import ROUNDS, Confirmation, confirm
+from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
+from deepytorch_core.tune.search import Search, Trial
+from deepytorch_core.tune.space import Space
+
+_LEAST_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """All that one search found.
+
+    `confirmation` is None where nothing beat the defaults in the search.
+    """
+
+    script: str
+    space: Space
+    trials: tuple[Trial, ...]
+    best: Trial
+    confirmation: Confirmation | None
+    sees_losses: bool
+    remarks: tuple[str, ...]
+
+    @property
+    def tuned(self) -> stored.Tuned:
+        """What the profile is to say."""
+        repeated = self.confirmation
+        if repeated is None:
+            return stored.Tuned(DEFAULTS, "nothing was faster than the defaults", {})
+        setting = self.best.setting if repeated.is_kept else DEFAULTS
+        reason = repeated.reason
+        if not repeated.is_kept:
+            reason = f"the defaults stay: {in_words(self.best.setting)} {reason}"
+        return stored.Tuned(setting, reason, repeated.times_ms)
+
+
+def processes(options: Namespace) -> int:
+    """How many processes torchrun will start. Raises ValueError where they can't be tuned."""
+    from torch.distributed import run as torchrun
+
+    if options.nnodes not in ("1", "1:1"):
+        raise ValueError("deepytorch tune runs on one machine: leave --nnodes out")
+    count = int(torchrun.determine_local_world_size(options.nproc_per_node))
+    if count < 2:
+        raise ValueError("one process communicates with nobody: give --nproc-per-node")
+    return count
+
+
+def run(
+    job: compare.Job, *, budget_steps: int, profile: Path | None, json_file: Path | None
+) -> Outcome:
+    """Tune a script, write the profile and show what came of it.
+
+    Raises CompareError for a script that fails, and TuneError where nothing can be set or kept.
+    """
+    options = config.current()
+    if profile is not None:
+        config.set_current(dataclasses.replace(options, profile=str(profile)))
+    path = config.profile_path()
+    if path is None:
+        raise TuneError("there is no place for the profile: give --profile FILE")
+    with contextlib.suppress(AdapterError):  # without it the script trains on stock collectives
+        adapter.load()  # compiled once here, not within a trial
+    candidates = Candidates(job, {"DEEPYTORCH_PROFILE": str(path)})
+    with Progress(console.err(), budget_steps) as progress:
+        outcome = _search(candidates, progress, budget_steps)
+    wanted = stored.key(outcome.script, world_size=job.world_size, local_world_size=job.world_size)
+    details = report.details(outcome, job.arguments)
+    if not stored.keep(wanted, outcome.tuned, details):
+        raise TuneError(f"the profile {path} was not written: give --profile FILE")
+    files = [("profile", str(path))]
+    if json_file is not None:
+        report.write(json_file, {"for": wanted, **details})
+        files.append(("record", str(json_file)))
+    command = shlex.join(["deepytorch", "run", *job.arguments])
+    if profile is not None:
+        command = f"DEEPYTORCH_PROFILE={shlex.quote(str(path))} {command}"
+    report.show(outcome, files, command)
+    return outcome
+
+
+def _search(candidates: Candidates, progress: Progress, budget_steps: int) -> Outcome:
+    numbers = (f"trial {number}" for number in itertools.count(1))
+    progress.begins("the script with its defaults")
+    first = candidates.explore(_LEAST_STEPS)
+    if candidates.steps > budget_steps:
+        raise TuneError(
+            f"a budget of {budget_steps} steps is less than one trial of {candidates.steps}: "
+            "raise --budget-steps"
+        )
+    found = space.of(_job(first))
+    for line in found.left_out:
+        progress.say(f"left out: {line}")
+    if not found.knobs:
+        raise TuneError("nothing of this job can be set: the lines above say why")
+    start = Trial(setting=DEFAULTS, step_s=first.block_s, steps=candidates.steps)
+    progress.ended("defaults", start, None)
+    search = Search(
+        found.knobs,
+        progress.watched(lambda: next(numbers), candidates.measure),
+        steps=candidates.steps,
+        budget_steps=budget_steps,
+    )
+    search.start_from(start)
+    best = search.run()
+    repeated = None
+    if best.setting != DEFAULTS:
+        repeated = confirm(best.setting, _repeating(candidates, progress))
+    return Outcome(
+        script=first.script or "",
+        space=found,
+        trials=tuple(search.trials),
+        best=best,
+        confirmation=repeated,
+        sees_losses=candidates.sees_losses,
+        remarks=tuple(dict.fromkeys(candidates.remarks)),
+    )
+
+
+def _repeating(candidates: Candidates, progress: Progress) -> report.Repeat:
+    runs = itertools.count()
+
+    def repeat(setting: Setting) -> Trial:
+        name = f"round {next(runs) // 2 + 1}/{ROUNDS}"
+        progress.begins(f"{name}: {in_words(setting)}")
+        trial = candidates.repeat(setting)
+        progress.ended(name, trial, trial, counts=False)
+        return trial
+
+    return repeat
+
+
+def _job(sample: Sample) -> space.Job:
+    return space.Job(
+        device="cpu" if sample.device == "cpu" else "cuda",
+        num_nodes=1,
+        native_calls=sample.native_calls,
+        asked=sample.asked,
+        is_set=config.is_set,
+    )
