@@ -63,8 +63,21 @@ def ask(name: str, *, why_fixed: str = "", enough: int | None = None) -> int | N
         enough: from this value on all values mean the same.
     """
     knob(name)
-    _asked[name] = Asked(why_fixed, enough)
+    known = _asked.get(name)
+    if known is not None:
+        # Several models: one that takes it is enough, and the largest needs most.
+        open_ones = [one for one in (known.why_fixed, why_fixed) if not one]
+        sizes = [one for one in (known.enough, enough) if one is not None]
+        _asked[name] = Asked("" if open_ones else why_fixed, max(sizes, default=None))
+    else:
+        _asked[name] = Asked(why_fixed, enough)
     return None if why_fixed else current().get(name)
+
+
+def leave(name: str, why: str) -> None:
+    """A framework's knob is somebody else's to set in this process, whoever asks for it."""
+    knob(name)
+    _asked[name] = Asked(why)
 
 
 def asked() -> dict[str, Asked]:

@@ -90,7 +90,7 @@ def _constructing_ddp(original: _Function) -> _Function:
 def _gradient_mb(module: Any) -> int:
     """MiB that all gradients need, rounded up: a bucket of that size holds all."""
     trained = [one for one in module.parameters() if one.requires_grad]
-    num_bytes = sum(one.numel() * one.element_size() for one in trained)
+    num_bytes: int = sum(one.numel() * one.element_size() for one in trained)
     return max(1, -(-num_bytes // _MIB))
 
 

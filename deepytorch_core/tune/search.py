@@ -104,7 +104,7 @@ class Search:
             before = self.best
             assert before is not None
             for setting in _alternatives(before.setting, knob):
-                if self._is_new(setting) and self._has_budget():
+                if self._is_open(setting) and self._has_budget():
                     self._try(setting)
             changed = changed or self.best is not before
         return changed
@@ -132,8 +132,7 @@ class Search:
                 for trial in known
                 if dict(trial.setting).get(name) == value
             ]
-            # Whatever it was tried with it failed, or it was never tried.
-            return statistics.fmean(seen) if seen else math.inf
+            return statistics.fmean(seen) if seen else math.inf  # not tried yet
 
         def cost(setting: Setting) -> float:
             values = dict(setting)
@@ -144,15 +143,22 @@ class Search:
             for first, second in itertools.combinations(self._knobs, 2)
             for one in _alternatives(self.best.setting, first)
             for setting in _alternatives(one, second)
-            if self._is_new(setting)
+            if self._is_open(setting)
         }
         # Sorted, so that equals come in the same order in every run.
         costs = {setting: cost(setting) for setting in sorted(pairs, key=sorted)}
         found = min(costs, key=lambda setting: costs[setting], default=None)
         return found if found is not None and math.isfinite(costs[found]) else None
 
-    def _is_new(self, setting: Setting) -> bool:
-        return setting not in self._seen
+    def _is_open(self, setting: Setting) -> bool:
+        """Whether it was not tried yet, and has no value that failed with whatever it was tried."""
+        if setting in self._seen:
+            return False
+        for pair in setting:
+            tried = [trial for trial in self._seen.values() if pair in trial.setting]
+            if tried and all(trial.problem for trial in tried):
+                return False
+        return True
 
     def _try(self, setting: Setting) -> None:
         trial = self._measure(setting, self.best)

@@ -31,15 +31,24 @@ class Tuned:
     times_ms: Mapping[str, float]
 
 
-def key(script: str, *, world_size: int, local_world_size: int) -> dict[str, Any]:
+def key(
+    script: str,
+    *,
+    world_size: int,
+    local_world_size: int,
+    emulated: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """What settings hold for, besides this machine and these versions.
 
     Args:
         script: the script's resolved path.
         world_size: ranks of the job.
-        local_world_size: those on a node.
+        local_world_size: those on rank 0's node.
+        emulated: the network that was emulated, if one was: no job finds such an entry.
     """
-    facts = {"script": script, "local_world_size": local_world_size}
+    facts: dict[str, Any] = {"script": script, "local_world_size": local_world_size}
+    if emulated is not None:
+        facts["emulated"] = dict(emulated)
     return profile.key(WHAT, facts, world_size=world_size)
 
 
@@ -53,12 +62,12 @@ def look_up(script: str, *, world_size: int, local_world_size: int) -> Tuned | N
 
 def find(wanted: Mapping[str, Any]) -> Tuned | None:
     """What the profile says for this job; None where it says nothing, or what can't be believed."""
-    entry = profile.find(wanted)
-    if entry is None:
+    found = profile.find(wanted)
+    if found is None:
         return None
     try:
-        setting = checked(entry.get("settings"))
-        times = entry.get("times_ms", {})
+        setting = checked(found.get("settings"))
+        times = found.get("times_ms", {})
         if not isinstance(times, Mapping) or not all(
             isinstance(value, int | float) for value in times.values()
         ):
@@ -69,19 +78,20 @@ def find(wanted: Mapping[str, Any]) -> Tuned | None:
             level="warning",
         )
         return None
-    return Tuned(setting, str(entry.get("reason", "")), dict(times))
+    return Tuned(setting, str(found.get("reason", "")), dict(times))
 
 
 def keep(wanted: Mapping[str, Any], tuned: Tuned, details: Mapping[str, Any]) -> bool:
     """Write an outcome to the profile, with what was tried; whether it is there now."""
-    profile.keep(
-        wanted,
-        {
-            "chosen": in_words(tuned.setting),
-            "reason": tuned.reason,
-            "settings": as_dict(tuned.setting),
-            "times_ms": dict(tuned.times_ms),
-            **details,
-        },
-    )
+    profile.keep(wanted, {**entry(tuned), **details})
     return find(wanted) == tuned
+
+
+def entry(tuned: Tuned) -> dict[str, Any]:
+    """An outcome as JSON has it."""
+    return {
+        "chosen": in_words(tuned.setting),
+        "reason": tuned.reason,
+        "settings": as_dict(tuned.setting),
+        "times_ms": dict(tuned.times_ms),
+    }

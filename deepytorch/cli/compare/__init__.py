@@ -15,12 +15,16 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
 from deepytorch_core.compare.probe import PROGRESS
 from deepytorch_core.errors import OFF_SWITCH, AdapterError, CompareError
+
+if TYPE_CHECKING:
+    from deepytorch_core.testing.emulation import Network
 
 OURS, COLLECTIVES, COMPUTE = "deepytorch", "collectives only", "compute only"
 
@@ -37,7 +41,9 @@ _QUIET = {
     "PYTHONHASHSEED": "0",
 }
 _TERMINATE_S = 40.0
-_LOOK_S = 0.1
+_LOOK_S = 0.05
+# In the nodes' own network, where nobody else is.
+_EMULATED_PORT = 29400
 _TAIL_LINES = 40
 
 Say = Callable[[str], None]
@@ -99,6 +105,8 @@ class Job:
         rounds: runs of each arm.
         arms: the first is stock.
         timeout_s: limit of one run in seconds.
+        network: emulated nodes that the ranks live on; None is this machine as it is.
+        ranks_per_node: of each emulated node.
     """
 
     arguments: tuple[str, ...]
@@ -109,6 +117,8 @@ class Job:
     rounds: int
     arms: tuple[str, ...]
     timeout_s: float
+    network: Network | None = None
+    ranks_per_node: tuple[int, ...] = ()
 
 
 def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
@@ -207,31 +217,45 @@ def _launch(
     """The exit status of torchrun; None when it took too long."""
     view = Plan.read(folder / "plan.json").workspace
     environment = config.child_environment(**_QUIET, **variables, PWD=view)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            _command(job, str(folder / "plan.json")),
-            cwd=view,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        with _ended(process):
-            return _wait(process, job.timeout_s, folder / "ranks" / PROGRESS, watch)
+    with log.open("wb") as output, contextlib.ExitStack() as stack:
+        settings: dict[str, Any] = {
+            "cwd": view,
+            "env": environment,
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+        }
+        plan = str(folder / "plan.json")
+        launchers = []
+        for node in range(1 if job.network is None else job.network.num_nodes):
+            if job.network is None:
+                launchers.append(subprocess.Popen(_command(job, plan), **settings))
+            else:
+                command = _command_on(job, plan, node)
+                launchers.append(job.network.start(node, command, **settings))
+            stack.enter_context(_ended(launchers[-1]))
+        return _wait(launchers, job.timeout_s, folder / "ranks" / PROGRESS, watch)
 
 
 def _wait(
-    process: subprocess.Popen[bytes], limit_s: float, progress: Path, watch: Watch | None
+    launchers: Sequence[subprocess.Popen[bytes]],
+    limit_s: float,
+    progress: Path,
+    watch: Watch | None,
 ) -> int | None:
+    """The first exit status that is not 0, or 0; None when it took too long."""
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_LOOK_S if watch else until - time.monotonic())
+        statuses = [launcher.poll() for launcher in launchers]
+        failed = [status for status in statuses if status]
+        if failed or None not in statuses:
+            return failed[0] if failed else 0
         if watch is not None and progress.exists():
             block_s = json.loads(progress.read_text(encoding="utf-8"))
             if watch(block_s):
                 raise StoppedEarly(block_s)
+        time.sleep(_LOOK_S)
     return None
 
 
@@ -253,6 +277,16 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def _command(job: Job, plan: str) -> list[str]:
     arm = [sys.executable, "-m", "deepytorch.cli.compare.arm"]
     return [*arm, plan, job.default_processes, *_arguments(job)]
+
+
+def _command_on(job: Job, plan: str, node: int) -> list[str]:
+    """torchrun on one of several emulated nodes."""
+    assert job.network is not None
+    where = [f"--nnodes={job.network.num_nodes}", f"--node-rank={node}"]
+    where += [f"--master-addr={job.network.address(0)}", f"--master-port={_EMULATED_PORT}"]
+    where += [f"--nproc-per-node={job.ranks_per_node[node]}"]
+    arm = [sys.executable, "-m", "deepytorch.cli.compare.arm"]
+    return [*arm, plan, job.default_processes, *where, *_arguments(job)]
 
 
 def _arguments(job: Job) -> list[str]:

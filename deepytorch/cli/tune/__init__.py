@@ -48,6 +48,23 @@ def tune(
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Time limit of one trial in seconds.")
     ] = 1800.0,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="Emulate so many nodes on this machine, in network namespaces (needs root and "
+            "pyroute2); the ranks are then those of the nodes. 0: no emulation."
+        ),
+    ] = 0,
+    ranks_per_node: Annotated[
+        str, typer.Option(help="Ranks of each emulated node; 4,2 for nodes that differ.")
+    ] = "1",
+    link: Annotated[
+        str, typer.Option(help="An emulated node's rate in each direction: 1gbit, 250mbit.")
+    ] = "",
+    flow_cap: Annotated[
+        str, typer.Option(help="What one TCP connection gets of it at most: 250mbit.")
+    ] = "",
+    delay: Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")] = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write everything that was measured.")
     ] = None,
@@ -71,24 +88,29 @@ def tune(
     options = launcher.parse(arguments, command="deepytorch tune", default_processes=default)
 
     from deepytorch.cli import compare
-    from deepytorch.cli.tune import session
+    from deepytorch.cli.tune import emulated, session
     from deepytorch.cli.tune.candidates import WARMUP_STEPS
 
     if options.no_python:
         raise ValueError("--no-python leaves no Python to look into; give a script")
+    wanted = emulated.Wanted(nodes, ranks_per_node, link, flow_cap, delay)
+    if nodes and nproc_per_node is not None:
+        raise ValueError("--nodes comes with --ranks-per-node: leave --nproc-per-node out")
     job = compare.Job(
         arguments=tuple(arguments),
         options=options,
         default_processes=default,
-        world_size=session.processes(options),
+        world_size=wanted.world_size or session.processes(options),
         steps=WARMUP_STEPS + steps,
         rounds=1,
         arms=(),
         timeout_s=timeout_s,
+        ranks_per_node=wanted.counts,
     )
-    session.run(
-        job,
-        budget_steps=budget_steps,
-        profile=None if profile is None else profile.absolute(),
-        json_file=None if json_file is None else json_file.absolute(),
-    )
+    with emulated.placed(job, wanted) as placed:
+        session.run(
+            placed,
+            budget_steps=budget_steps,
+            profile=None if profile is None else profile.absolute(),
+            json_file=None if json_file is None else json_file.absolute(),
+        )

@@ -62,11 +62,11 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def show(outcome: Outcome, files: Sequence[tuple[str, str]], command: str) -> None:
-    """The table of what was tried, the verdict and what to do next."""
+def show(outcome: Outcome, files: Sequence[tuple[str, str]]) -> None:
+    """The table of what was tried, the verdict, the files and what to do next."""
     out = console.out()
     out.print(_table(outcome))
-    out.print(console.fields("", [*_findings(outcome), *files, ("to run it", command)]))
+    out.print(console.fields("", [*_findings(outcome), *files]))
 
 
 def _table(outcome: Outcome) -> Table:

@@ -9,6 +9,7 @@ import shlex
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deepytorch.cli import compare, console
 from deepytorch.cli.tune import report
@@ -22,6 +23,9 @@ from deepytorch_core.tune.confirm import ROUNDS, Confirmation, confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
 from deepytorch_core.tune.search import Search, Trial
 from deepytorch_core.tune.space import Space
+
+if TYPE_CHECKING:
+    from deepytorch_core.testing.emulation import Network
 
 _LEAST_STEPS = 4
 
@@ -59,7 +63,10 @@ def processes(options: Namespace) -> int:
     from torch.distributed import run as torchrun
 
     if options.nnodes not in ("1", "1:1"):
-        raise ValueError("deepytorch tune runs on one machine: leave --nnodes out")
+        raise ValueError(
+            "deepytorch tune runs on one machine: leave --nnodes out, or emulate the nodes with "
+            "--nodes, --link and --flow-cap"
+        )
     count = int(torchrun.determine_local_world_size(options.nproc_per_node))
     if count < 2:
         raise ValueError("one process communicates with nobody: give --nproc-per-node")
@@ -83,23 +90,34 @@ def run(
         adapter.load()  # compiled once here, not within a trial
     candidates = Candidates(job, {"DEEPYTORCH_PROFILE": str(path)})
     with Progress(console.err(), budget_steps) as progress:
-        outcome = _search(candidates, progress, budget_steps)
-    wanted = stored.key(outcome.script, world_size=job.world_size, local_world_size=job.world_size)
+        outcome = _search(candidates, progress, budget_steps, max(1, len(job.ranks_per_node)))
+    emulation = None if job.network is None else _emulation(job, job.network)
+    wanted = stored.key(
+        outcome.script,
+        world_size=job.world_size,
+        local_world_size=job.ranks_per_node[0] if job.ranks_per_node else job.world_size,
+        emulated=emulation,
+    )
     details = report.details(outcome, job.arguments)
     if not stored.keep(wanted, outcome.tuned, details):
         raise TuneError(f"the profile {path} was not written: give --profile FILE")
     files = [("profile", str(path))]
     if json_file is not None:
-        report.write(json_file, {"for": wanted, **details})
+        report.write(json_file, {"for": wanted, **stored.entry(outcome.tuned), **details})
         files.append(("record", str(json_file)))
     command = shlex.join(["deepytorch", "run", *job.arguments])
     if profile is not None:
         command = f"DEEPYTORCH_PROFILE={shlex.quote(str(path))} {command}"
-    report.show(outcome, files, command)
+    files.append(("to run it", command))
+    if emulation is not None:
+        files[-1] = ("note", "measured on emulated nodes: no real job takes settings from it")
+    report.show(outcome, files)
     return outcome
 
 
-def _search(candidates: Candidates, progress: Progress, budget_steps: int) -> Outcome:
+def _search(
+    candidates: Candidates, progress: Progress, budget_steps: int, num_nodes: int
+) -> Outcome:
     numbers = (f"trial {number}" for number in itertools.count(1))
     progress.begins("the script with its defaults")
     first = candidates.explore(_LEAST_STEPS)
@@ -108,7 +126,7 @@ def _search(candidates: Candidates, progress: Progress, budget_steps: int) -> Ou
             f"a budget of {budget_steps} steps is less than one trial of {candidates.steps}: "
             "raise --budget-steps"
         )
-    found = space.of(_job(first))
+    found = space.of(_job(first, num_nodes))
     for line in found.left_out:
         progress.say(f"left out: {line}")
     if not found.knobs:
@@ -137,6 +155,15 @@ def _search(candidates: Candidates, progress: Progress, budget_steps: int) -> Ou
     )
 
 
+def _emulation(job: compare.Job, network: Network) -> dict[str, Any]:
+    """What is emulated, for the profile and records."""
+    return {
+        "nodes": network.num_nodes,
+        "ranks_per_node": list(job.ranks_per_node),
+        **network.to_dict(),
+    }
+
+
 def _repeating(candidates: Candidates, progress: Progress) -> report.Repeat:
     runs = itertools.count()
 
@@ -150,10 +177,10 @@ def _repeating(candidates: Candidates, progress: Progress) -> report.Repeat:
     return repeat
 
 
-def _job(sample: Sample) -> space.Job:
+def _job(sample: Sample, num_nodes: int) -> space.Job:
     return space.Job(
         device="cpu" if sample.device == "cpu" else "cuda",
-        num_nodes=1,
+        num_nodes=num_nodes,
         native_calls=sample.native_calls,
         asked=sample.asked,
         is_set=config.is_set,
