@@ -29,6 +29,7 @@ class Trial:
         steps: what it took from the budget.
         problem: why it can't be chosen; "" if it can.
         is_whole: whether all its steps were measured; a clearly slower one is ended early.
+        output: what its processes wrote, where it failed.
     """
 
     setting: Setting
@@ -36,6 +37,7 @@ class Trial:
     steps: int
     problem: str = ""
     is_whole: bool = True
+    output: str = ""
 
     @property
     def median_s(self) -> float:

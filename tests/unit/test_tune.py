@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import math
 import random
@@ -10,8 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
+from deepytorch import cli
+from deepytorch.cli import compare, launcher
+from deepytorch.cli.tune.candidates import Candidates
+from deepytorch.cli.tune.progress import Progress
 from deepytorch_core import config
+from deepytorch_core.compare.result import Sample
+from deepytorch_core.errors import CompareError
 from deepytorch_core.guard import profile
 from deepytorch_core.tune import confirm, in_force, knobs, space, stored
 from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting
@@ -350,3 +360,171 @@ def test_what_the_user_set_stays(clean: None, monkeypatch: pytest.MonkeyPatch) -
     assert in_force.asked()["zero_reduce_bucket"] == in_force.Asked("", 7)
     in_force.reset()
     assert in_force.ask("ddp_bucket_mb") is None
+
+
+def sample(steps: int, losses: tuple[float | None, ...]) -> Sample:
+    return Sample(
+        arm="",
+        steps=steps,
+        is_complete=True,
+        block_s=(1.0,) * 6,
+        setup_s=1.0,
+        losses=losses,
+        peak_bytes=None,
+        device="cpu",
+        redirected=(),
+        made_folders=(),
+        seams=(),
+        native_calls=1,
+        decisions=(),
+    )
+
+
+class Runs:
+    """Stands in for `compare.run_once`; each call takes the next answer, or raises it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: list[Sample | Exception] = []
+        self.watch: compare.Watch | None = None
+        monkeypatch.setattr(compare, "run_once", self.run)
+        command = launcher.parse(["t.py"], command="tune", default_processes="2")
+        self.candidates = Candidates(
+            compare.Job(
+                arguments=("t.py",),
+                options=command,
+                default_processes="2",
+                world_size=2,
+                steps=9,
+                rounds=1,
+                arms=(),
+                timeout_s=1.0,
+            ),
+            {},
+        )
+
+    def run(
+        self, one: compare.Job, arm: compare.Arm, remarks: list[str], watch: compare.Watch | None
+    ) -> Sample:
+        self.watch = watch
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def try_(self, answer: Sample | Exception, best: Trial | None = None) -> Trial:
+        self.answers.append(answer)
+        return self.candidates.measure(setting(num_sockets=4), best)
+
+
+LOSSES = (2.0, 1.5, 1.0)
+
+
+def test_a_candidate_must_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch)
+    runs.answers = [sample(9, LOSSES)]
+    runs.candidates.explore(4)
+    assert runs.candidates.sees_losses
+    assert runs.try_(sample(9, (2.0, 1.5, 1.0 + 1e-4))).problem == ""
+    assert runs.try_(sample(9, (2.0, 1.5, 1.01))).problem == (
+        "another loss: it differs by 0.0099 of itself"
+    )
+    assert runs.try_(sample(9, (2.0, math.nan, 1.0))).problem.startswith("another loss")
+    assert runs.try_(sample(9, (None, None, None))).problem == "another loss: none was seen"
+    # Defaults that differ from themselves allow as much, three times.
+    runs.answers = [sample(9, (2.0, 1.5, 1.005))]
+    assert runs.candidates.measure(DEFAULTS, None).problem == ""
+    assert runs.try_(sample(9, (2.0, 1.5, 1.01))).problem == ""
+    assert runs.try_(sample(9, (2.0, 1.5, 1.03))).problem.startswith("another loss")
+
+
+def test_a_failure_is_one_line_and_its_output_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch)
+    output = (
+        "the script failed with exit status 1 under the arm 'x':\n"
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "t.py", line 3\n'
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory\n"
+        "W1122 00:17:01.082000 9206 api.py:1028] Sending process 9213 closing signal SIGTERM\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+    )
+    found = runs.try_(CompareError(output))
+    assert found.problem == "failed: torch.OutOfMemoryError: CUDA out of memory"
+    assert found.output == output
+    assert found.median_s == math.inf
+    assert not found.beats(trial(DEFAULTS, 9.0))
+
+
+def test_what_is_clearly_slower_is_ended_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch)
+    found = runs.try_(compare.StoppedEarly([2.0, 2.0]), trial(DEFAULTS, 1.0))
+    assert (found.steps, found.is_whole) == (2, False)
+    assert not found.beats(trial(DEFAULTS, 9.0))
+    watch = runs.watch
+    assert watch is not None
+    assert not watch([9.0])  # one step says little
+    assert not watch([9.0, 1.2])
+    assert not watch([9.0] * 6)  # nothing is left to end
+    assert watch([1.4, 9.0])
+
+
+def test_a_short_script_is_tuned_over_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch)
+    short = dataclasses.replace(sample(7, LOSSES), is_complete=False)
+    runs.answers = [short, sample(7, LOSSES)]
+    runs.candidates.explore(4)
+    assert runs.candidates.steps == 4
+    problem = runs.try_(sample(8, LOSSES)).problem
+    assert problem == "failed: it took 8 optimizer steps where the defaults took 7"
+    runs = Runs(monkeypatch)
+    runs.answers = [dataclasses.replace(short, steps=6)]
+    with pytest.raises(CompareError, match="ended after 6 optimizer steps; at least 7"):
+        runs.candidates.explore(4)
+
+
+def test_progress_is_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    with Progress(Console(file=stream, force_terminal=False, width=200), 100) as progress:
+        best = trial(DEFAULTS, 0.01)
+        progress.ended("defaults", best, None)
+        progress.ended("trial 1", trial(setting(num_sockets=4), 0.008), best)
+        progress.ended("trial 2", trial(setting(num_sockets=8), 0.02, "failed: x"), best)
+    first, second, third = stream.getvalue().splitlines()
+    assert first.split() == ["defaults", "defaults", "10.00", "ms", "a", "step"]
+    assert "num_sockets=4" in second
+    assert second.endswith("-20.0%  best so far")
+    assert third.endswith("failed: x")
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_progress_is_one_picture_in_a_terminal(
+    no_color: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    screen = Console(file=stream, force_terminal=True, width=120, no_color=no_color)
+    with Progress(screen, 100) as progress:
+        progress.begins("num_sockets=4")
+        best = trial(DEFAULTS, 0.01)
+        progress.ended("defaults", best, None)
+        progress.ended("trial 1", trial(setting(num_sockets=4), 0.008), best)
+    shown = stream.getvalue()
+    assert "best so far" in shown
+    assert "12 of 100 steps" in shown
+    assert ("\x1b[32m" in shown) is not no_color  # green
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["t.py"], "one process communicates with nobody"),
+        (["--nnodes", "2", "t.py"], "deepytorch tune runs on one machine"),
+        (["--link", "1gbit", "--nproc-per-node", "2", "t.py"], "give --nodes"),
+        (["--nodes", "2", "--nproc-per-node", "2", "t.py"], "leave --nproc-per-node out"),
+        (["--nodes", "2", "--ranks-per-node", "1,2,3", "t.py"], "does not fit --nodes 2"),
+        (["--nproc-per-node", "2", "--no-python", "t.py"], "leaves no Python"),
+    ],
+)
+def test_what_cant_be_tuned_is_refused(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli.app, ["tune", *arguments])
+    assert done.exit_code == 1
+    assert message in str(done.exception)

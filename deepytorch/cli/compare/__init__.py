@@ -81,7 +81,7 @@ class Arm:
 
 
 _ON = {"DEEPYTORCH_ENABLED": "1"}
-_ARMS = {
+ARMS = {
     arm.name: arm
     for arm in (
         Arm(name=result.STOCK, variables={"DEEPYTORCH_ENABLED": "0"}, hint=""),
@@ -132,17 +132,17 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
         adapter.load()  # compiled once here, not within a run
     samples: list[result.Sample] = []
     remarks: list[str] = []
-    first = run_once(job, _ARMS[result.STOCK], remarks)
+    first = run_once(job, ARMS[result.STOCK], remarks)
     if not first.is_complete:
         if first.steps < MIN_STEPS:
-            raise CompareError(_too_short(first.steps))
+            raise CompareError(too_short(first.steps, MIN_STEPS))
         say(f"the script ends after {first.steps} optimizer steps: these are compared")
         job = dataclasses.replace(job, steps=first.steps)
-        first = run_once(job, _ARMS[result.STOCK], remarks)
+        first = run_once(job, ARMS[result.STOCK], remarks)
     for number in range(job.rounds):
         for arm in job.arms:
             is_first = number == 0 and arm == result.STOCK
-            sample = first if is_first else run_once(job, _ARMS[arm], remarks)
+            sample = first if is_first else run_once(job, ARMS[arm], remarks)
             if sample.steps != job.steps:
                 raise CompareError(
                     f"{arm} took {sample.steps} optimizer steps where stock took {job.steps}"
@@ -155,13 +155,14 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
     return samples, list(dict.fromkeys(remarks))
 
 
-def _too_short(steps: int) -> str:
+def too_short(steps: int, least: int) -> str:
+    """What to say of a script that takes fewer than `least` optimizer steps."""
     if steps == 0:
         return (
             "the script took no step of a torch.optim.Optimizer: there is nothing to time. Does "
             "it train, with the arguments given?"
         )
-    return f"the script ended after {steps} optimizer steps; at least {MIN_STEPS} are needed"
+    return f"the script ended after {steps} optimizer steps; at least {least} are needed"
 
 
 def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None) -> result.Sample:
@@ -316,12 +317,12 @@ def _failure(arm: Arm, status: int | None, log: Path, timeout_s: float) -> str:
     return f"the script {how} under the arm {arm.name!r}:\n" + "\n".join(shown) + hint
 
 
-def processes(options: Namespace) -> int:
-    """How many processes torchrun will start. Raises ValueError where it can't be compared."""
+def processes(options: Namespace, *, what: str = "--compare") -> int:
+    """How many processes torchrun will start. Raises ValueError for several machines."""
     from torch.distributed import run as torchrun
 
     if options.nnodes not in ("1", "1:1"):
-        raise ValueError("--compare runs on one machine: leave --nnodes out")
+        raise ValueError(f"{what} runs on one machine: leave --nnodes out")
     return int(torchrun.determine_local_world_size(options.nproc_per_node))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 from deepytorch.cli import compare
@@ -22,6 +23,10 @@ _LEAST_BLOCKS = 2
 # Relative difference of losses; sums of another order differ in their last bits, and a few steps
 # of training magnify that.
 _LOSS_TOLERANCE = 1e-3
+
+_RANK = re.compile(r"^\[rank\d+\]: ")
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
+_LONGEST = 200
 
 
 class Candidates:
@@ -56,10 +61,7 @@ class Candidates:
         sample = self._run(DEFAULTS, None)
         if not sample.is_complete:
             if sample.steps < WARMUP_STEPS + least_steps:
-                raise CompareError(
-                    f"the script ended after {sample.steps} optimizer steps; tuning it takes at "
-                    f"least {WARMUP_STEPS + least_steps}: let it train longer"
-                )
+                raise CompareError(compare.too_short(sample.steps, WARMUP_STEPS + least_steps))
             self._job = dataclasses.replace(self._job, steps=sample.steps)
             sample = self._run(DEFAULTS, None)
         self._defaults.append(sample)
@@ -80,8 +82,11 @@ class Candidates:
             steps = len(stopped.block_s)
             return Trial(setting=setting, step_s=stopped.block_s, steps=steps, is_whole=False)
         except CompareError as error:
-            problem = f"failed: {_last_line(str(error))}"
-            return Trial(setting=setting, step_s=(), steps=self.steps, problem=problem)
+            output = str(error)
+            problem = f"failed: {_exception(output)}"
+            return Trial(
+                setting=setting, step_s=(), steps=self.steps, problem=problem, output=output
+            )
         problem = "" if setting == DEFAULTS else self._another_loss(sample)
         if setting == DEFAULTS:
             self._defaults.append(sample)
@@ -98,8 +103,7 @@ class Candidates:
         sample = compare.run_once(self._job, arm, self.remarks, watch)
         if self._defaults and sample.steps != self._job.steps:
             raise CompareError(
-                f"{sample.steps} optimizer steps were taken where the defaults took "
-                f"{self._job.steps}"
+                f"it took {sample.steps} optimizer steps where the defaults took {self._job.steps}"
             )
         return sample
 
@@ -130,8 +134,8 @@ class Candidates:
         return f"another loss: it differs by {relative:.2g} of itself"
 
 
-def _last_line(text: str) -> str:
-    """What a traceback ends with, for one line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and not line.startswith(("File", "raise"))]
-    return (errors or lines)[-1][:300]
+def _exception(text: str) -> str:
+    """The exception that a failed run's output tells of, as one line."""
+    lines = [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _EXCEPTION.match(line) and "ChildFailed" not in line]
+    return (errors[:1] or lines[-1:] or ["nothing was said"])[0][:_LONGEST]

@@ -53,6 +53,7 @@ def _of(trial: Trial) -> dict[str, Any]:
         "steps_ms": [1e3 * seconds for seconds in trial.step_s],
         "problem": trial.problem,
         "whole": trial.is_whole,
+        **({"output": trial.output} if trial.output else {}),
     }
 
 

@@ -60,14 +60,7 @@ class Outcome:
 
 def processes(options: Namespace) -> int:
     """How many processes torchrun will start. Raises ValueError where they can't be tuned."""
-    from torch.distributed import run as torchrun
-
-    if options.nnodes not in ("1", "1:1"):
-        raise ValueError(
-            "deepytorch tune runs on one machine: leave --nnodes out, or emulate the nodes with "
-            "--nodes, --link and --flow-cap"
-        )
-    count = int(torchrun.determine_local_world_size(options.nproc_per_node))
+    count = compare.processes(options, what="deepytorch tune")
     if count < 2:
         raise ValueError("one process communicates with nobody: give --nproc-per-node")
     return count
