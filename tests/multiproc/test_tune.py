@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch.cli import compare, runner
+from deepytorch.integrations._deepspeed_buckets import fill_bucket_sizes
 from deepytorch_core import config
 from deepytorch_core.testing import RankError, spawn_ranks
-from deepytorch_core.tune import in_force, stored
+from deepytorch_core.tune import in_force, knobs, stored
 
 # With buckets of 4 MiB a step takes less: which setting wins is no matter of chance. One kind of
 # chunks trains something else, another fails.
@@ -156,7 +157,8 @@ def different_profiles(rank: int, world_size: int, folder: str) -> tuple[dict[st
     script = os.path.realpath(__file__)
     sys.argv[:] = [script]
     wanted = stored.key(script, world_size=world_size, local_world_size=1)
-    setting = frozenset({("fsdp2_prefetch", 2), ("ddp_bucket_mb", 7 + rank)})
+    sizes = {"fsdp2_prefetch": 2, "ddp_bucket_mb": 7 + rank, "zero_reduce_bucket": 1234}
+    setting = knobs.checked({**sizes, "zero_prefetch_bucket": 99})
     stored.keep(wanted, stored.Tuned(setting, "faster", {}), {})
     dist.init_process_group("deepytorch")
     chosen = [str(decision["chosen"]) for decision in decisions_of(stored.WHAT)]
@@ -178,11 +180,17 @@ def train_both() -> dict[str, int]:
     for module in [*layers, model]:
         fully_shard(module)
     model(torch.ones(2, 8)).sum().backward()
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7}
+    given = {"zero_optimization": zero}
+    filled = fill_bucket_sizes(given, model, config.current(), torch.device("cpu"))
+    assert given == {"zero_optimization": zero}
     first: Any = layers[0]
     last: Any = layers[-1]
     return {
         "ddp": ddp.bucket_bytes_cap >> 20,
         "own": own.bucket_bytes_cap >> 20,
+        "reduce": filled["zero_optimization"]["reduce_bucket_size"],
+        "prefetch": filled["zero_optimization"]["stage3_prefetch_bucket_size"],
         "forward": len(first._get_fsdp_state()._states_to_forward_prefetch),
         "backward": len(last._get_fsdp_state()._states_to_backward_prefetch),
     }
@@ -191,5 +199,8 @@ def train_both() -> dict[str, int]:
 def test_rank_0s_profile_is_everybodys(folder: Path, tmp_path: Path) -> None:
     found = spawn(different_profiles, folder, str(tmp_path))
     settings = {"ddp_bucket_mb": 7, "fsdp2_prefetch": 2}
-    built = {"ddp": 7, "own": 3, "forward": 2, "backward": 2}
-    assert found == [({**settings, **built}, ["ddp_bucket_mb=7, fsdp2_prefetch=2"])] * 2
+    settings |= {"zero_reduce_bucket": 1234, "zero_prefetch_bucket": 99}
+    # What the script gives itself stays.
+    built = {"ddp": 7, "own": 3, "reduce": 1234, "prefetch": 7, "forward": 2, "backward": 2}
+    words = ", ".join(f"{name}={value}" for name, value in settings.items())
+    assert found == [({**settings, **built}, [words])] * 2

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from deepytorch.cli.tune.candidates import Candidates
 from deepytorch.cli.tune.progress import Progress
 from deepytorch_core import config
 from deepytorch_core.compare.result import Sample
-from deepytorch_core.errors import CompareError
+from deepytorch_core.errors import CompareError, TuneError
 from deepytorch_core.guard import profile
 from deepytorch_core.tune import confirm, in_force, knobs, space, stored
 from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting
@@ -528,3 +529,21 @@ def test_what_cant_be_tuned_is_refused(arguments: list[str], message: str) -> No
     done = CliRunner().invoke(cli.app, ["tune", *arguments])
     assert done.exit_code == 1
     assert message in str(done.exception)
+
+
+def test_a_place_that_cant_be_written_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "run_once", lambda *_: pytest.fail("a trial was run"))
+    (tmp_path / "file").touch()
+    (tmp_path / "open.json").touch()
+    (tmp_path / "open.json").chmod(0o666)
+    for place, message in (
+        (tmp_path / "file" / "own.json", "can't be written"),
+        (tmp_path / "open.json", "the profile can't be kept: .* can be written by others"),
+    ):
+        arguments = ["tune", "--nproc-per-node", "2", "--profile", str(place), "t.py"]
+        done = CliRunner().invoke(cli.app, arguments)
+        config.set_current(None)
+        assert isinstance(done.exception, TuneError)
+        assert re.search(message, str(done.exception))

@@ -43,7 +43,10 @@ class Progress:
     def __enter__(self) -> Self:
         if self._screen.is_terminal and not self._screen.is_dumb_terminal:
             self._live = Live(
-                get_renderable=self._picture, console=self._screen, refresh_per_second=4
+                get_renderable=self._picture,
+                console=self._screen,
+                refresh_per_second=4,
+                transient=True,  # the table of all trials follows
             )
             self._live.__enter__()
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import shlex
 from argparse import Namespace
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from deepytorch.cli.tune.progress import Progress
 from deepytorch_core import adapter, config
 from deepytorch_core.compare.result import Sample
 from deepytorch_core.errors import AdapterError, TuneError
+from deepytorch_core.trust import why_not_believed
 from deepytorch_core.tune import space, stored
 from deepytorch_core.tune.confirm import ROUNDS, Confirmation, confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
@@ -76,9 +78,7 @@ def run(
     options = config.current()
     if profile is not None:
         config.set_current(dataclasses.replace(options, profile=str(profile)))
-    path = config.profile_path()
-    if path is None:
-        raise TuneError("there is no place for the profile: give --profile FILE")
+    path = _place()
     with contextlib.suppress(AdapterError):  # without it the script trains on stock collectives
         adapter.load()  # compiled once here, not within a trial
     candidates = Candidates(job, {"DEEPYTORCH_PROFILE": str(path)})
@@ -92,9 +92,8 @@ def run(
         emulated=emulation,
     )
     details = report.details(outcome, job.arguments)
-    if not stored.keep(wanted, outcome.tuned, details):
-        raise TuneError(f"the profile {path} was not written: give --profile FILE")
-    files = [("profile", str(path))]
+    is_kept = stored.keep(wanted, outcome.tuned, details)
+    files = [("profile", str(path))] if is_kept else []
     if json_file is not None:
         report.write(json_file, {"for": wanted, **stored.entry(outcome.tuned), **details})
         files.append(("record", str(json_file)))
@@ -104,8 +103,31 @@ def run(
     files.append(("to run it", command))
     if emulation is not None:
         files[-1] = ("note", "measured on emulated nodes: no real job takes settings from it")
+    elif options.tune != "auto":
+        files.append(("note", f"runs with tune={options.tune}, as set here, leave it out"))
     report.show(outcome, files)
+    if not is_kept:
+        raise TuneError(f"the profile {path} was not written: give --profile FILE")
     return outcome
+
+
+def _place() -> Path:
+    """Where the profile is. Raises TuneError, before anything is measured, if it can't be kept."""
+    path = config.profile_path()
+    if path is None:
+        raise TuneError("there is no place for the profile: give --profile FILE")
+    reason = why_not_believed(path)
+    if reason is not None:
+        raise TuneError(f"the profile can't be kept: {reason}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f"{path.name}.{os.getpid()}.tmp").touch()
+        path.with_name(f"{path.name}.{os.getpid()}.tmp").unlink()
+    except OSError as error:
+        raise TuneError(
+            f"the profile {path} can't be written ({error.strerror}): give --profile FILE"
+        ) from error
+    return path
 
 
 def _search(
@@ -118,6 +140,11 @@ def _search(
         raise TuneError(
             f"a budget of {budget_steps} steps is less than one trial of {candidates.steps}: "
             "raise --budget-steps"
+        )
+    if not first.script:
+        raise TuneError(
+            "no process group of the script goes through deepytorch, so no run of it would take "
+            "what is found: does it call init_process_group, and is collectives=stock set?"
         )
     found = space.of(_job(first, num_nodes))
     for line in found.left_out:
