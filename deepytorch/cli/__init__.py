@@ -15,6 +15,7 @@ from deepytorch.cli import (
     run,
     topology,
     train,
+    tune,
 )
 
 app = typer.Typer(
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (doctor, build, run, train, topology, explain, report):
+for command in (doctor, build, run, train, tune, topology, explain, report):
     command.add_to(app)
 bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")
