@@ -29,7 +29,7 @@ def script() -> str | None:
 
 
 def together(store: Any, *, rank: int, size: int) -> None:
-    """Put in force what rank 0's profile has for this job; once per process, by all its ranks.
+    """Put in force what rank 0's profile has for this job; called by all ranks for each group.
 
     Args:
         store: a torch Store with a key space of its own for this.
@@ -39,19 +39,23 @@ def together(store: Any, *, rank: int, size: int) -> None:
     With tune=off or force nothing is taken. Never raises for what a profile can be.
     """
     global _script, _done
-    if _done:
-        return
+    # Of several groups in the life of a process the first is the job; others may be new to it, and
+    # rank 0 answers those too.
+    is_late = _done or in_force.is_decided()
+    if not _done:
+        _script = os.path.realpath(sys.argv[0]) if sys.argv else ""
     _done = True
-    _script = os.path.realpath(sys.argv[0]) if sys.argv else ""
-    if in_force.is_decided() or size == 1:
+    if size == 1 or (is_late and rank != 0):
         return
-    mine = _look_up(size) if rank == 0 else ""
+    mine = json.dumps({}) if is_late else _look_up(size) if rank == 0 else ""
     if rank != 0:
         try:
             store.wait([_KEY], timedelta(seconds=_LIMIT_S))
         except RuntimeError:  # torch's DistStoreError: then nothing is set, on no rank
             mine = json.dumps({})
     final = store.compare_set(_KEY, "", mine).decode() if mine else store.get(_KEY).decode()
+    if is_late:
+        return
     told = json.loads(final)
     if not told:
         return

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch.distributed import HashStore
 from typer.testing import CliRunner
 
 from deepytorch import cli
@@ -24,7 +25,7 @@ from deepytorch_core import config
 from deepytorch_core.compare.result import Sample
 from deepytorch_core.errors import CompareError, TuneError
 from deepytorch_core.guard import profile
-from deepytorch_core.tune import confirm, in_force, knobs, space, stored
+from deepytorch_core.tune import confirm, in_force, knobs, space, start, stored
 from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting
 from deepytorch_core.tune.search import Search, Trial
 
@@ -547,3 +548,13 @@ def test_a_place_that_cant_be_written_is_told_before_anything_runs(
         config.set_current(None)
         assert isinstance(done.exception, TuneError)
         assert re.search(message, str(done.exception))
+
+
+def test_rank_0_answers_who_is_new_to_a_later_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(start, "_done", True)
+    start.together(store, rank=0, size=2)
+    monkeypatch.setattr(start, "_done", False)
+    start.together(store, rank=1, size=2)  # would wait for a minute
+    assert store.get("settings") == b"{}"
+    assert in_force.current() == {}
