@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from deepytorch_core import activation, config, decisions
+from deepytorch_core import activation, config, course, decisions, memory
+from deepytorch_core.console import global_rank
 
 _DELEGATE = "delegate"
 
@@ -52,8 +54,12 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Report:
-    """A snapshot; `str()` of it is a table for people. `loaders` is how long DataLoaders were
-    waited for, see `deepytorch_core.loader_waits`."""
+    """A snapshot; `str()` of it is a table for people.
+
+    `loaders` is how long DataLoaders were waited for (`deepytorch_core.loader_waits`), `course` the
+    run's steps and what went by between them (`deepytorch_core.course`), `memory` what was used of
+    it (`deepytorch_core.memory`), `failures` how many operations ended in an error.
+    """
 
     active: bool
     options: dict[str, Any]
@@ -63,6 +69,11 @@ class Report:
     delegated_calls: int
     loaders: tuple[dict[str, Any], ...] = ()
     waiting: tuple[Waiting, ...] = ()
+    rank: int = 0
+    host: str = ""
+    course: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    failures: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -91,6 +102,7 @@ def report() -> Report:
     waits = sys.modules.get("deepytorch_core.loader_waits")
     plans = core.plans() if core is not None else []
     arrivals = core.arrivals() if core is not None else []
+    adapter = sys.modules.get("deepytorch_c10d")
     rows = _merged(statistics)
     delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
     return Report(
@@ -102,6 +114,11 @@ def report() -> Report:
         delegated_calls=delegated,
         loaders=waits.report() if waits is not None else (),
         waiting=tuple(_waiting(entry) for entry in arrivals if entry["operations"]),
+        rank=global_rank(),
+        host=socket.gethostname(),
+        course=course.current().report(),
+        memory=memory.used(),
+        failures=adapter.failures() if adapter is not None else 0,
     )
 
 

@@ -110,16 +110,25 @@ def write_page(html: Path, files: list[Path]) -> None:
     names = [file.stem for file in files]
     if len(set(names)) < len(names):
         names = [str(file) for file in files]
-    report_page.write(html, {name: read(file) for name, file in zip(names, files, strict=True)})
+    reports, comparisons = {}, []
+    for name, file in zip(names, files, strict=True):
+        saved = read(file, with_comparisons=True)
+        if "native_calls" in saved:
+            reports[name] = saved
+        else:
+            comparisons.append(saved)
+    report_page.write(html, reports, comparisons)
     console.err().print(f"written: {html}", markup=False)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A report saved as JSON; raises ValueError when the file holds none."""
+def read(path: Path, *, with_comparisons: bool = False) -> dict[str, Any]:
+    """A report saved as JSON, or what `run --compare --json` wrote; ValueError when it is none."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} holds no report: {error}") from error
+    if with_comparisons and isinstance(saved, dict) and {"verdicts", "runs"} <= saved.keys():
+        return saved
     if not isinstance(saved, dict) or "native_calls" not in saved:
         raise ValueError(f"{path} holds no report: it lacks native_calls")
     return saved
