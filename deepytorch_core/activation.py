@@ -46,6 +46,9 @@ class _Active:
             hook.undo()
         self.patches.undo()
         course.uninstall()
+        metrics = sys.modules.get("deepytorch_core.metrics")
+        if metrics is not None:
+            metrics.stop()
         deepspeed_flag.disarm("activation")
 
 
@@ -109,6 +112,10 @@ def put_in_force(chosen: config.Options) -> str | None:
             for hook in _active.hooks:
                 hook.install()
             deepspeed_flag.arm("activation")
+        if chosen.metrics is not None:
+            from deepytorch_core import metrics
+
+            metrics.serve(chosen.metrics)
         c10d = sys.modules.get(_C10D)
         if not is_active():
             return "this torch is not as expected"

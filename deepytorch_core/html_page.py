@@ -43,7 +43,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .rows > .name { font-weight: 600; overflow-wrap: anywhere; }
 .rows > .words { color: var(--faint); font-variant-numeric: tabular-nums; }
 .cells { display: block; width: 100%; height: 1.3em; background: var(--track);
-  border-radius: 3px; }
+  border-radius: 3px; shape-rendering: crispEdges; }
 .choice { border-top: 1px solid var(--line); padding: .7em 0 .8em; }
 .choice p { margin: 0 0 .4em; } .what { font-weight: 600; }
 .tag { border-radius: 3px; padding: 0 .45em; background: var(--soft); color: var(--faint);

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepytorch_core import html_page
+from deepytorch_core.decisions import is_stock
 from deepytorch_core.topology import size_text
 
 DELEGATE = "delegate"
@@ -48,7 +49,7 @@ def section(decisions: Sequence[Saved]) -> str:
     """Each with bars of its candidates' times, what stays in green, and what was dropped."""
     if not decisions:
         return '<p class="note">Nothing had to be decided.</p>'
-    left = sum(chosen(one) in ("stock", "off") for one in decisions)
+    left = sum(map(is_stock, decisions))
     counts = f"{len(decisions)} in all: {len(decisions) - left} kept, {left} left to stock."
     return f'<p class="note">{counts}</p>\n' + "\n".join(_choice(one) for one in decisions)
 

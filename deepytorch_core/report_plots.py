@@ -73,7 +73,7 @@ def heat_map(ranks: Mapping[str, Buckets], name: str) -> str:
             if value / most >= 0.005
         )
         drawing = (
-            f'<svg class="cells" viewBox="0 0 {columns} 1" preserveAspectRatio="none" shape-rendering="crispEdges" role="img" '
+            f'<svg class="cells" viewBox="0 0 {columns} 1" preserveAspectRatio="none" role="img" '
             f'aria-label="{html.escape(rank)}">{cells}</svg>'
         )
         total = sum(one[name] for one in ranks[rank])
