@@ -1,4 +1,4 @@
-"""What a run does right now: a few numbers for the loggers of frameworks, counted from call to call.
+"""What a run does right now: some numbers for frameworks' loggers, counted from call to call.
 
 Adapters hand them to what their framework logs with, so that TensorBoard, Weights & Biases and the
 others show them beside the loss.

@@ -213,7 +213,7 @@ def serve(where: str) -> tuple[str, int] | None:
         server.registry.register(_Collector())
         _served = (where, server)
         threading.Thread(
-            target=server.serve_forever, args=(0.5,), name="deepytorch metrics", daemon=True
+            target=server.serve_forever, args=(0.2,), name="deepytorch metrics", daemon=True
         ).start()
         host, port = server.address
         say(f"metrics of rank {global_rank()} at http://{host}:{port}{PATH}")

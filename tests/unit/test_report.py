@@ -70,7 +70,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
         {"group": "unused", "operations": 0, "waited_us": 0.0, "ranks": ranks},
     ]
     core = SimpleNamespace(
-        statistics=lambda: entries, plans=lambda: [plan()], arrivals=lambda: arrivals
+        statistics=lambda: entries,
+        plans=lambda: [plan()],
+        arrivals=lambda: arrivals,
+        spent_on_tuning_s=lambda: 0.0,
+        registered_memory=lambda: {"in_use_bytes": 0, "reserved_bytes": 4096},
     )
     monkeypatch.setitem(sys.modules, "deepytorch_core._core", core)
     monkeypatch.setattr(report.activation, "is_active", lambda: False)
@@ -126,6 +130,9 @@ def test_choices_made_in_python(
 def test_plain_values(made: report.Report) -> None:
     plain = json.loads(json.dumps(made.to_dict()))
     assert plain["rows"][1]["reason"] == "cuda tensors"
+    assert plain["memory"]["registered_bytes"] == 4096
+    assert plain["memory"]["host_peak_bytes"] >= plain["memory"]["host_bytes"] > 0
+    assert {"steps", "seconds", "exposed_s", "buckets", "losses"} <= plain["course"].keys()
     assert plain["options"]["collectives"] == "auto"
     (decision,) = plain["decisions"]
     (waiting,) = plain["waiting"]
