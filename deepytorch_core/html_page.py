@@ -49,7 +49,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .tag { border-radius: 3px; padding: 0 .45em; background: var(--soft); color: var(--faint);
   font-size: .9em; white-space: nowrap; }
 .tag.kept { background: var(--kept); color: var(--page); }
-.plot text { font-size: 12px; fill: var(--faint); } .plot { width: 100%; }
+.plot text { font-size: 12px; fill: var(--faint); } .plot { width: 100%; min-width: 42em; }
 .plot path { fill: none; stroke-width: 1.6; } .plot .axis { stroke: var(--line); }
 .light { background: #fff; }
 @media (max-width: 38em) { .rows { grid-template-columns: 1fr; gap: .1em; }

@@ -114,8 +114,9 @@ def curves(named: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> str:
             f'<path d="M{path}" stroke="{colors[name]}"{width}>'
             f"<title>{html.escape(name)}</title></path>"
         )
-    parts.append("</svg>")
-    return html_page.keys([(colors[name], name) for name in names]) + "\n" + "\n".join(parts)
+    legend = html_page.keys([(colors[name], name) for name in names])
+    drawing = "\n".join([*parts, "</svg>"])
+    return f'{legend}\n<div class="wide">{drawing}</div>'
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

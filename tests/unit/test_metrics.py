@@ -158,6 +158,8 @@ def test_the_dashboard_asks_for_what_is_served() -> None:
     }
     asked = {name for query in queries for name in re.findall(r"\bdeepytorch_\w+", query)}
     assert asked == served.keys(), "each is on a panel, and nothing else"
+    page = (DASHBOARD.parents[1] / "live.md").read_text()
+    assert asked <= set(re.findall(r"`(deepytorch_\w+)`", page)), "documented"
     for query in queries:
         names = re.findall(r"\bdeepytorch_\w+", query)
         known = {label for name in names for label in served[name]} | {"rank", "job"}
