@@ -105,6 +105,7 @@ def test_what_a_reader_would_see_is_one(picture: Image.Image) -> None:
     assert look.difference(picture, changed((0, 0, width, 60), "white")), "the headline is gone"
     assert look.difference(picture, changed((100, 300, 500, 340), "red")), "a bar's colour"
     assert look.difference(picture, changed((0, 500, width // 4, 800), "white")), "half a plot"
+    assert look.difference(picture, changed((0, 340, width, 360), "white")), "a rank is missing"
     assert look.difference(picture, picture.rotate(180)), "upside down"
     assert look.difference(picture, picture.crop((0, 0, width, height - 20))), "it ends earlier"
     assert look.difference(picture, ImageChops.offset(picture, 0, 40)), "it lies lower"

@@ -1,8 +1,8 @@
 """Pages as headless Chromium shows them, and whether a picture still looks like another.
 
 Fonts, anti-aliasing and the browser's version differ between machines, so pictures are compared
-as somebody sees them who stands back: cell by cell of 8 by 8 pixels, and a cell may have moved to
-its neighbour. Every page is shown in DejaVu Sans, which .ci/system installs with the browser.
+as somebody sees them who stands back: by the mean colours of cells, each of which may have moved a
+few pixels. Every page is shown in DejaVu Sans, which .ci/system installs with the browser.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-CELL = 8
+CELL = 12  # pixels
+MOVED = 4
 # A cell that differs by more than this (of 255, in one colour) is another one.
-CELL_LIMIT = 28
-# And so many of 1000 may be.
-MOST_OTHER = 6
+CELL_LIMIT = 40
+# And so many may be.
+MOST_OTHER = 12
 
 _FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>
 <dir>/usr/share/fonts</dir><cachedir prefix="xdg">fontconfig</cachedir>
@@ -52,7 +53,7 @@ def shoot(page: Path, picture: Path, *, width: int, height: int, dark: bool = Fa
             *(browser(), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
             *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
             *("--disable-dev-shm-usage", "--hide-scrollbars", "--force-device-scale-factor=1"),
-            *("--disable-lcd-text", "--virtual-time-budget=3000"),
+            *("--disable-lcd-text", "--font-render-hinting=none", "--virtual-time-budget=3000"),
             *(f"--user-data-dir={folder}/profile", f"--window-size={width},{height}"),
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             *(f"--screenshot={raw}", page.absolute().as_uri()),
@@ -73,22 +74,23 @@ def keep(image: Image.Image, picture: Path) -> None:
     few.save(picture, optimize=True)
 
 
-def cells(image: Image.Image) -> np.ndarray:
-    """The mean colour of each cell: [rows, columns, 3], 0 to 255."""
+def means(image: Image.Image) -> np.ndarray:
+    """The mean colour of the cell that begins at each pixel: [height, width, 3], 0 to 255."""
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64)
-    rows, columns = pixels.shape[0] // CELL, pixels.shape[1] // CELL
-    cut = pixels[: rows * CELL, : columns * CELL]
-    return cut.reshape(rows, CELL, columns, CELL, 3).mean(axis=(1, 3))
+    sums = np.pad(pixels, ((1, CELL), (1, CELL), (0, 0)), mode="edge").cumsum(0).cumsum(1)
+    boxes = sums[CELL:, CELL:] - sums[:-CELL, CELL:] - sums[CELL:, :-CELL] + sums[:-CELL, :-CELL]
+    return boxes[: pixels.shape[0], : pixels.shape[1]] / CELL**2
 
 
 def differing(one: Image.Image, other: Image.Image) -> np.ndarray:
-    """Which cells of `one` have no like in `other`, there or next to it: [rows, columns]."""
-    ours, theirs = cells(one), cells(other)
-    padded = np.pad(theirs, ((1, 1), (1, 1), (0, 0)), mode="edge")
+    """Which cells of `one` have no like in `other`, there or near it: [rows, columns]."""
+    ours = means(one)[::CELL, ::CELL]
+    theirs = np.pad(means(other), ((MOVED, MOVED), (MOVED, MOVED), (0, 0)), mode="edge")
+    height, width = one.size[1], one.size[0]
     nearest = np.full(ours.shape[:2], np.inf)
-    for down in range(3):
-        for right in range(3):
-            moved = padded[down : down + ours.shape[0], right : right + ours.shape[1]]
+    for down in range(0, 2 * MOVED + 1, 2):
+        for right in range(0, 2 * MOVED + 1, 2):
+            moved = theirs[down : down + height : CELL, right : right + width : CELL]
             nearest = np.minimum(nearest, np.abs(ours - moved).max(axis=2))
     return nearest > CELL_LIMIT
 
@@ -100,9 +102,9 @@ def difference(one: Image.Image, other: Image.Image) -> str:
     size = tuple(min(pair) for pair in zip(one.size, other.size, strict=True))
     one, other = one.crop((0, 0, *size)), other.crop((0, 0, *size))
     other_cells = differing(one, other) | differing(other, one)
-    share = 1000 * other_cells.mean()
-    if share <= MOST_OTHER:
+    count = int(other_cells.sum())
+    if count <= MOST_OTHER:
         return ""
     rows, columns = np.nonzero(other_cells)
     box = [int(CELL * value) for value in (columns.min(), rows.min(), columns.max(), rows.max())]
-    return f"{share:.0f} of 1000 cells differ (at most {MOST_OTHER}), all within the pixels {box}"
+    return f"{count} of {other_cells.size} cells differ, all within the pixels {box}"
