@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,23 @@ class Report:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Report:
+        """What `to_dict` made plain. Raises ValueError for anything else."""
+        names = {one.name for one in dataclasses.fields(cls)}
+        given = {name: value for name, value in saved.items() if name in names}
+        try:
+            return cls(
+                **{
+                    **given,
+                    "rows": tuple(Row(**row) for row in saved["rows"]),
+                    "waiting": tuple(Waiting(**one) for one in saved.get("waiting", ())),
+                    "decisions": tuple(saved.get("decisions", ())),
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no report that was saved: {error}") from None
+
     def __str__(self) -> str:
         calls = self.native_calls + self.delegated_calls
         share = f" ({100 * self.native_calls / calls:.0f}% native)" if calls else ""
@@ -92,6 +109,7 @@ class Report:
                 + [_cells(row) for row in self.rows]
             )
         lines += [_waiting_sentence(one) for one in self.waiting]
+        lines += _steps_sentence(self.course)
         return "\n".join(lines + [_sentence(decision) for decision in self.decisions])
 
 
@@ -141,6 +159,17 @@ def _waiting_sentence(one: Waiting) -> str:
         f"{one.waited_us / 1e6:.3f} s for others; rank {one.slowest} held up the group longest, "
         f"{one.cost_us / 1e6:.3f} s, and came last in {share:.0f}% of them"
     )
+
+
+def _steps_sentence(course: dict[str, Any]) -> list[str]:
+    if not course.get("timed_steps"):
+        return []
+    seconds = course["seconds"]
+    return [
+        f"steps: {course['steps']}, {1e3 * seconds / course['timed_steps']:.1f} ms each; of that "
+        f"{course['exposed_s'] / seconds:.1%} in collectives that nothing hid and "
+        f"{course['data_s'] / seconds:.1%} waiting for data"
+    ]
 
 
 def _sentence(plan: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from deepytorch_core.decisions import is_stock
 from deepytorch_core.topology import size_text
 
 DELEGATE = "delegate"
+_PARAMETERS = ("algorithm", "chunk_bytes", "channels", "threads")
 
 Saved = Mapping[str, Any]
 
@@ -21,15 +22,27 @@ def shown_name(algorithm: str | None) -> str:
 
 
 def candidates(decision: Saved) -> dict[str, float]:
-    """Times in ms by candidate, of a decision in Python or a plan of the native tuner's."""
+    """Times in ms by candidate, of a decision in Python or a plan of the native tuner's.
+
+    An algorithm that was tried with several parameters has the time of those that were chosen, or
+    else its best.
+    """
     if "what" in decision:
         return {name: float(ms) for name, ms in decision["times_ms"].items()}
     times: dict[str, float] = {}
     for one in decision.get("candidates", ()):
         name = shown_name(one["algorithm"])
         ms = float(one["median_us"]) / 1e3
-        times[name] = min(ms, times.get(name, ms))  # the best of its parameters
-    return times
+        times[name] = min(ms, times.get(name, ms))
+    own = next(
+        (
+            float(one["median_us"]) / 1e3
+            for one in decision.get("candidates", ())
+            if all(one.get(name) == decision.get(name) for name in _PARAMETERS)
+        ),
+        None,
+    )
+    return times if own is None else {**times, chosen(decision): own}
 
 
 def chosen(decision: Saved) -> str:

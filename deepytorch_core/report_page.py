@@ -9,7 +9,7 @@ from typing import Any
 
 from deepytorch_core import html_page, report_plots
 from deepytorch_core.config import Options
-from deepytorch_core.report_choices import DELEGATE, gain, section, shown_name
+from deepytorch_core.report_choices import DELEGATE, candidates, gain, section, shown_name
 from deepytorch_core.topology import size_text
 
 _PARTS = {
@@ -114,9 +114,9 @@ def saved_s(report: Saved) -> float:
             if plan.get("op") != row["op"] or "what" in plan or gain(plan) is None:
                 continue
             if plan["first_bytes"] <= size <= plan["last_bytes"]:
-                times = {one["algorithm"]: one["median_us"] for one in plan["candidates"]}
-                stock_us, own_us = times[DELEGATE], times.get(row["algorithm"], times[DELEGATE])
-                total += max(0.0, stock_us - own_us) * row["calls"] / 1e6
+                times = candidates(plan)
+                own_ms = times.get(row["algorithm"], times["stock"])
+                total += max(0.0, times["stock"] - own_ms) * row["calls"] / 1e3
                 break
     return total
 
