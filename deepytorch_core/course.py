@@ -241,5 +241,17 @@ def uninstall() -> None:
 def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
     import torch
 
-    if not torch.compiler.is_compiling():  # a step in a graph: looking at the clock would break it
+    # A step in a graph: looking at the clock would break it.
+    if not torch.compiler.is_compiling() and not _is_within_another():
         _course.stepped(optimizer)
+
+
+def _is_within_another() -> bool:
+    """Whether an optimizer's step steps one: a wrapper its inner one, a subclass its base."""
+    wrapper = sys._getframe(2)  # torch's, the same code for all, around every optimizer's step
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code:
+            return True
+        frame = frame.f_back
+    return False

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import deepytorch
 from deepytorch_core import course, live
@@ -171,6 +172,26 @@ def test_torchs_own_optimizers_are_counted_until_deactivation(active: Course) ->
     deepytorch.deactivate()
     optimizer.step()
     assert active.steps == 4
+
+
+class Wrapping(torch.optim.SGD):
+    """As wrappers of gradients' reductions are made: hooks are called for its base's step, too."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_within_a_step_is_none(active: Course) -> None:
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    torch.optim.SGD(weights)  # from now on SGD's own step calls hooks
+    hooks = []
+    optimizer = Wrapping(weights, lr=0.1)
+    handle = register_optimizer_step_post_hook(lambda *_: hooks.append(active.steps))
+    for _ in range(3):
+        optimizer.step()
+    handle.remove()
+    assert len(hooks) == 6
+    assert active.steps == 3
 
 
 def test_the_hook_breaks_no_graph(active: Course) -> None:
