@@ -177,6 +177,7 @@ class Course:
         return plain | {
             "steps": steps,
             "timed_steps": whole.steps,
+            "all_tuning_s": counters().tuning_s,
             "buckets": [one.to_dict() for one in buckets],
             "losses": [list(one) for one in losses],
         }

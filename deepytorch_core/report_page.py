@@ -156,6 +156,12 @@ def _times(reports: Mapping[str, Saved]) -> str:
         words = [f"{name} {parts[name] / course['seconds']:.1%}" for name in ("exposed", "data")]
         lines.append((name, bar, f"{course['seconds']:.1f} s, {', '.join(words)}"))
     text = html_page.keys(list(_PARTS.values())) + html_page.rows(lines)
+    tuning_s = max(course.get("all_tuning_s", 0.0) for course in timed.values())
+    if tuning_s:
+        text += (
+            f'\n<p class="note">Measuring collectives took {tuning_s:.1f} s in all; what came '
+            "before the first step's end is not in the bars.</p>"
+        )
     if any(one.get("memory", {}).get("devices") for one in reports.values()):
         text += (
             '\n<p class="note">Collectives on GPUs run on streams, where no thread waits for them: '

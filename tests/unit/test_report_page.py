@@ -55,6 +55,7 @@ def report(**changes: Any) -> dict[str, Any]:
         **bucket(1000.0, 10.0, data_s=2.5, tuning_s=1.0, exposed_s=4.0),
         "steps": 21,
         "timed_steps": 20,
+        "all_tuning_s": 2.25,
         "buckets": [bucket(1000.0, 5.0, held_s=1.0), bucket(1005.0, 5.0, waited_s=2.5)],
         "losses": [[1, 2.0], [10, 1.0], [20, 0.5]],
     }
@@ -119,6 +120,7 @@ def test_the_page_says_where_the_time_goes_and_what_was_decided(tmp_path: Path) 
             rf'width:{share}.00%;background:var\(--{color}\)" title="[^"]* {seconds}"', page
         ), color
     assert "10.0 s, exposed 30.0%, data 25.0%" in page
+    assert "Measuring collectives took 2.2 s in all" in page
     assert "&lt;rank1&gt;" in page
     assert "all_reduce of 2 ranks, from 128 KiB" in page
     assert "2 in all: 2 kept, 0 left to stock." in page
