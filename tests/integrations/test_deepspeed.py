@@ -519,5 +519,5 @@ def test_deepspeeds_monitor_writes_figures(tmp_path: Path) -> None:
         assert NUM_STEPS - 1 <= one["steps"] <= NUM_STEPS
         steps = [step for step, _ in one["files"]["Train_Samples_lr.csv"]]
         ours = one["files"]["deepytorch_step_ms.csv"]
-        assert [step for step, _ in ours] == steps
+        assert [step for step, _ in ours] == steps[-one["steps"] :]
         assert all(float(value) > 0 for _, value in ours)
