@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        test-hangs test-faults soak fuzz docs test-docs wheel test-matrix sanitize format clean
+        test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -113,6 +113,10 @@ $(VENV)/.group-%: $(VENV)/.project pyproject.toml constraints.txt
 docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a broken link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
+
+test-pictures: docs ## the report's page, a machine's picture and a docs page look as expected (a minute)
+	@.ci/system chromium
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
 
 test-docs: venv adapter ## pages of the documentation do what they say (five minutes)
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py
