@@ -8,14 +8,13 @@ has failed already, and its error shall not wait for long.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
 import os
 import secrets
-import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +33,7 @@ _MOST_VERDICTS = 4
 # Asked so often whether a rank wants to know, and not waited for: a store's wait that finds nothing
 # prints two lines when its time is up.
 _LISTEN_S = 1.0
+_END_LIMIT_S = 2.0
 _MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
 # An older failure is not what is being told.
 _FRESH_S = 60.0
@@ -50,6 +50,7 @@ class _Home:
     rank: int
     size: int
     job: str
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 _home: _Home | None = None
@@ -79,11 +80,17 @@ def join(store: Any, *, rank: int, size: int) -> None:
         except (RuntimeError, NotImplementedError) as error:  # a store with fewer functions
             say(f"hangs can't be explained over this store: {error}", level="debug")
             own = None
+    if _home is not None:
+        _home.over.set()
     _home = _Home(own, rank, size, job)
     _judged.clear()
     _core.identify_process(job=job, rank=rank, world_size=size, signal=answer.register())
     if size > 1 and own is not None and config.spans_nodes():
-        threading.Thread(target=_listen, args=(_home,), name="deepytorch-hang", daemon=True).start()
+        thread = threading.Thread(
+            target=_listen, args=(_home,), name="deepytorch-hang", daemon=True
+        )
+        thread.start()
+        atexit.register(_end, _home, thread)
 
 
 def explainer(group: str) -> Callable[[str], str]:
@@ -207,15 +214,25 @@ def _call(home: _Home, case: str) -> None:
     home.store.set(f"call/{number}", case)
 
 
+def _end(home: _Home, thread: threading.Thread) -> None:
+    """Before the interpreter goes down: a thread that is in the store then would abort it.
+
+    Python ends its other threads where they next take the GIL, which in torch's C++ is no place to
+    be ended.
+    """
+    home.over.set()
+    thread.join(_END_LIMIT_S)
+
+
 def _listen(home: _Home) -> None:
     from torch._C._distributed_c10d import PrefixStore
 
     number = 1
     with contextlib.suppress(Exception):  # the store's end is this thread's
         own = home.store.clone()
-        while _home is home and not sys.is_finalizing():
+        while not home.over.is_set():
             if not own.check([f"call/{number}"]):
-                time.sleep(_LISTEN_S)
+                home.over.wait(_LISTEN_S)
                 continue
             case = own.get(f"call/{number}").decode()
             number += 1
