@@ -11,9 +11,9 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests deepytorch_core -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
-# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels, in minutes (.ci/wheel).
+# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels (.ci/wheel).
 WHEEL_FLAGS ?=
-ADAPTERS ?= # versions of torch that the wheel carries a compiled adapter for
+ADAPTERS ?= all
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt). Without a
 # GPU it is enough to see that they compile: half the time goes into the machine code.
 CUDA_ARCHITECTURES ?= $(if $(wildcard /dev/nvidiactl),90a-real,90a-virtual)
@@ -113,14 +113,16 @@ docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
 
-test-docs: venv adapter ## pages of the documentation do what they say (five minutes)
-	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py
+test-docs: venv adapter $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py tests/docs/check_notebooks.py
 
-wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines and the sdist (ADAPTERS=2.13.0 ...)
-	@VENV="$(VENV)" ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
+wheel: ## dist/: wheels with GPU kernels and adapters (PYTHONS=..., ADAPTERS=all|none|2.13.0 ...), sdist
+	@.ci/system python compiler
+	@PYTHONS="$(PYTHONS)" ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
 
-test-matrix: ## that wheel in fresh environments, TORCHES x the Pythons of this machine
-	@.ci/matrix $(TORCHES)
+# To bring the page up to date: make test-matrix MATRIX_PAGE=docs/matrix.md
+test-matrix: ## these wheels in fresh environments, TORCHES x PYTHONS; downloads gigabytes
+	@PYTHONS="$(PYTHONS)" PAGE="$(MATRIX_PAGE)" .ci/matrix $(TORCHES)
 
 # To bring the page up to date: make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md
 RECORD ?= build/faults.jsonl

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import console
+from deepytorch.cli import console, help
 
 if TYPE_CHECKING:
     from deepytorch_core.topology import Topology
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(topology)
+    examples = help.examples(
+        "deepytorch topology",
+        "deepytorch topology --measure --svg machine.svg",
+        "deepytorch topology --json > machine.json",
+        "deepytorch topology --from machine.json",
+    )
+    app.command(epilog=examples)(topology)
 
 
 def topology(
