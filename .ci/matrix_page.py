@@ -38,14 +38,13 @@ def output(*command: str) -> str:
 
 def main(cells: Path, notes: list[str]) -> None:
     print(HEAD)
-    print("| Python | torch | adapter | outcome |\n|---|---|---|---|")
-    for line in cells.read_text().splitlines():
+    print("| Python | torch | adapter | outcome | commit |\n|---|---|---|---|---|")
+    for line in sorted(cells.read_text().splitlines()):
         print(f"| {line.removeprefix('cell: ')} |")
     libc = " ".join(platform.libc_ver())
     compiler = output("c++", "--version").partition("\n")[0]
-    commit = output("git", "rev-parse", "--short=8", "HEAD")
     print(f"\n{datetime.date.today().isoformat()}, {platform.system()}, {os.cpu_count()} cores of")
-    print(f"{cpu()}, {libc}, {compiler}, commit {commit}.")
+    print(f"{cpu()}, {libc}, {compiler}.")
     if notes:
         print("\n" + "\n".join(f"* {note}" for note in notes))
 

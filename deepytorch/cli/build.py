@@ -48,6 +48,7 @@ def build(
     that downloads anything.
     """
     from deepytorch_core import adapter, torch_builds
+    from deepytorch_core.errors import AdapterError
 
     versions = list(torch_builds.RELEASES) if all_torch else torch or []
     if torch_wheels is not None and not versions:
@@ -59,11 +60,11 @@ def build(
     for version in versions:
         try:
             _ready(_build_for(version, output, force, torch_wheels))
-        except adapter.AdapterError as error:
+        except AdapterError as error:
             console.err().print(f"torch {version}: {error}", markup=False)
             missing.append(version)
     if missing:
-        raise adapter.AdapterError(
+        raise AdapterError(
             f"no adapter for torch {', '.join(missing)}. Without a network put torch's wheels for "
             "this Python into a folder and name it: --torch-wheels FOLDER"
         )
