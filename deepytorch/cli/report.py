@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from deepytorch.cli import console, help
@@ -167,7 +168,16 @@ def _rows_table(title: str, rows: list[Any]) -> Table:
         return table
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for name in columns:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(str(row.get(name, "")) for name in columns))
+        table.add_row(*(escape(_cell(row.get(name, ""))) for name in columns))
     return table
+
+
+def _cell(value: Any) -> str:
+    """Short enough for a table; --json has all of it."""
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, (list, dict)):
+        return f"({len(value)})"
+    return "" if value is None else str(value)

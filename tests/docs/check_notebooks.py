@@ -59,7 +59,10 @@ def write(path: Path) -> None:
         for output in cell.get("outputs", []):
             if "text" in output:
                 text = output["text"].replace(folder, "...")
-                output["text"] = re.sub(r"/[\w./-]*/site-packages/", ".../site-packages/", text)
+                text = re.sub(r"/[\w./-]*/site-packages/", ".../site-packages/", text)
+                # A cell's commands see a terminal, and write bold into it.
+                text = re.sub(r"\x1b\[[\d;]*m", "", text)
+                output["text"] = "\n".join(line.rstrip() for line in text.split("\n"))
     nbformat.write(notebook, path)
 
 
