@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        test-hangs test-faults soak fuzz docs test-docs wheel test-matrix sanitize format clean
+        test-hangs test-faults soak fuzz docs test-docs wheel test-matrix test-sdist sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -123,6 +123,10 @@ wheel: ## dist/: wheels with GPU kernels and adapters (PYTHONS=..., ADAPTERS=all
 # To bring the page up to date: make test-matrix MATRIX_PAGE=docs/matrix.md
 test-matrix: ## these wheels in fresh environments, TORCHES x PYTHONS; downloads gigabytes
 	@PYTHONS="$(PYTHONS)" PAGE="$(MATRIX_PAGE)" .ci/matrix $(TORCHES)
+
+test-sdist: ## the sdist in dist/, installed in a fresh environment and tried, without GPU kernels
+	@CMAKE_ARGS=-DDPT_CUDA=OFF .ci/fresh $(PYTHON) 2.13.0 build/sdist dist/deepytorch-$(VERSION).tar.gz \
+	  python $(CURDIR)/tests/matrix/whole.py compiled
 
 # To bring the page up to date: make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md
 RECORD ?= build/faults.jsonl

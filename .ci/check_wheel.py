@@ -67,6 +67,7 @@ def complaints(name: str, binary: bytes, folders: list[str], most: tuple[int, in
 
 def main(wheel: Path, folders: list[str]) -> int:
     wrong: list[str] = []
+    folders = [folder for folder in folders if folder not in ("/", "/usr", "/usr/local")]
     named = allowed_libc(_WHEEL_LIBC, wheel.name)
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         unpacked = sum(info.file_size for info in archive.infolist())

@@ -391,7 +391,9 @@ def _command(sources: Sources, torch: TorchBuild) -> list[str]:
         "-fvisibility=hidden",
         f"-DTORCH_EXTENSION_NAME={MODULE_NAME}",
         "-DTORCH_API_INCLUDE_EXTENSION_H",
+        # Checks in headers name their files, and where those lie here is nobody's business.
         f"-ffile-prefix-map={sources.root}=csrc",
+        f"-ffile-prefix-map={python}=python",
         f"-I{sources.root / 'include'}",
         f"-I{sources.root / 'c10d'}",
         *torch.compile_flags(),

@@ -46,7 +46,7 @@ class TorchBuild:
         include = self.root / "include"
         return [
             f"-D_GLIBCXX_USE_CXX11_ABI={self.cxx11_abi}",
-            f"-ffile-prefix-map={include}=torch/include",  # torch's checks name their files
+            f"-ffile-prefix-map={include}=torch/include",
             "-isystem",
             str(include),
             "-isystem",
