@@ -191,6 +191,16 @@ def test_a_saved_report_as_json(
     assert "give one of them" in err
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_boxes_are_for_terminals(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # stands in for one
+    shown = CliRunner().invoke(cli.app, ["topology"])
+    assert shown.exit_code == 0
+    assert ("╭" in shown.output) == terminal
+    assert ("\x1b" in shown.output) == terminal
+
+
 def test_a_saved_report_is_readable(tmp_path: Any) -> None:
     """What is nested in a row is counted, and no column is cut, however narrow the terminal."""
     saved = tmp_path / "run.json"

@@ -36,7 +36,8 @@ def topology(
     svg: Annotated[Path | None, typer.Option(help="Also draw it into this SVG file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Also draw it into this PNG file.")] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Everything that is known, as plain text.")
+        bool,
+        typer.Option("--plain", help="Everything that is known, as plain text."),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for --from.")] = False,
 ) -> None:
@@ -57,7 +58,8 @@ def topology(
     else:
         from deepytorch.cli.topology import picture
 
-        out.print(picture.picture(found, out.width))
+        # Boxes as wide as a pipe is help nobody who searches it.
+        out.print(picture.picture(found, out.width, boxes=out.is_terminal))
     for path in (svg, png):
         if path is not None:
             from deepytorch.cli.topology import figure
