@@ -84,6 +84,7 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes
 test-python: venv adapter ## pytest: unit, several processes, conformance, recipes, adapters
+	@.ci/system spin
 	@mkdir -p build
 	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) $(BESIDE) > build/beside.log 2>&1 & beside=$$!; \
 	  $(BIN)/pytest $(PYTEST_FLAGS) $(addprefix --ignore=,$(BESIDE)); status=$$?; \
@@ -134,7 +135,7 @@ PAGE ?= build/faults.md
 test-faults: venv adapter ## every fault on every path in every phase, about ten minutes (docs/faults.md)
 	@mkdir -p $(dir $(RECORD)) $(dir $(PAGE)) && rm -f $(RECORD)
 	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE)
-	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py
+	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py
 
 MINUTES ?= 30
 soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups

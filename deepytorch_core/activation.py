@@ -128,6 +128,9 @@ def deactivate() -> None:
         compiled = sys.modules.get("deepytorch_core.compile")
         if compiled is not None:
             compiled.undo_all()
+        tuned = sys.modules.get("deepytorch_core.tune.in_force")
+        if tuned is not None:
+            tuned.reset()
         if _active is None:
             return
         _active.undo()

@@ -78,6 +78,8 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         # gloo's, may need it on two ranks alone.
         factory("cpu")
     options = config.current()
+    if options.enabled and _is_default():
+        _take_tuned(spec)
     _measure_network(spec, options)
     if not options.enabled and _accelerator() == "cpu":
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
@@ -105,6 +107,16 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     factory.live_options = getattr(made, "options", None)
     backend: Backend = made
     return backend
+
+
+def _take_tuned(spec: GroupSpec) -> None:
+    """Put in force what `deepytorch tune` found for this job, unless that has been done."""
+    from torch.distributed import distributed_c10d as c10d
+
+    from deepytorch_core.tune import start
+
+    own = c10d.PrefixStore("deepytorch/tune", spec.store)
+    start.together(own, rank=spec.rank, size=spec.size)
 
 
 def _measure_network(spec: GroupSpec, options: config.Options) -> None:

@@ -89,13 +89,18 @@ def decide(store: Any, *, rank: int, size: int) -> str | None:
     global _num_decisions
     _num_decisions += 1
     own = PrefixStore(f"deepytorch/decision{_num_decisions}", store)
-    return agreement.agree(
+    reason = agreement.agree(
         own,
         rank=rank,
         size=size,
         prepare=_why_not_ready,
         here_limit_s=agreement.HERE_LIMIT_S,
     )
+    if reason is None:
+        from deepytorch_core.tune import start
+
+        start.together(PrefixStore("deepytorch/tune", store), rank=rank, size=size)
+    return reason
 
 
 def announce(group_config: str, size: int) -> None:

@@ -466,6 +466,22 @@ def set_for_nccl(settings: Mapping[str, str]) -> None:
     os.environ.update(settings)
 
 
+def set_where_unset(settings: Mapping[str, str]) -> None:
+    """Put environment variables in place that the native core, or NCCL, reads later.
+
+    What the user has set, NCCL's also in its files, stays as it is.
+    """
+    theirs = nccl_settings()
+    for name, value in settings.items():
+        if name not in theirs:
+            os.environ.setdefault(name, value)
+
+
+def is_set(variable: str) -> bool:
+    """Whether the user has set this variable of the native core's or NCCL's."""
+    return variable in os.environ or variable in nccl_settings()
+
+
 def cache_dir() -> Path:
     """Where deepytorch keeps what it made: `DEEPYTORCH_CACHE_DIR`, else the user's cache.
 

@@ -13,5 +13,9 @@ class AdapterError(RuntimeError):
     """The compiled c10d adapter can't be had: no compiler, no place to keep it, a failed build."""
 
 
+class TuneError(RuntimeError):
+    """A script can't be tuned: nothing of it can be set, or there is no place for the result."""
+
+
 class CompareError(RuntimeError):
     """A script can't be compared: it failed, ended too early, or would harm what was there."""

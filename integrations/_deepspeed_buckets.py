@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
+from deepytorch_core.tune import in_force
 
 # In elements, as DeepSpeed counts. Smaller ones would not only cost the collective's latency, but
 # also what DeepSpeed itself does for every bucket, which is not measured here.
@@ -31,6 +32,11 @@ _NUM_REPEATS = 3
 _LIMIT_S = 1.0
 
 _PREFETCH = ("stage3_prefetch_bucket_size", "prefetch_bucket_size")
+# What `deepytorch tune` calls them.
+_KNOBS = {
+    "reduce_bucket_size": "zero_reduce_bucket",
+    **dict.fromkeys(_PREFETCH, "zero_prefetch_bucket"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,12 @@ def fill_bucket_sizes(
     if not isinstance(zero, dict) or stage not in (1, 2, 3) or dist.get_world_size() == 1:
         return configuration
     open_keys = _left_open(zero, stage)
+    tuned = _tuned(zero, stage, open_keys)
+    if tuned:
+        say_once(f"{', '.join(f'{key}={size}' for key, size in tuned.items())}: by deepytorch tune")
+        zero = {**zero, **tuned}
+        configuration = {**configuration, "zero_optimization": zero}
+        open_keys = _left_open(zero, stage)
     if not open_keys:
         return configuration
     repeatable = options.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -74,11 +86,26 @@ def fill_bucket_sizes(
     return {**configuration, "zero_optimization": {**zero, **sizes}}
 
 
+def _tuned(zero: Mapping[str, Any], stage: int, open_keys: list[str]) -> dict[str, int]:
+    """Of the sizes that are left open, what `deepytorch tune` found, or tries in this job."""
+    found = {}
+    for key in ["reduce_bucket_size", *([_prefetch_key(zero)] if stage == 3 else [])]:
+        fixed = "" if key in open_keys else f"DeepSpeed's configuration gives {key}"
+        size = in_force.ask(_KNOBS[key], why_fixed=fixed)
+        if size is not None:
+            found[key] = size
+    return found
+
+
 def _left_open(zero: Mapping[str, Any], stage: int) -> list[str]:
     keys = ["reduce_bucket_size"]
     if stage == 3:
-        keys.append(next((key for key in _PREFETCH if key in zero), _PREFETCH[0]))
+        keys.append(_prefetch_key(zero))
     return [key for key in keys if zero.get(key, "auto") == "auto"]
+
+
+def _prefetch_key(zero: Mapping[str, Any]) -> str:
+    return next((key for key in _PREFETCH if key in zero), _PREFETCH[0])
 
 
 def _operation(key: str, stage: int) -> str:

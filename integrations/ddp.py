@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch_core import decisions, registered
 from deepytorch_core.config import Options
+from deepytorch_core.tune import in_force
 
 from . import _contract, _groups
 from ._contract import Changes, IntegrationError
@@ -217,6 +218,7 @@ def _tune(ddp: DistributedDataParallel, options: Options, changes: Changes) -> N
     parameters = [one for one in ddp._module_parameters if one.requires_grad]
     gradient_bytes = sum(one.numel() * one.element_size() for one in parameters)
     layouts = _bucket_tuning.candidates(gradient_bytes, base)
+    in_force.leave("ddp_bucket_mb", "the script measures bucket sizes itself, by tune_buckets")
     why_not = None
     if options.tune == "off" or options.deterministic:
         why_not = "tune=off" if options.tune == "off" else "deterministic"

@@ -62,6 +62,10 @@ def start_engine(
         return AccelerateEngine(model, make_optimizer, options, process)
     if options.engine == "deepspeed":
         return DeepspeedEngine(model, make_optimizer, options, process)
+    if options.engine == "megatron":
+        from deepytorch.recipes._megatron import MegatronEngine
+
+        return MegatronEngine(model, make_optimizer, options, process)
     raise RecipeError(f"no engine {options.engine}")
 
 

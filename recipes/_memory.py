@@ -93,7 +93,8 @@ def state_bytes(model: nn.Module, options: RunOptions, world_size: int) -> Estim
     gradients, moments, master = 4 * trained, 8 * trained, 0
     if options.engine == "deepspeed" and options.precision != "fp32":
         all_bytes, gradients, master = all_bytes // 2, 2 * trained, 4 * trained
-    stage = {"fsdp2": 3, "deepspeed": options.zero_stage}.get(options.engine, 0)
+    stages = {"fsdp2": 3, "deepspeed": options.zero_stage, "megatron": 1}
+    stage = stages.get(options.engine, 0)
     parameters = all_bytes // world_size if stage == 3 else all_bytes
     gradients = gradients // world_size if stage >= 2 else gradients
     optimizer = (moments + master) // world_size if stage else moments

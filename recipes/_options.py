@@ -41,12 +41,10 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         self.require_positive(*_POSITIVE)
-        if self.engine == "megatron":
-            raise RecipeError(
-                "engine=megatron: Megatron-core trains models that it builds itself, which recipes "
-                "do not: use engine=fsdp2 or deepspeed here, and for a script of Megatron's own "
-                "deepytorch.integrations.megatron (docs/megatron.md)"
-            )
+        if self.engine == "megatron" and self.precision == "fp16":
+            raise RecipeError("engine=megatron has no precision=fp16: use bf16, or engine=ddp")
+        if self.engine == "megatron" and self.device == "cpu":
+            raise RecipeError("engine=megatron needs a GPU: use engine=ddp or deepspeed on the CPU")
         if self.precision == "fp16" and self.device == "cpu":
             raise RecipeError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
         if self.offload != "none" and self.engine not in ("deepspeed", "fsdp2"):

@@ -77,7 +77,10 @@ class Trainer(Generic[BatchT]):
             enable_checkpointing(model)
         self.flops_per_unit = task.flops_of(model) if task.flops_of else 0.0
         self.learning_rate = options.learning_rate or task.learning_rate
-        if ours and options.engine == "ddp":  # the other engines' adapters do it themselves
+        if ours and options.engine in (
+            "ddp",
+            "megatron",
+        ):  # the other engines' adapters do it themselves
             autocast = None if options.precision == "fp32" else self._autocast_dtype()
             setting = Setting(model=model, device=process.device, autocast=autocast)
             apply_kernels(setting, options.kernels)

@@ -16,6 +16,7 @@ from deepytorch.cli import (
     run,
     topology,
     train,
+    tune,
 )
 
 app = typer.Typer(
@@ -33,7 +34,7 @@ app = typer.Typer(
     # Plain text: nothing is cut to fit a box, here or in a pipe.
     rich_markup_mode=None,
 )
-for command in (doctor, build, run, train, topology, explain, report):
+for command in (doctor, build, run, train, tune, topology, explain, report):
     command.add_to(app)
 bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")

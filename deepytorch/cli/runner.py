@@ -35,6 +35,10 @@ def main(arguments: list[str]) -> None:
 
         told = Plan.read(plan)
         probe = Probe(told)
+        if told.settings is not None:
+            from deepytorch_core.tune import in_force, knobs
+
+            in_force.put_in_force(knobs.checked(told.settings))
         if told.compute:
             from deepytorch.cli.compare import seams
 

@@ -25,6 +25,8 @@ class Plan:
         compute: whether compilation, kernels and padding-free training are switched on as well,
             through the framework that the script uses.
         seed: random numbers begin here, unless the script seeds them itself.
+        warmup_steps: untimed steps at the beginning; 0: a fifth of all.
+        settings: what of `deepytorch_core.tune.knobs` is set; None: as the profile says.
     """
 
     steps: int
@@ -33,11 +35,13 @@ class Plan:
     outside: str
     compute: bool = False
     seed: int = 0
+    warmup_steps: int = 0
+    settings: dict[str, int] | None = None
 
     @property
     def warmup(self) -> int:
-        """Untimed steps at the beginning: a fifth."""
-        return max(1, self.steps // _WARMUP_SHARE)
+        """Untimed steps at the beginning."""
+        return self.warmup_steps or max(1, self.steps // _WARMUP_SHARE)
 
     @property
     def block_ends(self) -> tuple[int, ...]:

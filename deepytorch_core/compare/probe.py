@@ -27,6 +27,9 @@ from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.saves import Saves
 from deepytorch_core.patching import Patches
 
+PROGRESS = "progress.json"
+"""In the plan's folder: rank 0's block times so far, in seconds."""
+
 # How long ranks wait for each other at the end, and then for the interpreter to come down.
 _FAREWELL_S = 10.0
 _EXIT_S = 30.0
@@ -100,6 +103,7 @@ class Probe:
             "made_folders": self._saves.made_folders,
             "seams": self.seams,
             "report": _report(),
+            **_tuned(),
         }
         folder = Path(self._plan.folder)
         draft = folder / f".rank{config.rank()}.json"
@@ -158,8 +162,18 @@ class Probe:
         if self._steps in self._wanted:
             _synchronize()
             self._marks[self._steps] = time.perf_counter()
+            if self._plan.settings is not None:
+                self._tell_progress()
         if self._steps >= self._plan.steps:
             self._leave()
+
+    def _tell_progress(self) -> None:
+        """What rank 0 has measured so far, for who watches this run."""
+        if config.rank() == 0:
+            folder = Path(self._plan.folder)
+            draft = folder / ".progress"
+            draft.write_text(json.dumps(self._block_s()), encoding="utf-8")
+            draft.replace(folder / PROGRESS)
 
     def _leave(self) -> None:
         self.finish()
@@ -239,6 +253,14 @@ def _total(values: list[Any]) -> float | None:
         return float(sum(float(getattr(one, "to_local", lambda one=one: one)()) for one in values))
     except (RuntimeError, TypeError, ValueError):
         return None
+
+
+def _tuned() -> dict[str, Any]:
+    """Which script this is, and what `deepytorch tune` could set in its frameworks."""
+    from deepytorch_core.tune import in_force, start
+
+    asked = {name: vars(one) for name, one in in_force.asked().items()}
+    return {"script": start.script(), "asked": asked}
 
 
 def _report() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ class Sample:
     """One run of the script under one arm, its ranks put together.
 
     Times are the slowest rank's, in seconds: of a step, a mean per block, and until the warm-up is
-    over. Losses are means over the ranks, None where no rank had one to see.
+    over. Losses are means over the ranks, None where no rank had one to see. `script` is its path
+    as `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
+    group of ours was made.
     """
 
     arm: str
@@ -39,6 +41,8 @@ class Sample:
     seams: tuple[str, ...]
     native_calls: int
     decisions: tuple[str, ...]
+    script: str | None = None
+    asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -75,6 +79,8 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         seams=tuple(ranks[0]["seams"]),
         native_calls=sum(found["report"]["native_calls"] for found in ranks),
         decisions=tuple(ranks[0]["report"]["decisions"]),
+        script=ranks[0]["script"],
+        asked=ranks[0]["asked"],
     )
 
 

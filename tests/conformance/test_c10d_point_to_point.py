@@ -186,7 +186,9 @@ CASES: list[Case] = [
 def run_case(rank: int, world_size: int, name: str) -> None:
     case: Case = globals()[name]
     results = []
-    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+    gloo = dist.new_group(backend="gloo")
+    dist.barrier()  # who has no part in the case would leave while others still connect to it
+    for group in (dist.group.WORLD, gloo):
         torch.manual_seed(rank)
         results.append(case(group, rank, world_size))
     ours, theirs = (tree_flatten(result) for result in results)

@@ -69,7 +69,6 @@ def test_words_and_flags_mix():
         ("steps=0", "steps must be greater than 0"),
         ("learning_rate=fast", "learning_rate must be a float, not 'fast'"),
         ("precision=fp8", "precision must be one of fp32, bf16, fp16, not 'fp8'"),
-        ("engine=megatron", "use engine=fsdp2 or deepspeed here"),
         ("offload=optimizer", "offload=optimizer needs engine=deepspeed or engine=fsdp2"),
         ("num_heads=3", "hidden_size=256 must be a multiple of 2 * num_heads (6)"),
         ("model=[1", "model=[1 is not a valid value"),
@@ -79,6 +78,12 @@ def test_wrong_words_say_what_to_write(word, message):
     with pytest.raises(RecipeError) as failure:
         load_config(Config, DEFAULT_CONFIG, [word])
     assert message in str(failure.value)
+
+
+def test_what_megatron_cannot_do_is_named():
+    for word, message in (("device=cpu", "needs a GPU"), ("precision=fp16", "no precision=fp16")):
+        with pytest.raises(RecipeError, match=f"engine=megatron .*{message}"):
+            load_config(Config, DEFAULT_CONFIG, ["engine=megatron", word])
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def test_estimates_follow_the_engine():
 
     assert of() == (size, size, 2 * size)
     assert of(engine="deepspeed", zero_stage=2) == (size, size // 4, 2 * size // 4)
+    assert of(engine="megatron") == (size, size, 2 * size // 4)
     assert of(engine="fsdp2") == (size // 4, size // 4, 2 * size // 4)
     assert of(engine="deepspeed", zero_stage=3, offload="optimizer")[2] == 0
     model.weight.requires_grad_(False)

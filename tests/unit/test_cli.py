@@ -14,7 +14,7 @@ from deepytorch_core import config
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.record import COLLECTIVE_FIELDS, read_records
 
-COMMANDS = ["doctor", "build", "run", "train", "topology", "explain", "report", "bench"]
+COMMANDS = ["doctor", "build", "run", "train", "tune", "topology", "explain", "report", "bench"]
 
 
 def invoke(*arguments):

@@ -109,6 +109,8 @@ def rank_file(folder: Path, rank: int, **changes: Any) -> None:
         "made_folders": [],
         "seams": ["ddp"],
         "report": {"native_calls": 3, "delegated_calls": 0, "decisions": []},
+        "script": "/home/train.py",
+        "asked": {},
     }
     (folder / f"rank{rank}.json").write_text(json.dumps({**found, **changes}))
 
@@ -199,11 +201,11 @@ def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
 ) -> None:
     order: list[tuple[str, int]] = []
 
-    def run(one: compare.Job, arm: str, remarks: list[str]) -> Sample:
-        order.append((arm, one.steps))
-        return ran(arm, 9, one.steps)
+    def run(one: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
+        order.append((arm.name, one.steps))
+        return ran(arm.name, 9, one.steps)
 
-    monkeypatch.setattr(compare, "_run", run)
+    monkeypatch.setattr(compare, "run_once", run)
     said: list[str] = []
     found, _ = compare.compare(job(), said.append)
     assert order == [
@@ -232,7 +234,10 @@ def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
 def test_too_few_steps(
     monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], message: str
 ) -> None:
-    monkeypatch.setattr(compare, "_run", lambda one, arm, _: ran(arm, counts[arm], one.steps))
+    def run(one: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
+        return ran(arm.name, counts[arm.name], one.steps)
+
+    monkeypatch.setattr(compare, "run_once", run)
     with pytest.raises(CompareError, match=message):
         compare.compare(job(), lambda line: None)
 
@@ -240,14 +245,14 @@ def test_too_few_steps(
 def test_a_failure_names_the_arm_and_shows_the_traceback(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("noise\n" * 99 + "[rank1]: Traceback (most recent call last):\nKeyError: 1\n")
-    message = compare._failure("deepytorch", 1, log, 9.0)
+    message = compare._failure(compare.ARMS["deepytorch"], 1, log, 9.0)
     assert message.startswith(
         "the script failed with exit status 1 under the arm 'deepytorch':\n[r"
     )
     assert "KeyError: 1" in message
     assert "DEEPYTORCH_ENABLED=0" in message
-    assert "DEEPYTORCH_ENABLED=0" not in compare._failure("stock", 1, log, 9.0)
-    assert "within 9 s" in compare._failure("stock", None, log, 9.0)
+    assert "DEEPYTORCH_ENABLED=0" not in compare._failure(compare.ARMS["stock"], 1, log, 9.0)
+    assert "within 9 s" in compare._failure(compare.ARMS["stock"], None, log, 9.0)
 
 
 def test_several_machines_are_refused() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from deepytorch_core.bench.record import read_records
+from deepytorch_core.testing.faults.__main__ import repeated
+from deepytorch_core.testing.faults.cases import cases
 from deepytorch_core.testing.faults.page import render
+from deepytorch_core.testing.faults.runner import Result
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "faults.md"
@@ -67,3 +70,25 @@ def test_the_page_is_that_of_the_records() -> None:
     assert PAGE.read_text() == render(read_records(RECORDS)), (
         f"python -m deepytorch_core.testing.faults --list; make test-faults writes {PAGE.name}"
     )
+
+
+def test_repeated_runs_have_a_table_of_their_own() -> None:
+    many = {"runs": 34, "as_promised": 34, "median_s": 0.069, "most_s": 0.333}
+    records = [record("SIGKILL", "shm", "collective", **many)]
+    assert "| SIGKILL | shm | in an all_reduce | 34 | 34 | 0.07 | 0.33 |" in render(
+        [*records, record("SIGKILL", "shm", "collective")]
+    )
+
+
+def test_several_runs_of_a_case_are_summed_up_by_their_slowest_survivors() -> None:
+    (case,) = cases(["SIGKILL | shm | collective"])
+    told = repeated(
+        [
+            Result(case, "error", [0.1, 0.3]),
+            Result(case, "error", [0.2, 0.1]),
+            Result(case, "error", [0.1, 1.9], wrong=["took 1.9 s, the limit is 1 s"]),
+            Result(case, "none", wrong=["it hung or crashed"]),
+        ]
+    )
+    assert (told["runs"], told["as_promised"]) == (4, 2)
+    assert (told["median_s"], told["most_s"]) == (0.3, 1.9)

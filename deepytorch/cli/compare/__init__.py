@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -11,14 +12,19 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
+from deepytorch_core.compare.probe import PROGRESS
 from deepytorch_core.errors import OFF_SWITCH, AdapterError, CompareError
+
+if TYPE_CHECKING:
+    from deepytorch_core.testing.emulation import Network
 
 OURS, COLLECTIVES, COMPUTE = "deepytorch", "collectives only", "compute only"
 
@@ -26,12 +32,6 @@ _NO_COMPUTE = {
     "DEEPYTORCH_COMPILE": "off",
     "DEEPYTORCH_KERNELS": "off",
     "DEEPYTORCH_PADDING_FREE": "off",
-}
-_ARMS: dict[str, dict[str, str]] = {
-    result.STOCK: {"DEEPYTORCH_ENABLED": "0"},
-    OURS: {"DEEPYTORCH_ENABLED": "1"},
-    COLLECTIVES: {"DEEPYTORCH_ENABLED": "1", **_NO_COMPUTE},
-    COMPUTE: {"DEEPYTORCH_ENABLED": "1", "DEEPYTORCH_COLLECTIVES": "stock"},
 }
 # Experiment trackers write to a server: a comparison is no experiment.
 _QUIET = {
@@ -41,9 +41,55 @@ _QUIET = {
     "PYTHONHASHSEED": "0",
 }
 _TERMINATE_S = 40.0
+_LOOK_S = 0.05
+# In the nodes' own network, where nobody else is.
+_EMULATED_PORT = 29400
 _TAIL_LINES = 40
 
 Say = Callable[[str], None]
+Watch = Callable[[Sequence[float]], bool]
+"""Told rank 0's block times in seconds while a run is under way; True ends the run."""
+
+
+class StoppedEarly(Exception):
+    """A run was ended by who watched it; `block_s` is what rank 0 had measured."""
+
+    def __init__(self, block_s: Sequence[float]) -> None:
+        super().__init__("stopped early")
+        self.block_s = tuple(block_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to run the script.
+
+    Args:
+        name: for people.
+        variables: environment variables of its processes.
+        compute: whether compilation, kernels and padding-free training are switched on as well.
+        settings: of `deepytorch_core.tune.knobs`; None: as the profile says.
+        warmup_steps: untimed steps at the beginning; 0: a fifth of all.
+        hint: what else to say when it fails.
+    """
+
+    name: str
+    variables: Mapping[str, str]
+    compute: bool = False
+    settings: Mapping[str, int] | None = None
+    warmup_steps: int = 0
+    hint: str = f"stock ran through; {OFF_SWITCH}"
+
+
+_ON = {"DEEPYTORCH_ENABLED": "1"}
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm(name=result.STOCK, variables={"DEEPYTORCH_ENABLED": "0"}, hint=""),
+        Arm(name=OURS, variables=_ON, compute=True),
+        Arm(name=COLLECTIVES, variables={**_ON, **_NO_COMPUTE}),
+        Arm(name=COMPUTE, variables={**_ON, "DEEPYTORCH_COLLECTIVES": "stock"}, compute=True),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +105,8 @@ class Job:
         rounds: runs of each arm.
         arms: the first is stock.
         timeout_s: limit of one run in seconds.
+        network: emulated nodes that the ranks live on; None is this machine as it is.
+        ranks_per_node: of each emulated node.
     """
 
     arguments: tuple[str, ...]
@@ -69,6 +117,8 @@ class Job:
     rounds: int
     arms: tuple[str, ...]
     timeout_s: float
+    network: Network | None = None
+    ranks_per_node: tuple[int, ...] = ()
 
 
 def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
@@ -82,17 +132,17 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
         adapter.load()  # compiled once here, not within a run
     samples: list[result.Sample] = []
     remarks: list[str] = []
-    first = _run(job, result.STOCK, remarks)
+    first = run_once(job, ARMS[result.STOCK], remarks)
     if not first.is_complete:
         if first.steps < MIN_STEPS:
-            raise CompareError(_too_short(first.steps))
+            raise CompareError(too_short(first.steps, MIN_STEPS))
         say(f"the script ends after {first.steps} optimizer steps: these are compared")
         job = dataclasses.replace(job, steps=first.steps)
-        first = _run(job, result.STOCK, remarks)
+        first = run_once(job, ARMS[result.STOCK], remarks)
     for number in range(job.rounds):
         for arm in job.arms:
             is_first = number == 0 and arm == result.STOCK
-            sample = first if is_first else _run(job, arm, remarks)
+            sample = first if is_first else run_once(job, ARMS[arm], remarks)
             if sample.steps != job.steps:
                 raise CompareError(
                     f"{arm} took {sample.steps} optimizer steps where stock took {job.steps}"
@@ -105,16 +155,21 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
     return samples, list(dict.fromkeys(remarks))
 
 
-def _too_short(steps: int) -> str:
+def too_short(steps: int, least: int) -> str:
+    """What to say of a script that takes fewer than `least` optimizer steps."""
     if steps == 0:
         return (
             "the script took no step of a torch.optim.Optimizer: there is nothing to time. Does "
             "it train, with the arguments given?"
         )
-    return f"the script ended after {steps} optimizer steps; at least {MIN_STEPS} are needed"
+    return f"the script ended after {steps} optimizer steps; at least {least} are needed"
 
 
-def _run(job: Job, arm: str, remarks: list[str]) -> result.Sample:
+def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None) -> result.Sample:
+    """Run the script once in processes of its own; `remarks` receives what it left behind.
+
+    Raises CompareError for a run that failed or took too long, StoppedEarly where `watch` ended it.
+    """
     with tempfile.TemporaryDirectory(prefix="deepytorch-compare-") as name:
         folder = Path(name).resolve()
         for part in ("root", "ranks", "outside"):
@@ -131,14 +186,16 @@ def _run(job: Job, arm: str, remarks: list[str]) -> result.Sample:
             folder=str(folder / "ranks"),
             workspace=str(view),
             outside=str(folder / "outside"),
-            compute=arm in (OURS, COMPUTE),
+            compute=arm.compute,
+            warmup_steps=arm.warmup_steps,
+            settings=None if arm.settings is None else dict(arm.settings),
         )
         plan.write(folder / "plan.json")
         log = folder / "output"
-        status = _launch(job, folder, _ARMS[arm], log)
+        status = _launch(job, folder, arm.variables, log, watch)
         if status != 0:
             raise CompareError(_failure(arm, status, log, job.timeout_s))
-        sample = result.read(arm, folder / "ranks", job.world_size)
+        sample = result.read(arm.name, folder / "ranks", job.world_size)
         left = _without_empty(sample.made_folders)
         if left:
             remarks.append(f"the script also made {', '.join(left)}, and left files there")
@@ -155,23 +212,52 @@ def _without_empty(folders: Sequence[str]) -> list[str]:
     return [folder for folder in folders if os.path.isdir(folder) and "/.cache/" not in folder]
 
 
-def _launch(job: Job, folder: Path, variables: dict[str, str], log: Path) -> int | None:
+def _launch(
+    job: Job, folder: Path, variables: Mapping[str, str], log: Path, watch: Watch | None
+) -> int | None:
     """The exit status of torchrun; None when it took too long."""
     view = Plan.read(folder / "plan.json").workspace
     environment = config.child_environment(**_QUIET, **variables, PWD=view)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            _command(job, str(folder / "plan.json")),
-            cwd=view,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        with _ended(process), contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(job.timeout_s)
-        return None
+    with log.open("wb") as output, contextlib.ExitStack() as stack:
+        settings: dict[str, Any] = {
+            "cwd": view,
+            "env": environment,
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+        }
+        plan = str(folder / "plan.json")
+        launchers = []
+        for node in range(1 if job.network is None else job.network.num_nodes):
+            if job.network is None:
+                launchers.append(subprocess.Popen(_command(job, plan), **settings))
+            else:
+                command = _command_on(job, plan, node)
+                launchers.append(job.network.start(node, command, **settings))
+            stack.enter_context(_ended(launchers[-1]))
+        return _wait(launchers, job.timeout_s, folder / "ranks" / PROGRESS, watch)
+
+
+def _wait(
+    launchers: Sequence[subprocess.Popen[bytes]],
+    limit_s: float,
+    progress: Path,
+    watch: Watch | None,
+) -> int | None:
+    """The first exit status that is not 0, or 0; None when it took too long."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        statuses = [launcher.poll() for launcher in launchers]
+        failed = [status for status in statuses if status]
+        if failed or None not in statuses:
+            return failed[0] if failed else 0
+        if watch is not None and progress.exists():
+            block_s = json.loads(progress.read_text(encoding="utf-8"))
+            if watch(block_s):
+                raise StoppedEarly(block_s)
+        time.sleep(_LOOK_S)
+    return None
 
 
 @contextlib.contextmanager
@@ -194,6 +280,16 @@ def _command(job: Job, plan: str) -> list[str]:
     return [*arm, plan, job.default_processes, *_arguments(job)]
 
 
+def _command_on(job: Job, plan: str, node: int) -> list[str]:
+    """torchrun on one of several emulated nodes."""
+    assert job.network is not None
+    where = [f"--nnodes={job.network.num_nodes}", f"--node-rank={node}"]
+    where += [f"--master-addr={job.network.address(0)}", f"--master-port={_EMULATED_PORT}"]
+    where += [f"--nproc-per-node={job.ranks_per_node[node]}"]
+    arm = [sys.executable, "-m", "deepytorch.cli.compare.arm"]
+    return [*arm, plan, job.default_processes, *where, *_arguments(job)]
+
+
 def _arguments(job: Job) -> list[str]:
     """The command line for a process that starts in the view of this folder."""
     if job.options.module:
@@ -206,7 +302,7 @@ def _arguments(job: Job) -> list[str]:
     return [*job.arguments[:place], str(script), *job.arguments[place + 1 :]]
 
 
-def _failure(arm: str, status: int | None, log: Path, timeout_s: float) -> str:
+def _failure(arm: Arm, status: int | None, log: Path, timeout_s: float) -> str:
     lines = log.read_text(errors="replace").splitlines()
     how = f"failed with exit status {status}"
     if status is None:
@@ -217,16 +313,16 @@ def _failure(arm: str, status: int | None, log: Path, timeout_s: float) -> str:
         shown = lines[: 2 * _TAIL_LINES]
     else:
         shown = lines[-_TAIL_LINES:]
-    hint = "" if arm == result.STOCK else f"\nstock ran through; {OFF_SWITCH}"
-    return f"the script {how} under the arm {arm!r}:\n" + "\n".join(shown) + hint
+    hint = f"\n{arm.hint}" if arm.hint else ""
+    return f"the script {how} under the arm {arm.name!r}:\n" + "\n".join(shown) + hint
 
 
-def processes(options: Namespace) -> int:
-    """How many processes torchrun will start. Raises ValueError where it can't be compared."""
+def processes(options: Namespace, *, what: str = "--compare") -> int:
+    """How many processes torchrun will start. Raises ValueError for several machines."""
     from torch.distributed import run as torchrun
 
     if options.nnodes not in ("1", "1:1"):
-        raise ValueError("--compare runs on one machine: leave --nnodes out")
+        raise ValueError(f"{what} runs on one machine: leave --nnodes out")
     return int(torchrun.determine_local_world_size(options.nproc_per_node))
 
 

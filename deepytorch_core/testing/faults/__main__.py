@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deepytorch_core.bench import record
 from deepytorch_core.testing.faults.cases import cases
@@ -20,6 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("patterns", nargs="*", default=["*"], help='such as "SIGKILL | shm | *"')
     parser.add_argument("--list", action="store_true", help="name the cases, run none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line per case to FILE")
+    parser.add_argument("--repeat", type=int, metavar="N", help="N times each; times are summed up")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="make PAGE of --json's lines")
     options = parser.parse_args(arguments)
     try:
@@ -31,19 +35,38 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.write and not options.json:
         parser.error("--write needs --json: the page is made of the records")
+    if options.write and options.repeat:
+        parser.error("--write makes a page of single runs: leave --repeat out")
     num_bad = 0
     for number, case in enumerate(chosen, start=1):
-        result = run(case)
-        num_bad += bool(result.wrong)
-        sys.stdout.write(f"{number}/{len(chosen)} {_line(result)}\n")
+        results = [run(case) for _ in range(options.repeat or 1)]
+        num_bad += any(result.wrong for result in results)
+        told = repeated(results) if options.repeat else results[0].to_dict()
+        shown = [result for result in results if result.wrong or not options.repeat]
+        lines = [*map(_line, shown), *([f"{case}: {told}"] if options.repeat else [])]
+        sys.stdout.writelines(f"{number}/{len(chosen)} {line}\n" for line in lines)
         sys.stdout.flush()
         if options.json:
-            record.write_record(options.json, {**result.to_dict(), **record.provenance()})
+            record.write_record(options.json, {**told, **record.provenance()})
     close_idle_workers()
     if options.write:
         write_page(options.write, record.read_records(options.json))
     sys.stdout.write(f"{len(chosen)} cases, {num_bad} not as promised\n")
     return min(num_bad, 1)
+
+
+def repeated(results: Sequence[Result]) -> dict[str, Any]:
+    """For records: how long the last survivor took to be told, over several runs of a case."""
+    told = [max(result.took_s) for result in results if result.took_s]
+    return {
+        "bench": "faults",
+        **dataclasses.asdict(results[0].case),
+        "runs": len(results),
+        "skipped": results[0].skipped,
+        "as_promised": sum(not result.wrong and not result.skipped for result in results),
+        "median_s": statistics.median(told) if told else None,
+        "most_s": max(told, default=None),
+    }
 
 
 def _line(result: Result) -> str:

@@ -39,17 +39,19 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     Raises ValueError for a record of a case that the table does not have, or no record at all.
     """
     latest: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    repeated: dict[tuple[str, str, str], Mapping[str, Any]] = {}
     for record in records:
         key = (record["fault"], record["path"], record["phase"])
         if key[0] not in FAULTS or key[1] not in PATHS or key[2] not in PHASES:
             raise ValueError(f"no such case: {' | '.join(key)}")
-        latest[key] = record
+        (repeated if "runs" in record else latest)[key] = record
     if not latest:
         raise ValueError("there are no records to make the page of")
     lines = [_INTRODUCTION]
     for path in PATHS.values():
         if any(key[1] == path.name and not latest[key]["skipped"] for key in latest):
             lines += _table(path.name, latest)
+    lines += _repeated(repeated)
     lines += _what_faults_are()
     lines += _wrong(latest)
     lines += _messages(latest)
@@ -73,6 +75,24 @@ def _table(path: str, latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) 
         cells = [_cell(latest.get((fault, path, phase))) for phase in PHASES]
         if any(cell != "-" for cell in cells):
             lines.append(f"| {fault} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _repeated(repeated: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str]:
+    if not repeated:
+        return []
+    lines = [
+        "## Many times each",
+        "",
+        "How long the last survivor took to be told, in seconds, by the command with `--repeat`.",
+        "",
+        "| fault | path | when | runs | as promised | median | most |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (fault, path, phase), record in repeated.items():
+        cells = [fault, path, _PHASES[phase], str(record["runs"]), str(record["as_promised"])]
+        cells += [f"{record[name]:.2f}" for name in ("median_s", "most_s")]
+        lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
 
 

@@ -111,7 +111,7 @@ def judge(case: Case, told: list[Told]) -> Result:
     result = Result(
         case,
         "error" if errors else "leaves" if case.phase == "destroy" else "recovers",
-        [round(each.took_s, 2) for each in told],
+        [round(each.took_s, 3) for each in told],
         min(errors, key=len, default=""),
     )
     wrong = result.wrong

@@ -1,0 +1,146 @@
+"""What is seen of a search while it runs: one live picture in a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
+from deepytorch_core.tune.search import Trial
+
+_SHOWN = 12
+
+
+class Progress:
+    """A context manager around a search; tell it what begins and what has ended.
+
+    Args:
+        screen: where it is shown; rich honours NO_COLOR and TERM there.
+        budget_steps: measured steps that the search may take.
+    """
+
+    def __init__(self, screen: Console, budget_steps: int) -> None:
+        self._screen = screen
+        self._budget = budget_steps
+        self._spent = 0
+        self._trials: list[tuple[str, Trial]] = []
+        self._default_s = math.nan
+        self._best: Trial | None = None
+        self._now = "starting"
+        self._began = time.monotonic()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._screen.is_terminal and not self._screen.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self._picture,
+                console=self._screen,
+                refresh_per_second=4,
+                transient=True,  # the table of all trials follows
+            )
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._now = ""
+            self._live.__exit__(kind, error, traceback)
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._screen.print(line, markup=False, soft_wrap=True)
+
+    def begins(self, what: str) -> None:
+        """What is being run now."""
+        self._now = what
+
+    def ended(self, name: str, trial: Trial, best: Trial | None, *, counts: bool = True) -> None:
+        """A trial is over; `best` is the fastest before it. `counts`: against the budget."""
+        if trial.setting == DEFAULTS and math.isnan(self._default_s):
+            self._default_s = trial.median_s
+        self._spent += trial.steps if counts else 0
+        if best is None or trial.beats(best):
+            self._best = trial
+        self._trials.append((name, trial))
+        if self._live is None:
+            self.say(f"{name:<11} {_plain(trial, self._default_s, is_best=self._best is trial)}")
+
+    def watched(
+        self, name: Callable[[], str], measure: Callable[[Setting, Trial | None], Trial]
+    ) -> Callable[[Setting, Trial | None], Trial]:
+        """`measure`, shown as it runs; `name` gives the number of the next trial."""
+
+        def shown(setting: Setting, best: Trial | None) -> Trial:
+            number = name()
+            self.begins(in_words(setting))
+            trial = measure(setting, best)
+            self.ended(number, trial, best)
+            return trial
+
+        return shown
+
+    def _picture(self) -> RenderableType:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("", "setting", "ms a step", "against defaults", ""):
+            table.add_column(title, justify="left" if title in ("", "setting") else "right")
+        for name, trial in self._trials[-_SHOWN:]:
+            style = "green" if trial is self._best else "dim" if trial.problem else ""
+            table.add_row(
+                name,
+                in_words(trial.setting),
+                milliseconds(trial),
+                against(trial, self._default_s),
+                Text(remark(trial, is_best=trial is self._best)),
+                style=style,
+            )
+        passed = time.monotonic() - self._began
+        share = Text(f" {self._spent} of {self._budget} steps, {passed:.0f} s")
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=self._budget, completed=self._spent, width=30), share)
+        running = Spinner("dots", Text(f" {self._now}")) if self._now else Text("")
+        return Group(table, bar, running)
+
+
+def _plain(trial: Trial, default_s: float, *, is_best: bool) -> str:
+    parts = (
+        f"{in_words(trial.setting):<40}",
+        f"{milliseconds(trial):>10} ms a step",
+        f"{against(trial, default_s):>8}",
+        remark(trial, is_best=is_best),
+    )
+    return "  ".join(parts).rstrip()
+
+
+def milliseconds(trial: Trial) -> str:
+    """A trial's step time."""
+    return f"{1e3 * trial.median_s:.2f}" if math.isfinite(trial.median_s) else "-"
+
+
+def against(trial: Trial, default_s: float) -> str:
+    """How much more or less time than with the defaults."""
+    change = trial.median_s / default_s - 1
+    return f"{change:+.1%}" if math.isfinite(change) and trial.setting != DEFAULTS else ""
+
+
+def remark(trial: Trial, *, is_best: bool) -> str:
+    """What came of it."""
+    if trial.problem:
+        return trial.problem
+    if not trial.is_whole:
+        return "clearly slower, ended early"
+    return "best so far" if is_best and trial.setting != DEFAULTS else ""

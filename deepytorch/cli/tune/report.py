@@ -1,0 +1,114 @@
+"""What `deepytorch tune` shows at the end, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from deepytorch.cli import console
+from deepytorch.cli.tune.progress import against, milliseconds, remark
+from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, in_words, layers_of
+from deepytorch_core.tune.search import Trial
+
+if TYPE_CHECKING:
+    from deepytorch.cli.tune.session import Outcome
+
+Repeat = Callable[[Setting], Trial]
+
+
+def details(outcome: Outcome, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the profile and the record hold besides the settings, of JSON's types."""
+    from deepytorch_core.bench import record
+
+    repeated = outcome.confirmation
+    rounds = {}
+    if repeated is not None:
+        rounds = {
+            "defaults": [_of(trial) for trial in repeated.defaults],
+            "tuned": [_of(trial) for trial in repeated.winner],
+        }
+    return {
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "arguments": list(arguments),
+        "loss_checked": outcome.sees_losses,
+        "left_out": list(outcome.space.left_out),
+        "tried": [_of(trial) for trial in outcome.trials],
+        "best": as_dict(outcome.best.setting),
+        "rounds": rounds,
+        **record.provenance(),
+    }
+
+
+def _of(trial: Trial) -> dict[str, Any]:
+    return {
+        "settings": as_dict(trial.setting),
+        "step_ms": 1e3 * trial.median_s if math.isfinite(trial.median_s) else None,
+        "steps_ms": [1e3 * seconds for seconds in trial.step_s],
+        "problem": trial.problem,
+        "whole": trial.is_whole,
+        **({"output": trial.output} if trial.output else {}),
+    }
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """The record of `--json`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def show(outcome: Outcome, files: Sequence[tuple[str, str]]) -> None:
+    """The table of what was tried, the verdict, the files and what to do next."""
+    out = console.out()
+    out.print(_table(outcome))
+    out.print(console.fields("", [*_findings(outcome), *files]))
+
+
+def _table(outcome: Outcome) -> Table:
+    default_s = next(one.median_s for one in outcome.trials if one.setting == DEFAULTS)
+    table = Table(title="\nwhat was tried", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("setting", overflow="fold")
+    table.add_column("layers")
+    table.add_column("ms a step", justify="right", no_wrap=True)
+    table.add_column("against defaults", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for trial in outcome.trials:
+        is_best = trial is outcome.best
+        words = remark(trial, is_best=is_best).replace("best so far", "best")
+        table.add_row(
+            in_words(trial.setting),
+            ", ".join(layers_of(trial.setting)),
+            milliseconds(trial),
+            against(trial, default_s),
+            Text(words),
+            style="bold" if is_best else "",
+        )
+    return table
+
+
+def _findings(outcome: Outcome) -> list[tuple[str, str]]:
+    tuned, repeated = outcome.tuned, outcome.confirmation
+    rows = []
+    if repeated is not None and repeated.times_ms:
+        times = repeated.times_ms
+        rows.append(
+            (
+                "repeated",
+                f"{times['defaults']:.2f} ms with the defaults, {times['tuned']:.2f} ms with "
+                f"{in_words(outcome.best.setting)} (medians of {len(repeated.winner)} fresh jobs "
+                "each, in turns)",
+            )
+        )
+    kept = in_words(tuned.setting) if tuned.setting != DEFAULTS else "the defaults"
+    rows.append(("kept", f"{kept}: {tuned.reason}"))
+    if not outcome.sees_losses:
+        rows.append(("note", "the script's loss was not seen, so it was not compared"))
+    rows += [("left out", line) for line in outcome.space.left_out]
+    rows += [("note", line) for line in outcome.remarks]
+    return rows

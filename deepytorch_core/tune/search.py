@@ -1,0 +1,184 @@
+"""Which settings to try next, within a budget of steps: coordinate descent, then pairs.
+
+Every knob in turn is tried alone at its other values, from the best setting so far; a value stays
+if it is faster beyond the noise. Passes are repeated until one changes nothing, so a value that
+pays only beside another one is found when that other one has been. What is left of the budget goes
+to changes of two knobs at once, for settings of which neither pays alone: those first that a model
+without interactions, fitted to all that was measured, promises most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deepytorch_core.guard import timing
+from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A setting, and what came of it.
+
+    Args:
+        setting: what was tried.
+        step_s: seconds of its measured steps; empty where it failed.
+        steps: what it took from the budget.
+        problem: why it can't be chosen; "" if it can.
+        is_whole: whether all its steps were measured; a clearly slower one is ended early.
+        output: what its processes wrote, where it failed.
+    """
+
+    setting: Setting
+    step_s: tuple[float, ...]
+    steps: int
+    problem: str = ""
+    is_whole: bool = True
+    output: str = ""
+
+    @property
+    def median_s(self) -> float:
+        """Seconds of a step; infinite for a trial that can't be chosen."""
+        return statistics.median(self.step_s) if self.step_s and not self.problem else math.inf
+
+    def beats(self, other: Trial) -> bool:
+        """Whether it is faster beyond the noise of both."""
+        if self.problem or not self.step_s or not self.is_whole:
+            return False
+        return not other.step_s or timing.is_faster(self.step_s, other.step_s)
+
+
+Measure = Callable[[Setting, Trial | None], Trial]
+"""Tries a setting; also given the best trial so far, to end early what is clearly slower."""
+
+
+class Search:
+    """A search over `knobs` that spends at most `budget_steps` measured steps.
+
+    Args:
+        knobs: the dimensions; each also has its default, which is not among its values.
+        measure: see Measure.
+        steps: of a whole trial.
+        budget_steps: of all trials together.
+    """
+
+    def __init__(
+        self, knobs: Sequence[Knob], measure: Measure, *, steps: int, budget_steps: int
+    ) -> None:
+        self._knobs = knobs
+        self._measure = measure
+        self._steps = steps
+        self._left = budget_steps
+        self._seen: dict[Setting, Trial] = {}
+        self.best: Trial | None = None
+
+    @property
+    def trials(self) -> list[Trial]:
+        """All that was tried, in order."""
+        return list(self._seen.values())
+
+    def start_from(self, trial: Trial) -> None:
+        """Begin at the defaults, which were measured already; their steps count."""
+        self._left -= trial.steps
+        self._seen[trial.setting] = self.best = trial
+
+    def run(self) -> Trial:
+        """Search until the budget is spent or nothing is left to try; the best trial."""
+        if self.best is None:
+            self._try(DEFAULTS)
+        while self._has_budget():
+            if self._descend() or self._try_pairs():
+                continue
+            break
+        assert self.best is not None
+        return self.best
+
+    def _has_budget(self) -> bool:
+        return self._left >= self._steps
+
+    def _descend(self) -> bool:
+        """One pass over the knobs; whether it changed the best."""
+        changed = False
+        for knob in self._knobs:
+            before = self.best
+            assert before is not None
+            for setting in _alternatives(before.setting, knob):
+                if self._is_open(setting) and self._has_budget():
+                    self._try(setting)
+            changed = changed or self.best is not before
+        return changed
+
+    def _try_pairs(self) -> bool:
+        """Changes of two knobs, the most promising first, until one is better; whether one was."""
+        before = self.best
+        while self._has_budget():
+            found = self._most_promising()
+            if found is None:
+                return False
+            self._try(found)
+            if self.best is not before:
+                return True
+        return False
+
+    def _most_promising(self) -> Setting | None:
+        assert self.best is not None
+        known = [trial for trial in self._seen.values() if math.isfinite(trial.median_s)]
+        mean = statistics.fmean(math.log(trial.median_s) for trial in known)
+
+        def effect(name: str, value: int | None) -> float:
+            seen = [
+                math.log(trial.median_s) - mean
+                for trial in known
+                if dict(trial.setting).get(name) == value
+            ]
+            return statistics.fmean(seen) if seen else math.inf  # not tried yet
+
+        def cost(setting: Setting) -> float:
+            values = dict(setting)
+            return sum(effect(knob.name, values.get(knob.name)) for knob in self._knobs)
+
+        pairs = {
+            setting
+            for first, second in itertools.combinations(self._knobs, 2)
+            for one in _alternatives(self.best.setting, first)
+            for setting in _alternatives(one, second)
+            if self._is_open(setting)
+        }
+        # Sorted, so that equals come in the same order in every run.
+        costs = {setting: cost(setting) for setting in sorted(pairs, key=sorted)}
+        found = min(costs, key=lambda setting: costs[setting], default=None)
+        return found if found is not None and math.isfinite(costs[found]) else None
+
+    def _is_open(self, setting: Setting) -> bool:
+        """Whether it was not tried yet, and has no value that failed with whatever it was tried."""
+        if setting in self._seen:
+            return False
+        for pair in setting:
+            tried = [trial for trial in self._seen.values() if pair in trial.setting]
+            if tried and all(trial.problem for trial in tried):
+                return False
+        return True
+
+    def _try(self, setting: Setting) -> None:
+        trial = self._measure(setting, self.best)
+        self._left -= trial.steps
+        self._seen[setting] = trial
+        if self.best is None or trial.beats(self.best):
+            self.best = trial
+
+
+def _alternatives(setting: Setting, knob: Knob) -> list[Setting]:
+    """`setting` with every other value of one knob, its default last."""
+    values = dict(setting)
+    found = []
+    for value in (*knob.values, None):
+        if value == values.get(knob.name):
+            continue
+        changed = {name: other for name, other in values.items() if name != knob.name}
+        if value is not None:
+            changed[knob.name] = value
+        found.append(frozenset(changed.items()))
+    return found

@@ -1,0 +1,82 @@
+"""The start of a job: what `deepytorch tune` found for it, the same on every rank.
+
+Rank 0 looks in its profile and tells the others over the store, when the job's default group is
+made: bucket sizes or numbers of sockets that differ between ranks would not fit together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+from deepytorch_core import config, decisions
+from deepytorch_core.tune import in_force, stored
+from deepytorch_core.tune.knobs import DEFAULTS, checked, in_words
+
+_LIMIT_S = 60.0
+_KEY = "settings"
+
+_script: str | None = None
+_done = False
+
+
+def script() -> str | None:
+    """The program's resolved path, as it was when the default group was made; None before."""
+    return _script
+
+
+def together(store: Any, *, rank: int, size: int) -> None:
+    """Put in force what rank 0's profile has for this job; called by all ranks for each group.
+
+    Args:
+        store: a torch Store with a key space of its own for this.
+        rank: this process's in the default group.
+        size: of the default group.
+
+    With tune=off or force nothing is taken. Never raises for what a profile can be.
+    """
+    global _script, _done
+    # Of several groups in the life of a process the first is the job; others may be new to it, and
+    # rank 0 answers those too.
+    is_late = _done or in_force.is_decided()
+    if not _done:
+        _script = os.path.realpath(sys.argv[0]) if sys.argv else ""
+    _done = True
+    if size == 1 or (is_late and rank != 0):
+        return
+    mine = json.dumps({}) if is_late else _look_up(size) if rank == 0 else ""
+    if rank != 0:
+        try:
+            store.wait([_KEY], timedelta(seconds=_LIMIT_S))
+        except RuntimeError:  # torch's DistStoreError: then nothing is set, on no rank
+            mine = json.dumps({})
+    final = store.compare_set(_KEY, "", mine).decode() if mine else store.get(_KEY).decode()
+    if is_late:
+        return
+    told = json.loads(final)
+    if not told:
+        return
+    setting = checked(told["settings"])
+    in_force.put_in_force(setting)
+    if setting:
+        decisions.record(
+            f"settings of {stored.WHAT}",
+            in_words(setting),
+            f"{told['reason']}; DEEPYTORCH_TUNE=off leaves them out",
+            times_ms=told["times_ms"],
+        )
+
+
+def _look_up(size: int) -> str:
+    """What rank 0's profile has, as JSON; an empty object for nothing."""
+    if config.current().tune != "auto" or not _script:
+        return json.dumps({})
+    found = stored.look_up(_script, world_size=size, local_world_size=config.local_world_size())
+    if found is None or found.setting == DEFAULTS:
+        return json.dumps({})
+    settings = dict(found.setting)
+    told = {"settings": settings, "reason": found.reason, "times_ms": dict(found.times_ms)}
+    return json.dumps(told)
