@@ -24,7 +24,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        test-hangs test-faults soak fuzz docs test-docs wheel test-matrix test-sdist sanitize format clean
+        test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
+        sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -114,6 +115,10 @@ docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
 
+test-pictures: docs ## the report's page, a machine's picture and a docs page look as expected (a minute)
+	@.ci/system chromium
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
+
 test-docs: venv adapter $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py tests/docs/check_notebooks.py
 
@@ -121,7 +126,7 @@ wheel: ## dist/: wheels with GPU kernels and adapters (PYTHONS=..., ADAPTERS=all
 	@.ci/system python compiler
 	@PYTHONS="$(PYTHONS)" ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
 
-# To bring the page up to date: make test-matrix MATRIX_PAGE=docs/matrix.md
+# To bring the page up to date: make test-matrix MATRIX_PAGE=docs/results/matrix.md
 test-matrix: ## these wheels in fresh environments, TORCHES x PYTHONS; downloads gigabytes
 	@PYTHONS="$(PYTHONS)" PAGE="$(MATRIX_PAGE)" .ci/matrix $(TORCHES)
 

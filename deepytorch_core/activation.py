@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import config, deepspeed_flag
+from deepytorch_core import config, course, deepspeed_flag
 from deepytorch_core.console import say, say_once
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.import_hook import ImportHook
@@ -24,6 +24,7 @@ from deepytorch_core.patching import Patches
 _C10D = "torch.distributed.distributed_c10d"
 _DIST_NN = "torch.distributed.nn.functional"
 _LOADER = "torch.utils.data.dataloader"
+_OPTIMIZER = "torch.optim.optimizer"
 
 
 @dataclass
@@ -36,6 +37,7 @@ class _Active:
             ImportHook(_C10D, _arm),
             ImportHook(_DIST_NN, _arm_dist_nn),
             ImportHook(_LOADER, _arm_loader),
+            ImportHook(_OPTIMIZER, _arm_optimizer),
         ]
     )
 
@@ -43,6 +45,10 @@ class _Active:
         for hook in self.hooks:
             hook.undo()
         self.patches.undo()
+        course.uninstall()
+        metrics = sys.modules.get("deepytorch_core.metrics")
+        if metrics is not None:
+            metrics.stop()
         deepspeed_flag.disarm("activation")
 
 
@@ -106,6 +112,10 @@ def put_in_force(chosen: config.Options) -> str | None:
             for hook in _active.hooks:
                 hook.install()
             deepspeed_flag.arm("activation")
+        if chosen.metrics is not None:
+            from deepytorch_core import metrics
+
+            metrics.serve(chosen.metrics)
         c10d = sys.modules.get(_C10D)
         if not is_active():
             return "this torch is not as expected"
@@ -183,3 +193,8 @@ def _arm_loader(dataloader: ModuleType) -> None:
         from deepytorch_core import loader_waits
 
         loader_waits.install(dataloader, _active.patches)
+
+
+def _arm_optimizer(optimizers: ModuleType) -> None:
+    if _active is not None:
+        course.install(optimizers)

@@ -138,6 +138,30 @@ def _text(name: str, value: Any) -> str:
     return str(value).strip()
 
 
+def _address(name: str, value: Any) -> str:
+    text = str(value).strip()
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        host_and_port(text)
+    except ValueError:
+        raise ValueError(f"{name}={value!r}: expected PORT or HOST:PORT, such as 9400") from None
+    return text
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """The parts of `PORT` or `HOST:PORT`; without a host the loopback interface.
+
+    An address of IPv6 stands in brackets. Raises ValueError for anything else.
+    """
+    host, colon, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535 or (colon and not host.strip("[]")):
+        raise ValueError(f"{text!r} is no PORT or HOST:PORT")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"{text!r}: an address of IPv6 stands in brackets")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 def _optional(parse: _Parser) -> _Parser:
     def parse_unless_unset(name: str, value: Any) -> Any:
         return None if value is None or value == "" else parse(name, value)
@@ -218,6 +242,12 @@ class Options:
     )
     compile_budget_s: float = _option(
         120.0, _number(integral=False, above=0), "time that compile trials may take in seconds"
+    )
+    metrics: str | None = _option(
+        None,
+        _optional(_address),
+        "PORT or HOST:PORT at which every rank serves Prometheus metrics: its local rank is added "
+        "to the port, and without a host only this machine can ask",
     )
 
     def __post_init__(self) -> None:

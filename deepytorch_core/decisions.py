@@ -43,6 +43,12 @@ def made() -> tuple[dict[str, Any], ...]:
     return tuple(dict(decision) for decision in _made)
 
 
+def is_stock(decision: Mapping[str, Any]) -> bool:
+    """Whether stock stays: of a choice in Python, or a plan of the native tuner's."""
+    chosen = decision.get("chosen") if "what" in decision else decision.get("algorithm")
+    return chosen in ("stock", "off", "delegate")
+
+
 def sentence(decision: Mapping[str, Any]) -> str:
     """A choice as one line."""
     times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in decision["times_ms"].items())

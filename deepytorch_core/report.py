@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from deepytorch_core import activation, config, decisions
+from deepytorch_core import activation, config, course, decisions, memory
+from deepytorch_core.console import global_rank
 
 _DELEGATE = "delegate"
 
@@ -52,8 +54,12 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Report:
-    """A snapshot; `str()` of it is a table for people. `loaders` is how long DataLoaders were
-    waited for, see `deepytorch_core.loader_waits`."""
+    """A snapshot; `str()` of it is a table for people.
+
+    `loaders` is how long DataLoaders were waited for (`deepytorch_core.loader_waits`), `course` the
+    run's steps and what went by between them (`deepytorch_core.course`), `memory` what was used of
+    it (`deepytorch_core.memory`), `failures` how many operations ended in an error.
+    """
 
     active: bool
     options: dict[str, Any]
@@ -63,10 +69,32 @@ class Report:
     delegated_calls: int
     loaders: tuple[dict[str, Any], ...] = ()
     waiting: tuple[Waiting, ...] = ()
+    rank: int = 0
+    host: str = ""
+    course: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    failures: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Report:
+        """What `to_dict` made plain. Raises ValueError for anything else."""
+        names = {one.name for one in dataclasses.fields(cls)}
+        given = {name: value for name, value in saved.items() if name in names}
+        try:
+            return cls(
+                **{
+                    **given,
+                    "rows": tuple(Row(**row) for row in saved["rows"]),
+                    "waiting": tuple(Waiting(**one) for one in saved.get("waiting", ())),
+                    "decisions": tuple(saved.get("decisions", ())),
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no report that was saved: {error}") from None
 
     def __str__(self) -> str:
         calls = self.native_calls + self.delegated_calls
@@ -81,6 +109,7 @@ class Report:
                 + [_cells(row) for row in self.rows]
             )
         lines += [_waiting_sentence(one) for one in self.waiting]
+        lines += _steps_sentence(self.course)
         return "\n".join(lines + [_sentence(decision) for decision in self.decisions])
 
 
@@ -91,6 +120,7 @@ def report() -> Report:
     waits = sys.modules.get("deepytorch_core.loader_waits")
     plans = core.plans() if core is not None else []
     arrivals = core.arrivals() if core is not None else []
+    adapter = sys.modules.get("deepytorch_c10d")
     rows = _merged(statistics)
     delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
     return Report(
@@ -102,6 +132,11 @@ def report() -> Report:
         delegated_calls=delegated,
         loaders=waits.report() if waits is not None else (),
         waiting=tuple(_waiting(entry) for entry in arrivals if entry["operations"]),
+        rank=global_rank(),
+        host=socket.gethostname(),
+        course=course.current().report(),
+        memory=memory.used(),
+        failures=adapter.failures() if adapter is not None else 0,
     )
 
 
@@ -124,6 +159,17 @@ def _waiting_sentence(one: Waiting) -> str:
         f"{one.waited_us / 1e6:.3f} s for others; rank {one.slowest} held up the group longest, "
         f"{one.cost_us / 1e6:.3f} s, and came last in {share:.0f}% of them"
     )
+
+
+def _steps_sentence(course: dict[str, Any]) -> list[str]:
+    if not course.get("timed_steps"):
+        return []
+    seconds = course["seconds"]
+    return [
+        f"steps: {course['steps']}, {1e3 * seconds / course['timed_steps']:.1f} ms each; of that "
+        f"{course['exposed_s'] / seconds:.1%} in collectives that nothing hid and "
+        f"{course['data_s'] / seconds:.1%} waiting for data"
+    ]
 
 
 def _sentence(plan: dict[str, Any]) -> str:

@@ -7,30 +7,40 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import html_page
+from deepytorch_core import html_page, report_plots
 from deepytorch_core.config import Options
+from deepytorch_core.report_choices import DELEGATE, candidates, gain, section, shown_name
 from deepytorch_core.topology import size_text
 
-_DATA, _COLLECTIVES, _REST = "#e0a33e", "#4c86c6", "#9cc79a"
-_KEPT, _OTHER = "#3a8f2e", "#b9b9b9"
-_DELEGATE = "delegate"
+_PARTS = {
+    "compute": ("var(--compute)", "computing, and what is not listed"),
+    "exposed": ("var(--exposed)", "exposed communication"),
+    "data": ("var(--data)", "waiting for data"),
+    "overhead": ("var(--overhead)", "overhead: deepytorch measuring collectives"),
+}
 
 Saved = Mapping[str, Any]
 
 
-def write(path: Path, reports: Mapping[str, Saved]) -> None:
+def write(path: Path, reports: Mapping[str, Saved], comparisons: Sequence[Saved] = ()) -> None:
     """Write the page.
 
     Args:
         path: where to.
         reports: `deepytorch.report().to_dict()` of each rank, by the name to show.
+        comparisons: what `deepytorch run --compare --json` wrote, of the same script.
     """
-    first = next(iter(reports.values()))
-    body = [f'<p class="verdict">{html.escape(headline(list(reports.values())))}</p>']
-    body += ["<h2>Where the time goes</h2>", _times(reports)]
-    body += ["<h2>What was decided</h2>", _decisions(first.get("decisions", ()))]
-    body += ["<h2>Collectives</h2>", _collectives(first.get("rows", ()))]
-    body += ["<h2>Options</h2>", _options(first.get("options", {}))]
+    body = [f'<p class="verdict">{html.escape(line)}</p>' for line in _against_stock(comparisons)]
+    if reports:
+        body.append(f'<p class="verdict">{html.escape(headline(list(reports.values())))}</p>')
+        body += ["<h2>Where the time goes</h2>", _times(reports)]
+    body += _losses(reports, comparisons)
+    if reports:
+        body += ["<h2>Memory</h2>", _memory(reports), "<h2>Stragglers</h2>", _stragglers(reports)]
+        first = next(iter(reports.values()))
+        body += ["<h2>What was decided</h2>", section(first.get("decisions", ()))]
+        body += ["<h2>Collectives</h2>", _collectives(first.get("rows", ()))]
+        body += ["<h2>Options</h2>", _options(first.get("options", {}))]
     if len(reports) > 1:
         name = html.escape(next(iter(reports)))
         body.append(f'<p class="note">Decisions, collectives and options are those of {name}.</p>')
@@ -39,134 +49,188 @@ def write(path: Path, reports: Mapping[str, Saved]) -> None:
     )
 
 
+def _against_stock(comparisons: Sequence[Saved]) -> list[str]:
+    """What was found by running the script with and without deepytorch."""
+    return [
+        f"{one['arm']}: {one['speedup']:.2f}x stock's speed "
+        f"({one['spread'][0]:.2f} to {one['spread'][1]:.2f}), {one['word']}."
+        for found in comparisons
+        for one in found["verdicts"]
+    ]
+
+
 def headline(reports: Sequence[Saved]) -> str:
-    """The run in a sentence or two."""
+    """The run in some sentences."""
     native = sum(int(one["native_calls"]) for one in reports)
-    delegated = sum(int(one["delegated_calls"]) for one in reports)
-    calls = native + delegated
+    calls = native + sum(int(one["delegated_calls"]) for one in reports)
     share = f", {100 * native / calls:.0f}% of them native" if calls else ""
-    text = f"{calls} collectives{share}"
-    kept = [one for one in reports[0].get("decisions", ()) if _gain(one) is not None]
-    gains = [gain for one in kept if (gain := _gain(one)) is not None and gain > 1]
-    if gains:
-        choices = "choices" if len(gains) > 1 else "choice"
-        text += (
-            f"; {len(gains)} {choices} faster than stock where measured, up to {max(gains):.2f}x"
+    sentences = [*_pace(reports), f"{calls} collectives{share}"]
+    gains = [found for one in reports[0].get("decisions", ()) if (found := gain(one)) is not None]
+    better = [found for found in gains if found > 1]
+    if better:
+        choices = "choices" if len(better) > 1 else "choice"
+        sentences[-1] += (
+            f"; {len(better)} {choices} faster than stock where measured, up to {max(better):.2f}x"
         )
-    waits = [_waited(one) for one in reports]
-    if any(elapsed for _, elapsed in waits):
-        worst = max(waited / elapsed for waited, elapsed in waits if elapsed)
-        text += f"; at most {worst:.1%} of the time waits for data"
-    return text + "."
+    saved = max(saved_s(one) for one in reports)
+    if saved >= 0.1:
+        sentences.append(
+            f"Native collectives took {saved:.1f} s less than the stock backend's would have, by "
+            "the times that were measured for their sizes"
+        )
+    failures = sum(int(one.get("failures", 0)) for one in reports)
+    if failures:
+        sentences.append(f"{failures} operations ended in an error")
+    return ". ".join(sentences) + "."
 
 
-def _waited(report: Saved) -> tuple[float, float]:
-    """Seconds waited for batches, and from the first batch to the last, of the busiest loader."""
-    loaders = report.get("loaders", ())
-    found = max(loaders, key=lambda one: float(one["elapsed_s"]), default=None)
-    return (float(found["waited_s"]), float(found["elapsed_s"])) if found else (0.0, 0.0)
+def _pace(reports: Sequence[Saved]) -> list[str]:
+    """How long a step takes, and what of it is not computing, on the rank where that is most."""
+    timed = [course for one in reports if (course := _course(one)) is not None]
+    if not timed:
+        return []
+    slowest = max(timed, key=lambda one: one["seconds"] / one["timed_steps"])
+    text = f"{slowest['steps']} steps of {1e3 * slowest['seconds'] / slowest['timed_steps']:.1f} ms"
+    shares = [
+        f"{share:.0%} {words}"
+        for key, words in (("exposed", "exposed communication"), ("data", "waiting for data"))
+        if (share := max(_parts(one)[key] / one["seconds"] for one in timed)) >= 0.005
+    ]
+    return [f"{text}, of it at most {' and '.join(shares)}" if shares else text]
 
 
-def _native_s(report: Saved) -> float:
-    rows = report.get("rows", ())
-    return sum(float(row["time_us"]) for row in rows if row["algorithm"] != _DELEGATE) / 1e6
+def saved_s(report: Saved) -> float:
+    """What native collectives took less than stock's by the tuner's times, in seconds.
+
+    Each kind of operation counts with its mean size. Not all of it is gained by the run: what is
+    hidden behind computation costs nothing either way.
+    """
+    total = 0.0
+    for row in report.get("rows", ()):
+        if row["algorithm"] == DELEGATE or not row["calls"]:
+            continue
+        size = row["bytes"] / row["calls"]
+        for plan in report.get("decisions", ()):
+            if plan.get("op") != row["op"] or "what" in plan or gain(plan) is None:
+                continue
+            if plan["first_bytes"] <= size <= plan["last_bytes"]:
+                times = candidates(plan)
+                own_ms = times.get(row["algorithm"], times["stock"])
+                total += max(0.0, times["stock"] - own_ms) * row["calls"] / 1e3
+                break
+    return total
+
+
+def _course(report: Saved) -> Saved | None:
+    """The run's steps, where any were timed."""
+    course: Saved = report.get("course") or {}
+    return course if course.get("seconds") and course.get("timed_steps") else None
+
+
+def _parts(course: Saved) -> dict[str, float]:
+    """Seconds by what they were spent on; they add up to the whole."""
+    whole = course["seconds"]
+    overhead = min(whole, course["tuning_s"])
+    data = min(whole - overhead, course["data_s"])
+    # Plans are measured inside the operations that first need them.
+    exposed = min(whole - overhead - data, max(0.0, course["exposed_s"] - overhead))
+    compute = whole - overhead - data - exposed
+    return {"compute": compute, "exposed": exposed, "data": data, "overhead": overhead}
 
 
 def _times(reports: Mapping[str, Saved]) -> str:
-    """A bar for each rank: waiting for data, native collectives, and the rest between batches."""
-    longest = max((_waited(one)[1] for one in reports.values()), default=0.0)
-    rows = []
-    for name, report in reports.items():
-        waited, elapsed = _waited(report)
-        native = _native_s(report)
-        whole = longest or native
-        if not whole:
-            continue
-        # Collectives run beside the computation where they can, so they are shown up to what is
-        # left; more of them than that were hidden.
-        shown = min(native, elapsed - waited) if elapsed else native
-        rest = max(0.0, elapsed - waited - shown)
-        parts = [
-            (waited / whole, _DATA, f"waiting for data {waited:.2f} s"),
-            (shown / whole, _COLLECTIVES, f"native collectives {native:.2f} s"),
-            (rest / whole, _REST, f"the rest {rest:.2f} s"),
-        ]
-        words = f"{waited:.2f} s, {native:.2f} s, {rest:.2f} s"
-        cells = f"<th>{html.escape(name)}</th><td>{html_page.bar(parts)}</td><td>{words}</td>"
-        rows.append(f"<tr>{cells}</tr>")
-    if not rows:
-        return '<p class="note">Nothing was timed: no DataLoader and no native collective.</p>'
-    keys = "".join(
-        f'<span class="key" style="background:{color}"></span>{words}'
-        for color, words in (
-            (_DATA, "waiting for data"),
-            (_COLLECTIVES, "native collectives (may run beside computation)"),
-            (_REST, "the rest: computation, delegated collectives, overhead"),
+    """A bar for each rank, as long as its steps took."""
+    timed = {name: course for name, one in reports.items() if (course := _course(one)) is not None}
+    if not timed:
+        return '<p class="note">Nothing was timed: no optimizer took two steps.</p>'
+    longest = max(course["seconds"] for course in timed.values())
+    lines = []
+    for name, course in timed.items():
+        parts = _parts(course)
+        bar = html_page.bar(
+            [
+                (seconds / longest, _PARTS[key][0], f"{_PARTS[key][1]} {seconds:.2f} s")
+                for key, seconds in parts.items()
+            ]
         )
-    )
-    return f"<p>{keys}</p>\n<table>\n" + "\n".join(rows) + "\n</table>"
-
-
-def _candidates(decision: Saved) -> dict[str, float]:
-    """Times in ms by candidate, of a decision in Python or a plan of the native tuner's."""
-    if "what" in decision:
-        return {name: float(ms) for name, ms in decision["times_ms"].items()}
-    times: dict[str, float] = {}
-    for one in decision.get("candidates", ()):
-        name = "stock" if one["algorithm"] == _DELEGATE else str(one["algorithm"])
-        ms = float(one["median_us"]) / 1e3
-        times[name] = min(ms, times.get(name, ms))  # the best of its parameters
-    return times
-
-
-def _chosen(decision: Saved) -> str:
-    name = str(decision.get("chosen") or decision.get("algorithm") or "rule of thumb")
-    return "stock" if name == _DELEGATE else name
-
-
-def _gain(decision: Saved) -> float | None:
-    """Stock's time over that of what was chosen, where both were measured."""
-    times = _candidates(decision)
-    if "stock" not in times or not times.get(_chosen(decision)):
-        return None
-    return times["stock"] / times[_chosen(decision)]
-
-
-def _decisions(decisions: Sequence[Saved]) -> str:
-    """Each with bars of its candidates' times, what stays in green, and what was dropped."""
-    if not decisions:
-        return '<p class="note">Nothing had to be decided.</p>'
-    rows = []
-    for one in decisions:
-        times, chosen = _candidates(one), _chosen(one)
-        slowest = max(times.values(), default=0.0)
-        bars = []
-        for name, ms in sorted(times.items(), key=lambda item: item[1]):
-            color = _KEPT if name == chosen else _OTHER
-            line = html_page.bar([(ms / slowest if slowest else 0.0, color, f"{ms:.3f} ms")])
-            bars.append(
-                f"<tr><td>{html.escape(name)}</td><td>{line}</td>"
-                f'<td class="number">{ms:.3f} ms</td></tr>'
-            )
-        dropped = "".join(
-            f"<br>dropped {html.escape(name)}: {html.escape(why)}"
-            for name, why in one.get("dropped", {}).items()
+        words = [f"{name} {parts[name] / course['seconds']:.1%}" for name in ("exposed", "data")]
+        lines.append((name, bar, f"{course['seconds']:.1f} s, {', '.join(words)}"))
+    text = html_page.keys(list(_PARTS.values())) + html_page.rows(lines)
+    tuning_s = max(course.get("all_tuning_s", 0.0) for course in timed.values())
+    if tuning_s:
+        text += (
+            f'\n<p class="note">Measuring collectives took {tuning_s:.1f} s in all; what came '
+            "before the first step's end is not in the bars.</p>"
         )
-        why = html.escape(str(one.get("reason", "")))
-        table = f"<table>{''.join(bars)}</table>" if bars else ""
-        rows.append(
-            f"<tr><th>{html.escape(_what(one))}</th>"
-            f"<td><b>{html.escape(chosen)}</b>: {why}{dropped}{table}</td></tr>"
+    if any(one.get("memory", {}).get("devices") for one in reports.values()):
+        text += (
+            '\n<p class="note">Collectives on GPUs run on streams, where no thread waits for them: '
+            "what of them is exposed is part of computing here.</p>"
         )
-    return '<div class="wide"><table>\n' + "\n".join(rows) + "\n</table></div>"
+    return text
 
 
-def _what(decision: Saved) -> str:
-    if "what" in decision:
-        return str(decision["what"])
-    return (
-        f"{decision['op']} of {decision['ranks']} ranks, from {size_text(decision['first_bytes'])}"
-    )
+def _losses(reports: Mapping[str, Saved], comparisons: Sequence[Saved]) -> list[str]:
+    """The losses of all runs that are known, laid over each other; nothing where none is."""
+    named = [
+        (str(run["arm"]), list(enumerate(run["losses"], start=1)))
+        for one in comparisons
+        for run in one["runs"]
+    ]
+    named += [(name, one.get("course", {}).get("losses", ())) for name, one in reports.items()]
+    known = [
+        (name, [(float(x), float(y)) for x, y in points if y is not None]) for name, points in named
+    ]
+    drawing = report_plots.curves(known)
+    return ["<h2>Losses</h2>", drawing] if drawing else []
+
+
+def _memory(reports: Mapping[str, Saved]) -> str:
+    """A bar for what each process and each of its GPUs used at most."""
+    found = {name: one.get("memory", {}) for name, one in reports.items()}
+    hosts = [one["host_peak_bytes"] for one in found.values() if "host_peak_bytes" in one]
+    lines = []
+    for name, one in found.items():
+        for gpu in one.get("devices", ()):
+            parts = [
+                (gpu["peak_bytes"], "var(--memory)", "allocated"),
+                (gpu["reserved_bytes"] - gpu["peak_bytes"], "var(--other)", "reserved besides"),
+            ]
+            shares = [
+                (size / gpu["total_bytes"], color, f"{words} {size_text(size)}")
+                for size, color, words in parts
+            ]
+            words = f"{size_text(gpu['peak_bytes'])} of {size_text(gpu['total_bytes'])}"
+            lines.append((f"{name}, {gpu['device']}", html_page.bar(shares), words))
+        if "host_peak_bytes" in one:
+            peak = one["host_peak_bytes"]
+            words = size_text(peak)
+            if one.get("registered_bytes"):
+                words += f", registered {size_text(one['registered_bytes'])}"
+            bar = html_page.bar([(peak / max(hosts), "var(--memory)", size_text(peak))])
+            lines.append((f"{name}, host", bar, words))
+    if not lines:
+        return '<p class="note">Not known.</p>'
+    note = "At most at once; a GPU's bar is as long as what it has, reserved memory in grey."
+    return f'{html_page.rows(lines)}\n<p class="note">{note}</p>'
+
+
+def _stragglers(reports: Mapping[str, Saved]) -> str:
+    """Who was waited for, and who waited, over the run."""
+    ranks = {name: one.get("course", {}).get("buckets", ()) for name, one in reports.items()}
+    held = report_plots.heat_map(ranks, "held_s")
+    waited = report_plots.heat_map(ranks, "waited_s")
+    if not held and not waited:
+        return (
+            '<p class="note">No waiting was seen. It is that of native operations on host memory.'
+            "</p>"
+        )
+    text = ""
+    if held:
+        text += f"<h3>How long all others together waited for this rank alone</h3>\n{held}\n"
+    if waited:
+        text += f"<h3>How long this rank waited for others</h3>\n{waited}"
+    return text
 
 
 def _collectives(rows: Sequence[Saved]) -> str:
@@ -179,7 +243,7 @@ def _collectives(rows: Sequence[Saved]) -> str:
             (
                 str(row["group"]),
                 str(row["op"]),
-                "stock" if row["algorithm"] == _DELEGATE else str(row["algorithm"]),
+                shown_name(row["algorithm"]),
                 str(row["calls"]),
                 size_text(row["bytes"]),
                 # What the stock backend does is not timed.

@@ -4,6 +4,7 @@ Shared by the adapters of Accelerate and of transformers, whose Trainer builds a
 in place, on that object alone:
 
 * the process groups that exist are upgraded in place (`_contract.join`);
+* `log` gives the trackers some figures of deepytorch's, too (`_live`);
 * DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
 * FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
 * `prepare` also swaps fused kernels in (`_kernels`), has transformers models train without padding
@@ -24,7 +25,7 @@ from deepytorch_core import activation, config
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
-from . import _compile, _contract, _fsdp2, _kernels, _padding_free
+from . import _compile, _contract, _fsdp2, _kernels, _live, _padding_free
 
 _NAME = "accelerator"
 _FLAG = "deepytorch"
@@ -68,6 +69,7 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     if getattr(accelerator, "is_fsdp2", False):
         changes.set(accelerator, "prepare", _preparing_fsdp2(accelerator.prepare, changes))
     _set_policies(accelerator, joined.options, adapter, changes)
+    _live.log_figures(accelerator, changes)
     _contract.mark(accelerator, _NAME, changes)
     return True
 
@@ -94,6 +96,11 @@ def _set_policies(
         swapped = _kernels.preparing(accelerator, options, changes)
         changes.set(accelerator, "prepare", swapped)
     return bool(accelerator.prepare != before)
+
+
+def is_applied(accelerator: Any) -> bool:
+    """Whether deepytorch is under this Accelerator."""
+    return _contract.is_marked(accelerator, _NAME)
 
 
 def undo(accelerator: Any) -> bool:

@@ -9,7 +9,8 @@ Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
 the process groups that exist are upgraded in place, and bucket sizes that the configuration leaves
 open are filled in (`_deepspeed_buckets`); an engine's transformers model trains without padding
 (`_padding_free`, by hooks), fused kernels go into the model (`_kernels`), and it is compiled as
-option `compile` says, except under ZeRO-3. Left alone: ZeRO's own code, checkpoints, launchers, the
+option `compile` says, except under ZeRO-3. DeepSpeed's monitor, where one is configured, also
+writes figures of deepytorch's (`_live`). Left alone: ZeRO's own code, checkpoints, launchers, the
 accelerator object.
 """
 
@@ -30,7 +31,7 @@ from deepytorch_core.config import Options
 from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
 from deepytorch_core.patching import original_of
 
-from . import _compile, _kernels, _padding_free
+from . import _compile, _kernels, _live, _padding_free
 from ._contract import Changes, Joined, join, require
 from ._deepspeed_buckets import fill_bucket_sizes
 
@@ -121,6 +122,7 @@ def _initialize(
         return result
     engine, _, loader, *_ = result
     _compile.start(engine, in_force, _changes)
+    _live.write_figures(getattr(engine, "monitor", None), _changes)
     loaders = [] if loader is None else [loader]
     if _padding_free.attach(engine, in_force.padding_free, adapter=_NAME, loaders=loaders):
         _packed.add(engine)

@@ -3,7 +3,8 @@
 The seam is `Trainer.create_accelerator_and_postprocess`, where a Trainer builds its Accelerator:
 right after it deepytorch is put under that Accelerator (`_accelerator`). By inheritance
 (`DeepytorchMixin`, before the Trainer in the list of bases), or for one Trainer that exists
-(`accelerate_trainer`). Left alone is all else: arguments, data, loss, optimizer, callbacks and
+(`accelerate_trainer`). Callbacks that report get some figures of deepytorch's beside the training
+loss (`_trainer_figures`). Left alone is all else: arguments, data, loss, optimizer, callbacks and
 checkpoints. For training loops without a Trainer `pack_batches` has a model train without padding.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepytorch_core import config
 
-from . import _accelerator, _contract, _padding_free
+from . import _accelerator, _contract, _padding_free, _trainer_figures
 from ._contract import IntegrationError
 from ._padding_free import BATCH_KEY
 
@@ -62,6 +63,8 @@ class DeepytorchMixin(_Base):
     ) -> None:
         self._deepytorch_options = dict(deepytorch or {})
         super().__init__(*args, **kwargs)
+        if _accelerator.is_applied(self.accelerator):
+            _trainer_figures.attach(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -91,6 +94,7 @@ def accelerate_trainer(trainer: _Trainer, **options: Any) -> _Trainer:
         _accelerator.undo(trainer.accelerator)
 
     changes.on_undo(undo_accelerator)
+    _trainer_figures.attach(trainer)
     # A Trainer makes another Accelerator for every trial of a hyperparameter search.
     changes.set(trainer, _SEAM, _creating(trainer, options))
     _contract.mark(trainer, _NAME, changes)
@@ -128,6 +132,7 @@ def undo(changed: Any) -> bool:
     if not hasattr(changed, "accelerator"):
         return _padding_free.detach(changed)
     trainer: Trainer = changed
+    _trainer_figures.detach(trainer)
     return _contract.undo(trainer, _NAME) or _accelerator.undo(trainer.accelerator)
 
 

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "delegated_work.hpp"
+#include "in_collective.hpp"
 #include "python_bridge.hpp"
 #include "store.hpp"
 #include "submitted.hpp"
@@ -244,6 +245,7 @@ WorkPtr Backend::submit(Call what) {
   if (setup_.native && submitted->device().is_cuda()) {
     return note_coalesced(submit_on_device(submitted, sequence), call);
   }
+  const InCollective counted;
 
   std::vector<at::Tensor> tensors = call.inputs;
   if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
@@ -337,10 +339,11 @@ void Backend::submit_to_core(const dpt_request& request,
   if (context != nullptr && (status != DPT_OK || *outcome != DPT_STARTED)) {
     c10::intrusive_ptr<NativeWork>::reclaim(context);
   }
-  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(submitted.failure);
   if (status == DPT_ERR_INTERRUPTED && pending_signal) {
     std::rethrow_exception(std::exchange(pending_signal, nullptr));
   }
+  if (status != DPT_OK) note_failure();
+  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(submitted.failure);
   if (status != DPT_OK) {
     std::rethrow_exception(
         make_exception(status, explained(setup_.explain, status, error.message)));

@@ -1,6 +1,7 @@
 #include "delegated_work.hpp"
 
 #include "convert.hpp"
+#include "in_collective.hpp"
 
 namespace dpt::c10d_adapter {
 
@@ -19,6 +20,7 @@ bool DelegatedWork::isCompleted() {
 }
 
 bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
+  const InCollective counted;
   try {
     const bool done = work_->wait(timeout);
     ended(DPT_OK);
@@ -26,7 +28,10 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
   } catch (const std::exception& error) {
     const std::exception_ptr failure = std::current_exception();
     // With a limit of the caller's own the operation may still be under way.
-    if (timeout == kNoTimeout || work_->isCompleted()) ended(DPT_ERR_DELEGATE);
+    if (timeout == kNoTimeout || work_->isCompleted()) {
+      note_failure();
+      ended(DPT_ERR_DELEGATE);
+    }
     // The stock backend's own errors say which socket broke.
     if (const std::string who = watch_.who_died(); !who.empty()) {
       std::rethrow_exception(make_exception(
@@ -44,7 +49,9 @@ void DelegatedWork::synchronize() {
 c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   auto future = work_->getFuture();
   if (!followed_.exchange(true)) {
-    future->addCallback([api = watch_.api, recorded = watch_.recorded](c10::ivalue::Future& done) {
+    future->addCallback([api = watch_.api, recorded = watch_.recorded, since = now_ns()](
+                            c10::ivalue::Future& done) {
+      note_followed(since);
       api->record_end(recorded, done.hasError() ? DPT_ERR_DELEGATE : DPT_OK, 0);
     });
   }

@@ -6,6 +6,7 @@
 
 #include "backend.hpp"
 #include "hierarchy.hpp"
+#include "in_collective.hpp"
 
 namespace py = pybind11;
 using dpt::c10d_adapter::Backend;
@@ -107,6 +108,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch._C._distributed_c10d");
 
   py::module_::import("atexit").attr("register")(py::cpp_function(&Backend::finish_all));
+
+  m.def("exposed_s",
+        &dpt::c10d_adapter::exposed_s,
+        "Seconds that the program's threads spent in collectives on host memory.");
+  m.def("step_ended",
+        &dpt::c10d_adapter::step_ended,
+        "Says that a step of the optimizer is over: what it waited for through futures counts.");
+  m.def("failures",
+        &dpt::c10d_adapter::failures,
+        "How many operations of this process ended in an error.");
 
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(
       m, "Options", "Options of a deepytorch group; pass as pg_options.")

@@ -4,7 +4,10 @@
 #include <ATen/core/ivalue_inl.h>
 #include <c10/util/Exception.h>
 
+#include <optional>
+
 #include "convert.hpp"
+#include "in_collective.hpp"
 #include "python_bridge.hpp"
 
 namespace dpt::c10d_adapter {
@@ -82,6 +85,7 @@ void NativeWork::complete(dpt_status status, const std::string& message) {
   } else {
     error = make_exception(status, explained(options_.explain, status, message));
   }
+  if (error) note_failure();
   options_.finalize = nullptr;
   options_.delegate_failure = nullptr;
   finish(error);
@@ -94,6 +98,7 @@ void NativeWork::settle_future() {
     std::lock_guard lock(mutex_);
     if (!completed_ || !future_ || future_->completed()) return;
     future = future_;
+    if (followed_since_ns_ != 0) note_followed(followed_since_ns_);
   }
   // Outside the lock: callbacks run here and may wait on this work.
   if (exception_) {
@@ -110,6 +115,7 @@ c10::intrusive_ptr<c10::ivalue::Future> NativeWork::getFuture() {
     std::lock_guard lock(mutex_);
     completed = completed_;
     if (!future_) {
+      if (!completed) followed_since_ns_ = now_ns();
       future_ = make_future();
       // The completing thread settles it, unless it has come and gone already.
       if (completed) {
@@ -128,6 +134,11 @@ c10::intrusive_ptr<c10::ivalue::Future> NativeWork::getFuture() {
 bool NativeWork::wait(std::chrono::milliseconds timeout) {
   const auto end = std::chrono::steady_clock::now() + timeout;
   std::unique_lock lock(mutex_);
+  std::optional<InCollective> counted;
+  if (!completed_) {
+    counted.emplace();
+    followed_since_ns_ = 0;
+  }
   while (!completed_) {
     auto slice = kSignalSlice;
     if (timeout != kNoTimeout) {

@@ -59,6 +59,7 @@ class NativeWork : public c10d::Work {
 
   Options options_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
+  int64_t followed_since_ns_ = 0;  // 0: nobody waits through the future alone; guarded by mutex_
 };
 
 // Several operations the caller waits for together.

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from deepytorch.cli import console, help
 
@@ -131,16 +129,25 @@ def write_page(html: Path, files: list[Path]) -> None:
     names = [file.stem for file in files]
     if len(set(names)) < len(names):
         names = [str(file) for file in files]
-    report_page.write(html, {name: read(file) for name, file in zip(names, files, strict=True)})
+    reports, comparisons = {}, []
+    for name, file in zip(names, files, strict=True):
+        saved = read(file, with_comparisons=True)
+        if "native_calls" in saved:
+            reports[name] = saved
+        else:
+            comparisons.append(saved)
+    report_page.write(html, reports, comparisons)
     console.err().print(f"written: {html}", markup=False)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A report saved as JSON; raises ValueError when the file holds none."""
+def read(path: Path, *, with_comparisons: bool = False) -> dict[str, Any]:
+    """A report saved as JSON, or what `run --compare --json` wrote; ValueError when it is none."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} holds no report: {error}") from error
+    if with_comparisons and isinstance(saved, dict) and {"verdicts", "runs"} <= saved.keys():
+        return saved
     if not isinstance(saved, dict) or "native_calls" not in saved:
         raise ValueError(f"{path} holds no report: it lacks native_calls")
     return saved
@@ -148,36 +155,42 @@ def read(path: Path) -> dict[str, Any]:
 
 def show_saved(path: Path) -> None:
     """Prints a report saved as JSON; raises ValueError when the file holds none."""
-    saved = read(path)
+    from deepytorch_core import config
+    from deepytorch_core.report import Report
+    from deepytorch_core.topology import size_text
+
+    plain = read(path)
+    try:
+        saved = Report.from_dict(plain)
+    except ValueError as error:
+        raise ValueError(f"{path} holds no report: {error}") from None
     out = console.out()
-    plain = {key: value for key, value in saved.items() if not isinstance(value, (list, dict))}
-    out.print(console.fields(str(path), [(key, str(value)) for key, value in plain.items()]))
-    for key, value in saved.items():
-        if isinstance(value, dict):
-            out.print(console.fields(f"\n{key}", [(k, str(v)) for k, v in value.items()]))
-        elif isinstance(value, list) and value:
-            out.print(_rows_table(key, value))
-
-
-def _rows_table(title: str, rows: list[Any]) -> Table:
-    table = Table(title=f"\n{title}", title_justify="left", box=None)
-    if not all(isinstance(row, dict) for row in rows):
-        table.add_column()
-        for row in rows:
-            table.add_row(str(row))
-        return table
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(_cell(row.get(name, ""))) for name in columns))
-    return table
-
-
-def _cell(value: Any) -> str:
-    """Short enough for a table; --json has all of it."""
-    if isinstance(value, float):
-        return f"{value:.1f}" if abs(value) >= 1000 else f"{value:.4g}"
-    if isinstance(value, (list, dict)):
-        return f"({len(value)})"
-    return "" if value is None else str(value)
+    out.print(f"{path}: rank {saved.rank}{f' on {saved.host}' if saved.host else ''}", markup=False)
+    out.print(str(saved), markup=False, highlight=False, soft_wrap=True)
+    default = config.Options().to_dict()
+    changed = [
+        (name, str(value))
+        for name, value in saved.options.items()
+        if name not in default or value != default[name]
+    ]
+    used = saved.memory
+    memory = [
+        (words, size_text(used[name]))
+        for name, words in (("host_peak_bytes", "host"), ("registered_bytes", "registered"))
+        if name in used
+    ]
+    memory += [
+        (gpu["device"], f"{size_text(gpu['peak_bytes'])} of {size_text(gpu['total_bytes'])}")
+        for gpu in used.get("devices", ())
+    ]
+    loaders = [
+        (f"{one['num_workers']} workers", f"{one['waited_s']:.2f} s of {one['elapsed_s']:.2f} s")
+        for one in saved.loaders
+    ]
+    for title, rows in (
+        ("memory, at most at once", memory),
+        ("waiting for DataLoaders", loaders),
+        ("options set", changed),
+    ):
+        if rows:
+            out.print(console.fields(f"\n{title}", rows))

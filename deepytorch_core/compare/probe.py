@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch_core import config
+from deepytorch_core import config, memory
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.saves import Saves
 from deepytorch_core.patching import Patches
@@ -97,7 +97,7 @@ class Probe:
             "setup_s": self._marks.get(self._plan.warmup, self._began) - self._began,
             "block_s": self._block_s(),
             "losses": losses,
-            "peak_bytes": _peak_bytes(),
+            "peak_bytes": memory.peak_bytes(),
             "device": _device_name(),
             "redirected": sorted(self._saves.redirected),
             "made_folders": self._saves.made_folders,
@@ -212,36 +212,13 @@ def _is_trial() -> bool:
     return False
 
 
-def _devices() -> list[int]:
-    """The GPUs that this process has memory on."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    return [
-        index
-        for index in range(torch.cuda.device_count())
-        if torch.cuda.max_memory_allocated(index)
-    ]
-
-
 def _synchronize() -> None:
-    for index in _devices():
+    for index in memory.gpus():
         torch.cuda.synchronize(index)
 
 
-def _peak_bytes() -> int | None:
-    """Most memory at once: allocated on its GPUs, else the process's own; None if not known."""
-    devices = _devices()
-    if devices:
-        return sum(int(torch.cuda.max_memory_allocated(index)) for index in devices)
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    return None
-
-
 def _device_name() -> str:
-    devices = _devices()
+    devices = memory.gpus()
     return torch.cuda.get_device_name(devices[0]) if devices else "cpu"
 
 

@@ -107,15 +107,13 @@ def _finding_fsdp2(original: _Function) -> _Function:
 def _prefetch(states: list[Any]) -> None:
     """Have each unit of a root gather those after it in the pass; `states` in forward order."""
     modules = [state._modules[0] for state in states]
-    own = any(
-        state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states
-    )
-    too_few = "the model has fewer than two sharded units besides the whole"
-    ahead = in_force.ask(
-        "fsdp2_prefetch",
-        why_fixed="the script sets what is prefetched" if own else too_few * (len(modules) < 2),
-        enough=max(1, len(modules) - 1),
-    )
+    why_fixed = ""
+    if len(modules) < 2:
+        why_fixed = "the model has fewer than two sharded units besides the whole"
+    elif any(one._states_to_forward_prefetch or one._states_to_backward_prefetch for one in states):
+        why_fixed = "the script sets what is prefetched"
+    enough = max(1, len(modules) - 1)
+    ahead = in_force.ask("fsdp2_prefetch", why_fixed=why_fixed, enough=enough)
     if ahead is None:
         return
     for index, module in enumerate(modules):

@@ -487,3 +487,37 @@ def test_without_deepspeed_the_error_says_how_to_get_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(_contract.metadata, "version", version)
     with pytest.raises(_contract.IntegrationError, match="pip install 'deepspeed=="):
         adapter.initialize(model=model(), config=configuration())
+
+
+def monitored(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Steps that were counted, and what DeepSpeed's monitor wrote, by file: rows of numbers."""
+    found = []
+    stock_group()
+    for name in ("stage 2", "stage 3"):
+        place = {"enabled": True, "output_path": str(folder), "job_name": name}
+        made = engine({**flagged(name, tune="off", compile="off"), "csv_monitor": place})
+        before = deepytorch.report().course["steps"]
+        train(made)
+        files = {
+            path.name: [line.split(",") for line in path.read_text().splitlines()[1:]]
+            for path in (folder / name).glob("*.csv")
+            if rank == 0
+        }
+        steps = deepytorch.report().course["steps"] - before
+        found.append({"steps": steps, "files": files})
+    adapter.undo()
+    assert "write_events" not in vars(made.monitor)
+    return found
+
+
+def test_deepspeeds_monitor_writes_figures(tmp_path: Path) -> None:
+    first, second = spawn_ranks(monitored, 2, tmp_path)
+    for one, other in zip(first, second, strict=True):
+        # What it steps in pieces is one step. An engine's first one can't be told from the last
+        # of an engine before it.
+        assert one["steps"] == other["steps"]
+        assert NUM_STEPS - 1 <= one["steps"] <= NUM_STEPS
+        steps = [step for step, _ in one["files"]["Train_Samples_lr.csv"]]
+        ours = one["files"]["deepytorch_step_ms.csv"]
+        assert [step for step, _ in ours] == steps[-one["steps"] :]
+        assert all(float(value) > 0 for _, value in ours)

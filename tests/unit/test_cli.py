@@ -1,6 +1,7 @@
 """The command line without starting processes: help, errors, what is passed on."""
 
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import deepytorch
 from deepytorch import cli
 from deepytorch.cli import launcher, train
 from deepytorch_core import config
@@ -404,14 +406,30 @@ def test_bench_writes_records_and_a_picture(monkeypatch, tmp_path):
 
 def test_report_shows_a_saved_report(tmp_path):
     path = tmp_path / "report.json"
-    rows = [{"op": "all_reduce", "algorithm": "one_shot", "calls": 3}]
-    path.write_text(json.dumps({"active": True, "native_calls": 3, "rows": rows, "options": {}}))
+    saved = json.loads(json.dumps(deepytorch.report().to_dict()))
+    row = {"group": "0", "op": "all_reduce", "algorithm": "one_shot", "reason": "small"}
+    saved["rows"] = [{**row, "calls": 3, "bytes": 6_000_000, "time_us": 4500.0}]
+    saved["decisions"] = [{"what": "bucket", "chosen": "4 MiB", "reason": "why", "times_ms": {}}]
+    saved["memory"] = {"host_peak_bytes": 3 << 20}
+    saved["options"]["tune"] = "off"
+    saved["from a later version"] = 1
+    path.write_text(json.dumps({**saved, "rank": 5, "host": "node1"}))
     result = invoke("report", str(path))
     assert result.exit_code == 0, result.output
-    assert "one_shot" in result.output
+    for words in (
+        "rank 5 on node1",
+        "all_reduce  one_shot   3      6.000  1.500    small",
+        "decision: bucket: 4 MiB, why",
+    ):
+        assert words in result.output
+    assert re.search(r"host +3 MiB", result.output)
+    assert re.search(r"tune +off", result.output)
+    assert "timeout_s" not in result.output
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"other": 1}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"other": 1}', '{"native_calls": 1}', '{"native_calls": 1, "rows": [{}]}']
+)
 def test_report_refuses_another_file(tmp_path, text):
     path = tmp_path / "report.json"
     path.write_text(text)

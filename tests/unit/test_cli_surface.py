@@ -200,18 +200,6 @@ def test_boxes_are_for_terminals(terminal: bool, monkeypatch: pytest.MonkeyPatch
     assert ("\x1b" in shown.output) == terminal
 
 
-def test_a_saved_report_is_readable(tmp_path: Any) -> None:
-    """What is nested in a row is counted, and no column is cut, however narrow the terminal."""
-    saved = tmp_path / "run.json"
-    tried = [{"algorithm": "pipelined", "spread": [1.25, 2.5]}] * 6
-    row = {"op": "all_reduce", "reason": "fastest measured", "time_us": 229151.63699999996}
-    rows = [row | {"candidates": tried, "group": None}]
-    saved.write_text(json.dumps({"native_calls": 3, "decisions": rows}))
-    shown = CliRunner().invoke(cli.app, ["report", str(saved)]).output
-    (line,) = [line for line in shown.splitlines() if "all_reduce" in line]
-    assert line.split() == ["all_reduce", "fastest", "measured", "229151.6", "(6)"]
-
-
 CHILD = """\
 import sys
 from deepytorch import cli

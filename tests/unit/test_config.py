@@ -35,6 +35,7 @@ DEFAULTS = {
     "reduce_threads": None,
     "ifname": None,
     "compile_budget_s": 120.0,
+    "metrics": None,
 }
 
 

@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "reduce_threads": None,
     "ifname": None,
     "compile_budget_s": 120.0,
+    "metrics": None,
 }
 OUR_VARIABLES = {
     "DEEPYTORCH_CACHE_DIR",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from types import SimpleNamespace
@@ -70,10 +71,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
         {"group": "unused", "operations": 0, "waited_us": 0.0, "ranks": ranks},
     ]
     core = SimpleNamespace(
-        statistics=lambda: entries, plans=lambda: [plan()], arrivals=lambda: arrivals
+        statistics=lambda: entries,
+        plans=lambda: [plan()],
+        arrivals=lambda: arrivals,
+        spent_on_tuning_s=lambda: 0.0,
+        registered_memory=lambda: {"in_use_bytes": 0, "reserved_bytes": 4096},
     )
     monkeypatch.setitem(sys.modules, "deepytorch_core._core", core)
     monkeypatch.setattr(report.activation, "is_active", lambda: False)
+    monkeypatch.setattr(report.course, "_course", report.course.Course())
     return report.report()
 
 
@@ -93,6 +99,14 @@ def test_text(made: report.Report) -> None:
         "decision: all_reduce of 2 ranks, 524288 to 2097151 bytes: pipelined/128K, measured now "
         "(pipelined/128K 300 us, delegate 1500 us)",
     ]
+
+
+def test_steps_are_said_once_there_are_two(made: report.Report) -> None:
+    timed = {"steps": 21, "timed_steps": 20, "seconds": 10.0, "exposed_s": 2.5, "data_s": 1.0}
+    assert str(dataclasses.replace(made, course=timed)).splitlines()[5] == (
+        "steps: 21, 500.0 ms each; of that 25.0% in collectives that nothing hid and 10.0% "
+        "waiting for data"
+    )
 
 
 def test_decisions_of_gpus_name_them_and_their_grids() -> None:
@@ -126,6 +140,9 @@ def test_choices_made_in_python(
 def test_plain_values(made: report.Report) -> None:
     plain = json.loads(json.dumps(made.to_dict()))
     assert plain["rows"][1]["reason"] == "cuda tensors"
+    assert plain["memory"]["registered_bytes"] == 4096
+    assert plain["memory"]["host_peak_bytes"] >= plain["memory"]["host_bytes"] > 0
+    assert {"steps", "seconds", "exposed_s", "buckets", "losses"} <= plain["course"].keys()
     assert plain["options"]["collectives"] == "auto"
     (decision,) = plain["decisions"]
     (waiting,) = plain["waiting"]

@@ -51,7 +51,7 @@ def tune(
     ] = 6,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Where the result is kept. Default: the option `profile`, see explain."),
+        typer.Option(help="Where the result is kept. Default: what the option profile says."),
     ] = None,
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Time limit of one trial in seconds.")

@@ -1,0 +1,34 @@
+// What the program's own threads spend in collectives on host memory, and how many of those failed.
+#pragma once
+
+#include <cstdint>
+
+namespace dpt::c10d_adapter {
+
+// While one lives its thread is in a collective: it starts one or waits for its end. Where they
+// nest the outermost counts. Two looks at the clock and one addition.
+class InCollective {
+ public:
+  InCollective();
+  ~InCollective();
+  InCollective(const InCollective&) = delete;
+  InCollective& operator=(const InCollective&) = delete;
+
+ private:
+  int64_t began_ns_;  // -1 inside another
+};
+
+// For operations that are waited for through their futures, where nobody can look on (DDP's reducer
+// waits for those of its buckets at the end of backward): of those since the step before only the
+// last counts, from when it began to its end, as what came before it ran beside computation.
+int64_t now_ns();
+void note_followed(int64_t began_ns);  // at its end
+void step_ended();                     // counts it
+
+// Of all threads together since the process started: what was not hidden behind computation.
+double exposed_s();
+
+void note_failure();
+uint64_t failures();
+
+}  // namespace dpt::c10d_adapter

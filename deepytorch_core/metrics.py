@@ -1,0 +1,247 @@
+"""Prometheus metrics of this process, served over HTTP where option `metrics` asks for it.
+
+Every rank serves its own, at the port that was asked for plus its local rank: no rank has to
+collect anything, and one that hangs or dies takes nobody's metrics with it. Nothing but GET
+/metrics is answered.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from importlib import metadata
+from socketserver import TCPServer, ThreadingMixIn
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deepytorch_core import config, course, decisions, memory
+from deepytorch_core.console import global_rank, say
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+PATH = "/metrics"
+INSTALL = "pip install 'deepytorch[metrics]'"
+
+
+class Described(NamedTuple):
+    """A metric: its kind, what it is, and its labels besides `rank`."""
+
+    kind: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS = {
+    "deepytorch_operations": Described(
+        "counter", "Collectives and messages.", ("op", "algorithm", "native")
+    ),
+    "deepytorch_operation_bytes": Described(
+        "counter", "Bytes in them, of one buffer each.", ("op", "algorithm", "native")
+    ),
+    "deepytorch_operation_seconds": Described(
+        "counter", "Seconds of native ones, from start to end.", ("op", "algorithm", "native")
+    ),
+    "deepytorch_exposed_seconds": Described(
+        "counter", "Seconds in collectives on host memory that no computation hid."
+    ),
+    "deepytorch_waited_seconds": Described(
+        "counter", "Seconds waited in native collectives on host memory for other ranks."
+    ),
+    "deepytorch_straggler_seconds": Described(
+        "counter", "Seconds that the others of the node waited for one rank.", ("straggler",)
+    ),
+    "deepytorch_straggler_operations": Described(
+        "counter", "Operations to which one rank of the node came last.", ("straggler",)
+    ),
+    "deepytorch_data_seconds": Described("counter", "Seconds waited for DataLoaders."),
+    "deepytorch_tuning_seconds": Described("counter", "Seconds spent measuring plans."),
+    "deepytorch_steps": Described("counter", "Optimizer steps."),
+    "deepytorch_step_seconds": Described(
+        "counter", "Seconds of those that were timed: all but the first."
+    ),
+    "deepytorch_decisions": Described(
+        "gauge", "Choices that were made, by whether stock stays.", ("kept",)
+    ),
+    "deepytorch_failures": Described("counter", "Operations that ended in an error."),
+    "deepytorch_peak_memory_bytes": Described(
+        "gauge", "Most memory used at once, of the process and of each GPU.", ("place",)
+    ),
+    "deepytorch_loss": Described("gauge", "The loss that was logged last."),
+    "deepytorch_info": Described("gauge", "Always 1.", ("version", "host")),
+}
+"""Every metric by its name; a counter's samples have `_total` after it."""
+
+Sample = tuple[str, tuple[str, ...], float]
+
+
+def samples() -> Iterator[Sample]:
+    """(metric, values of its labels, value) of all that is known now."""
+    from deepytorch_core.report import report
+
+    now = report()
+    for row in now.rows:
+        labels = (row.op, row.algorithm, str(row.algorithm != "delegate").lower())
+        yield "deepytorch_operations", labels, row.calls
+        yield "deepytorch_operation_bytes", labels, row.bytes
+        yield "deepytorch_operation_seconds", labels, row.time_us / 1e6
+    spent = course.counters()
+    yield "deepytorch_exposed_seconds", (), spent.exposed_s
+    yield "deepytorch_waited_seconds", (), spent.waited_s
+    yield "deepytorch_data_seconds", (), spent.data_s
+    yield "deepytorch_tuning_seconds", (), spent.tuning_s
+    core = sys.modules.get("deepytorch_core._core")
+    for group in core.arrivals() if core is not None else ():
+        for one in group["ranks"]:
+            yield "deepytorch_straggler_seconds", (str(one["rank"]),), one["cost_us"] / 1e6
+            yield "deepytorch_straggler_operations", (str(one["rank"]),), one["times_last"]
+    yield "deepytorch_steps", (), now.course["steps"]
+    yield "deepytorch_step_seconds", (), now.course["seconds"]
+    stock = sum(decisions.is_stock(one) for one in now.decisions)
+    yield "deepytorch_decisions", ("true",), len(now.decisions) - stock
+    yield "deepytorch_decisions", ("false",), stock
+    yield "deepytorch_failures", (), now.failures
+    used = memory.used()
+    if "host_peak_bytes" in used:
+        yield "deepytorch_peak_memory_bytes", ("host",), used["host_peak_bytes"]
+    for gpu in used["devices"]:
+        yield "deepytorch_peak_memory_bytes", (gpu["device"],), gpu["peak_bytes"]
+    if now.course["losses"]:
+        yield "deepytorch_loss", (), now.course["losses"][-1][1]
+    yield "deepytorch_info", (metadata.version("deepytorch"), now.host), 1
+
+
+class _Collector:
+    """What prometheus_client asks at every request."""
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        rank = str(global_rank())
+        sums: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
+        for name, labels, value in samples():  # groups of one name are added up
+            sums[name][labels] = sums[name].get(labels, 0.0) + value
+        for name, one in METRICS.items():
+            family = kinds[one.kind](name, one.text, labels=["rank", *one.labels])
+            for labels, value in sums[name].items():
+                family.add_metric([rank, *labels], value)
+            yield family
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version, sys_version = "deepytorch", ""
+    timeout = 10  # of who connects and asks nothing
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != PATH:
+            self.send_error(404, f"only {PATH} is served")
+            return
+        from prometheus_client import exposition
+
+        encode, kind = exposition.choose_encoder(self.headers.get("Accept") or "")
+        body = encode(self.server.registry)
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are nothing to tell."""
+
+
+class _Server(ThreadingMixIn, TCPServer):  # not HTTPServer, which asks DNS for the host's name
+    daemon_threads = True
+    allow_reuse_address = True
+    registry: CollectorRegistry
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is nothing to tell."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, port = self.server_address[:2]
+        return str(host), int(port)
+
+
+_lock = threading.Lock()
+_served: tuple[str, _Server] | None = None  # what was asked for, and who serves it
+
+
+def serve(where: str) -> tuple[str, int] | None:
+    """Serve this process's metrics from now on, in a thread; once for all calls with one `where`.
+
+    Args:
+        where: `PORT` or `HOST:PORT`; without a host the loopback interface, with port 0 any that
+            is free.
+
+    Returns host and port; None when the address can't be had, which is said in a line. Raises
+    RuntimeError when prometheus_client is not installed.
+    """
+    global _served
+    try:
+        from prometheus_client import CollectorRegistry
+    except ModuleNotFoundError:
+        raise RuntimeError(
+            f"metrics={where} needs prometheus_client, which is not installed: {INSTALL}, or leave "
+            "the option out"
+        ) from None
+    with _lock:
+        if _served is not None and _served[0] == where:
+            return _served[1].address
+        _stop()
+        host, port = config.host_and_port(where)
+        if port:
+            port += config.local_rank()
+        try:
+            server = _Server(host, port)
+        except (OSError, OverflowError) as error:
+            say(f"metrics are not served at {host}:{port}: {error}", level="warning")
+            return None
+        server.registry = CollectorRegistry(auto_describe=False)
+        server.registry.register(_Collector())
+        _served = (where, server)
+        threading.Thread(
+            target=server.serve_forever, args=(0.2,), name="deepytorch metrics", daemon=True
+        ).start()
+        host, port = server.address
+        say(f"metrics of rank {global_rank()} at http://{host}:{port}{PATH}")
+        return server.address
+
+
+def stop() -> None:
+    """Serve no more."""
+    with _lock:
+        _stop()
+
+
+def _stop() -> None:
+    global _served
+    if _served is not None:
+        server = _served[1]
+        _served = None
+        server.shutdown()
+        server.server_close()
+
+
+def _forget_in_child() -> None:
+    """A forked child has no thread that serves, and must not keep the port open."""
+    global _served, _lock
+    _lock = threading.Lock()
+    if _served is not None:
+        _served[1].socket.close()
+        _served = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,174 @@
+"""The Prometheus endpoint: what it says, whom it answers, and the dashboard that is made for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import deepytorch
+from deepytorch_core import config, course, metrics
+from deepytorch_core.config import Options
+from deepytorch_core.course import Course
+
+DASHBOARD = Path(__file__).parents[2] / "docs/assets/grafana.json"
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """Where the metrics of this process are served."""
+    seen = Course()
+    seen.note_loss(0.25)
+    monkeypatch.setattr(course, "_course", seen)
+    found = metrics.serve("0")
+    assert found is not None
+    yield found
+    metrics.stop()
+
+
+def ask(place: tuple[str, int], path: str, method: str = "GET") -> tuple[int, str, str]:
+    connection = http.client.HTTPConnection(*place, timeout=10)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    try:
+        return answer.status, answer.getheader("Content-Type") or "", answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_every_metric_is_served_with_its_labels(
+    place: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One sample of everything.
+    found = {name: (name, ("x",) * len(one.labels), 1.5) for name, one in metrics.METRICS.items()}
+    real = list(metrics.samples())
+    assert {name for name, *_ in real} <= metrics.METRICS.keys()
+    assert all(len(labels) == len(metrics.METRICS[name].labels) for name, labels, _ in real)
+    assert ("deepytorch_loss", (), 0.25) in real
+    monkeypatch.setattr(metrics, "samples", lambda: [*found.values(), *found.values()])
+    status, kind, text = ask(place, "/metrics")
+    assert (status, kind.split(";")[0]) == (200, "text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families.keys() == metrics.METRICS.keys()
+    for name, one in metrics.METRICS.items():
+        (sample,) = families[name].samples
+        assert families[name].type == one.kind
+        assert sample.labels == {"rank": "0", **dict.fromkeys(one.labels, "x")}
+        assert sample.value == 3.0, "of one name they are added up"
+
+
+def test_nothing_else_is_answered(place: tuple[str, int]) -> None:
+    assert place[0] == "127.0.0.1"
+    assert ask(place, "/metrics?name=x")[0] == 200
+    for path in ("/", "/metrics/", "/metricsx", "/../metrics", "/%6detrics"):
+        assert ask(place, path)[0] == 404, path
+    for method in ("POST", "PUT", "DELETE", "HEAD"):
+        assert ask(place, "/metrics", method)[0] == 501, method
+
+
+def test_options_start_and_stop_it(capsys: pytest.CaptureFixture[str]) -> None:
+    was_active = deepytorch.is_active()
+    deepytorch.deactivate()
+    deepytorch.activate(metrics="localhost:0")
+    line = capsys.readouterr().err
+    found = re.search(r"metrics of rank 0 at http://127.0.0.1:(\d+)/metrics", line)
+    assert found is not None
+    place = ("127.0.0.1", int(found[1]))
+    deepytorch.activate(log="warning")  # the same place
+    assert ask(place, "/metrics")[0] == 200
+    deepytorch.deactivate()
+    with pytest.raises(ConnectionRefusedError):
+        ask(place, "/metrics")
+    if was_active:
+        deepytorch.activate()
+
+
+def test_the_local_rank_is_added_and_a_port_in_use_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(config, "local_rank", lambda: 3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert metrics.serve(str(port - 3)) is None
+    assert f"metrics are not served at 127.0.0.1:{port}: " in capsys.readouterr().err
+
+
+def test_without_the_library_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'deepytorch\[metrics\]'"):
+        metrics.serve("0")
+
+
+def test_a_forked_child_keeps_no_port_open(place: tuple[str, int]) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, b"y" if metrics._served is None else b"n")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"y"
+    os.close(read)
+    os.close(write)
+    assert ask(place, "/metrics")[0] == 200, "the parent's goes on"
+
+
+@pytest.mark.parametrize(
+    ("value", "host", "port"),
+    [
+        (9400, "127.0.0.1", 9400),
+        (" 0 ", "127.0.0.1", 0),
+        ("0.0.0.0:9400", "0.0.0.0", 9400),
+        ("[::1]:9400", "::1", 9400),
+        ("node7:1", "node7", 1),
+    ],
+)
+def test_places(value: object, host: str, port: int) -> None:
+    given = Options.from_mapping({"metrics": value}).metrics
+    assert given is not None
+    assert config.host_and_port(given) == (host, port)
+
+
+@pytest.mark.parametrize("value", [True, "on", ":9400", "host:", "65536", "-1", "::1:9400", "1.5"])
+def test_what_is_no_place_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="expected PORT or HOST:PORT"):
+        Options.from_mapping({"metrics": value})
+
+
+def test_the_dashboard_asks_for_what_is_served() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [
+        one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"
+    ]
+    served = {
+        name + ("_total" if one.kind == "counter" else ""): one.labels
+        for name, one in metrics.METRICS.items()
+    }
+    asked = {name for query in queries for name in re.findall(r"\bdeepytorch_\w+", query)}
+    assert asked == served.keys(), "each is on a panel, and nothing else"
+    page = (DASHBOARD.parents[1] / "live.md").read_text()
+    assert asked <= set(re.findall(r"`(deepytorch_\w+)`", page)), "documented"
+    for query in queries:
+        names = re.findall(r"\bdeepytorch_\w+", query)
+        known = {label for name in names for label in served[name]} | {"rank", "job"}
+        used = re.findall(r"by \(([^)]*)\)", query) + re.findall(r"(\w+)=~?\"", query)
+        labels = {label.strip() for part in used for label in part.split(",")}
+        assert labels <= known, query
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            grouped = re.search(r"by \(([^)]*)\)", target["expr"])
+            if grouped is not None:
+                assert shown == {label.strip() for label in grouped[1].split(",")}, panel["title"]
