@@ -11,9 +11,9 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests deepytorch_core -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
-# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels, in minutes (.ci/wheel).
+# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels (.ci/wheel).
 WHEEL_FLAGS ?=
-ADAPTERS ?= # versions of torch that the wheel carries a compiled adapter for
+ADAPTERS ?= all
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt). Without a
 # GPU it is enough to see that they compile: half the time goes into the machine code.
 CUDA_ARCHITECTURES ?= $(if $(wildcard /dev/nvidiactl),90a-real,90a-virtual)
@@ -24,7 +24,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
-        test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix sanitize format clean
+        test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
+        sanitize format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -118,14 +119,20 @@ test-pictures: docs ## the report's page, a machine's picture and a docs page lo
 	@.ci/system chromium
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
 
-test-docs: venv adapter ## pages of the documentation do what they say (five minutes)
-	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py
+test-docs: venv adapter $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py tests/docs/check_notebooks.py
 
-wheel: $(VENV)/.group-wheel ## dist/: a wheel for other machines and the sdist (ADAPTERS=2.13.0 ...)
-	@VENV="$(VENV)" ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
+wheel: ## dist/: wheels with GPU kernels and adapters (PYTHONS=..., ADAPTERS=all|none|2.13.0 ...), sdist
+	@.ci/system python compiler
+	@PYTHONS="$(PYTHONS)" ADAPTERS="$(ADAPTERS)" .ci/wheel $(WHEEL_FLAGS)
 
-test-matrix: ## that wheel in fresh environments, TORCHES x the Pythons of this machine
-	@.ci/matrix $(TORCHES)
+# To bring the page up to date: make test-matrix MATRIX_PAGE=docs/results/matrix.md
+test-matrix: ## these wheels in fresh environments, TORCHES x PYTHONS; downloads gigabytes
+	@PYTHONS="$(PYTHONS)" PAGE="$(MATRIX_PAGE)" .ci/matrix $(TORCHES)
+
+test-sdist: ## the sdist in dist/, installed in a fresh environment and tried, without GPU kernels
+	@CMAKE_ARGS=-DDPT_CUDA=OFF .ci/fresh $(PYTHON) 2.13.0 build/sdist dist/deepytorch-$(VERSION).tar.gz \
+	  python $(CURDIR)/tests/matrix/whole.py compiled
 
 # To bring the page up to date: make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md
 RECORD ?= build/faults.jsonl

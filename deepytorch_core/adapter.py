@@ -7,7 +7,8 @@ torch has no stable C++ interface, so there is one binary per torch build. `load
 2. the user's cache, `<cache>/adapter-<uid>/<tag>/`,
 
 and else compiles the sources into the cache. The tag names everything the binary depends on:
-torch's build, Python, the C library and the sources themselves.
+torch's build, Python, the C library and the sources themselves. `build` compiles for the installed
+torch, or for another one of which there is a wheel (`torch_builds`).
 
 The sources are compiled as one translation unit: torch's headers cost more than our code, so this
 takes a third of the processor time of a file each, no longer on a small machine, and needs no
@@ -40,6 +41,7 @@ from types import ModuleType
 from deepytorch_core import config
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
+from deepytorch_core.torch_builds import TorchBuild, installed
 from deepytorch_core.trust import why_not_private
 
 MODULE_NAME = "deepytorch_c10d"
@@ -141,8 +143,9 @@ def build(
     force: bool = False,
     *,
     sources: Sources | None = None,
+    torch: TorchBuild | None = None,
 ) -> Path:
-    """Compile the adapter for the installed torch and return the binary's path.
+    """Compile the adapter for the installed torch, or another, and return the binary's path.
 
     Goes into the user's cache, or to `<output>/<tag>/` to be copied to another machine. An
     existing binary is kept unless `force`. Of several processes that ask at once one compiles and
@@ -154,7 +157,8 @@ def build(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AdapterError(f"{folder} can't be used ({error.strerror}): give another") from None
-    this = tag(sources)
+    torch = torch or installed()
+    this = tag(sources, torch)
     target = folder / this / _file_name()
     asked = time.time()
     with _locked(folder / f"{this}.lock"):
@@ -163,21 +167,18 @@ def build(
         if usable and (not force or target.stat().st_mtime > asked):
             return target
         _remove_leftovers(folder, this)
-        _compile_into(folder, this, sources)
+        _compile_into(folder / this, sources, torch)
     return target
 
 
-def tag(sources: Sources) -> str:
+def tag(sources: Sources, torch: TorchBuild | None = None) -> str:
     """A folder name that is equal only for exchangeable binaries."""
-    import torch
-
-    git = (torch.version.git_version or "")[:8]
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    torch = torch or installed()
     libc = ""
     with contextlib.suppress(ValueError, OSError):
         libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
     suffix = (sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag).strip(".")
-    parts = [f"torch{torch.__version__}", git, suffix, f"abi{abi}", libc, sources.digest()]
+    parts = [torch.name, suffix, f"abi{torch.cxx11_abi}", libc, sources.digest()]
     return "-".join(part for part in parts if part)
 
 
@@ -336,23 +337,24 @@ def _remove_leftovers(folder: Path, this: str) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _compile_into(folder: Path, this: str, sources: Sources) -> None:
-    """Compile beside `folder/this`, then put the result there in one step."""
-    command = _command(sources)
+def _compile_into(place: Path, sources: Sources, torch: TorchBuild) -> None:
+    """Compile beside `place`, then put the result there in one step."""
+    folder, this = place.parent, place.name
+    command = _command(sources, torch)
     log = folder / f"{this}.log"
     work = Path(tempfile.mkdtemp(prefix=_building_prefix(this), dir=folder))
     try:
         unit = work / f"{MODULE_NAME}.cpp"
         unit.write_text("".join(f'#include "{source}"\n' for source in sources.units()))
         binary = work / _file_name()
-        command += [str(unit), "-o", str(binary), *_link_flags()]
-        say(f"compiling the c10d adapter for torch {_torch_version()} (about 1 minute, once) ...")
+        command += [f"-ffile-prefix-map={work}=.", str(unit), "-o", str(binary)]
+        command += torch.link_flags()
+        say(f"compiling the c10d adapter for torch {torch.version} (about 1 minute, once) ...")
         started = time.monotonic()
         _run(command, log)
         binary.chmod(0o700)
         with open(binary, "rb") as file:
             os.fsync(file.fileno())
-        place = folder / this
         place.mkdir(mode=0o700, exist_ok=True)
         os.replace(binary, place / _file_name())
         log.unlink(missing_ok=True)
@@ -361,22 +363,14 @@ def _compile_into(folder: Path, this: str, sources: Sources) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
-
-
-def _command(sources: Sources) -> list[str]:
-    import torch
-
+def _command(sources: Sources, torch: TorchBuild) -> list[str]:
     compiler = config.compiler()
     if compiler is None:
         raise AdapterError(
-            f"no C++ compiler to build the c10d adapter for torch {torch.__version__}, and none "
+            f"no C++ compiler to build the c10d adapter for torch {torch.version}, and none "
             "prebuilt for it. Install g++ (for instance `apt install g++`); or run `deepytorch "
             "build --output DIR` on a machine with the same torch, Python and C library and copy "
-            f"DIR/{tag(sources)} to {cache_folders()[0]}; or set DEEPYTORCH_ENABLED=0 to "
+            f"DIR/{tag(sources, torch)} to {cache_folders()[0]}; or set DEEPYTORCH_ENABLED=0 to "
             "train without deepytorch"
         )
     python = Path(sysconfig.get_paths()["include"])
@@ -388,7 +382,6 @@ def _command(sources: Sources) -> list[str]:
         )
     if not sources.units():
         raise AdapterError(f"no adapter sources in {sources.root / 'c10d'}: reinstall deepytorch")
-    torch_include = Path(torch.__file__).parent / "include"
     return [
         *compiler,
         "-shared",
@@ -398,24 +391,15 @@ def _command(sources: Sources) -> list[str]:
         "-fvisibility=hidden",
         f"-DTORCH_EXTENSION_NAME={MODULE_NAME}",
         "-DTORCH_API_INCLUDE_EXTENSION_H",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        # Checks in headers name their files, and where those lie here is nobody's business.
+        f"-ffile-prefix-map={sources.root}=csrc",
+        f"-ffile-prefix-map={python}=python",
         f"-I{sources.root / 'include'}",
         f"-I{sources.root / 'c10d'}",
-        "-isystem",
-        str(torch_include),
-        "-isystem",
-        str(torch_include / "torch" / "csrc" / "api" / "include"),
+        *torch.compile_flags(),
         "-isystem",
         str(python),
     ]
-
-
-def _link_flags() -> list[str]:
-    import torch
-
-    # Not -lcudart or the like: the adapter uses torch's generic device interface only.
-    libraries = Path(torch.__file__).parent / "lib"
-    return [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
 
 def _run(command: list[str], log: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import bench_table, console
+from deepytorch.cli import bench_table, console, help
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.job import Job
@@ -22,7 +22,13 @@ def _group() -> None:
     """Measure against a baseline, interleaved in the same run."""
 
 
-@app.command()
+@app.command(
+    epilog=help.examples(
+        "deepytorch bench collectives --sizes 4K:16M",
+        "deepytorch bench collectives --ops all_reduce,all_gather --plot out.svg",
+        "deepytorch bench collectives --nodes 2 --link 1gbit --delay 1ms",
+    )
+)
 def collectives(
     context: typer.Context,
     *,
@@ -253,7 +259,12 @@ def _refuse_without_nodes(context: typer.Context) -> None:
             raise BenchError(f"--{name} is for emulated nodes: give --nodes too")
 
 
-@app.command()
+@app.command(
+    epilog=help.examples(
+        "deepytorch bench ddp",
+        "deepytorch bench ddp --parameters 64M --json out.jsonl",
+    )
+)
 def ddp(
     *,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -302,7 +313,12 @@ def ddp(
     refuse_differing_losses(row)
 
 
-@app.command()
+@app.command(
+    epilog=help.examples(
+        "deepytorch bench compile",
+        "deepytorch bench compile --device cuda --json out.jsonl",
+    )
+)
 def compile(
     *,
     suite: Annotated[str, typer.Option(help="default: architectures of several libraries.")] = (
@@ -424,7 +440,7 @@ def _percentiles(row: "Record", arm: str) -> str:
     )
 
 
-@app.command()
+@app.command(epilog=help.examples("deepytorch bench groups --count 64 --world-size 2"))
 def groups(
     *,
     count: Annotated[int, typer.Option(help="Groups to make beyond a first one.")] = 64,

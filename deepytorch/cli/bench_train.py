@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import bench, console
+from deepytorch.cli import bench, console, help
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.job import Nodes
@@ -17,7 +17,11 @@ _TIMEOUT_S = 600  # of a collective while another rank still builds or compiles 
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(train)
+    examples = help.examples(
+        "deepytorch bench train --framework fsdp2 --steps 20",
+        "deepytorch bench train --workload list",
+    )
+    app.command(epilog=examples)(train)
 
 
 def train(
@@ -64,7 +68,8 @@ def train(
         str, typer.Option(help="About how many weights the model has: 1M, 4M, 64M ...")
     ] = "4M",
     batch_size: Annotated[
-        int, typer.Option(help="Samples of each rank in a step: few make it communicate, many work")
+        int,
+        typer.Option(help="Samples of each rank in a step: few make it communicate, many work."),
     ] = 8,
     steps: Annotated[
         int, typer.Option(help="Timed steps of each arm, at least; of a workload: 16 a round.")

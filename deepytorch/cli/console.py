@@ -23,11 +23,25 @@ def error(error: Exception) -> None:
     """Prints an error for a person: what went wrong, without where in our code."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    elif isinstance(error, (ValueError, RuntimeError, ImportError, OSError)) and str(error):
+        wrong_use(f"{error.filename}: {error.strerror}")
+        return
+    if isinstance(error, (RuntimeError, ImportError, OSError)) and str(error):
         text = str(error)  # speaks for itself, where another type needs its name
     err().print(f"[bold red]error:[/] {escape(text)}")
     err().print("[dim]DEEPYTORCH_DEBUG=1 shows the traceback[/]")
+
+
+def wrong_use(text: str) -> None:
+    """Prints what is wrong with the command line: one line, with nothing to look into."""
+    err().print(f"[bold red]error:[/] {escape(text)}")
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for its job: rank 0, or one that no launcher started."""
+    from deepytorch_core import config
+
+    launched = config.launched()
+    return launched is None or launched.rank == 0
 
 
 def shows_tracebacks() -> bool:

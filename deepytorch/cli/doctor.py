@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from deepytorch.cli import console
+from deepytorch.cli import console, help
 from deepytorch.cli import report as saved
 
 if TYPE_CHECKING:
@@ -26,12 +26,22 @@ _WORDS = {"okay": "OKAY", "warn": "WARN", "fail": "FAIL", "not here": "  --"}
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(doctor)
+    examples = help.examples(
+        "deepytorch doctor",
+        "deepytorch doctor --only shm --only nccl",
+        "deepytorch doctor --json | jq '.[] | select(.state == \"fail\")'",
+        "torchrun --nnodes 2 ... -m deepytorch.cli doctor   # the link, too",
+    )
+    app.command(epilog=examples)(doctor)
 
 
 def doctor(
     only: Annotated[
-        list[str] | None, typer.Option(help="Only this check; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="Only this check; may be given several times.",
+            autocompletion=lambda incomplete: help.matching(_names(), incomplete),
+        ),
     ] = None,
     report: Annotated[
         Path | None,
@@ -70,6 +80,12 @@ def doctor(
         _sum_up(findings)
     if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(1)
+
+
+def _names() -> list[str]:
+    from deepytorch_core.doctor import registry
+
+    return [check.name for check in registry.chosen([])]
 
 
 def _job() -> Job | None:

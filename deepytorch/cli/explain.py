@@ -5,14 +5,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from deepytorch.cli import console
+from deepytorch.cli import console, help
 
 if TYPE_CHECKING:
     from deepytorch_core.explain import Answer, Candidate, DeviceAnswer
 
 
+_WHAT = (
+    *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
+    *("all_to_all", "compile"),
+)
+
+
 def add_to(app: typer.Typer) -> None:
-    app.command()(explain)
+    examples = help.examples(
+        "deepytorch explain all_reduce 4M",
+        "deepytorch explain all_gather 64K --world-size 4 --measure",
+        "deepytorch explain compile",
+    )
+    app.command(epilog=examples)(explain)
 
 
 def explain(
@@ -20,7 +31,8 @@ def explain(
         str,
         typer.Argument(
             help="all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter or "
-            "all_to_all; or compile."
+            "all_to_all; or compile.",
+            autocompletion=lambda incomplete: help.matching(_WHAT, incomplete),
         ),
     ],
     size: Annotated[

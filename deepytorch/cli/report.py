@@ -8,11 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from deepytorch.cli import console
+from deepytorch.cli import console, help
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(report)
+    examples = help.examples(
+        "deepytorch report",
+        "deepytorch report run.json --html run.html",
+        "deepytorch report --hang",
+    )
+    app.command(epilog=examples)(report)
 
 
 def report(
@@ -35,9 +40,7 @@ def report(
         typer.Option(help="With --hang: only the jobs of these processes; may be repeated."),
     ] = None,
     job: Annotated[str | None, typer.Option(help="With --hang: only the job of this name.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --hang: all of it as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     flight_recorder: Annotated[
         Path | None,
         typer.Option(help="With --hang: also write dumps for torch's fr_trace into this folder."),
@@ -50,10 +53,16 @@ def report(
 
         hanging.show(pid or [], job, as_json=as_json, flight_recorder=flight_recorder)
         return
-    if pid or job or as_json or flight_recorder:
-        raise typer.BadParameter("--pid, --job, --json and --flight-recorder go with --hang")
+    if pid or job or flight_recorder:
+        raise typer.BadParameter("--pid, --job and --flight-recorder go with --hang")
+    if as_json and html is not None:
+        raise typer.BadParameter("--json prints and --html writes: give one of them")
     if html is not None:
         write_page(html, files or [])
+        return
+    if as_json:
+        saved = {str(file): read(file) for file in files or []}
+        typer.echo(json.dumps(saved or to_dict(), indent=1))
         return
     if files:
         for file in files:
@@ -66,6 +75,17 @@ def report(
     out.print(console.fields("\noptions in force", options()))
     for line in config.unknown_variables():
         console.err().print(f"[yellow]warning:[/] {line}")
+
+
+def to_dict() -> dict[str, Any]:
+    """What the command shows without files: name -> text, and each option's value."""
+    from deepytorch_core import config
+
+    return {
+        "environment": dict(environment()),
+        "options": dataclasses.asdict(config.current()),
+        "unknown_variables": config.unknown_variables(),
+    }
 
 
 def environment() -> list[tuple[str, str]]:

@@ -5,13 +5,21 @@ from typing import Annotated
 
 import typer
 
+from deepytorch.cli import help
+
 
 def add_to(app: typer.Typer) -> None:
     passes_on = {"ignore_unknown_options": True, "allow_extra_args": True}
     settings = {**passes_on, "allow_interspersed_args": False}
-    app.command(context_settings=settings, options_metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...")(
-        run
-    )
+    app.command(
+        context_settings=settings,
+        options_metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...",
+        epilog=help.examples(
+            "deepytorch run --nproc-per-node 2 train.py --lr 0.1",
+            "deepytorch run --nnodes 2 --rdzv-endpoint host:29500 train.py",
+            "deepytorch run --compare --steps 100 --nproc-per-node 2 train.py",
+        ),
+    )(run)
 
 
 def run(

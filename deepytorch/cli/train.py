@@ -8,16 +8,28 @@ from typing import Annotated
 
 import typer
 
+from deepytorch.cli import help
+
 _PACKAGE = "deepytorch.recipes"
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(train)
+    examples = help.examples(
+        "deepytorch train llama_sft --compare",
+        "deepytorch train llama_sft --nproc-per-node 2 steps=20",
+        "deepytorch train llama_sft --dry-run model=path/to/model",
+    )
+    app.command(epilog=examples)(train)
 
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="Name of the recipe, such as llama_sft.")
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Name of the recipe, such as llama_sft.",
+            autocompletion=lambda incomplete: help.matching(recipes(), incomplete),
+        ),
     ],
     settings: Annotated[
         list[str] | None,

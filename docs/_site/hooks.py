@@ -2,11 +2,13 @@
 
 In a page `<!-- results -->` stands for the tables of all records in docs/results, `<!-- results:
 FILE -->` for those of one, and `<!-- chart: FILE ... -->` for a drawing of some. Figures in
-docs/assets are put into the page itself, so that they take its colours.
+docs/assets are put into the page itself, so that they take its colours. Each of notebooks/ is
+a page of notebooks/, with the output that it was saved with.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -35,6 +37,15 @@ def on_startup(**_: Any) -> None:
     lay_out(ROOT / "build/docs/source")
 
 
+def on_files(files: Any, *, config: Any, **_: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = notebook(path)
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     markdown = _RESULTS.sub(lambda found: results(found["file"], up), markdown)
@@ -58,6 +69,35 @@ def results(file: str | None, up: str) -> str:
     files = tables.load(ROOT / "docs/results")
     text = tables.render({file: files[file]} if file else files)
     return text.replace("](docs/results/", f"]({up}results/")
+
+
+def notebook(path: Path) -> str:
+    """A notebook as a page: its text, its code, and what that printed."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        magic = re.match(r"%%(bash)\n|%%(writefile) (\S+)\n", source)
+        language = magic[1] or "python" if magic else "python"
+        title = f' title="{magic[3]}"' if magic and magic[2] else ""
+        parts.append(fence(language + title, source[magic.end() :] if magic else source))
+        printed = "".join(_printed(output) for output in cell["outputs"])
+        if printed and not title:
+            parts.append(fence('text title="Output"', printed))
+    where = f"The notebook: `notebooks/{path.name}`. `make test-docs` runs it."
+    return "\n\n".join([*parts, where]) + "\n"
+
+
+def fence(info: str, text: str) -> str:
+    return f"```{info}\n{text.rstrip()}\n```"
+
+
+def _printed(output: dict[str, Any]) -> str:
+    if output["output_type"] == "stream":
+        return "".join(output["text"])
+    return "".join(output.get("data", {}).get("text/plain", [])) + "\n"
 
 
 def figure(path: str, text: str) -> str:

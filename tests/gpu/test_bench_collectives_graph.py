@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_measured(tmp_path: Path
     command = [sys.executable, "-m", "deepytorch.cli", "bench", "collectives", "--device", "cuda"]
     command += ["--ops", "all_to_all", "--sizes", "1K,4096G", "--json", str(tmp_path / "r.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1
+    assert done.returncode == 2
     error = " ".join(done.stderr.split())
     assert "all_to_all of 4096G" in error
     assert "give smaller --sizes" in error

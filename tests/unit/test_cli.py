@@ -67,11 +67,22 @@ def test_help_imports_nothing_heavy():
 
 
 def test_an_error_is_one_message_without_traceback(monkeypatch, capsys):
-    assert main(monkeypatch, "bench", "collectives", "--ops", "all_reduse") == 1
+    def fail(*_):
+        raise RuntimeError("the second rank fell ill")
+
+    monkeypatch.setattr(launch, "run", fail)
+    assert main(monkeypatch, "bench", "collectives") == 1
     shown = capsys.readouterr()
-    assert "unknown operation 'all_reduse'; known: all_reduce" in shown.err
+    assert "error: the second rank fell ill" in shown.err
     assert "Traceback" not in shown.err
     assert "DEEPYTORCH_DEBUG=1" in shown.err
+
+
+def test_a_wrong_value_is_wrong_use(monkeypatch, capsys):
+    assert main(monkeypatch, "bench", "collectives", "--ops", "all_reduse") == 2
+    shown = capsys.readouterr()
+    assert "unknown operation 'all_reduse'; known: all_reduce" in shown.err
+    assert "DEEPYTORCH_DEBUG" not in shown.err
 
 
 def test_a_missing_file_is_named(monkeypatch, capsys, tmp_path):
@@ -343,7 +354,7 @@ def test_bench_in_graphs(monkeypatch):
 
 
 def test_graphs_need_gpus(monkeypatch, capsys):
-    assert main(monkeypatch, "bench", "collectives", "--cuda-graph") == 1
+    assert main(monkeypatch, "bench", "collectives", "--cuda-graph") == 2
     error = capsys.readouterr().err
     assert "--cuda-graph captures work of GPUs: give --device cuda too" in " ".join(error.split())
 

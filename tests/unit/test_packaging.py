@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = {
@@ -21,6 +22,7 @@ EXTRAS = {
     "transformers",
     "examples",
     "recipes",
+    "metrics",
     "dev",
     "all",
 }
@@ -78,6 +80,32 @@ def test_extras(project: dict[str, Any]) -> None:
     named = re.fullmatch(r"deepytorch\[(.*)\]", everything[0])
     assert named is not None
     assert set(named.group(1).split(",")) == EXTRAS - {"all"}
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_what_an_extra_asks_for_fits_what_is_pinned(extra: str, project: dict[str, Any]) -> None:
+    """So that pip finds versions for all of it: those that the tests run with are among them."""
+    pinned = dict(
+        line.strip().lower().split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    wants = [Requirement(text) for text in project["project"]["optional-dependencies"][extra]]
+    assert wants
+    for want in wants:
+        if want.name == "deepytorch":
+            assert set(want.extras) <= EXTRAS
+        else:
+            assert want.specifier.contains(pinned[want.name.lower()], prereleases=True), want
+
+
+def test_groups_of_the_makefile_are_pinned(project: dict[str, Any]) -> None:
+    constraints = (ROOT / "constraints.txt").read_text().lower()
+    used = set(re.findall(r"\.group-(\w+)", (ROOT / "Makefile").read_text()))
+    assert set(project["dependency-groups"]) == used
+    for wants in project["dependency-groups"].values():
+        for want in wants:
+            assert f"\n{Requirement(want).name.lower()}==" in constraints, want
 
 
 def test_everything_installed_is_pinned(project: dict[str, Any]) -> None:

@@ -55,7 +55,13 @@ OUR_VARIABLES = {
     "DEEPYTORCH_NODE_ID",
 }
 COMMANDS: dict[str, dict[str, Any]] = {
-    "build": {"--output": None, "--force": False},
+    "build": {
+        "--output": None,
+        "--force": False,
+        "--torch": None,
+        "--all-torch": False,
+        "--torch-wheels": None,
+    },
     "run": {
         "--nproc-per-node": None,
         "--nnodes": None,

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import console
+from deepytorch.cli import console, help
 
 if TYPE_CHECKING:
     from deepytorch_core.topology import Topology
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(topology)
+    examples = help.examples(
+        "deepytorch topology",
+        "deepytorch topology --measure --svg machine.svg",
+        "deepytorch topology --json > machine.json",
+        "deepytorch topology --from machine.json",
+    )
+    app.command(epilog=examples)(topology)
 
 
 def topology(
@@ -30,7 +36,8 @@ def topology(
     svg: Annotated[Path | None, typer.Option(help="Also draw it into this SVG file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Also draw it into this PNG file.")] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Everything that is known, as plain text.")
+        bool,
+        typer.Option("--plain", help="Everything that is known, as plain text."),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for --from.")] = False,
 ) -> None:
@@ -51,7 +58,8 @@ def topology(
     else:
         from deepytorch.cli.topology import picture
 
-        out.print(picture.picture(found, out.width))
+        # Boxes as wide as a pipe is help nobody who searches it.
+        out.print(picture.picture(found, out.width, boxes=out.is_terminal))
     for path in (svg, png):
         if path is not None:
             from deepytorch.cli.topology import figure

@@ -8,6 +8,7 @@ from rich import box
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -21,12 +22,12 @@ _SIDE_BY_SIDE = 110
 _GPU, _NETWORK, _DIM, _PLAIN = "bold green", "cyan", "dim", "default not bold"
 
 
-def picture(topology: Topology, width: int) -> RenderableType:
-    """All of it, for a terminal of `width` columns."""
+def picture(topology: Topology, width: int, *, boxes: bool = True) -> RenderableType:
+    """All of it, for a terminal of `width` columns; without boxes, indented below headings."""
     nodes = machine_map.groups(topology)
-    beside = len(nodes) > 1 and width >= _SIDE_BY_SIDE
+    beside = boxes and len(nodes) > 1 and width >= _SIDE_BY_SIDE
     each = width // 2 - 1 if beside else None
-    panels = [_panel(node, width=each) for node in nodes]
+    panels = [_panel(node, width=each, boxes=boxes) for node in nodes]
     parts: list[RenderableType] = [_headline(topology)]
     parts += [Columns(panels, padding=(0, 1))] if beside else panels
     if len(topology.gpus) > 1:
@@ -54,7 +55,7 @@ def _cache(cache: Cache) -> str:
     return f"L{cache.level}{letter} {cache.instances} x {size_text(cache.bytes)}"
 
 
-def _panel(group: machine_map.Group, *, width: int | None) -> Panel:
+def _panel(group: machine_map.Group, *, width: int | None, boxes: bool) -> RenderableType:
     title = "NUMA node unknown"
     if group.node is not None:
         node = group.node
@@ -64,6 +65,8 @@ def _panel(group: machine_map.Group, *, width: int | None) -> Panel:
     trees += [_rdma(device) for device in group.rdma]
     trees += [_nic(nic) for nic in group.nics]
     body = Group(*trees) if trees else Text("no devices", style=_DIM)
+    if not boxes:
+        return Group(Text(title, style="bold"), Padding(body, (0, 0, 0, 2), expand=False))
     return Panel(body, title=escape(title), title_align="left", box=box.ROUNDED, width=width)
 
 

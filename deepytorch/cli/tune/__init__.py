@@ -5,12 +5,20 @@ from typing import Annotated
 
 import typer
 
+from deepytorch.cli import help
+
 
 def add_to(app: typer.Typer) -> None:
     passes_on = {"ignore_unknown_options": True, "allow_extra_args": True}
     settings = {**passes_on, "allow_interspersed_args": False}
     app.command(
-        context_settings=settings, options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGS]..."
+        context_settings=settings,
+        options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGS]...",
+        epilog=help.examples(
+            "deepytorch tune --nproc-per-node 2 train.py",
+            "deepytorch tune --budget-steps 300 --profile tuned.json train.py",
+            "deepytorch tune --nodes 2 --link 1gbit --delay 1ms train.py",
+        ),
     )(tune)
 
 

@@ -44,9 +44,9 @@ def judge(facts: Facts) -> list[Finding]:
         if facts.was_slow:
             return [warn(text, "deepytorch build   # finds or compiles it")]
         return [fail(text, "pip install --force-reinstall --no-deps deepytorch")]
-    # The tag begins with torch's version: "torch2.13.0+cpu-<commit>-<python>-...".
+    # The tag begins with torch's version: "torch2.13.0-<commit>-<python>-...".
     builds = sorted({tag.partition("-")[0] for tag in facts.others})
-    if builds and f"torch{facts.torch}" not in builds:
+    if builds and facts.tag.partition("-")[0] not in builds:
         text = f"compiled for {', '.join(builds)}, but this is torch {facts.torch}"
     elif builds:
         text = f"compiled for torch {facts.torch} with another Python, C library or release of ours"
