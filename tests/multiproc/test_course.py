@@ -72,7 +72,8 @@ def run_steps(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_waiting_is_exposed_however_it_is_done() -> None:
-    first, second = spawn_ranks(run_steps, 2, backend="deepytorch")
+    # Fresh, here and below: importing deepytorch activates it, which only a first import does.
+    first, second = spawn_ranks(run_steps, 2, backend="deepytorch", fresh=True)
     planted_s = STEPS * DELAY_S
     for way in WAYS:
         assert first[way]["steps"] == second[way]["steps"] == STEPS
@@ -99,7 +100,7 @@ def hidden(rank: int, world_size: int) -> float:
 
 
 def test_what_runs_beside_computation_is_not_exposed() -> None:
-    for exposed_s in spawn_ranks(hidden, 2, backend="deepytorch"):
+    for exposed_s in spawn_ranks(hidden, 2, backend="deepytorch", fresh=True):
         assert exposed_s < STEPS * DELAY_S
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 ON_CPU = Path(__file__).parents[1] / "integrations" / "megatron_on_cpu.py"
-OWN_WORKERS = {"MEGATRON_ON_CPU": "1"}
+OWN_WORKERS = {"MEGATRON_ON_CPU": "engine"}
 STEPS, SAVED_AFTER = 6, 3
 TIED = 17
 
