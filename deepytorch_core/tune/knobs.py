@@ -7,7 +7,7 @@ NCCL, reads it. A knob that is not set leaves things as they are without `deepyt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 FRAMEWORK, PLAN, TRANSPORT = "framework", "plan", "transport"
@@ -181,9 +181,3 @@ def layers_of(setting: Setting) -> tuple[str, ...]:
     """The layers whose knobs are set, in the order of LAYERS."""
     used = {knob(name).layer for name, _ in setting}
     return tuple(layer for layer in LAYERS if layer in used)
-
-
-def restricted(setting: Setting, names: Iterable[str]) -> Setting:
-    """What of `setting` is about the knobs `names`."""
-    wanted = set(names)
-    return frozenset(pair for pair in setting if pair[0] in wanted)

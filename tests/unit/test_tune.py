@@ -127,6 +127,20 @@ def test_steps_saved_by_an_early_end_are_spent_on_others() -> None:
     assert search.best is search.trials[0]
 
 
+def test_a_lucky_first_run_of_the_defaults_hides_nothing() -> None:
+    machine = Machine(lambda values: 0.95 if "num_sockets" in values else 1.0)
+    search = Search(KNOBS, machine.measure, steps=STEPS, budget_steps=8 * STEPS)
+    search.start_from(trial(DEFAULTS, 0.9))
+    assert search.run().setting == DEFAULTS
+    assert search.contender(trial(DEFAULTS, 0.9)).setting == DEFAULTS
+    assert search.contender(trial(DEFAULTS, 1.1)).setting == setting(num_sockets=4)
+    # One that failed or was ended early is none.
+    slow = Machine(lambda values: 1.0)
+    slow.problems = {setting(num_sockets=4): "failed"}
+    search = slow.search(budget_steps=8 * STEPS)
+    assert search.contender(trial(DEFAULTS, 1.0)).setting == DEFAULTS
+
+
 def test_a_search_ends_when_nothing_is_left() -> None:
     search = Machine(lambda values: 1.0).search(budget_steps=10_000)
     alone, pairs = 3 * 2, 3 * 2 * 2

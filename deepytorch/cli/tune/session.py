@@ -160,7 +160,11 @@ def _search(
         budget_steps=budget_steps,
     )
     search.start_from(start)
-    best = search.run()
+    search.run()
+    progress.begins("the script with its defaults, again")
+    again = candidates.repeat(DEFAULTS)
+    progress.ended("again", again, again, counts=False)
+    best = search.contender(again)
     repeated = None
     if best.setting != DEFAULTS:
         repeated = confirm(best.setting, _repeating(candidates, progress))
