@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
@@ -42,7 +42,6 @@ _QUIET = {
 }
 _TERMINATE_S = 40.0
 _LOOK_S = 0.05
-_KILLED = 128  # plus the signal's number: the exit status of what it ended
 # In the nodes' own network, where nobody else is.
 _EMULATED_PORT = 29400
 _TAIL_LINES = 40
@@ -195,12 +194,7 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
         log = folder / "output"
         status = _launch(job, folder, arm.variables, log, watch)
         if status != 0:
-            if not _has_measured(status, folder / "ranks", job.world_size):
-                raise CompareError(_failure(arm, status, log, job.timeout_s))
-            remarks.append(
-                f"a process of {arm.name} was killed by signal {status - _KILLED} after its last "
-                "step, on its way out"
-            )
+            raise CompareError(_failure(arm, status, log, job.timeout_s))
         sample = result.read(arm.name, folder / "ranks", job.world_size)
         left = _without_empty(sample.made_folders)
         if left:
@@ -208,15 +202,6 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
         if sample.redirected:
             remarks.append(f"checkpoints not written: {', '.join(sample.redirected)}")
         return sample
-
-
-def _has_measured(status: int | None, folder: Path, world_size: int) -> TypeGuard[int]:
-    """Whether a run that a signal ended was over: every rank had written what it measured."""
-    return (
-        status is not None
-        and status > _KILLED
-        and all((folder / f"rank{rank}.json").exists() for rank in range(world_size))
-    )
 
 
 def _without_empty(folders: Sequence[str]) -> list[str]:
