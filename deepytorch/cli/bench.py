@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import bench_table, console, help
+from deepytorch.cli import bench_table, console, help, shared
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.job import Job
@@ -88,23 +88,11 @@ def collectives(
             "--device cuda.",
         ),
     ] = False,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            help="Emulate so many nodes on this machine, in network namespaces (needs root and "
-            "pyroute2); the ranks are then those of the nodes. 0: no emulation."
-        ),
-    ] = 0,
-    ranks_per_node: Annotated[
-        str, typer.Option(help="Ranks of each emulated node; 4,2 for nodes that differ.")
-    ] = "1",
-    link: Annotated[
-        str, typer.Option(help="An emulated node's rate in each direction: 1gbit, 250mbit.")
-    ] = "",
-    flow_cap: Annotated[
-        str, typer.Option(help="What one TCP connection gets of it at most: 250mbit.")
-    ] = "",
-    delay: Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")] = "",
+    nodes: shared.Nodes = 0,
+    ranks_per_node: shared.RanksPerNode = "1",
+    link: shared.Link = "",
+    flow_cap: shared.FlowCap = "",
+    delay: shared.Delay = "",
     order: Annotated[
         str,
         typer.Option(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli import help
+from deepytorch.cli import help, shared
 
 
 def add_to(app: typer.Typer) -> None:
@@ -24,23 +24,12 @@ def add_to(app: typer.Typer) -> None:
 
 def run(
     context: typer.Context,
-    nproc_per_node: Annotated[
-        str | None,
-        typer.Option(
-            "--nproc-per-node",
-            "--nproc_per_node",
-            help="Processes on this machine: a number, gpu, cpu or auto. Default: one per GPU, "
-            "or 1 without a GPU.",
-        ),
-    ] = None,
+    nproc_per_node: shared.ProcessesPerNode = None,
     nnodes: Annotated[
         str | None,
         typer.Option(help="Machines, or a range MIN:MAX. Default: 1."),
     ] = None,
-    module: Annotated[
-        bool,
-        typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m."),
-    ] = False,
+    module: shared.Module = False,
     *,
     compare: Annotated[
         bool,

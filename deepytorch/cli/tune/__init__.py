@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli import help
+from deepytorch.cli import help, shared
 
 
 def add_to(app: typer.Typer) -> None:
@@ -24,19 +24,8 @@ def add_to(app: typer.Typer) -> None:
 
 def tune(
     context: typer.Context,
-    nproc_per_node: Annotated[
-        str | None,
-        typer.Option(
-            "--nproc-per-node",
-            "--nproc_per_node",
-            help="Processes on this machine: a number, gpu, cpu or auto. Default: one per GPU, "
-            "or 1 without a GPU.",
-        ),
-    ] = None,
-    module: Annotated[
-        bool,
-        typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m."),
-    ] = False,
+    nproc_per_node: shared.ProcessesPerNode = None,
+    module: shared.Module = False,
     *,
     budget_steps: Annotated[
         int,
@@ -56,23 +45,11 @@ def tune(
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Time limit of one trial in seconds.")
     ] = 1800.0,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            help="Emulate so many nodes on this machine, in network namespaces (needs root and "
-            "pyroute2); the ranks are then those of the nodes. 0: no emulation."
-        ),
-    ] = 0,
-    ranks_per_node: Annotated[
-        str, typer.Option(help="Ranks of each emulated node; 4,2 for nodes that differ.")
-    ] = "1",
-    link: Annotated[
-        str, typer.Option(help="An emulated node's rate in each direction: 1gbit, 250mbit.")
-    ] = "",
-    flow_cap: Annotated[
-        str, typer.Option(help="What one TCP connection gets of it at most: 250mbit.")
-    ] = "",
-    delay: Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")] = "",
+    nodes: shared.Nodes = 0,
+    ranks_per_node: shared.RanksPerNode = "1",
+    link: shared.Link = "",
+    flow_cap: shared.FlowCap = "",
+    delay: shared.Delay = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write everything that was measured.")
     ] = None,

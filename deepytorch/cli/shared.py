@@ -1,0 +1,35 @@
+"""Options that several commands have."""
+
+from typing import Annotated
+
+import typer
+
+ProcessesPerNode = Annotated[
+    str | None,
+    typer.Option(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        help="Processes on this machine: a number, gpu, cpu or auto. Default: one per GPU, "
+        "or 1 without a GPU.",
+    ),
+]
+Module = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
+]
+
+# Of emulated nodes.
+Nodes = Annotated[
+    int,
+    typer.Option(
+        help="Emulate so many nodes on this machine, in network namespaces (needs root and "
+        "pyroute2); the ranks are then those of the nodes. 0: no emulation."
+    ),
+]
+RanksPerNode = Annotated[
+    str, typer.Option(help="Ranks of each emulated node; 4,2 for nodes that differ.")
+]
+Link = Annotated[
+    str, typer.Option(help="An emulated node's rate in each direction: 1gbit, 250mbit.")
+]
+FlowCap = Annotated[str, typer.Option(help="What one TCP connection gets of it at most: 250mbit.")]
+Delay = Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")]
