@@ -227,24 +227,17 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const size_t left = most - std::min(most, used);
   const DeviceClass devices = describe_devices(context, device);
   const int channels = offer_channels(devices.num_sms, fabric.device_channels_used());
-  // Packets have not run on GPUs since they last changed, and staging has not run on any: nobody
-  // gets them without asking for native code.
-  bool native_is_asked_for = true;
-  for (const char each : exchange(context, static_cast<char>(delegate_.execute == nullptr))) {
-    native_is_asked_for &= each != 0;
-  }
   const auto connect = [&](bool peer_access) {
     state->group = DeviceGroup::connect({rank_,
                                          global_ranks_,
                                          device,
                                          left / kShareOfStaging,
                                          channels,
-                                         devices.nvlink && native_is_asked_for,
+                                         devices.nvlink,
                                          all_gather,
                                          wait,
                                          peer_access,
-                                         workers_near(context, devices.cpus),
-                                         native_is_asked_for});
+                                         workers_near(context, devices.cpus)});
   };
   if (!devices.peer_access) {
     connect(false);

@@ -349,12 +349,6 @@ int DeviceGroup::peer_mappings() { return DeviceMemory::imported(); }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   if (!setup.peer_access) {
-    if (!setup.may_stage) {
-      throw Error(
-          DPT_ERR_SYSTEM,
-          "the GPUs have no access to each other's memory, and CPU-Reduce, which has not run "
-          "on such a machine yet, serves with collectives=native only");
-    }
     return connect_staged(setup, [&setup] {
       if (const std::string absent = why_absent(); !absent.empty()) {
         throw Error(DPT_ERR_SYSTEM, absent);

@@ -39,7 +39,6 @@ class DeviceGroup {
     const WaitContext& wait;
     bool peer_access = true;  // false: memory of peers is not to be mapped
     Workers workers = {};
-    bool may_stage = true;  // without peer access through the host's memory; the same on all ranks
   };
   static constexpr size_t kMostWords = 240;
 

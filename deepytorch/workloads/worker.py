@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import cProfile
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ MAX_LOSS_DIFFERENCE = 1e-3
 def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> None:
     """Trains one arm on this process in its turns; rank 0 of ours gives the record to `emit`."""
     arm, rank = divmod(process, job.world_size)
+    _stay_on_cores(rank, job.world_size)
     turns = Turns(store, job)
     device = worker.device_of(job, rank)
     clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
@@ -75,6 +77,18 @@ def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> Non
         shares = [json.loads(value) for value in store.multi_get(keys)]
         record = _record(job, shares[: job.world_size], shares[job.world_size :])
         emit({"record": record})
+
+
+def _stay_on_cores(rank: int, world_size: int) -> None:
+    """Keep to the rank's share of this machine's cores, the same in both arms.
+
+    Steps of small models are as long as their Python: on which cores a process happens to run, near
+    its GPU or not, would differ more than the arms do.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // world_size
+    if share >= 2:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 
 
 def _adapter_us(train: timing.Call) -> float:

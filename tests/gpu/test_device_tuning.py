@@ -247,16 +247,18 @@ SERVES = {
 }
 
 
-@needs_gpus(4)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=needs_gpus(4))])
 @pytest.mark.timeout(240)
-def test_every_algorithm_is_right_at_every_size(tmp_path: Path) -> None:
+def test_every_algorithm_is_right_at_every_size(tmp_path: Path, world_size: int) -> None:
     profile = tmp_path / "profile.json"
     native = _environment(profile, DEEPYTORCH_COLLECTIVES="native")
-    spawn_ranks(_any_alignment, 4, backend=BACKEND, env=native, fresh=True)
+    spawn_ranks(_any_alignment, world_size, backend=BACKEND, env=native, fresh=True)
     times = profile.read_text()
     for algorithm, ops in SERVES.items():
+        if algorithm == "ring" and world_size == 2:
+            continue  # of two it would be what push is
         profile.write_text(times)
         _favour(profile, algorithm)
         chosen = {**native, "DEEPYTORCH_DETERMINISTIC": "on"}  # only what the profile says
-        used = spawn_ranks(_any_alignment, 4, backend=BACKEND, env=chosen, fresh=True)
+        used = spawn_ranks(_any_alignment, world_size, backend=BACKEND, env=chosen, fresh=True)
         assert {op for op, name in used[0] if name == algorithm} == ops

@@ -34,11 +34,13 @@ def stay_away(rank: int, world_size: int, collectives: str) -> tuple[str, list[i
         begun.wait([str(other) for other in range(world_size) if other != 1])
         (job,) = collect.jobs([os.getpid()])
         ranks = collect.ranks(job.records)
-        assert all(
-            operation.on_device and operation.state == evidence.ISSUED
+        others = [
+            operation
             for each in ranks
             for operation in each.operations
-        )
+            if not operation.on_device or operation.state != evidence.ISSUED
+        ]
+        assert not others, others
         judged = verdict.judge(ranks)
         found = (judged.kind, list(judged.ranks), judged.sequence)
     for _ in range(3):

@@ -10,17 +10,27 @@ import torch.distributed as dist
 
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 
-WORLD_SIZE = 4
+WORLD_SIZE = min(4, max(2, torch.cuda.device_count()))
 STEPS = 20
-pytestmark = [pytest.mark.gpu, needs_gpus(WORLD_SIZE), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, needs_gpus(2), pytest.mark.timeout(600)]
 
 STOCK = {"DEEPYTORCH_ENABLED": "0"}
+# Fused and compiled code rounds differently, and is not what is compared here.
+OURS = {f"DEEPYTORCH_{name}": "off" for name in ("COMPILE", "KERNELS", "PADDING_FREE")}
 
 
 def _device(rank: int) -> torch.device:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _assert_equal(ours: list[float], stock: list[float]) -> None:
+    """Two ranks' sums don't depend on their order."""
+    if WORLD_SIZE == 2:
+        assert ours == stock
+    else:
+        assert ours == pytest.approx(stock, rel=1e-5)
 
 
 def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, Any]:
@@ -62,12 +72,12 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
 def test_losses_are_nccls(framework: str) -> None:
     settings = {"timeout_s": 120.0, "fresh": True}
     stock = spawn_ranks(_train, WORLD_SIZE, framework, False, env=STOCK, **settings)
-    ours = spawn_ranks(_train, WORLD_SIZE, framework, True, **settings)
+    ours = spawn_ranks(_train, WORLD_SIZE, framework, True, env=OURS, **settings)
     for rank in range(WORLD_SIZE):
         assert stock[rank]["calls"] == 0
         assert ours[rank]["calls"] > 0
         assert "deepytorch" in ours[rank]["backend"]
-        assert ours[rank]["losses"] == stock[rank]["losses"]
+        _assert_equal(ours[rank]["losses"], stock[rank]["losses"])
         assert len(set(ours[rank]["losses"])) == STEPS
 
 
@@ -114,8 +124,8 @@ def _run_trainer(rank: int, world_size: int, folder: str, ours: bool) -> dict[st
 def test_the_trainers_losses_are_nccls(tmp_path: Any) -> None:
     settings = {"timeout_s": 120.0, "fresh": True}
     stock = spawn_ranks(_run_trainer, WORLD_SIZE, str(tmp_path), False, env=STOCK, **settings)
-    ours = spawn_ranks(_run_trainer, WORLD_SIZE, str(tmp_path), True, **settings)
+    ours = spawn_ranks(_run_trainer, WORLD_SIZE, str(tmp_path), True, env=OURS, **settings)
     assert stock[0]["calls"] == 0
     assert ours[0]["calls"] > 0
     assert len(ours[0]["losses"]) == STEPS
-    assert ours[0]["losses"] == stock[0]["losses"]
+    _assert_equal(ours[0]["losses"], stock[0]["losses"])
