@@ -84,9 +84,7 @@ def run(case: Case, slot: int | None = None) -> Result:
         with contextlib.ExitStack() as stack:
             store, address = _own_store(fault, stack)
             network = stack.enter_context(_network(fault, path))
-            settings = Settings(
-                case, folder, address, fault.timeout_s or path.timeout_s or _LONG_S
-            )
+            settings = Settings(case, folder, address, fault.timeout_s or path.timeout_s or _LONG_S)
             outside = threading.Thread(
                 target=_from_outside, args=(settings, store, network), daemon=True
             )
@@ -198,9 +196,7 @@ def _num_gpus() -> int:
 _missing_privilege = functools.cache(missing_privilege)
 
 
-def _environment(
-    fault: Fault, path: DataPath, folder: Path, slot: int | None
-) -> dict[str, str]:
+def _environment(fault: Fault, path: DataPath, folder: Path, slot: int | None) -> dict[str, str]:
     # Measuring belongs to no fault, except where what it writes is the point.
     env = {"DEEPYTORCH_TUNE": "off", "DEEPYTORCH_LOG": "error", **path.env}
     if slot is not None:
@@ -277,7 +273,10 @@ def _from_outside(
         time.sleep(0.3)
     settings.note_fault()
     _ACT[settings.case.fault](store, network)
-    if FAULTS[settings.case.fault].outcome_in(settings.case.phase, settings.case.path) in ("either", "recovers"):
+    if FAULTS[settings.case.fault].outcome_in(settings.case.phase, settings.case.path) in (
+        "either",
+        "recovers",
+    ):
         with contextlib.suppress(OSError):
             (settings.folder / "over").touch()
 
