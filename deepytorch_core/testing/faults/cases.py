@@ -21,6 +21,7 @@ class Path:
     """A way of the data. `nodes` has one letter per rank: who shares one shares a node.
 
     Attributes:
+        algorithms: one of them carries the operations out, or the case is none; empty: any.
         may_end: an operation that another rank left unfinished may end the process.
         timeout_s: of the group, in seconds; None: far more than any wait is to take.
         within_s: what it takes at least for an answer; the larger of this and the fault's counts.
@@ -32,6 +33,7 @@ class Path:
     dtype: str = "float32"
     device: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
+    algorithms: tuple[str, ...] = ()
     may_end: bool = False
     timeout_s: float | None = None
     within_s: float = 0.0
@@ -67,6 +69,7 @@ PATHS = {
             nodes="aa",
             device="cuda",
             env={"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_ERROR_HANDLING": "raise"},
+            algorithms=("packet", "two_shot"),
             within_s=12.0,
             means="2 GPUs of one node, native kernels",
         ),
@@ -79,6 +82,7 @@ PATHS = {
                 "DEEPYTORCH_ERROR_HANDLING": "raise",
                 "NCCL_P2P_DISABLE": "1",
             },
+            algorithms=("cpu_reduce",),
             within_s=12.0,
             means="2 GPUs of one node without peer access, native through the host's memory",
         ),
@@ -86,6 +90,7 @@ PATHS = {
             name="nccl",
             nodes="aa",
             device="cuda",
+            algorithms=("delegate",),
             may_end=True,
             timeout_s=10.0,
             within_s=30.0,

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.testing.faults import inject
+from deepytorch_core.testing.faults import cases, inject
 from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case
 from deepytorch_core.testing.leaks import holdings, left_over
 from deepytorch_core.testing.worker import rank_store
@@ -95,6 +95,8 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
         warm = Group(settings, rank, world_size, name="warm", own_store=False)
         for _ in range(_WARM_ROUNDS):
             warm.exchange()
+        if case.fault != "disk full":  # which measures, and takes what is fastest
+            _check_algorithm(path)
         dist.destroy_process_group()
         before, mapped = holdings(), _device_mapped_bytes()
         if path.device == "cpu":
@@ -189,6 +191,14 @@ def _loaders(case: Case) -> Iterator[None]:
     next(loader)
     yield
     del loader
+
+
+def _check_algorithm(path: cases.Path) -> None:
+    from deepytorch_core import _core
+
+    used = {str(row["algorithm"]) for row in _core.statistics() if row["calls"]}
+    if path.algorithms and not used <= set(path.algorithms):
+        raise RuntimeError(f"this is no case of {path.name}: {sorted(used)} carried it out")
 
 
 def _write_errors_to(file: Path) -> None:
