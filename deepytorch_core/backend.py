@@ -88,7 +88,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
 
     module = adapter.load()
     if _is_default():
-        live.join(spec.store, rank=spec.rank, size=spec.size)
+        live.join(spec.store, rank=spec.rank, size=spec.size, life=factory)
 
     made = module.create_backend(
         spec.store,

@@ -144,7 +144,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
     module = adapter.load()
     store = c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store())
     if group is c10d.GroupMember.WORLD:
-        live.join(store, rank=group.rank(), size=group.size())
+        live.join(store, rank=group.rank(), size=group.size(), life=group)
     options = config.current()
     return module.create_backend(
         store,

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,7 +44,7 @@ _FRESH_S = 60.0
 class _Home:
     """The job's common ground: the default group's store, and this process's place.
 
-    `store` is None where it can't serve.
+    `store` is None where it can't serve, or no more.
     """
 
     store: Any
@@ -58,11 +59,14 @@ _lock = threading.Lock()
 _judged: dict[str, str] = {}
 
 
-def join(store: Any, *, rank: int, size: int) -> None:
+def join(store: Any, *, rank: int, size: int, life: object) -> None:
     """Say in this process's flight record who it is; call it where the default group is made.
 
     Args:
         store: the default group's torch Store. What is asked of it waits for no other rank.
+        rank: this process's in the default group.
+        size: of the default group.
+        life: something that goes with the group's backend; the store is let go with it.
     """
     global _home
     from torch._C._distributed_c10d import PrefixStore
@@ -83,6 +87,7 @@ def join(store: Any, *, rank: int, size: int) -> None:
     if _home is not None:
         _home.over.set()
     _home = _Home(own, rank, size, job)
+    weakref.finalize(life, _let_go, _home).atexit = False
     _judged.clear()
     _core.identify_process(job=job, rank=rank, world_size=size, signal=answer.register())
     if size > 1 and own is not None and config.spans_nodes():
@@ -91,6 +96,12 @@ def join(store: Any, *, rank: int, size: int) -> None:
         )
         thread.start()
         atexit.register(_end, _home, thread)
+
+
+def _let_go(home: _Home) -> None:
+    """The group is gone, and no connection to its store is to stay behind."""
+    home.over.set()
+    home.store = None
 
 
 def explainer(group: str) -> Callable[[str], str]:

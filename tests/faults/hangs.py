@@ -1,10 +1,11 @@
 """Plants hangs in a script from outside and counts how often the verdict names the right rank.
 
     python tests/faults/hangs.py --count 100 --json build/hangs.jsonl
+    python tests/faults/hangs.py --device cuda --how delegated --jobs 6 --count 36
 
 The verdict is what `deepytorch report --hang --json` prints, a command that is told nothing but to
 look. What was planted, and where, is known here alone. A third of the hangs or more is in
-operations that the stock backend carries out.
+operations that the stock backend carries out. On GPUs, one for each of two ranks, that is NCCL.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import ctypes
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -22,13 +24,14 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("planted_script.py")
-RANKS = 3
+RANKS = {"cpu": 3, "cuda": 2}
 _START_LIMIT_S = 90.0
 _SETTLE_S = 2.5
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
@@ -39,8 +42,10 @@ class Plant:
     """One way to hang: `lines` at a `place` of the script, for the culprit from step 40 on, or what
     `act` does to its process.
 
-    `kinds` are the verdicts that are right, `blames` the ranks that may be blamed, and `named` must
-    be in the sentence.
+    `kinds` are the verdicts that are right, `named` must be in the sentence. The `culprits` count
+    from the last rank if negative; any rank where there are none. Who is to be blamed is the
+    culprit, or any rank where `blames_all`. It is `only` for operations carried out so, and not
+    for GPUs unless `on_device`.
     """
 
     name: str
@@ -48,10 +53,26 @@ class Plant:
     place: str = ""
     lines: str = ""
     act: Callable[[int], Callable[[], None]] | None = None
-    culprits: tuple[int, ...] = tuple(range(RANKS))
-    blames: Callable[[int], set[int]] = lambda culprit: {culprit}
+    culprits: tuple[int, ...] = ()
+    blames_all: bool = False
     named: str = ""
     only: str = ""
+    on_device: bool = True
+
+    def chosen_culprit(self, ranks: int, chance: random.Random) -> int:
+        return chance.choice(self.culprits or tuple(range(ranks))) % ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """How the script is run: on what, and who carries its operations out."""
+
+    device: str
+    how: str
+
+    @property
+    def ranks(self) -> int:
+        return RANKS[self.device]
 
 
 class NotReadyError(RuntimeError):
@@ -102,7 +123,7 @@ PLANTS = (
         ENTERED,
         "pair",
         "time.sleep(100_000)",
-        culprits=(RANKS - 2, RANKS - 1),
+        culprits=(-2, -1),
         named="time.sleep",
     ),
     Plant(
@@ -110,9 +131,10 @@ PLANTS = (
         ("crossed", "mismatch"),
         "between",
         "dist.barrier(); share(torch.zeros(16), pair)",
-        culprits=(RANKS - 2, RANKS - 1),
-        blames=lambda culprit: {0, *range(RANKS)},
+        culprits=(-2, -1),
+        blames_all=True,
         named="rank",
+        on_device=False,  # there the host does not wait for a broadcast: nothing is crossed
     ),
     Plant(
         "another operation",
@@ -121,20 +143,26 @@ PLANTS = (
         "dist.broadcast(parameter.grad, 0, group=group)",
         only="delegated",
         named="broadcast",
+        on_device=False,  # NCCL may go on, with wrong numbers: it need not hang
     ),
 )
 
 
-def run_one(plant: Plant, how: str, culprit: int, delay_s: float) -> dict[str, Any]:
+def run_one(plant: Plant, job: Job, culprit: int, delay_s: float) -> dict[str, Any]:
     """Starts a job, plants, asks, ends the job: what was planted and what was said."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = start(edited(plant, culprit), how, Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = start(edited(plant, culprit), job, folder)
         undo: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            pids = await_ready(Path(folder), processes)
+            ready = [folder / f"ready{rank}" for rank in range(job.ranks)]
+            await_files(ready, folder, processes)
+            pids = [int(file.read_text()) for file in ready]
             time.sleep(delay_s)
             if plant.act is not None:
                 undo = plant.act(pids[culprit])
+            else:
+                await_files([folder / PLANTED], folder, processes)
             time.sleep(_SETTLE_S)
             asked = time.monotonic()
             found = ask(pids[0] if culprit else pids[1])
@@ -150,12 +178,13 @@ def run_one(plant: Plant, how: str, culprit: int, delay_s: float) -> dict[str, A
     right = (
         verdict["kind"] in plant.kinds
         and bool(blamed)
-        and blamed <= plant.blames(culprit)
+        and (plant.blames_all or blamed == {culprit})
         and plant.named in verdict["sentence"]
     )
     return {
         "plant": plant.name,
-        "how": how,
+        "device": job.device,
+        "how": job.how,
         "culprit": culprit,
         "right": right,
         "kind": verdict["kind"],
@@ -176,6 +205,7 @@ def edited(plant: Plant, culprit: int) -> str:
             condition = f"if dist.get_rank() == {culprit} and steps.reached(40):"
             lines += [
                 indent + condition,
+                f'{indent}    open(os.path.join(sys.argv[1], "{PLANTED}"), "w").write("1")',
                 *textwrap.indent(plant.lines, indent + "    ").split("\n"),
             ]
     text = "\n".join(lines) + "\n"
@@ -183,6 +213,8 @@ def edited(plant: Plant, culprit: int) -> str:
         "        if step == 20:", "        steps.number = step\n        if step == 20:", 1
     )
 
+
+PLANTED = "planted"  # a file that says: the culprit is there
 
 COUNTER = """class steps:
     number = 0
@@ -194,28 +226,38 @@ COUNTER = """class steps:
 """
 
 
-def start(script: str, how: str, folder: Path) -> list[subprocess.Popen[bytes]]:
+# All tensors live on the rank's GPU then.
+ON_GPU = """    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_default_device(f"cuda:{torch.cuda.current_device()}")
+"""
+
+
+def start(script: str, job: Job, folder: Path) -> list[subprocess.Popen[bytes]]:
     path = folder / "train.py"
-    if how == "delegated":
-        script = script.replace("init_process_group(", 'init_process_group("deepytorch", ', 1)
+    if job.device == "cuda":
+        script = script.replace("def main():\n", "def main():\n" + ON_GPU, 1)
+    if job.how == "delegated":
+        # A group of GPUs alone: its barrier is NCCL's, too.
+        backend = "cuda:deepytorch" if job.device == "cuda" else "deepytorch"
+        script = script.replace("init_process_group(", f'init_process_group("{backend}", ', 1)
     path.write_text("import deepytorch\n" + script)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
-    for rank in range(RANKS):
+    for rank in range(job.ranks):
         environment = dict(
             os.environ,  # noqa: TID251
             RANK=str(rank),
             LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(RANKS),
-            LOCAL_WORLD_SIZE=str(RANKS),
+            WORLD_SIZE=str(job.ranks),
+            LOCAL_WORLD_SIZE=str(job.ranks),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
             OMP_NUM_THREADS="1",
             DEEPYTORCH_TUNE="off",
             DEEPYTORCH_LOG="error",
-            DEEPYTORCH_COLLECTIVES="stock" if how == "delegated" else "native",
+            DEEPYTORCH_COLLECTIVES="stock" if job.how == "delegated" else "native",
         )
         command = [sys.executable, str(path), str(folder)]
         log = open(folder / f"log{rank}", "wb")  # noqa: SIM115
@@ -223,15 +265,14 @@ def start(script: str, how: str, folder: Path) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-def await_ready(folder: Path, processes: list[subprocess.Popen[bytes]]) -> list[int]:
+def await_files(files: list[Path], folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + _START_LIMIT_S
-    files = [folder / f"ready{rank}" for rank in range(RANKS)]
     while not all(file.exists() and file.read_text() for file in files):
         if time.monotonic() > deadline or any(one.poll() is not None for one in processes):
-            logs = "\n".join((folder / f"log{rank}").read_text() for rank in range(RANKS))
-            raise NotReadyError(f"the script did not come to step 20:\n{logs}")
+            logs = "\n".join(log.read_text() for log in sorted(folder.glob("log*")))
+            missing = [file.name for file in files if not file.exists()]
+            raise NotReadyError(f"the script did not come to where it makes {missing}:\n{logs}")
         time.sleep(0.05)
-    return [int(file.read_text()) for file in files]
 
 
 def ask(pid: int) -> dict[str, Any]:
@@ -248,33 +289,67 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=sorted(RANKS), default="cpu")
+    parser.add_argument("--how", choices=["native", "delegated"], action="append")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
+    parser.add_argument("--limit-s", type=float, default=None, help="begin none after so long")
     parser.add_argument("--json", type=Path, default=Path("build/hangs.jsonl"))
     options = parser.parse_args()
-    chance = random.Random(options.seed)
+    if options.device == "cuda" and (found := num_gpus()) < RANKS["cuda"]:
+        sys.exit(f"--device cuda needs {RANKS['cuda']} GPUs, found {found}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    cases = [
-        (plant, how)
-        for plant, how in itertools.product(PLANTS, ("native", "delegated"))
-        if plant.only in ("", how)
-    ]
-    wrong = 0
+    wrong = done = 0
     with open(options.json, "w") as file:
-        for number in range(options.count):
-            plant, how = cases[number % len(cases)]
-            culprit = chance.choice(plant.culprits)
-            delay_s = chance.uniform(0.2, 1.0)
-            try:
-                result = run_one(plant, how, culprit, delay_s)
-            except NotReadyError as error:
-                print(f"started once more: {str(error).splitlines()[-1]}")
-                result = run_one(plant, how, culprit, delay_s)
+        for result in results(options):
+            done += 1
             wrong += not result["right"]
             file.write(json.dumps(result) + "\n")
             file.flush()
             mark = "right" if result["right"] else "WRONG"
-            print(f"{number + 1}/{options.count} {mark}: {plant.name}, {how}: {result['sentence']}")
-    print(f"{options.count - wrong} of {options.count} verdicts are right: {options.json}")
-    sys.exit(bool(wrong))
+            what = f"{result['plant']}, {result['how']}"
+            print(f"{done}/{options.count} {mark}: {what}: {result['sentence']}", flush=True)
+    print(f"{done - wrong} of {done} verdicts are right: {options.json}")
+    sys.exit(bool(wrong) or done == 0)
+
+
+def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What was planted and said, as it comes."""
+    chance = random.Random(options.seed)
+    deadline = math.inf if options.limit_s is None else time.monotonic() + options.limit_s
+    cases = [
+        (plant, Job(options.device, how))
+        for plant, how in itertools.product(PLANTS, options.how or ("native", "delegated"))
+        if plant.only in ("", how) and (plant.on_device or options.device == "cpu")
+    ]
+    chosen = []
+    for number in range(options.count):
+        plant, job = cases[number % len(cases)]
+        chosen.append((plant, job, plant.chosen_culprit(job.ranks, chance), chance.uniform(0.2, 1)))
+
+    def one(case: tuple[Plant, Job, int, float]) -> dict[str, Any] | None:
+        if time.monotonic() > deadline:
+            return None
+        for _ in range(2):
+            try:
+                return run_one(*case)
+            except NotReadyError as error:
+                print(f"not started: {error}", flush=True)
+            except PermissionError as error:
+                print(f"not planted: {case[0].name}: {error}", flush=True)
+                break
+        return None
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for future in as_completed([pool.submit(one, case) for case in chosen]):
+            result = future.result()
+            if result is not None:
+                yield result
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from deepytorch_core.testing.faults import __main__ as command
-from deepytorch_core.testing.faults import inject, runner
+from deepytorch_core.testing.faults import inject, runner, schedule
 from deepytorch_core.testing.faults.cases import CASES, FAULTS, OUTCOMES, PATHS, PHASES, Case, cases
-from deepytorch_core.testing.faults.job import Told
+from deepytorch_core.testing.faults.job import Settings, Told
 from deepytorch_core.testing.faults.runner import judge, run
 
 # What no other test has: deaths before and while the stock backend works, and a rank that can't
@@ -32,7 +34,8 @@ def test_the_table_is_consistent() -> None:
     for fault in FAULTS.values():
         assert set(fault.paths) <= set(PATHS)
         assert set(fault.phases) <= set(PHASES)
-        assert {fault.outcome_in(phase) for phase in fault.phases} <= set(OUTCOMES)
+        for path in fault.paths:
+            assert {fault.outcome_in(phase, path) for phase in fault.phases} <= set(OUTCOMES)
     from_outside = {name for name in FAULTS if name not in inject.INJECT}
     assert from_outside == set(runner._ACT)
     assert set(inject.INJECT) <= set(FAULTS)
@@ -42,8 +45,11 @@ def test_the_table_is_consistent() -> None:
 def test_cases_are_chosen_by_pattern() -> None:
     assert cases(["SIGKILL | shm | *"]) == [Case("SIGKILL", "shm", phase) for phase in PHASES]
     assert len(cases(["*", "SIGKILL | shm | init"])) == len(CASES)
+    assert {PATHS[case.path].device for case in cases(device="cuda")} == {"cuda"}
     with pytest.raises(ValueError, match="no case matches 'nothing'"):
         cases(["nothing"])
+    with pytest.raises(ValueError, match="no case matches"):
+        cases(["* | shm | *"], "cuda")
 
 
 KILLED = Case("SIGKILL", "shm", "collective")
@@ -68,6 +74,70 @@ def test_survivors_are_judged(told: list[Told], wrong: str) -> None:
     result = judge(KILLED, told)
     assert bool(result.wrong) == bool(wrong)
     assert wrong in "; ".join(result.wrong)
+
+
+ENDED = Told("deepytorch: group 0 on rank 0: rank 1 (pid 3) died", 3.0, ended=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong"),
+    [
+        (Case("SIGKILL", "nccl", "collective"), ""),
+        (Case("no descriptors", "nccl", "init"), ""),
+        (Case("SIGKILL", "gpu", "collective"), "error was promised: ends"),
+        (Case("SIGSTOP 5 s", "nccl", "collective"), "recovers was promised: ends"),
+        (Case("SIGKILL", "nccl", "destroy"), "leaves was promised: ends"),
+    ],
+    ids=str,
+)
+def test_a_process_that_ends_is_as_good_as_an_error_for_nccl(case: Case, wrong: str) -> None:
+    result = judge(case, [ENDED])
+    assert result.outcome == "ends"
+    assert bool(result.wrong) == bool(wrong)
+    assert wrong in "; ".join(result.wrong)
+
+
+def test_a_process_that_ended_is_quoted(tmp_path: Path) -> None:
+    settings = Settings(Case("SIGKILL", "nccl", "collective"), tmp_path, None, 1.0)
+    settings.note_fault()
+    assert runner._ended(settings, 0).error == "it said nothing"
+    settings.stderr_of(0).write_text("a\ndeepytorch: rank 1 (pid 3) died\n\nb\n")
+    told = runner._ended(settings, 0)
+    assert (told.error, told.ended) == ("deepytorch: rank 1 (pid 3) died", True)
+    settings.stderr_of(0).write_text("a\nb\n\n")
+    assert runner._ended(settings, 0).error == "b"
+
+
+def test_cases_run_side_by_side_unless_they_need_the_machine() -> None:
+    chosen = cases(["SIGKILL | nccl | *", "no GPU memory | nccl | *"])
+    slots: dict[Case, int | None] = {}
+    together = threading.Barrier(4)
+
+    def run_one(case: Case, slot: int | None) -> runner.Result:
+        if slot is not None:
+            together.wait(30)
+        slots[case] = slot
+        return runner.Result(case)
+
+    through = [result.case for (result,) in schedule.run_all(chosen, jobs=4, run_one=run_one)]
+    assert sorted(through) == sorted(chosen)
+    assert sorted(slots[case] for case in chosen[:4]) == [0, 1, 2, 3]
+    assert [slots[case] for case in chosen[4:]] == [None, None]
+    assert through[4:] == chosen[4:]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_case_begins_after_the_limit(jobs: int) -> None:
+    begun = []
+
+    def run_one(case: Case, slot: int | None) -> runner.Result:
+        begun.append(case)
+        time.sleep(0.05)
+        return runner.Result(case)
+
+    chosen = cases(["* | shm | *"])
+    through = list(schedule.run_all(chosen, jobs=jobs, limit_s=0.01, run_one=run_one))
+    assert len(through) == len(begun) == jobs
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

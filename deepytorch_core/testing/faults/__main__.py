@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.bench import record
+from deepytorch_core.testing.faults import schedule
 from deepytorch_core.testing.faults.cases import cases
 from deepytorch_core.testing.faults.page import write_page
-from deepytorch_core.testing.faults.runner import Result, run
+from deepytorch_core.testing.faults.runner import Result, names_in_shm
 from deepytorch_core.testing.pool import close_idle_workers
 
 
@@ -21,13 +22,16 @@ def main(arguments: Sequence[str]) -> int:
     """0 if every case that could run came out as the table promises."""
     parser = argparse.ArgumentParser(prog="python -m deepytorch_core.testing.faults")
     parser.add_argument("patterns", nargs="*", default=["*"], help='such as "SIGKILL | shm | *"')
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="only paths there")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")
+    parser.add_argument("--limit-s", type=float, metavar="S", help="begin none after S seconds")
     parser.add_argument("--list", action="store_true", help="name the cases, run none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line per case to FILE")
     parser.add_argument("--repeat", type=int, metavar="N", help="N times each; times are summed up")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="make PAGE of --json's lines")
     options = parser.parse_args(arguments)
     try:
-        chosen = cases(options.patterns)
+        chosen = cases(options.patterns, options.device)
     except ValueError as error:
         parser.error(str(error))
     if options.list:
@@ -37,22 +41,31 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--write needs --json: the page is made of the records")
     if options.write and options.repeat:
         parser.error("--write makes a page of single runs: leave --repeat out")
-    num_bad = 0
-    for number, case in enumerate(chosen, start=1):
-        results = [run(case) for _ in range(options.repeat or 1)]
+    shared = names_in_shm()
+    num_bad = num_run = 0
+    for results in schedule.run_all(
+        chosen, repeat=options.repeat or 1, jobs=options.jobs, limit_s=options.limit_s
+    ):
+        num_run += 1
         num_bad += any(result.wrong for result in results)
         told = repeated(results) if options.repeat else results[0].to_dict()
         shown = [result for result in results if result.wrong or not options.repeat]
-        lines = [*map(_line, shown), *([f"{case}: {told}"] if options.repeat else [])]
-        sys.stdout.writelines(f"{number}/{len(chosen)} {line}\n" for line in lines)
+        summed = [f"{results[0].case}: {told}"] if options.repeat else []
+        lines = [*map(_line, shown), *summed]
+        sys.stdout.writelines(f"{num_run}/{len(chosen)} {line}\n" for line in lines)
         sys.stdout.flush()
         if options.json:
             record.write_record(options.json, {**told, **record.provenance()})
     close_idle_workers()
     if options.write:
         write_page(options.write, record.read_records(options.json))
-    sys.stdout.write(f"{len(chosen)} cases, {num_bad} not as promised\n")
-    return min(num_bad, 1)
+    left = sorted(names_in_shm() - shared)
+    if left:
+        sys.stdout.write(f"left in /dev/shm: {', '.join(left)}\n")
+    if num_run < len(chosen):
+        sys.stdout.write(f"{len(chosen) - num_run} cases were not begun: the time was up\n")
+    sys.stdout.write(f"{num_run} cases, {num_bad} not as promised\n")
+    return int(bool(num_bad or left or num_run < len(chosen)))
 
 
 def repeated(results: Sequence[Result]) -> dict[str, Any]:

@@ -11,13 +11,21 @@ PHASES = ("init", "between", "collective", "destroy")
 
 # What comes of a fault. "error": every survivor gets one, in time, that names who is gone.
 # "recovers": all results stay right and nobody gets an error. "either": one of the two, the same on
-# every rank. "leaves": destroy_process_group returns in time, whatever the others do.
-OUTCOMES = ("error", "recovers", "either", "leaves")
+# every rank. "leaves": destroy_process_group returns in time, whatever the others do. "ends": every
+# survivor's process ends, and says why; where `Path.may_end` this is as good as an error.
+OUTCOMES = ("error", "recovers", "either", "leaves", "ends")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A way of the data. `nodes` has one letter per rank: who shares one shares a node."""
+    """A way of the data. `nodes` has one letter per rank: who shares one shares a node.
+
+    Attributes:
+        algorithms: one of them carries the operations out, or the case is none; empty: any.
+        may_end: an operation that another rank left unfinished may end the process.
+        timeout_s: of the group, in seconds; None: far more than any wait is to take.
+        within_s: what it takes at least for an answer; the larger of this and the fault's counts.
+    """
 
     name: str
     nodes: str
@@ -25,6 +33,10 @@ class Path:
     dtype: str = "float32"
     device: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
+    algorithms: tuple[str, ...] = ()
+    may_end: bool = False
+    timeout_s: float | None = None
+    within_s: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -57,13 +69,39 @@ PATHS = {
             nodes="aa",
             device="cuda",
             env={"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_ERROR_HANDLING": "raise"},
+            algorithms=("packet", "two_shot"),
+            within_s=12.0,
             means="2 GPUs of one node, native kernels",
+        ),
+        Path(
+            name="cpu-reduce",
+            nodes="aa",
+            device="cuda",
+            env={
+                "DEEPYTORCH_COLLECTIVES": "native",
+                "DEEPYTORCH_ERROR_HANDLING": "raise",
+                "NCCL_P2P_DISABLE": "1",
+            },
+            algorithms=("cpu_reduce",),
+            within_s=12.0,
+            means="2 GPUs of one node without peer access, native through the host's memory",
+        ),
+        Path(
+            name="nccl",
+            nodes="aa",
+            device="cuda",
+            algorithms=("delegate",),
+            may_end=True,
+            timeout_s=10.0,
+            within_s=30.0,
+            means="2 GPUs of one node, a size that NCCL carries out",
         ),
     )
 }
 
 _ON_HOST = ("shm", "tcp", "hierarchical", "delegated")
 _NATIVE = ("shm", "tcp", "hierarchical")
+_ON_GPUS = ("gpu", "cpu-reduce", "nccl")
 _BETWEEN_NODES = ("tcp", "hierarchical")
 _WHILE_RUNNING = ("between", "collective")
 
@@ -76,11 +114,12 @@ class Fault:
         means: for people.
         ends: the rank it happens to does not live on.
         paths, phases: where it makes sense.
-        outcome: by phase, or one for all; see `OUTCOMES`.
+        outcome: by phase, or by path where that differs, or one for all; see `OUTCOMES`.
         says: of which an error on survivors has at least one; {victim} is the rank's number.
         within_s: the limit in seconds from the fault to the end on every survivor. It tells an
             answer from a time limit that ran out; what was measured stands in the results.
         timeout_s: of the group, in seconds; None: far more than `within_s`.
+        alone: it takes from the whole machine, so no other case may run meanwhile.
         network: the ranks live on emulated nodes of their own (needs the right to make some).
         again: the survivors can make a new group afterwards.
         gloo_leaves: what stock gloo leaks then.
@@ -89,18 +128,21 @@ class Fault:
     name: str
     means: str
     ends: bool = False
-    paths: tuple[str, ...] = _ON_HOST
+    paths: tuple[str, ...] = (*_ON_HOST, *_ON_GPUS)
     phases: tuple[str, ...] = PHASES
     outcome: str | Mapping[str, str] = "error"
     says: tuple[str, ...] = ("rank {victim}", "rank(s) {victim}")
     within_s: float = 5.0
     timeout_s: float | None = None
+    alone: bool = False
     network: bool = False
     again: bool = True
     gloo_leaves: tuple[str, ...] = ()
 
-    def outcome_in(self, phase: str) -> str:
-        return self.outcome if isinstance(self.outcome, str) else self.outcome[phase]
+    def outcome_in(self, phase: str, path: str = "") -> str:
+        if isinstance(self.outcome, str):
+            return self.outcome
+        return self.outcome.get(path) or self.outcome[phase]
 
 
 _OF_A_DEATH = {**dict.fromkeys(PHASES, "error"), "destroy": "leaves"}
@@ -114,7 +156,6 @@ FAULTS = {
             means="the rank is killed",
             ends=True,
             outcome=_OF_A_DEATH,
-            paths=(*_ON_HOST, "gpu"),
         ),
         Fault(
             name="SIGKILL with DataLoaders",
@@ -129,7 +170,6 @@ FAULTS = {
             means="the rank's program ends early, without a word",
             ends=True,
             outcome=_OF_A_DEATH,
-            paths=(*_ON_HOST, "gpu"),
         ),
         Fault(
             name="exception",
@@ -142,7 +182,6 @@ FAULTS = {
             means="the rank is stopped for 5 s and goes on",
             outcome=_OF_A_STOP,
             within_s=15.0,
-            paths=(*_ON_HOST, "gpu"),
         ),
         Fault(
             name="SIGTERM",
@@ -153,6 +192,7 @@ FAULTS = {
         Fault(
             name="no memory",
             means="the rank may not map any more memory (RLIMIT_AS)",
+            paths=_ON_HOST,  # what a GPU's driver makes of it is its own affair
             phases=("init", "between"),
             outcome="either",
             says=("memory", "alloc", "rank {victim}", "rank(s) {victim}", "map", "by peer"),
@@ -161,11 +201,22 @@ FAULTS = {
             timeout_s=10.0,
         ),
         Fault(
+            name="no GPU memory",
+            means="nothing is left of the memory of the rank's GPU",
+            paths=_ON_GPUS,
+            phases=("init", "between"),
+            outcome="either",
+            says=("memory", "rank {victim}", "NCCL"),
+            within_s=20.0,
+            timeout_s=10.0,
+            alone=True,
+        ),
+        Fault(
             name="no descriptors",
             means="the rank may not open any more files (RLIMIT_NOFILE)",
             phases=("init", "between"),
             outcome="either",
-            says=("Too many open files", "rank {victim}", "rank(s) {victim}", "by peer"),
+            says=("Too many open files", "rank {victim}", "rank(s) {victim}", "by peer", "NCCL"),
             within_s=20.0,
             timeout_s=10.0,
         ),
@@ -174,14 +225,16 @@ FAULTS = {
             means="no byte can be written to the folder of the profile",
             phases=("init",),
             outcome="recovers",
-            paths=_NATIVE,
+            paths=(*_NATIVE, *_ON_GPUS),
             within_s=20.0,
         ),
         Fault(
             name="/dev/shm full",
             means="no byte can be written to /dev/shm",
             phases=("init", "between"),
-            outcome="recovers",
+            # NCCL keeps a part of its own there.
+            outcome={"init": "recovers", "between": "recovers", "nccl": "either"},
+            says=("memory", "space", "rank {victim}", "NCCL"),
             within_s=20.0,
         ),
         Fault(
@@ -253,7 +306,7 @@ class Case:
 
     @property
     def outcome(self) -> str:
-        return FAULTS[self.fault].outcome_in(self.phase)
+        return FAULTS[self.fault].outcome_in(self.phase, self.path)
 
 
 CASES = [
@@ -264,14 +317,16 @@ CASES = [
 ]
 
 
-def cases(patterns: Iterable[str] = ("*",)) -> list[Case]:
+def cases(patterns: Iterable[str] = ("*",), device: str | None = None) -> list[Case]:
     """The cases whose text, "fault | path | phase", matches a shell pattern.
 
-    Raises ValueError for a pattern that no case matches.
+    With `device`, "cpu" or "cuda", only those of paths there. Raises ValueError for a pattern that
+    no case matches.
     """
     chosen = []
+    here = [case for case in CASES if device in (None, PATHS[case.path].device)]
     for pattern in patterns:
-        found = [case for case in CASES if fnmatch.fnmatchcase(str(case), pattern)]
+        found = [case for case in here if fnmatch.fnmatchcase(str(case), pattern)]
         if not found:
             raise ValueError(f"no case matches {pattern!r}; a case reads like {str(CASES[0])!r}")
         chosen += [case for case in found if case not in chosen]

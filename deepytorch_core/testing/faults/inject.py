@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _STOPPED_S = 5
 _JUMP_S = 3600
@@ -24,7 +25,11 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _REST_BYTES = 256 << 10
 
 _taken: list[int] = []  # descriptors that fill the gaps
-FOR_GOOD = {"no memory", "no descriptors", "disk full", "/dev/shm full", "clock jump"}
+_hoarded: list[Any] = []  # tensors that fill a GPU
+FOR_GOOD = {
+    *("no memory", "no GPU memory", "no descriptors"),
+    *("disk full", "/dev/shm full", "clock jump"),
+}
 FULL = "full"  # the folder, in the case's own, that the disk is full in
 
 
@@ -62,6 +67,17 @@ def no_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
+def no_device_memory() -> None:
+    import torch
+
+    size, _ = torch.cuda.mem_get_info()
+    while size >= _REST_BYTES:
+        try:
+            _hoarded.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+
+
 def no_descriptors() -> None:
     # New ones get the lowest free number, so what is free below the highest has to go too.
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
@@ -78,6 +94,11 @@ def back_to_plenty() -> None:
         resource.setrlimit(limit, (hard, hard))
     while _taken:
         os.close(_taken.pop())
+    if _hoarded:
+        import torch
+
+        _hoarded.clear()
+        torch.cuda.empty_cache()
 
 
 def fill(folder: str) -> None:
@@ -108,6 +129,7 @@ INJECT: dict[str, Callable[[Path], None]] = {
     "SIGTERM": lambda folder: terminate(),
     "SIGSTOP 5 s": lambda folder: stop(),
     "no memory": lambda folder: no_memory(),
+    "no GPU memory": lambda folder: no_device_memory(),
     "no descriptors": lambda folder: no_descriptors(),
     "disk full": lambda folder: fill(str(folder / FULL)),
     "/dev/shm full": lambda folder: fill("/dev/shm"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.testing.faults import inject
+from deepytorch_core.testing.faults import cases, inject
 from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case
 from deepytorch_core.testing.leaks import holdings, left_over
 from deepytorch_core.testing.worker import rank_store
@@ -41,6 +43,10 @@ class Settings:
     def from_outside(self) -> bool:
         return self.case.fault not in inject.INJECT
 
+    def stderr_of(self, rank: int) -> Path:
+        """What a rank wrote that may end with its process; see `cases.Path.may_end`."""
+        return self.folder / f"stderr-{rank}"
+
     def is_over(self) -> bool:
         return (self.folder / "over").exists()
 
@@ -66,6 +72,8 @@ class Told:
     destroy_s: float = 0.0
     left: list[str] = field(default_factory=list)
     again: str = ""  # why a new group could not be made, or did not work
+    ended: bool = False  # its process did, and `error` is what it said
+    device_mapped_mib: float = 0.0  # of a GPU's driver, pinned memory too: more than before
 
 
 def survive(rank: int, world_size: int, settings: Settings) -> Told:
@@ -75,14 +83,24 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
     from deepytorch_core import backend
 
     backend.register()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     case = settings.case
-    warm = Group(settings, rank, world_size, name="warm", own_store=False)
-    for _ in range(_WARM_ROUNDS):
-        warm.exchange()
-    dist.destroy_process_group()
-    before = holdings()
+    path = PATHS[case.path]
+    if path.may_end:
+        _write_errors_to(settings.stderr_of(rank))
     told = Told()
-    with _loaders(case):
+    with contextlib.ExitStack() as stack:
+        if path.device == "cuda":  # a process that uses a GPU is not to be forked
+            stack.enter_context(_loaders(case))
+        warm = Group(settings, rank, world_size, name="warm", own_store=False)
+        for _ in range(_WARM_ROUNDS):
+            warm.exchange()
+        if case.fault != "disk full":  # which measures, and takes what is fastest
+            _check_algorithm(path)
+        dist.destroy_process_group()
+        before, mapped = holdings(), _device_mapped_bytes()
+        if path.device == "cpu":
+            stack.enter_context(_loaders(case))
         _go_through(settings, rank, world_size, told)
     inject.back_to_plenty()
     started = time.monotonic()
@@ -93,6 +111,7 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
             told.error = told.error or f"destroy_process_group: {type(error).__name__}: {error}"
     told.destroy_s = time.monotonic() - started
     told.left = left_over(before)
+    told.device_mapped_mib = round((_device_mapped_bytes() - mapped) / 2**20, 1)
     if FAULTS[case.fault].again:
         told.again = _again(settings, rank, world_size)
     return told
@@ -174,6 +193,30 @@ def _loaders(case: Case) -> Iterator[None]:
     del loader
 
 
+def _check_algorithm(path: cases.Path) -> None:
+    from deepytorch_core import _core
+
+    used = {str(row["algorithm"]) for row in _core.statistics() if row["calls"]}
+    if path.algorithms and not used <= set(path.algorithms):
+        raise RuntimeError(f"this is no case of {path.name}: {sorted(used)} carried it out")
+
+
+def _write_errors_to(file: Path) -> None:
+    descriptor = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _device_mapped_bytes() -> int:
+    """What the GPU's driver maps into this process, where pinned memory of it shows."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/dev/nvidia" in line or "/dev/zero" in line:
+            begin, end = line.split()[0].split("-")
+            total += int(end, 16) - int(begin, 16)
+    return total
+
+
 class Group:
     """The default group of a case, and one kind of operation in it."""
 
@@ -227,6 +270,9 @@ class Group:
         torch.ne(data, float(self.world_size), out=self._wrong)
         self._wrong[-1] = False
         if bool(self._wrong.any()):
+            if data.is_cuda:
+                # What ended early shows at the next call: an error, if it is known by then.
+                dist.all_reduce(self._data)
             wrong = data[self._wrong]
             raise WrongDataError(f"{wrong.numel()} elements, the first is {wrong[0].item()}")
         self.rounds += 1

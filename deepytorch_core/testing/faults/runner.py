@@ -33,6 +33,7 @@ from deepytorch_core.testing.pool import spawn_ranks
 
 _LIMIT_S = 100.0  # of a case; what runs longer hangs
 _LONG_S = 60.0  # a group's time limit where it must not be what ends the case
+_MOST_LETTERS = 500  # of what a process says at its end
 _MOUNTS = ("disk full", "/dev/shm full")
 _STORE = (
     "import sys, time; from torch._C._distributed_c10d import TCPStore; "
@@ -51,6 +52,7 @@ class Result:
     message: str = ""
     wrong: list[str] = field(default_factory=list)
     skipped: str = ""
+    device_mapped_mib: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """For records."""
@@ -63,33 +65,40 @@ def _without_case(result: Result) -> dict[str, Any]:
     return fields
 
 
-def run(case: Case) -> Result:
-    """Runs one case in ranks of its own. What this machine can't do is skipped, with the reason."""
+def run(case: Case, slot: int | None = None) -> Result:
+    """Runs one case in ranks of its own. What this machine can't do is skipped, with the reason.
+
+    Args:
+        case: which one.
+        slot: of cases that run at the same time, each with another number; None: it runs alone,
+            so that what is new in /dev/shm afterwards is its own.
+    """
     missing = _why_not(case)
     if missing is not None:
         return Result(case, skipped=missing)
     fault, path = FAULTS[case.fault], PATHS[case.path]
-    shared = _names_in_shm()
+    shared = names_in_shm()
     with tempfile.TemporaryDirectory(prefix="deepytorch-faults-") as name:
         folder = Path(name)
         (folder / inject.FULL).mkdir()
         with contextlib.ExitStack() as stack:
             store, address = _own_store(fault, stack)
             network = stack.enter_context(_network(fault, path))
-            settings = Settings(case, folder, address, fault.timeout_s or _LONG_S)
+            settings = Settings(case, folder, address, fault.timeout_s or path.timeout_s or _LONG_S)
             outside = threading.Thread(
                 target=_from_outside, args=(settings, store, network), daemon=True
             )
             if settings.from_outside:
                 outside.start()
+            gone = {path.victim} if fault.ends else set()
             try:
                 told = spawn_ranks(
                     survive,
                     path.ranks,
                     settings,
                     timeout_s=_LIMIT_S,
-                    expect_exit={path.victim} if fault.ends else set(),
-                    env=_environment(fault, path, folder),
+                    expect_exit=set(range(path.ranks)) if path.may_end else gone,
+                    env=_environment(fault, path, folder, slot),
                     fresh=True,
                     placement=None if network is None else _placement(network, path),
                 )
@@ -97,25 +106,55 @@ def run(case: Case) -> Result:
                 return Result(case, "none", message=str(error), wrong=["it hung or crashed"])
             finally:
                 (folder / "over").touch()
-    result = judge(case, [each for each in told if each is not None])
-    left = sorted(_names_in_shm() - shared)
-    if left:
+            survivors = [
+                _ended(settings, rank) if each is None else each
+                for rank, each in enumerate(told)
+                if rank not in gone
+            ]
+    result = judge(case, survivors)
+    left = sorted(names_in_shm() - shared)
+    if left and slot is None:
         result.wrong.append(f"left in /dev/shm: {left}")
     return result
+
+
+def _ended(settings: Settings, rank: int) -> Told:
+    """What is known of a survivor whose process has just ended."""
+    now = time.monotonic()
+    says = [text.format(victim=PATHS[settings.case.path].victim) for text in _says(settings.case)]
+    with contextlib.suppress(OSError):
+        lines = settings.stderr_of(rank).read_text(errors="replace").splitlines()
+        telling = [line for line in lines if any(text in line for text in says)]
+        text = (telling or [line for line in lines if line.strip()] or [""])[-1]
+        return Told(text[:_MOST_LETTERS], now - (settings.fault_at() or now), ended=True)
+    return Told("it said nothing", now - (settings.fault_at() or now), ended=True)
+
+
+def _says(case: Case) -> tuple[str, ...]:
+    return FAULTS[case.fault].says
 
 
 def judge(case: Case, told: list[Told]) -> Result:
     """Compares what the survivors tell with what the table promises."""
     fault, path = FAULTS[case.fault], PATHS[case.path]
     errors = [each.error for each in told if each.error]
+    ended = any(each.ended for each in told)
     result = Result(
         case,
-        "error" if errors else "leaves" if case.phase == "destroy" else "recovers",
+        "ends"
+        if ended
+        else "error"
+        if errors
+        else "leaves"
+        if case.phase == "destroy"
+        else "recovers",
         [round(each.took_s, 3) for each in told],
         min(errors, key=len, default=""),
+        device_mapped_mib=max((each.device_mapped_mib for each in told), default=0.0),
     )
     wrong = result.wrong
-    if case.outcome not in ("either", result.outcome):
+    as_good = {result.outcome, "error"} if ended and path.may_end else {result.outcome}
+    if case.outcome != "either" and case.outcome not in as_good:
         wrong.append(f"{case.outcome} was promised: {result.outcome} {errors}")
     if errors and len(errors) < len(told):
         wrong.append(f"{len(errors)} of {len(told)} ranks got an error: {errors}")
@@ -125,9 +164,10 @@ def judge(case: Case, told: list[Told]) -> Result:
             wrong.append(error)
         elif not any(text in error for text in says):
             wrong.append(f"it says none of {says}: {error}")
-    if max(result.took_s, default=0) > fault.within_s:
-        wrong.append(f"took {max(result.took_s)} s, the limit is {fault.within_s} s")
-    if max((each.destroy_s for each in told), default=0) > fault.within_s + 6:
+    within_s = max(fault.within_s, path.within_s)
+    if max(result.took_s, default=0) > within_s:
+        wrong.append(f"took {max(result.took_s)} s, the limit is {within_s} s")
+    if max((each.destroy_s for each in told), default=0) > within_s + 6:
         wrong.append(f"destroy_process_group took {max(each.destroy_s for each in told):.1f} s")
     for text in (text for each in told for text in each.left):
         if not any(own in text for own in fault.gloo_leaves):
@@ -138,19 +178,29 @@ def judge(case: Case, told: list[Told]) -> Result:
 
 def _why_not(case: Case) -> str | None:
     if PATHS[case.path].device == "cuda":
-        import torch
-
-        found = torch.cuda.device_count()
+        found = _num_gpus()
         if found < PATHS[case.path].ranks:
             return f"needs {PATHS[case.path].ranks} GPUs, found {found}"
     if FAULTS[case.fault].network or case.fault in _MOUNTS:
-        return missing_privilege()
+        return _missing_privilege()
     return None
 
 
-def _environment(fault: Fault, path: DataPath, folder: Path) -> dict[str, str]:
+@functools.cache
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+_missing_privilege = functools.cache(missing_privilege)
+
+
+def _environment(fault: Fault, path: DataPath, folder: Path, slot: int | None) -> dict[str, str]:
     # Measuring belongs to no fault, except where what it writes is the point.
     env = {"DEEPYTORCH_TUNE": "off", "DEEPYTORCH_LOG": "error", **path.env}
+    if slot is not None:
+        env["FAULTS_SLOT"] = str(slot)  # else they would share the process that starts ranks
     if path.spans_nodes and not fault.network:
         env["DEEPYTORCH_NODE_ID"] = ",".join(path.nodes)
     if fault.name == "disk full":
@@ -223,7 +273,10 @@ def _from_outside(
         time.sleep(0.3)
     settings.note_fault()
     _ACT[settings.case.fault](store, network)
-    if FAULTS[settings.case.fault].outcome_in(settings.case.phase) in ("either", "recovers"):
+    if FAULTS[settings.case.fault].outcome_in(settings.case.phase, settings.case.path) in (
+        "either",
+        "recovers",
+    ):
         with contextlib.suppress(OSError):
             (settings.folder / "over").touch()
 
@@ -243,5 +296,6 @@ _ACT: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _names_in_shm() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "deepytorch" in name}
+def names_in_shm() -> set[str]:
+    """Those in /dev/shm that are ours, or NCCL's, which runs inside."""
+    return {name for name in os.listdir("/dev/shm") if "deepytorch" in name or "nccl" in name}
