@@ -126,7 +126,7 @@ class PyCommunicator {
                                    .profile = settings.profile.c_str(),
                                    .staging_bytes = settings.staging_bytes};
     const dpt_store table{&store_, store_set, store_get};
-    const dpt_delegate delegate{nullptr, no_delegate, no_delegate, nullptr, nullptr};
+    const dpt_delegate delegate{nullptr, no_delegate, no_delegate, nullptr, nullptr, nullptr};
     dpt_error error{};
     const dpt_status status = api()->comm_create(&options, &table, &delegate, &comm_, &error);
     if (status != DPT_OK) raise(status, error.message);

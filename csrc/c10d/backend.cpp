@@ -74,7 +74,8 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                               start_on_delegate,
                               run_on_delegate,
                               setup_.delegate_competes ? execute_on_delegate : nullptr,
-                              setup_.by_nodes ? start_by_nodes : nullptr};
+                              setup_.by_nodes ? start_by_nodes : nullptr,
+                              is_delegate_waiting};
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
@@ -186,7 +187,11 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
     const at::Device device = submitted->device();
     const std::string device_type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
     Backend& backend = submitted->backend;
-    if (device.is_cuda()) backend.streams_.hold_current(device);
+    std::optional<DelegatedStream::Call> starting;
+    if (device.is_cuda()) {
+      backend.streams_.hold_current(device);
+      starting.emplace(backend.delegated_, device);
+    }
     // What belongs together for NCCL stays in one piece.
     const bool staged = node_of != nullptr && !backend.coalescing_;
     const BackendPtr stock =
@@ -242,7 +247,7 @@ WorkPtr Backend::submit(Call what) {
   const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
   Call& call = submitted->call;
   if (call.results.empty()) call.results = call.outputs;
-  if (setup_.native && submitted->device().is_cuda()) {
+  if (submitted->device().is_cuda()) {
     return note_coalesced(submit_on_device(submitted, sequence), call);
   }
   const InCollective counted;

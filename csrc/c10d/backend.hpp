@@ -195,6 +195,7 @@ class Backend : public c10d::Backend {
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
+  static int is_delegate_waiting(void* context);
   static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status execute_on_delegate(void* context,
                                         const dpt_request* request,
@@ -204,6 +205,7 @@ class Backend : public c10d::Backend {
 
   Setup setup_;
   DeviceStreams streams_{setup_.api};
+  DelegatedStream delegated_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
   dpt_comm* comm_ = nullptr;
   std::atomic<uint64_t> sequence_{0};

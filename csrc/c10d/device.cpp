@@ -57,6 +57,28 @@ void DeviceStreams::hold_current(const c10::Device& device) {
   if (can_follow_last(current)) done_->block(current);
 }
 
+DelegatedStream::Call::Call(DelegatedStream& of, const c10::Device& device) : of_(of) {
+  const c10::Stream current = guard_of(device).getStream(device);
+  {
+    const std::lock_guard lock(of_.mutex_);
+    of_.stream_ = current;
+  }
+  ++of_.calls_;
+}
+
+bool DelegatedStream::is_waiting() {
+  if (calls_ > 0) return true;
+  const std::lock_guard lock(mutex_);
+  // What a graph captures does not run now.
+  if (!stream_ || api_->stream_capture(stream_->native_handle()) != 0) return false;
+  if (asked_ && asked_->query()) {
+    asked_.reset();
+    return false;
+  }
+  if (!asked_) asked_ = event_on(*stream_);
+  return true;
+}
+
 DeviceWork::DeviceWork(int rank,
                        c10d::OpType op_type,
                        const char* title,

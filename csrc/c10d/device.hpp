@@ -6,6 +6,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -41,6 +43,36 @@ class DeviceStreams {
   std::optional<c10::Stream> last_;
   uint64_t last_capture_ = 0;
   std::optional<c10::Event> done_;
+};
+
+// Whether the program's stream waits for what the stock backend does on a device. Asked by another
+// thread once a rank is lost, for which NCCL's kernels wait without end.
+class DelegatedStream {
+ public:
+  explicit DelegatedStream(const dpt_api* api) : api_(api) {}
+
+  // While the stock backend starts an operation; its first one meets the other ranks.
+  class Call {
+   public:
+    Call(DelegatedStream& of, const c10::Device& device);
+    ~Call() { --of_.calls_; }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    DelegatedStream& of_;
+  };
+
+  // Whether the stock backend is starting one, or the stream has not come yet to where it was at an
+  // earlier question.
+  bool is_waiting();
+
+ private:
+  const dpt_api* api_;
+  std::atomic<int> calls_{0};
+  std::mutex mutex_;
+  std::optional<c10::Stream> stream_;
+  std::optional<c10::Event> asked_;
 };
 
 // Behind a kernel that is on its stream: waiting makes the caller's stream wait, not the caller.

@@ -85,7 +85,7 @@ WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, u
   request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, nullptr, &outcome);
-  if (outcome == DPT_DELEGATED) return submitted->delegated;
+  if (outcome == DPT_DELEGATED) return watched(*submitted);
   streams_.end(*submitted->stream);
   auto work =
       c10::make_intrusive<DeviceWork>(rank_, call.op_type, call.title, sequence, call.results);

@@ -107,6 +107,14 @@ void copy_message(const char* what, dpt_error* error) {
 
 }  // namespace
 
+int Backend::is_delegate_waiting(void* context) {
+  try {
+    return static_cast<int>(static_cast<Backend*>(context)->delegated_.is_waiting());
+  } catch (const std::exception&) {
+    return 0;  // the device is in trouble of its own, which the program hears of
+  }
+}
+
 dpt_status Backend::execute_on_delegate(void* context,
                                         const dpt_request* request,
                                         dpt_error* error) {

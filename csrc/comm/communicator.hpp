@@ -22,6 +22,7 @@
 #include "bootstrap/store.hpp"
 #include "comm/calibration.hpp"
 #include "comm/flight_record.hpp"
+#include "comm/lost_rank.hpp"
 #include "comm/point_to_point.hpp"
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
@@ -133,6 +134,7 @@ class Communicator {
   // Whether every rank's delegate can, and the nodes are alike.
   bool can_go_by_nodes(const WaitContext& wait) const;
   bool watch_device(DeviceGroup* group);
+  bool watch_delegate();
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);
   void leave_devices();
@@ -178,6 +180,7 @@ class Communicator {
   std::atomic<bool> retired_{false};
   std::unique_ptr<PointToPoint> messages_;  // made by the first send or receive
   std::unique_ptr<DeviceState> device_;     // made by the first operation on a GPU
+  LostRank lost_;                           // of the watchdog's thread
 
   // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
   // [Order].

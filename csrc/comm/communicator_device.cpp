@@ -277,9 +277,15 @@ DeviceGroup::Workers Communicator::workers_near(const RunContext& context,
 // From the watchdog's thread, several times a second and after each death. True: there is nothing
 // left to watch.
 bool Communicator::watch_device(DeviceGroup* group) {
-  if (segment_->aborted()) group->abort();
+  const auto now = std::chrono::steady_clock::now();
+  lost_.look(*segment_, now);
+  if (segment_->aborted()) {
+    group->abort();
+  } else if (lost_.is_long_gone(now)) {
+    group->stop_waiting();
+  }
   const auto failure = group->failure();
-  if (!failure) return false;
+  if (!failure) return watch_delegate();
   // A kernel gave up. It holds its stream until here it is decided whether the program may go on
   // with what is unfinished. Who ended the group himself knows that it is.
   bool wanted = false;
@@ -291,6 +297,26 @@ bool Communicator::watch_device(DeviceGroup* group) {
   fail(error.status(), error.what());
   if (!raise_errors_ && !wanted) end_process(error.what());
   group->release();
+  return true;
+}
+
+// The delegate's kernels wait for a lost rank without end, and NCCL itself looks after minutes.
+bool Communicator::watch_delegate() {
+  const std::string who = lost_.who();
+  if (who.empty() || delegate_.is_waiting == nullptr) return false;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (failure_ && failure_->status() == DPT_ERR_ABORTED)
+      return true;  // who ended it himself knows
+  }
+  bool waits = false;
+  DeviceGroup::outside_capture([&] { waits = delegate_.is_waiting(delegate_.context) != 0; });
+  if (!lost_.keeps_waiting(waits, std::chrono::steady_clock::now())) return false;
+  const std::string reason = "an operation of group " + group_name_ +
+                             " that NCCL carries out on rank " +
+                             std::to_string(global_ranks_[rank_]) + " waits in vain: " + who;
+  fail(DPT_ERR_PEER_LOST, reason);
+  if (!raise_errors_) end_process(reason);
   return true;
 }
 
@@ -308,6 +334,9 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
       segment_->throw_if_aborted();
     } catch (const Error& error) {
       return {error.status(), where + error.what()};
+    }
+    if (const std::string who = lost_.who(); !who.empty()) {
+      return {DPT_ERR_PEER_LOST, where + who};
     }
   }
   return {DPT_ERR_TIMEOUT, where + peer + " did not come in time"};

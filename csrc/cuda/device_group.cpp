@@ -345,6 +345,11 @@ uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
   return id;
 }
 
+void DeviceGroup::outside_capture(const std::function<void()>& task) {
+  const cuda::RelaxedCapture relaxed;
+  task();
+}
+
 int DeviceGroup::peer_mappings() { return DeviceMemory::imported(); }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {

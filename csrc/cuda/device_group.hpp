@@ -46,6 +46,8 @@ class DeviceGroup {
   static std::string why_absent();
   // The capture of a graph that the stream is part of; 0: none.
   static uint64_t capture_of(cuda::Stream stream);
+  // Runs what has nothing to do with a graph that any thread captures.
+  static void outside_capture(const std::function<void()>& task);
   // How often this process mapped a peer's device memory.
   static int peer_mappings();
   // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where a rank's memory can't be reached.
@@ -69,6 +71,8 @@ class DeviceGroup {
   virtual std::optional<Failure> failure() const = 0;
   // Kernels under way give up, later ones do nothing.
   virtual void abort() = 0;
+  // The same of what waits for another rank now or later; the rest comes to its end.
+  virtual void stop_waiting() { abort(); }
   // Kernels that gave up hold their stream, for some seconds at most; now they end.
   virtual void release() = 0;
 };

@@ -10,6 +10,8 @@ std::string DeviceGroup::why_absent() { return "GPU kernels absent: built withou
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 
+void DeviceGroup::outside_capture(const std::function<void()>& task) { task(); }
+
 int DeviceGroup::peer_mappings() { return 0; }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup&) {

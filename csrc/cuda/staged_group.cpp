@@ -30,6 +30,7 @@ class StagedDeviceGroup final : public DeviceGroup {
     return Failure{kind, found->peer, found->sequence};
   }
   void abort() override { group_->abort(); }
+  void stop_waiting() override { group_->stop_waiting(); }
   void release() override { group_->release(); }
 
  private:

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 5
+#define DPT_ABI_VERSION 6
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -157,6 +157,10 @@ typedef struct dpt_delegate {
   /* As `start`, in stages within nodes and between them: all_reduce, all_gather and reduce_scatter
    * of equal parts. `node_of` is each rank's node, of equally many ranks each. NULL: it can't. */
   dpt_status (*start_by_nodes)(void* context, void* call, const int* node_of, dpt_error* error);
+  /* Asked by another thread, again and again once a rank is lost: not 0 while the device has not
+   * come to where the program's stream was at an earlier question, behind what was delegated. NULL:
+   * it can't tell. */
+  int (*is_waiting)(void* context);
 } dpt_delegate;
 
 /* The rendezvous store. `get` waits up to timeout_ms and returns DPT_ERR_TIMEOUT when the key is

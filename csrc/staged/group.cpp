@@ -273,6 +273,10 @@ void Group::start(const dpt_request& request, const Cut& cut, Stream stream) {
   pipeline_->enqueue(Job::of(request, cut, rank_, shape_), timeout, stream);
 }
 
+void Group::stop_waiting() {
+  if (!pipeline_->is_done()) abort();
+}
+
 void Group::abort() { pipeline_->break_off(Pipeline::Failure::kAborted, rank_); }
 
 }  // namespace dpt::staged

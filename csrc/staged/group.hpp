@@ -47,6 +47,8 @@ class Group {
 
   std::optional<Pipeline::Failure> failure() const { return pipeline_->failure(); }
   void abort();
+  // The same, if anything is under way.
+  void stop_waiting();
   void release() { pipeline_->release(); }
 
  private:

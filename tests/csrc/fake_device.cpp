@@ -58,6 +58,10 @@ class FakeGroup final : public DeviceGroup {
     return left_behind;
   }
   void abort() override {}
+  void stop_waiting() override {
+    const std::lock_guard lock(failure_mutex);
+    if (fake_devices().waiting && !left_behind) left_behind = {Failure::kAborted, 1, 9};
+  }
   void release() override {
     const std::lock_guard lock(failure_mutex);
     ++num_released;
@@ -122,6 +126,8 @@ void advance_device(double time_us) { device_clock_us += time_us; }
 }  // namespace testing
 
 std::string DeviceGroup::why_absent() { return testing::fake_devices().why_absent; }
+
+void DeviceGroup::outside_capture(const std::function<void()>& task) { task(); }
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 

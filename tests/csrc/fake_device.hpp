@@ -17,6 +17,7 @@ struct FakeDevices {
   int unmappable_rank = -1;                         // its staging memory can't be mapped
   bool shared = false;                              // all ranks use the same one
   bool idle = true;                                 // streams become idle
+  bool waiting = false;                             // a kernel waits for another rank
   bool queues = true;                               // see DeviceTrials::can_queue
   size_t free_bytes = size_t{1} << 30;
   // Microseconds that a plan takes for so many bytes.

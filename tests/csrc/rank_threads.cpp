@@ -73,8 +73,11 @@ dpt_delegate RecordingDelegate::table() {
     self->node_of.assign(node_of, node_of + 4);
     return DPT_OK;
   };
-  if (!execute) return {this, record, record, nullptr, by_nodes};
-  return {this, record, record, run, by_nodes};
+  const auto is_waiting = [](void* context) {
+    return static_cast<RecordingDelegate*>(context)->is_waiting.load();
+  };
+  if (!execute) return {this, record, record, nullptr, by_nodes, is_waiting};
+  return {this, record, record, run, by_nodes, is_waiting};
 }
 
 Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {

@@ -32,6 +32,7 @@ struct RecordingDelegate {
   std::vector<int> node_of;  // of the last call that was to go by nodes
   dpt_status status = DPT_OK;
   std::function<dpt_status(const dpt_request&)> execute;  // empty: the tuner has no such candidate
+  std::atomic<int> is_waiting = 0;                        // for a rank, on the device
   dpt_delegate table();
 };
 

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "comm/end_process.hpp"
+#include "comm/lost_rank.hpp"
 #include "fake_device.hpp"
 #include "rank_threads.hpp"
 
@@ -24,7 +25,7 @@ class DeviceFailure : public ::testing::Test {
     fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
     fail_devices(std::nullopt);
     replace_end_process([this](const std::string& reason) {
-      EXPECT_THAT(reason, HasSubstr("rank 1 did not come in time"));
+      EXPECT_THAT(reason, HasSubstr(expected_));
       ++ends_;
     });
   }
@@ -68,6 +69,7 @@ class DeviceFailure : public ::testing::Test {
     }
   }
 
+  const char* expected_ = "rank 1 did not come in time";
   std::atomic<int> ends_ = 0;
 };
 
@@ -95,6 +97,43 @@ TEST_F(DeviceFailure, WhoEndsAGroupHimselfGoesOn) {
     both.arrive_and_wait();
   });
   EXPECT_EQ(ends_, 0);
+}
+
+TEST_F(DeviceFailure, WhoWaitsForARankThatLeftIsToldSo) {
+  expected_ = "rank 1 has left the group";
+  fake_devices().waiting = true;
+  run_ranks(2, [](Rank& rank) {
+    EXPECT_EQ(sum(rank), DPT_COMPLETED);
+    if (rank.rank() == 0) wait_for_release(1);
+  });
+  EXPECT_EQ(ends_, 1);
+}
+
+TEST_F(DeviceFailure, ARankThatLeftIsNobodysFailureWhereNothingWaits) {
+  run_ranks(2, [](Rank& rank) {
+    EXPECT_EQ(sum(rank), DPT_COMPLETED);
+    if (rank.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  });
+  EXPECT_EQ(ends_, 0);
+}
+
+TEST(LostRank, IsWaitedForOnceNothingElseCanBe) {
+  using std::chrono::seconds;
+  const LostRank::Time now{};
+  for (const bool died : {true, false}) {
+    LostRank lost;
+    EXPECT_FALSE(lost.is_long_gone(now));
+    lost.note("rank 1 is gone", died, now);
+    EXPECT_EQ(lost.who(), "rank 1 is gone");
+    EXPECT_FALSE(lost.is_long_gone(now));
+    EXPECT_TRUE(lost.is_long_gone(now + seconds(2)));
+    EXPECT_FALSE(lost.keeps_waiting(true, now));
+    EXPECT_FALSE(lost.keeps_waiting(true, now + seconds(9)));
+    EXPECT_FALSE(lost.keeps_waiting(false, now + seconds(30)));  // it was computing after all
+    EXPECT_FALSE(lost.keeps_waiting(true, now + seconds(31)));
+    EXPECT_EQ(lost.keeps_waiting(true, now + seconds(42)), died);
+    EXPECT_TRUE(lost.keeps_waiting(true, now + seconds(52)));
+  }
 }
 
 }  // namespace
