@@ -139,7 +139,8 @@ RECORD ?= build/faults.jsonl
 PAGE ?= build/faults.md
 test-faults: venv adapter ## every fault on every path in every phase, about ten minutes (docs/faults.md)
 	@mkdir -p $(dir $(RECORD)) $(dir $(PAGE)) && rm -f $(RECORD)
-	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE)
+	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE) \
+	  $(addprefix --beside ,$(wildcard docs/faults-gpu.jsonl))
 	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py
 
 MINUTES ?= 30

@@ -29,6 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line per case to FILE")
     parser.add_argument("--repeat", type=int, metavar="N", help="N times each; times are summed up")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="make PAGE of --json's lines")
+    parser.add_argument(
+        "--beside", type=Path, metavar="FILE", help="records of another machine, for --write too"
+    )
     options = parser.parse_args(arguments)
     try:
         chosen = cases(options.patterns, options.device)
@@ -58,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
             record.write_record(options.json, {**told, **record.provenance()})
     close_idle_workers()
     if options.write:
-        write_page(options.write, record.read_records(options.json))
+        others = record.read_records(options.beside) if options.beside else []
+        write_page(options.write, [*others, *record.read_records(options.json)])
     left = sorted(names_in_shm() - shared)
     if left:
         sys.stdout.write(f"left in /dev/shm: {', '.join(left)}\n")

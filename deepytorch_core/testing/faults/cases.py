@@ -115,7 +115,7 @@ class Fault:
         ends: the rank it happens to does not live on.
         paths, phases: where it makes sense.
         not_in: (path, phase) where it makes none all the same.
-        outcome: by phase, or by path where that differs, or one for all; see `OUTCOMES`.
+        outcome: by phase, or one for all; see `OUTCOMES`.
         says: of which an error on survivors has at least one; {victim} is the rank's number.
         within_s: the limit in seconds from the fault to the end on every survivor. It tells an
             answer from a time limit that ran out; what was measured stands in the results.
@@ -141,10 +141,8 @@ class Fault:
     again: bool = True
     gloo_leaves: tuple[str, ...] = ()
 
-    def outcome_in(self, phase: str, path: str = "") -> str:
-        if isinstance(self.outcome, str):
-            return self.outcome
-        return self.outcome.get(path) or self.outcome[phase]
+    def outcome_in(self, phase: str) -> str:
+        return self.outcome if isinstance(self.outcome, str) else self.outcome[phase]
 
 
 _OF_A_DEATH = {**dict.fromkeys(PHASES, "error"), "destroy": "leaves"}
@@ -237,9 +235,10 @@ FAULTS = {
             name="/dev/shm full",
             means="no byte can be written to /dev/shm",
             phases=("init", "between"),
-            # NCCL keeps a part of its own there.
-            outcome={"init": "recovers", "between": "recovers", "nccl": "either"},
-            says=("memory", "space", "rank {victim}", "NCCL"),
+            # NCCL keeps a part of its own there: it says so on that rank, which can then make no
+            # group again, and the others are ended once it has left.
+            not_in=(("nccl", "init"), ("nccl", "between")),
+            outcome="recovers",
             within_s=20.0,
         ),
         Fault(
@@ -311,7 +310,7 @@ class Case:
 
     @property
     def outcome(self) -> str:
-        return FAULTS[self.fault].outcome_in(self.phase, self.path)
+        return FAULTS[self.fault].outcome_in(self.phase)
 
 
 CASES = [

@@ -12,14 +12,16 @@ _INTRODUCTION = """\
 # What happens when something breaks
 
 Made of docs/faults.jsonl, which `make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md`
-writes; not by hand. Each case runs in fresh processes: the ranks work, the fault happens to one of
-them, and the survivors tell what they got and when. Every case also checks that all survivors
-agree, that the error names who is gone, that results are right, that nothing is left (descriptors,
-threads, child processes, shared memory mapped, names in /dev/shm), and that the survivors can make
-a new group.
+writes, and of docs/faults-gpu.jsonl, the same with `--device cuda` on another machine; not by hand.
+Each case runs in fresh processes: the ranks work, the fault happens to one of them, and the
+survivors tell what they got and when. Every case also checks that all survivors agree, that the
+error names who is gone, that results are right, that nothing is left (descriptors, threads, child
+processes, shared memory mapped, names in /dev/shm), and that the survivors can make a new group.
 
 * **error** 0.1 s: every survivor gets an exception that names the rank; the longest time from the
   fault to it. The machine was busy with other work besides.
+* **ends** 6.0 s: every survivor's process says who is gone and ends, before anything is computed
+  from what an operation left unfinished on a GPU.
 * **recovers**: results stay right, nobody gets an error.
 * **leaves** 0.1 s: `destroy_process_group` returns in that time although the other rank is gone.
 * **WRONG**: not what is promised; see below the tables.
@@ -44,7 +46,10 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         key = (record["fault"], record["path"], record["phase"])
         if key[0] not in FAULTS or key[1] not in PATHS or key[2] not in PHASES:
             raise ValueError(f"no such case: {' | '.join(key)}")
-        (repeated if "runs" in record else latest)[key] = record
+        kept = repeated if "runs" in record else latest
+        # What another machine could not run says nothing against what one could.
+        if not record["skipped"] or key not in kept:
+            kept[key] = record
     if not latest:
         raise ValueError("there are no records to make the page of")
     lines = [_INTRODUCTION]
@@ -124,7 +129,8 @@ def _wrong(latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str
 def _messages(latest: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> list[str]:
     lines = ["## What the errors say", "", "One of each, in the middle of an all_reduce.", ""]
     for (fault, path, phase), record in latest.items():
-        if phase == "collective" and path in ("shm", "tcp") and record["outcome"] == "error":
+        told = record["outcome"] in ("error", "ends")
+        if phase == "collective" and path in ("shm", "tcp", "gpu", "nccl") and told:
             lines.append(f"* {fault}, {path}: `{_one_line(record['message'])}`")
     return [*lines, ""]
 
