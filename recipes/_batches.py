@@ -58,6 +58,7 @@ class EndlessBatches(Generic[BatchT]):
                 "processes: lower batch_size or add data"
             )
         self._order = _Order(num_examples, batch_size, rank, world_size, seed)
+        self._at_once = batch_size * world_size
         self._loader: DataLoader[Any] = DataLoader(
             _Drawn(draw),
             batch_sampler=self._order,
@@ -88,6 +89,27 @@ class EndlessBatches(Generic[BatchT]):
     def position(self, position: int) -> None:
         self._position, self._batches = position, None
 
+    @property
+    def epoch_examples(self) -> int:
+        """Of all ranks: as many as make whole batches for each."""
+        return self._order.per_epoch * self._at_once
+
+    def continue_from(
+        self, position: int, epoch_examples: int, *, batch_size: int, world_size: int
+    ) -> None:
+        """Go on as after ``position`` batches of ``batch_size`` on each of ``world_size`` ranks.
+
+        With the next examples of the same epoch, which has ``epoch_examples``. Where the batches
+        here don't end at the same places, an epoch may end elsewhere, and less than a batch of each
+        rank is seen again.
+        """
+        epoch, number = divmod(position, epoch_examples // (batch_size * world_size))
+        if epoch_examples % self._at_once == 0:
+            self._order.per_epoch = epoch_examples // self._at_once
+        per_epoch = self._order.per_epoch
+        taken = number * batch_size * world_size // self._at_once
+        self.position = epoch * per_epoch + min(taken, per_epoch)
+
 
 class _Order(Sampler[list[tuple[int, int]]]):
     """Lists of (index, epoch), from batch ``start`` on, without end."""
@@ -96,17 +118,17 @@ class _Order(Sampler[list[tuple[int, int]]]):
         self, num_examples: int, batch_size: int, rank: int, world_size: int, seed: int
     ) -> None:
         self.start = 0
+        self.per_epoch = num_examples // (batch_size * world_size)
         self._num_examples, self._batch_size = num_examples, batch_size
         self._rank, self._world_size, self._seed = rank, world_size, seed
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        per_epoch = self._num_examples // (self._batch_size * self._world_size)
-        epoch, first = divmod(self.start, per_epoch)
+        epoch, first = divmod(self.start, self.per_epoch)
         while True:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(self._num_examples, generator=generator).tolist()
             own = order[self._rank :: self._world_size]
-            for number in range(first, per_epoch):
+            for number in range(first, self.per_epoch):
                 chosen = own[number * self._batch_size : (number + 1) * self._batch_size]
                 yield [(index, epoch) for index in chosen]
             epoch, first = epoch + 1, 0

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ _MANIFEST = "manifest.json"
 Facts = Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Written:
+    """By how many ranks a checkpoint was written, and what each took for a step; 0: unknown."""
+
+    world_size: int
+    batch_size: int = 0
+    accumulation: int = 0
+
+
 def save(
     engine: Engine,
     state: dict[str, Any],
@@ -37,6 +47,7 @@ def save(
     *,
     keep: int,
     facts: Facts,
+    written: Written,
 ) -> str | None:
     """Write the checkpoint of ``state["step"]``; None, or why it could not be written.
 
@@ -50,8 +61,8 @@ def save(
     if problem is None:
         problem = _attempt(lambda: _write(engine, state, partial, process), process)
     if problem is None and process.is_main:
-        written = {**facts, "step": state["step"], "world_size": process.world_size}
-        problem = _caught(lambda: _finish(partial, place, written))
+        manifest = {**facts, "step": state["step"], **asdict(written)}
+        problem = _caught(lambda: _finish(partial, place, manifest))
     problem = everyones(problem, process)
     if process.is_main:
         if problem is not None:
@@ -97,18 +108,32 @@ def find(resume: str, output_dir: str, name: str) -> Path | None:
     return own[-1]
 
 
+def written(path: Path) -> Written:
+    """What the manifest of the checkpoint ``path`` says; RecipeError if it can't be read."""
+    try:
+        manifest = _manifest(path)
+    except RecipeError as error:
+        raise RecipeError(f"cannot resume from {path}: {error}") from error
+    fields = ("world_size", "batch_size", "accumulation")
+    return Written(*(int(manifest.get(name, 0)) for name in fields))
+
+
 def load(engine: Engine, path: Path, process: Process, *, facts: Facts) -> dict[str, Any]:
     """Put the checkpoint into ``engine`` and give this rank's state back.
 
-    Collective. Raises RecipeError, on every rank, for files that are missing or changed, and for a
-    checkpoint of other ``facts`` or of another number of ranks.
+    Of more ranks than wrote it, the others get rank 0's without the random numbers. Collective.
+    Raises RecipeError, on every rank, for files that are missing or changed, and for a checkpoint
+    of other ``facts``, or of another number of ranks where the engine can't have that.
     """
     state: dict[str, Any] = {}
 
     def read() -> None:
-        _check(path, process.world_size, facts)
-        engine.load(path, process.rank)
-        state.update(torch.load(path / f"rank-{process.rank}.pt", weights_only=True))
+        saved_by = _check(path, engine, process, facts)
+        engine.load(path, process.rank, saved_by)
+        own = process.rank if process.rank < saved_by else 0
+        state.update(torch.load(path / f"rank-{own}.pt", weights_only=True))
+        if own != process.rank:
+            state.pop("random", None)
 
     problem = _attempt(read, process)
     if problem is not None:
@@ -160,29 +185,37 @@ def _finish(partial: Path, place: Path, facts: dict[str, Any]) -> None:
     partial.rename(place)
 
 
-def _check(path: Path, world_size: int, facts: Facts) -> None:
+def _manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
+        manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"its {_MANIFEST} cannot be read ({error})") from error
+    return manifest
+
+
+def _check(path: Path, engine: Engine, process: Process, facts: Facts) -> int:
+    """How many ranks wrote it; RecipeError where it does not fit or is damaged."""
+    manifest = _manifest(path)
     for key, value in facts.items():
         if manifest.get(key) != value:
             raise RecipeError(f"it was written with {key}={manifest.get(key)}, this is {value}")
-    if manifest["world_size"] != world_size:
+    saved_by = int(manifest["world_size"])
+    if saved_by != process.world_size and not engine.resizes:
         raise RecipeError(
-            f"{manifest['world_size']} processes wrote it and this run has {world_size}: start as "
-            "many, or start a new run with model=<its exported checkpoint>"
+            f"{saved_by} processes wrote it and this run has {process.world_size}: start as many, "
+            "or start a new run with model=<its exported checkpoint>"
         )
     # Every rank reads its own part; the first of a node looks at all of it.
     if dist.get_node_local_rank(fallback_rank=0) == 0:
-        for name, digest in files.items():
+        for name, digest in manifest["files"].items():
             if not (path / name).is_file():
                 raise RecipeError(f"{name} is missing")
             if _digest(path / name) != digest:
                 raise RecipeError(
                     f"{name} is not what was written: the file is damaged; use an older checkpoint"
                 )
+    return saved_by
 
 
 def _digest(path: Path) -> str:

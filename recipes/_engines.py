@@ -31,6 +31,7 @@ class Engine(Protocol):
     wrapped: Any
     optimizer: torch.optim.Optimizer
     sharded: bool  # whether a rank holds only a part of the weights or of the optimizer
+    resizes: bool  # whether it loads what another number of ranks saved
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; gradients travel in the last one."""
@@ -39,7 +40,10 @@ class Engine(Protocol):
     def backward(self, loss: torch.Tensor) -> None: ...
     def step(self) -> None: ...
     def save(self, folder: Path, rank: int) -> None: ...
-    def load(self, folder: Path, rank: int) -> None: ...
+    def load(self, folder: Path, rank: int, saved_by: int) -> None:
+        """Of what ``saved_by`` ranks saved, this rank's part."""
+        ...
+
     def full_state(self) -> State:
         """All weights on the CPU, on rank 0; called by every rank."""
         ...
@@ -85,6 +89,7 @@ class DdpEngine:
     """torch's DistributedDataParallel; with fp16 a GradScaler."""
 
     sharded = False
+    resizes = True
 
     def __init__(
         self,
@@ -126,7 +131,7 @@ class DdpEngine:
             }
             torch.save(state, folder / "state.pt")
 
-    def load(self, folder: Path, rank: int) -> None:
+    def load(self, folder: Path, rank: int, saved_by: int) -> None:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         self.model.load_state_dict(state["model"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
@@ -173,6 +178,7 @@ class Fsdp2Engine:
     """torch's fully_shard: parameters, gradients and optimizer in parts on all ranks."""
 
     sharded = True
+    resizes = True
 
     def __init__(
         self,
@@ -231,17 +237,19 @@ class Fsdp2Engine:
         }
         torch.save(state, folder / f"shard-{rank}.pt")
 
-    def load(self, folder: Path, rank: int) -> None:
-        state = torch.load(folder / f"shard-{rank}.pt", map_location="cpu", weights_only=True)
+    def load(self, folder: Path, rank: int, saved_by: int) -> None:
+        parts = _Parts(folder, rank, saved_by)
         with torch.no_grad():
             for name, value in own_state(self.model).items():
-                _local(value).copy_(state["model"][name])
-        entries = state["optimizer"]["state"]
+                _local(value).copy_(parts.of(value, "model", name))
+        optimizer = parts.own["optimizer"]
         for number, parameter in enumerate(trained_parameters(self.model)):
-            for name, value in entries.get(number, {}).items():
+            entry = optimizer["state"].get(number, {})
+            for name, value in entry.items():
                 if value.dim():  # a step counter is a number, the moments are sharded
-                    entries[number][name] = _sharded_like(parameter, value)
-        self.optimizer.load_state_dict(state["optimizer"])
+                    part = parts.of(parameter, "optimizer", "state", number, name)
+                    entry[name] = _sharded_like(parameter, part)
+        self.optimizer.load_state_dict(optimizer)
 
     def full_state(self) -> State:
         from torch.distributed.checkpoint.state_dict import (
@@ -261,6 +269,36 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
             blocks += [one for one in module if any(part is not one for part in one.modules())]
     inner = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inner]
+
+
+class _Parts:
+    """What the ranks of a checkpoint saved of sharded tensors, for a rank of as many, or others."""
+
+    def __init__(self, folder: Path, rank: int, saved_by: int) -> None:
+        self._rank, self._size = rank, dist.get_world_size()
+        as_many = self._size == saved_by
+        # All of them only where they are needed, and then page by page.
+        self._states = [
+            torch.load(
+                folder / f"shard-{part}.pt", map_location="cpu", weights_only=True, mmap=not as_many
+            )
+            for part in ([rank] if as_many else range(saved_by))
+        ]
+        self.own: State = self._states[0]
+
+    def of(self, like: Any, *keys: Any) -> torch.Tensor:
+        """This rank's part of the tensor under ``keys``, which is sharded as ``like`` is."""
+        from torch.distributed.tensor import DTensor
+
+        parts: list[Any] = self._states
+        for key in keys:
+            parts = [part[key] for part in parts]
+        if len(parts) > 1 and isinstance(like, DTensor):
+            # As torch.chunk divides the first dimension, which is how fully_shard does.
+            begin = min(self._rank * -(-like.shape[0] // self._size), like.shape[0])
+            return torch.cat(parts)[begin : begin + like.to_local().shape[0]].clone()
+        part: torch.Tensor = parts[0]
+        return part
 
 
 def _local(value: Any) -> Any:
@@ -285,6 +323,8 @@ def _sharded_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
 
 class DeepspeedEngine:
     """DeepSpeed's ZeRO; ours is the section in its configuration."""
+
+    resizes = False
 
     def __init__(
         self,
@@ -325,7 +365,7 @@ class DeepspeedEngine:
     def save(self, folder: Path, rank: int) -> None:
         self.wrapped.save_checkpoint(str(folder), tag="engine")
 
-    def load(self, folder: Path, rank: int) -> None:
+    def load(self, folder: Path, rank: int, saved_by: int) -> None:
         self.wrapped.load_checkpoint(str(folder), tag="engine")
 
     def full_state(self) -> State:

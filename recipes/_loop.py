@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deepytorch.recipes import _checkpoint, _compare, _memory
+from deepytorch.recipes import _checkpoint, _compare, _elastic, _memory
 from deepytorch.recipes._batches import BatchT
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes._options import RunOptions
@@ -71,16 +71,19 @@ def run_recipe(
 
 def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process) -> int:
     """Train on ``config.backend``; save, export and show a sample."""
-    trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
-    start, run_dir = 0, None
+    path = None
     if config.resume is not None:
         path = on_main(
             lambda: _checkpoint.find(str(config.resume), config.output_dir, config.name), process
         )
-        if path is not None:
-            start, run_dir = _resume(recipe, trainer, task, path), path.parents[1]
-        elif process.is_main:
+        if path is None and process.is_main:
             console.print("resume=auto  no checkpoint yet: starting a new run")
+    if path is not None:
+        config = _elastic.fit(config, _checkpoint.written(path), process, path)
+    trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
+    start, run_dir = 0, None
+    if path is not None:
+        start, run_dir = _resume(recipe, trainer, task, path), path.parents[1]
     if run_dir is None:
         run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
     log = _open_log(config, run_dir, process)
@@ -194,6 +197,7 @@ def _save(
         "step": step,
         "schedule": trainer.schedule.state_dict(),
         "position": task.batches.position,
+        "epoch_examples": task.batches.epoch_examples,
         "random": _checkpoint.random_state(process.device),
     }
     return _checkpoint.save(
@@ -203,6 +207,7 @@ def _save(
         process,
         keep=config.keep_checkpoints,
         facts={"recipe": recipe, "engine": config.engine},
+        written=_checkpoint.Written(process.world_size, config.batch_size, config.accumulation),
     )
 
 
@@ -211,10 +216,16 @@ def _resume(recipe: str, trainer: Trainer[BatchT], task: Task[BatchT], path: Pat
     facts = {"recipe": recipe, "engine": trainer.options.engine}
     state = _checkpoint.load(trainer.engine, path, process, facts=facts)
     trainer.schedule.load_state_dict(state["schedule"])
-    task.batches.position = state["position"]
-    _checkpoint.set_random_state(state["random"], process.device)
+    told = f"resumed     {path}, after step {state['step']}"
+    written = _checkpoint.written(path)
+    _elastic.go_on(task.batches, state, written, trainer.options, process)
+    if written.world_size != process.world_size:
+        told += (
+            f", of {written.world_size} processes: now {process.world_size} with "
+            f"accumulation={trainer.options.accumulation}, so each step has as many examples"
+        )
     if process.is_main:
-        console.print(f"resumed     {path}, after step {state['step']}", highlight=False)
+        console.print(told, highlight=False)
     return int(state["step"])
 
 

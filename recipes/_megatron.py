@@ -31,6 +31,7 @@ class MegatronEngine:
     """Megatron-core's DistributedDataParallel and distributed optimizer; ours are its groups."""
 
     sharded = True  # of the optimizer, each rank holds a part
+    resizes = False
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class MegatronEngine:
         if rank == 0:
             torch.save(self.model.state_dict(), folder / "state.pt")
 
-    def load(self, folder: Path, rank: int) -> None:
+    def load(self, folder: Path, rank: int, saved_by: int) -> None:
         own = folder / f"optimizer-{rank}.pt"
         self.optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
         # Into the buffers that the optimizer's parts are views of.

@@ -111,6 +111,8 @@ def one_rank(monkeypatch):
 class FakeEngine:
     """Saves what it is given; fails as a full disk does when there is nothing."""
 
+    resizes = False
+
     def __init__(self, weights=None):
         self.weights = weights
 
@@ -120,13 +122,19 @@ class FakeEngine:
             raise OSError(28, "No space left on device")
         torch.save(self.weights, folder / "state.pt")
 
-    def load(self, folder, rank):
+    def load(self, folder, rank, saved_by):
         self.weights = torch.load(folder / "state.pt", weights_only=True)
 
 
 def save(engine, step, folder, keep=1):
     return _checkpoint.save(
-        engine, {"step": step}, folder, process(), keep=keep, facts={"recipe": "r"}
+        engine,
+        {"step": step},
+        folder,
+        process(),
+        keep=keep,
+        facts={"recipe": "r"},
+        written=_checkpoint.Written(1, 2, 3),
     )
 
 
