@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests deepytorch_core -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
-# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels (.ci/wheel).
+# For instance --config-settings cmake.define.DPT_CUDA=OFF: without GPU kernels (.ci/wheel).
 WHEEL_FLAGS ?=
 ADAPTERS ?= all
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt). Without a
@@ -53,7 +53,9 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__ 2>/dev/null)
 $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
-	@$(PIP) --no-build-isolation --no-deps -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) -e .
+	@# Not its short name -C, which the pip of Python 3.11's early releases lacks.
+	@$(PIP) --no-build-isolation --no-deps -e . \
+	  --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
 	@touch $@
 
 adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it is cached

@@ -148,7 +148,12 @@ def test_wheel_contents(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", str(ROOT), "-q", "-w", str(tmp_path)]
         + ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-        + ["-C", "wheel.cmake=false", "-C", f"build-dir={tmp_path / 'build'}"],
+        + [
+            "--config-settings",
+            "wheel.cmake=false",
+            "--config-settings",
+            f"build-dir={tmp_path / 'build'}",
+        ],
         check=True,
         capture_output=True,
     )
