@@ -58,6 +58,17 @@ $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	  --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
 	@touch $@
 
+# DeepSpeed compiles this in the first process that needs it. In a test it would be in the test's
+# time, and when that kills the process, torch's lock stays and all later ones wait for it.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
+OPERATORS := $(TORCH_EXTENSIONS_DIR)/.made
+$(OPERATORS): $(VENV)/.dependencies
+	@echo "Building DeepSpeed's operator for CPUs ..."
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" > $(@D)/log 2>&1 \
+	  || { cat $(@D)/log; exit 1; }
+	@touch $@
+
 adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it is cached
 	@$(BIN)/deepytorch build
 
@@ -86,7 +97,7 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes tests/network
-test-python: venv adapter ## pytest: unit, several processes, conformance, recipes, adapters
+test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
 	@mkdir -p build
 	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) $(BESIDE) > build/beside.log 2>&1 & beside=$$!; \
@@ -121,7 +132,7 @@ test-pictures: docs ## the report's page, a machine's picture and a docs page lo
 	@.ci/system chromium
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
 
-test-docs: venv adapter $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
+test-docs: venv adapter $(OPERATORS) $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py tests/docs/check_notebooks.py
 
 wheel: ## dist/: wheels with GPU kernels and adapters (PYTHONS=..., ADAPTERS=all|none|2.13.0 ...), sdist
