@@ -4,6 +4,8 @@
 #   docker build -t deepytorch .
 #   docker run --rm --shm-size 2g deepytorch train llama_sft --nproc-per-node 2 steps=4
 FROM python:3.12-slim AS build
+# Whichever compiler this Debian has.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH DEEPYTORCH_CACHE_DIR=/opt/deepytorch

@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt
 FORMATTED := $(shell find csrc tests deepytorch_core -name '*.[ch]pp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PYTEST_FLAGS ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
-# For instance -C cmake.define.DPT_CUDA=OFF: without GPU kernels (.ci/wheel).
+# For instance --config-settings cmake.define.DPT_CUDA=OFF: without GPU kernels (.ci/wheel).
 WHEEL_FLAGS ?=
 ADAPTERS ?= all
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt). Without a
@@ -53,7 +53,20 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__ 2>/dev/null)
 $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
-	@$(PIP) --no-build-isolation --no-deps -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) -e .
+	@# Not its short name -C, which the pip of Python 3.11's early releases lacks.
+	@$(PIP) --no-build-isolation --no-deps -e . \
+	  --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+	@touch $@
+
+# DeepSpeed compiles this in the first process that needs it. In a test it would be in the test's
+# time, and when that kills the process, torch's lock stays and all later ones wait for it.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
+OPERATORS := $(TORCH_EXTENSIONS_DIR)/.made
+$(OPERATORS): $(VENV)/.dependencies
+	@echo "Building DeepSpeed's operator for CPUs ..."
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" > $(@D)/log 2>&1 \
+	  || { cat $(@D)/log; exit 1; }
 	@touch $@
 
 adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it is cached
@@ -84,7 +97,7 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes tests/network
-test-python: venv adapter ## pytest: unit, several processes, conformance, recipes, adapters
+test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
 	@mkdir -p build
 	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) $(BESIDE) > build/beside.log 2>&1 & beside=$$!; \
@@ -119,7 +132,7 @@ test-pictures: docs ## the report's page, a machine's picture and a docs page lo
 	@.ci/system chromium
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
 
-test-docs: venv adapter $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
+test-docs: venv adapter $(OPERATORS) $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py tests/docs/check_notebooks.py
 
 wheel: ## dist/: wheels with GPU kernels and adapters (PYTHONS=..., ADAPTERS=all|none|2.13.0 ...), sdist

@@ -83,10 +83,13 @@ def means(image: Image.Image) -> np.ndarray:
 
 
 def differing(one: Image.Image, other: Image.Image) -> np.ndarray:
-    """Which cells of `one` have no like in `other`, there or near it: [rows, columns]."""
-    ours = means(one)[::CELL, ::CELL]
+    """Which cells of `one` have no like in `other`, there or near it: [rows, columns].
+
+    What moves out of the window can't be found: cells at its lower and right edge do not count.
+    """
+    width, height = (CELL * ((size - MOVED) // CELL) for size in one.size)
+    ours = means(one)[:height:CELL, :width:CELL]
     theirs = np.pad(means(other), ((MOVED, MOVED), (MOVED, MOVED), (0, 0)), mode="edge")
-    height, width = one.size[1], one.size[0]
     nearest = np.full(ours.shape[:2], np.inf)
     for down in range(0, 2 * MOVED + 1, 2):
         for right in range(0, 2 * MOVED + 1, 2):

@@ -222,11 +222,14 @@ def test_a_build_killed_halfway_leaves_nothing_harmful(
     sources: Sources, places: Path, tmp_path: Path
 ) -> None:
     started = tmp_path / "started"
-    slow = compiler_script(tmp_path, f'touch "{started}"; sleep 1000')
+    slow = compiler_script(
+        tmp_path, f'echo $$ > "{started}.new"; mv "{started}.new" "{started}"; exec sleep 1000'
+    )
     victim = child(sources, CXX=str(slow))
     wait_for(started, victim)
     victim.kill()  # no cleaning up, as when the machine's memory runs out
     victim.communicate()
+    os.kill(int(started.read_text()), signal.SIGKILL)  # the compiler outlives it
     assert len(leftovers(places)) == 1
     assert adapter.find(sources) is None
     assert adapter.load(sources).answer() == 42  # the lock went with its owner

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = {
@@ -51,6 +53,26 @@ def test_one_version(project: dict[str, Any]) -> None:
     version = project["project"]["version"]
     assert _core.__version__ == version, "rebuild the native core: make venv"
     assert changelog_version((ROOT / "CHANGELOG.md").read_text()) == version
+
+
+def test_the_conda_recipe_asks_for_the_same(project: dict[str, Any]) -> None:
+    """It names the version, what builds the package and what it needs by conda's names."""
+    recipe = yaml.safe_load((ROOT / ".ci/conda/recipe.yaml").read_text())
+    assert recipe["context"]["version"] == project["project"]["version"]
+
+    def bounds(wants: list[str]) -> dict[str, SpecifierSet]:
+        plain = [Requirement(want) for want in wants if "$" not in want and "-compiler" not in want]
+        return {want.name.replace("pytorch", "torch"): want.specifier for want in plain}
+
+    runs = bounds(recipe["requirements"]["run"])
+    assert str(runs.pop("python")) == project["project"]["requires-python"]
+    torch = runs.pop("torch")
+    wants = bounds(project["project"]["dependencies"])
+    assert str(wants.pop("torch")) in str(torch)
+    assert runs == wants
+    builds = bounds(recipe["requirements"]["host"] + recipe["requirements"]["build"])
+    tools = bounds(tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"])
+    assert {name: builds.get(name) for name in tools} == tools
 
 
 def test_changelog_versions_are_read() -> None:
@@ -126,7 +148,12 @@ def test_wheel_contents(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", str(ROOT), "-q", "-w", str(tmp_path)]
         + ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-        + ["-C", "wheel.cmake=false", "-C", f"build-dir={tmp_path / 'build'}"],
+        + [
+            "--config-settings",
+            "wheel.cmake=false",
+            "--config-settings",
+            f"build-dir={tmp_path / 'build'}",
+        ],
         check=True,
         capture_output=True,
     )

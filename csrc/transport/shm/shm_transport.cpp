@@ -15,6 +15,11 @@
 #include "base/log.hpp"
 #include "transport/shm/fd_exchange.hpp"
 
+// Linux has it since 5.3; the headers of the C libraries that wheels are made for know it later.
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+
 namespace dpt {
 namespace {
 

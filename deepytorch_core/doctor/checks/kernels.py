@@ -34,7 +34,7 @@ def judge(facts: Facts) -> list[Finding]:
     architectures = ";".join(one.replace(".", "") for one in wanted)
     remedy = (
         "pip install --force-reinstall --no-deps --no-binary deepytorch "
-        f"-C cmake.define.CMAKE_CUDA_ARCHITECTURES='{architectures}' deepytorch"
+        f"--config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES='{architectures}' deepytorch"
     )
     if not facts.built:
         text = "the native core was built without nvcc: GPU collectives stay NCCL's"
