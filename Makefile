@@ -23,7 +23,7 @@ export PYTHON
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
-.PHONY: help venv adapter demo test lint test-native test-python test-network test-tensorflow \
+.PHONY: help venv adapter demo test lint lint-and-compile test-native test-python test-network test-tensorflow \
         test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
         sanitize format clean
 
@@ -75,7 +75,14 @@ adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it i
 demo: venv ## train a small Llama with the stock stack and with ours, and compare
 	@$(BIN)/deepytorch train llama_sft --compare --nproc-per-node 2
 
-test: lint test-native test-python ## everything below, then all Python tests
+test: lint-and-compile test-native test-python ## everything below, then all Python tests
+
+# The linters keep one core busy, the compiler of what the tests need the other.
+lint-and-compile: venv
+	@mkdir -p build
+	@$(MAKE) --no-print-directory adapter $(OPERATORS) > build/compile.log 2>&1 & compile=$$!; \
+	  $(MAKE) --no-print-directory lint; status=$$?; \
+	  wait $$compile || status=1; cat build/compile.log; exit $$status
 
 lint: venv ## ruff, mypy --strict, clang-format: check only
 	$(BIN)/ruff check .

@@ -401,6 +401,11 @@ def spans_nodes() -> bool:
     return told is not None and told.local_size is not None and told.local_size < told.size
 
 
+def peer_access_is_off() -> bool:
+    """Whether GPUs are to do as if they could not reach each other's memory."""
+    return os.environ.get("NCCL_P2P_DISABLE") == "1"
+
+
 # launcher -> its variables for the fields of Launched, in their order; "" where it has none.
 _LAUNCHERS = {
     "torchrun": (

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import _core
+from deepytorch_core import _core, config
 
 Record = dict[str, Any]
 
@@ -262,14 +262,16 @@ def provenance() -> Record:
 def machine_info() -> Record:
     """The machine without its host name.
 
-    `name` is the short form ("2-core AMD EPYC", "64-core AMD EPYC 9554, 8x NVIDIA H200"); then
-    cpu, cores (those this process may use), memory_gib, gpus (names) and kernel.
+    `name` is the short form ("2-core AMD EPYC", "64-core AMD EPYC 9554, 8x NVIDIA H200"), which
+    also says where peer access is switched off, to emulate GPUs without; then cpu, cores (those
+    this process may use), memory_gib, gpus (names) and kernel.
     """
     cpu = _cpu_model(_read("/proc/cpuinfo"))
     cores = _core.usable_cores()
     gpus = _gpu_names()
     return {
-        "name": machine_name(cpu, cores, gpus),
+        "name": machine_name(cpu, cores, gpus)
+        + (", emulated: no peer access" if len(gpus) > 1 and config.peer_access_is_off() else ""),
         "cpu": cpu,
         "cores": cores,
         "memory_gib": _memory_gib(_read("/proc/meminfo")),

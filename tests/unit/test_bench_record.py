@@ -51,6 +51,13 @@ def test_machine_name_counts_equal_gpus():
     assert name == "64-core AMD EPYC 9554, 8x NVIDIA H200, NVIDIA T4"
 
 
+def test_a_machine_that_stands_for_one_without_peer_access_says_so(monkeypatch):
+    monkeypatch.setattr(record, "_gpu_names", lambda: ["A", "A"])
+    name = record.machine_info.__wrapped__()["name"]
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert record.machine_info.__wrapped__()["name"] == f"{name}, emulated: no peer access"
+
+
 @pytest.mark.parametrize(
     ("model", "short"),
     [
