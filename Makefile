@@ -41,12 +41,14 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 	@$(PIP) scikit-build-core pybind11 cmake ninja setuptools wheel
 	@# The project's own dependencies, without building it: that is the next step.
 	@$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	  e = p['optional-dependencies']; e.pop('all'); e.pop('examples'); \
+	  e = p['optional-dependencies']; [e.pop(x) for x in ('all', 'examples', 'fp8')]; \
 	  print(*p['dependencies'], *sum(e.values(), []), sep='\n')" > $(VENV)/requirements.txt
 	@# DeepSpeed's own build asks for the torch that is there, so it can't be isolated.
 	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r $(VENV)/requirements.txt
 	@# Apart: packaged for CUDA it breaks whoever imports it beside a torch without (transformers).
 	@$(PIP) --no-deps --upgrade --target $(VENV)/vision torchvision timm
+	@# Apart: peft and diffusers import it wherever it is, a second in every process.
+	@$(PIP) --no-deps --upgrade --target $(VENV)/fp8 torchao
 	@touch $@
 
 # An editable install knows the files that were there, so a folder that changed installs again.

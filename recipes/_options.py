@@ -28,7 +28,7 @@ class RunOptions:
     warmup_steps: int = 5
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     gradient_checkpointing: bool = False
     kernels: Literal["auto", "on", "off"] = "off"
     compile: Literal["auto", "off"] = "off"
@@ -47,6 +47,10 @@ class RunOptions:
             raise RecipeError("engine=megatron needs a GPU: use engine=ddp or deepspeed on the CPU")
         if self.precision == "fp16" and self.device == "cpu":
             raise RecipeError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
+        if self.precision == "fp8" and self.engine not in ("ddp", "accelerate", "fsdp2"):
+            raise RecipeError(
+                f"engine={self.engine} has no precision=fp8: use engine=ddp, accelerate or fsdp2"
+            )
         if self.offload != "none" and self.engine not in ("deepspeed", "fsdp2"):
             raise RecipeError(
                 f"offload={self.offload} needs engine=deepspeed or engine=fsdp2, not {self.engine}"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import deepytorch
-from deepytorch.recipes import _memory
+from deepytorch.recipes import _fp8, _memory
 from deepytorch.recipes._batches import BatchT, EndlessBatches
 from deepytorch.recipes._engines import enable_checkpointing, start_engine
 from deepytorch.recipes._options import RunOptions
@@ -73,6 +73,8 @@ class Trainer(Generic[BatchT]):
         _memory.refuse_if_too_large(model, options, process)
         model.to(process.device)
         model.train()
+        if options.precision == "fp8":
+            _fp8.convert(model, options, process)
         if options.gradient_checkpointing:
             enable_checkpointing(model)
         self.flops_per_unit = task.flops_of(model) if task.flops_of else 0.0

@@ -116,7 +116,7 @@ def default_rate(config: Config) -> float:
 def build_model(config: Config, tokenizer: Any) -> Any:
     """The checkpoint in ``config.model``, or a small Qwen3 with random weights."""
     # FSDP2 shards weights of one type only, and the adapter's are float32.
-    frozen_in_bf16 = config.method == "lora" and config.precision == "bf16"
+    frozen_in_bf16 = config.method == "lora" and config.precision in ("bf16", "fp8")
     frozen_in_bf16 = frozen_in_bf16 and config.engine != "fsdp2"
     dtype = torch.bfloat16 if frozen_in_bf16 else torch.float32
     if config.model:

@@ -68,7 +68,7 @@ def test_words_and_flags_mix():
         ("steps=true", "steps must be a int, not True"),
         ("steps=0", "steps must be greater than 0"),
         ("learning_rate=fast", "learning_rate must be a float, not 'fast'"),
-        ("precision=fp8", "precision must be one of fp32, bf16, fp16, not 'fp8'"),
+        ("precision=fp4", "precision must be one of fp32, bf16, fp16, fp8, not 'fp4'"),
         ("offload=optimizer", "offload=optimizer needs engine=deepspeed or engine=fsdp2"),
         ("num_heads=3", "hidden_size=256 must be a multiple of 2 * num_heads (6)"),
         ("model=[1", "model=[1 is not a valid value"),

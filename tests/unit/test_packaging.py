@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).parents[2]
 EXTRAS = {
     "deepspeed",
+    "fp8",
     "megatron",
     "accelerate",
     "transformers",
