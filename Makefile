@@ -163,7 +163,8 @@ test-faults: venv adapter ## every fault on every path in every phase, about ten
 	@mkdir -p $(dir $(RECORD)) $(dir $(PAGE)) && rm -f $(RECORD)
 	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE) \
 	  $(addprefix --beside ,$(wildcard docs/faults-gpu.jsonl))
-	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py
+	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py \
+	  tests/faults/check_resize.py
 
 MINUTES ?= 30
 soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups
