@@ -1,0 +1,97 @@
+"""What the flight record costs, as a share of the operations that it records.
+
+    python tests/faults/record_cost.py --json build/record.jsonl
+
+Two groups of the same two ranks take turns. The record has room for 256 groups, and one of the two
+is made when it is full: its operations are the same but are not recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.bench import record
+from deepytorch_core.testing import spawn_ranks
+
+SIZES = (256, 4096, 65536, 1 << 20)
+BLOCK_S = 0.02
+PAIRS = 200
+
+
+def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """For each size the times of neighbouring blocks, recorded : not recorded."""
+    from deepytorch_core import _core
+    from deepytorch_core.hang import record as flight
+
+    def groups_in_record() -> int:
+        return len(flight.read_descriptor(_core.flight_record_fd()).groups)
+
+    everybody = list(range(world_size))
+    recorded = dist.new_group(everybody)
+    while True:
+        before = groups_in_record()
+        other = dist.new_group(everybody)
+        if groups_in_record() == before:
+            break
+    found = []
+    for size in SIZES:
+        value = torch.ones(size // 4)
+
+        def block(group: Any, calls: int, value: torch.Tensor = value) -> float:
+            begin = time.perf_counter()
+            for _ in range(calls):
+                dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+            return time.perf_counter() - begin
+
+        for group in (recorded, other):
+            block(group, 50)
+        took = torch.tensor(block(recorded, 100) / 100)
+        dist.all_reduce(took, op=dist.ReduceOp.AVG)
+        calls = max(10, int(BLOCK_S / took.item()))
+        ratios, times = [], []
+        for pair in range(PAIRS):
+            order = (recorded, other) if pair % 2 else (other, recorded)
+            seconds = {group: block(group, calls) for group in order}
+            ratios.append(seconds[recorded] / seconds[other])
+            times.append(seconds[other] / calls)
+        quartiles = statistics.quantiles(ratios, n=4)
+        found.append(
+            {
+                "bytes": size,
+                "time_us": round(statistics.median(times) * 1e6, 2),
+                "ratio": round(quartiles[1], 4),
+                "ratio_quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+                "pairs": PAIRS,
+                "calls": calls,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add a line per size to FILE")
+    options = parser.parse_args()
+    environment = {"DEEPYTORCH_TUNE": "off", "DEEPYTORCH_COLLECTIVES": "native"}
+    rows = spawn_ranks(measure, 2, backend="deepytorch", env=environment, timeout_s=600)[0]
+    for row in rows:
+        low, high = row["ratio_quartiles"]
+        sys.stdout.write(
+            f"{row['bytes']:>8} B  {row['time_us']:>9} us  {100 * (row['ratio'] - 1):+.2f}%  "
+            f"({100 * (low - 1):+.2f} to {100 * (high - 1):+.2f})\n"
+        )
+        if options.json:
+            told = {"bench": "flight record", "world_size": 2, **row}
+            record.write_record(options.json, {**told, **record.provenance()})
+
+
+if __name__ == "__main__":
+    main()
