@@ -162,7 +162,7 @@ PAGE ?= build/faults.md
 test-faults: venv adapter ## every fault on every path in every phase, about ten minutes (docs/faults.md)
 	@mkdir -p $(dir $(RECORD)) $(dir $(PAGE)) && rm -f $(RECORD)
 	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE) \
-	  $(addprefix --beside ,$(wildcard docs/faults-gpu.jsonl))
+	  $(addprefix --beside ,$(wildcard docs/faults-*.jsonl))
 	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py \
 	  tests/faults/check_resize.py
 

@@ -148,6 +148,14 @@ def test_the_page_is_made_of_several_machines() -> None:
     assert "`deepytorch: group 0 on rank 0: rank 1 (pid 3) died`" in text
     assert "1 cases, run on: 2 GPUs, torch 2.11" in text
     assert "ends 3.0 s |" not in page.render([{**absent, **ran}])
+    soak = {"bench": "soak", "operations": {"a": 900, "b": 1100}, "cycles": 9, "failures": []}
+    hangs = [{"plant": "loop", "how": "delegated", "device": "cuda", "right": r} for r in (1, 0)]
+    cost = {"ratio": 1.004, "ratio_quartiles": [0.99, 1.02], "bytes": 256, "time_us": 9.5}
+    others = [soak | ran, *hangs, {"bench": "flight record", **cost}]
+    text = page.render([{**ended, **ran}, *others])
+    assert "2,000 random operations of 2 kinds and 9 cycles" in text
+    assert "hangs in delegated operations on cuda: 1 of 2 verdicts are right" in text
+    assert "adds +0.4% (-1.0 to +2.0) to an all_reduce of 256 bytes" in text
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

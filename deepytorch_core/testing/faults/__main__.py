@@ -30,7 +30,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--repeat", type=int, metavar="N", help="N times each; times are summed up")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="make PAGE of --json's lines")
     parser.add_argument(
-        "--beside", type=Path, metavar="FILE", help="records of another machine, for --write too"
+        "--beside",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="for --write: records of another machine, of soak or of planted hangs",
     )
     options = parser.parse_args(arguments)
     try:
@@ -61,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             record.write_record(options.json, {**told, **record.provenance()})
     close_idle_workers()
     if options.write:
-        others = record.read_records(options.beside) if options.beside else []
+        others = [each for file in options.beside for each in record.read_records(file)]
         write_page(options.write, [*others, *record.read_records(options.json)])
     left = sorted(names_in_shm() - shared)
     if left:

@@ -38,11 +38,16 @@ _PHASES = {
 def render(records: Sequence[Mapping[str, Any]]) -> str:
     """The page. Of several records of a case the last counts.
 
+    Records of the soak, of planted hangs (tests/faults/hangs.py) and of what the flight record
+    costs (tests/faults/record_cost.py) may be among them.
+
     Raises ValueError for a record of a case that the table does not have, or no record at all.
     """
     latest: dict[tuple[str, str, str], Mapping[str, Any]] = {}
     repeated: dict[tuple[str, str, str], Mapping[str, Any]] = {}
     for record in records:
+        if "fault" not in record:
+            continue
         key = (record["fault"], record["path"], record["phase"])
         if key[0] not in FAULTS or key[1] not in PATHS or key[2] not in PHASES:
             raise ValueError(f"no such case: {' | '.join(key)}")
@@ -57,6 +62,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         if any(key[1] == path.name and not latest[key]["skipped"] for key in latest):
             lines += _table(path.name, latest)
     lines += _repeated(repeated)
+    lines += _figures(records)
     lines += _what_faults_are()
     lines += _wrong(latest)
     lines += _messages(latest)
@@ -99,6 +105,32 @@ def _repeated(repeated: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> lis
         cells += [f"{record[name]:.2f}" for name in ("median_s", "most_s")]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
+
+
+def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for record in (each for each in records if each.get("bench") == "soak"):
+        total, wrong = sum(record["operations"].values()), len(record["failures"])
+        lines.append(
+            f"* `make soak`: {total:,} random operations of {len(record['operations'])} kinds and "
+            f"{record['cycles']} cycles of making and destroying groups, {wrong} failures; "
+            f"{record['machine']['name']}."
+        )
+    hangs: dict[str, list[bool]] = {}
+    for record in (each for each in records if "plant" in each):
+        kind = f"{record['how']} operations on {record.get('device', 'cpu')}"
+        hangs.setdefault(kind, []).append(record["right"])
+    lines += [
+        f"* Planted hangs in {kind}: {sum(right)} of {len(right)} verdicts are right."
+        for kind, right in hangs.items()
+    ]
+    for record in (each for each in records if each.get("bench") == "flight record"):
+        low, high = (100 * (each - 1) for each in record["ratio_quartiles"])
+        lines.append(
+            f"* The flight record adds {100 * (record['ratio'] - 1):+.1f}% ({low:+.1f} to "
+            f"{high:+.1f}) to an all_reduce of {record['bytes']} bytes, {record['time_us']} us."
+        )
+    return ["## Other figures", "", *lines, ""] if lines else []
 
 
 def _cell(record: Mapping[str, Any] | None) -> str:
