@@ -133,7 +133,7 @@ class Communicator {
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
   // Whether every rank's delegate can, and the nodes are alike.
   bool can_go_by_nodes(const WaitContext& wait) const;
-  bool watch_device(DeviceGroup* group);
+  bool watch_device();
   bool watch_delegate();
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);

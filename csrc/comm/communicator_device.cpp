@@ -191,6 +191,9 @@ void Communicator::join_devices(const dpt_request& request) {
       }
     }
     device_ = std::move(state);
+    if (!segment_) return;
+    Fabric::instance().on_tick(
+        segment_.get(), [this, judged = false]() mutable { judged = judged || watch_device(); });
   });
 }
 
@@ -255,9 +258,6 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   state->staging_bytes = state->group->memory_bytes();
   fabric.add_device_use(static_cast<int64_t>(state->staging_bytes),
                         state->group->layout().channels);
-  fabric.on_tick(segment_.get(), [this, group = state->group.get(), judged = false]() mutable {
-    judged = judged || watch_device(group);
-  });
 }
 
 // Called by all ranks. They share the cores, which the program needs as well.
@@ -276,9 +276,11 @@ DeviceGroup::Workers Communicator::workers_near(const RunContext& context,
 
 // From the watchdog's thread, several times a second and after each death. True: there is nothing
 // left to watch.
-bool Communicator::watch_device(DeviceGroup* group) {
+bool Communicator::watch_device() {
   const auto now = std::chrono::steady_clock::now();
   lost_.look(*segment_, now);
+  DeviceGroup* const group = device_->group.get();
+  if (group == nullptr) return watch_delegate();
   if (segment_->aborted()) {
     group->abort();
   } else if (lost_.is_long_gone(now)) {
@@ -361,8 +363,9 @@ void Communicator::check_device(const dpt_request& request) {
 }
 
 void Communicator::leave_devices() {
-  if (!device_ || !device_->group) return;
-  Fabric::instance().on_tick(segment_.get(), nullptr);
+  if (!device_) return;
+  if (segment_) Fabric::instance().on_tick(segment_.get(), nullptr);
+  if (!device_->group) return;
   Fabric::instance().add_device_use(-static_cast<int64_t>(device_->staging_bytes),
                                     -device_->group->layout().channels);
   device_.reset();

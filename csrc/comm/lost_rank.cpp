@@ -4,13 +4,11 @@
 #include "transport/shm/segment.hpp"
 
 namespace dpt {
-namespace {
 
-constexpr std::chrono::seconds kArrival{1};
-constexpr std::chrono::seconds kWaitForDead{10};
-constexpr std::chrono::seconds kWaitForLeft{20};
-
-}  // namespace
+LostRank::Patience& LostRank::patience() {
+  static Patience patience;
+  return patience;
+}
 
 void LostRank::look(const Segment& segment, Time now) {
   if (since_) return;
@@ -44,7 +42,9 @@ std::string LostRank::who() const {
   return who_;
 }
 
-bool LostRank::is_long_gone(Time now) const { return since_ && now - *since_ >= kArrival; }
+bool LostRank::is_long_gone(Time now) const {
+  return since_ && now - *since_ >= patience().arrival;
+}
 
 bool LostRank::keeps_waiting(bool waits, Time now) {
   if (!waits) {
@@ -52,7 +52,7 @@ bool LostRank::keeps_waiting(bool waits, Time now) {
     return false;
   }
   if (!waits_since_) waits_since_ = now;
-  return now - *waits_since_ >= (died_ ? kWaitForDead : kWaitForLeft);
+  return now - *waits_since_ >= (died_ ? patience().with_dead : patience().with_left);
 }
 
 }  // namespace dpt

@@ -15,6 +15,14 @@ class LostRank {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
+  struct Patience {
+    std::chrono::milliseconds arrival{1000};  // of what a rank has sent before
+    std::chrono::milliseconds with_dead{10'000};
+    std::chrono::milliseconds with_left{20'000};  // the others may have much to compute
+  };
+  // Tests, before anything watches, have less.
+  static Patience& patience();
+
   void look(const Segment& segment, Time now);
   // "rank 1 (pid 4711) died" or the like; empty: all ranks were there at the last look. From any
   // thread.
@@ -22,7 +30,6 @@ class LostRank {
   // Whether all that it sent has arrived.
   bool is_long_gone(Time now) const;
   // Whether `waits` was true at every question for so long that it is this rank that is waited for.
-  // One that left in peace gets more time: the others may have much to compute.
   bool keeps_waiting(bool waits, Time now);
 
   void note(const std::string& who, bool died, Time now);

@@ -109,6 +109,29 @@ TEST_F(DeviceFailure, WhoWaitsForARankThatLeftIsToldSo) {
   EXPECT_EQ(ends_, 1);
 }
 
+// NCCL's waits for it without end, whether or not the group has kernels of ours.
+TEST_F(DeviceFailure, WhatTheDelegateCarriesOutWaitsForALostRankInVain) {
+  expected_ = "that NCCL carries out on rank 0 waits in vain: rank 1 has left the group";
+  LostRank::patience().with_left = std::chrono::milliseconds(300);
+  for (const bool has_kernels : {true, false}) {
+    ends_ = 0;
+    fail_devices(std::nullopt);
+    fake_devices().peer_access = has_kernels;
+    fake_devices().unmappable_rank = has_kernels ? -1 : 1;
+    run_ranks(2, [&](Rank& rank) {
+      EXPECT_EQ(sum(rank), has_kernels ? DPT_COMPLETED : DPT_DELEGATED);
+      if (rank.rank() == 1) return;
+      rank.delegate().is_waiting = 1;
+      const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+      while (ends_ == 0 && std::chrono::steady_clock::now() < limit) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+    });
+    EXPECT_EQ(ends_, 1) << "with kernels: " << has_kernels;
+  }
+  LostRank::patience() = {};
+}
+
 TEST_F(DeviceFailure, ARankThatLeftIsNobodysFailureWhereNothingWaits) {
   run_ranks(2, [](Rank& rank) {
     EXPECT_EQ(sum(rank), DPT_COMPLETED);
