@@ -56,8 +56,16 @@ def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[li
                 place = Path(folder) / str(number)
                 facts = {"recipe": "llama_sft"}
                 state = {"step": step, "schedule": trainer.schedule.state_dict()}
-                save = _checkpoint.save
-                assert save(trainer.engine, state, place, process, keep=1, facts=facts) is None
+                problem = _checkpoint.save(
+                    trainer.engine,
+                    state,
+                    place,
+                    process,
+                    keep=1,
+                    facts=facts,
+                    written=_checkpoint.Written(world_size),
+                )
+                assert problem is None
                 trainer = Trainer(task, options, process)
                 (path,) = _checkpoint.checkpoints(place)
                 loaded = _checkpoint.load(trainer.engine, path, process, facts=facts)

@@ -66,7 +66,7 @@ def train(rank: int, world_size: int, engine_name: str, backend: str, folder: st
     engine = start_engine(Net(), make_optimizer, options(backend, engine_name), process)
     begin = 0
     if Path(folder, "state.pt").exists():
-        engine.load(Path(folder), rank)
+        engine.load(Path(folder), rank, world_size)
         begin = SAVED_AFTER
     losses = []
     for step in range(begin, STEPS):
