@@ -101,7 +101,7 @@ test-native: venv ## GoogleTest of the torch-free core: ranks are threads
 	@.ci/system gtest
 	@$(BIN)/cmake -S . -B build/csrc $(CMAKE_FLAGS) > /dev/null
 	@$(BIN)/cmake --build build/csrc
-	$(BIN)/ctest --test-dir build/csrc --output-on-failure
+	$(BIN)/ctest --test-dir build/csrc --output-on-failure --parallel 2
 
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.

@@ -5,6 +5,7 @@ import pytest
 from deepytorch import workloads
 from deepytorch.cli import bench_train
 from deepytorch.workloads import TrainJob
+from deepytorch.workloads import worker as train_worker
 from deepytorch_core.bench import worker
 from deepytorch_core.bench.job import BenchError
 
@@ -33,6 +34,17 @@ def test_the_arms_are_jobs_of_their_own():
     assert [process["RANK"] for process in processes] == ["0", "1", "0", "1"]
     assert [process["MASTER_PORT"] for process in processes] == ["1234", "1234", "5678", "5678"]
     assert [process.get("DEEPYTORCH_ENABLED") for process in processes] == [None, None, "0", "0"]
+
+
+@pytest.mark.parametrize(("world_size", "wrong"), [(2, 1), (3, 0)])
+def test_the_order_of_sums_explains_a_difference_of_more_than_two_ranks(world_size, wrong):
+    share = {"times": [[10.0], [12.0]], "adapter_us": 1.0, "losses": [1.0], "calls": {"ring": 2}}
+    ours = [share] * world_size
+    stock = [{**share, "losses": [1.0001], "calls": {}}] * world_size
+    record = train_worker._record(TrainJob(world_size=world_size), ours, stock)
+    assert record["wrong"] == wrong
+    assert record["loss_difference"] == pytest.approx(1e-4, rel=1e-3)
+    assert record["native_calls"] == 2 * world_size
 
 
 @pytest.mark.parametrize("framework", sorted(workloads.WORKLOADS))
