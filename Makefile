@@ -23,7 +23,7 @@ export PYTHON
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
-.PHONY: help venv adapter demo test lint lint-and-compile test-native test-python test-network test-tensorflow \
+.PHONY: help venv adapter demo test lint lint-and-compile test-native test-python test-extended test-network test-tensorflow \
         test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
         sanitize format clean
 
@@ -109,9 +109,13 @@ BESIDE := tests/integrations tests/recipes tests/network
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
 	@mkdir -p build
-	@export OMP_NUM_THREADS=1; $(BIN)/pytest $(PYTEST_FLAGS) $(BESIDE) > build/beside.log 2>&1 & beside=$$!; \
-	  $(BIN)/pytest $(PYTEST_FLAGS) $(addprefix --ignore=,$(BESIDE)); status=$$?; \
+	@export OMP_NUM_THREADS=1; pytest="$(BIN)/pytest $(PYTEST_FLAGS) -m 'not extended'"; \
+	  eval "$$pytest $(BESIDE)" > build/beside.log 2>&1 & beside=$$!; \
+	  eval "$$pytest $(addprefix --ignore=,$(BESIDE))"; status=$$?; \
 	  wait $$beside || status=1; cat build/beside.log; exit $$status
+
+test-extended: venv adapter $(OPERATORS) ## tests that make test leaves out because a sibling shows the same (a minute)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_FLAGS) -m extended
 
 test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torch (build/tensorflow)
 	@.ci/system python compiler

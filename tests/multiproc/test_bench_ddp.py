@@ -1,5 +1,7 @@
 """`bench ddp` with real ranks and a tiny model."""
 
+import pytest
+
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import DdpJob
 from deepytorch_core.bench.record import DDP_FIELDS
@@ -26,6 +28,7 @@ def test_both_arms_train_the_same():
         assert record["loss_check"] == "exact"
 
 
+@pytest.mark.extended
 def test_gloo_against_itself():
     (record,) = launch.run(DdpJob(**TINY, world_size=2, ours="gloo"))
     assert record["algorithm"] == "gloo"

@@ -44,10 +44,11 @@ def run(*arguments: str, ranks: int = 1, **env: str) -> subprocess.CompletedProc
     ("arguments", "heading", "env"),
     [
         (["--model", "resnet18"], "torchvision resnet18 in fp32", {}),
-        (
+        pytest.param(
             ["--model", "timm/mobilenetv3_small_050", "--precision", "amp", "--bucket-cap-mb", "1"],
             "timm mobilenetv3_small_050 in amp",
             {"DEEPYTORCH_ENABLED": "0"},
+            marks=pytest.mark.extended,
         ),
     ],
     ids=["torchvision", "timm, stock"],

@@ -168,6 +168,7 @@ def test_plain_ddp_that_never_ends_and_saves(project: Project) -> None:
     assert "<svg" in project.receipt.read_text()
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("without_torchrun")
 def test_accelerate_that_ends_early(project: Project) -> None:
     done = project.compare(ACCELERATE, "--steps", "30")
