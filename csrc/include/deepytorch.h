@@ -157,9 +157,9 @@ typedef struct dpt_delegate {
   /* As `start`, in stages within nodes and between them: all_reduce, all_gather and reduce_scatter
    * of equal parts. `node_of` is each rank's node, of equally many ranks each. NULL: it can't. */
   dpt_status (*start_by_nodes)(void* context, void* call, const int* node_of, dpt_error* error);
-  /* Asked by another thread, again and again once a rank is lost: not 0 while the device has not
-   * come to where the program's stream was at an earlier question, behind what was delegated. NULL:
-   * it can't tell. */
+  /* Asked by another thread, again and again once a rank is lost: not 0 while an operation is being
+   * started on a device, or the device has not come yet to where the program's stream was at an
+   * earlier question. NULL: it can't tell. */
   int (*is_waiting)(void* context);
 } dpt_delegate;
 

@@ -34,7 +34,8 @@ def test_the_table_is_consistent() -> None:
     for fault in FAULTS.values():
         assert set(fault.paths) <= set(PATHS)
         assert set(fault.phases) <= set(PHASES)
-        assert {fault.outcome_in(phase) for phase in fault.phases} <= set(OUTCOMES)
+        for path in fault.paths:
+            assert {fault.outcome_in(phase, path) for phase in fault.phases} <= set(OUTCOMES)
     from_outside = {name for name in FAULTS if name not in inject.INJECT}
     assert from_outside == set(runner._ACT)
     assert set(inject.INJECT) <= set(FAULTS)

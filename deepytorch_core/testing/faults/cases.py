@@ -114,8 +114,7 @@ class Fault:
         means: for people.
         ends: the rank it happens to does not live on.
         paths, phases: where it makes sense.
-        not_in: (path, phase) where it makes none all the same.
-        outcome: by phase, or one for all; see `OUTCOMES`.
+        outcome: by phase, or by path where that differs, or one for all; see `OUTCOMES`.
         says: of which an error on survivors has at least one; {victim} is the rank's number.
         within_s: the limit in seconds from the fault to the end on every survivor. It tells an
             answer from a time limit that ran out; what was measured stands in the results.
@@ -131,7 +130,6 @@ class Fault:
     ends: bool = False
     paths: tuple[str, ...] = (*_ON_HOST, *_ON_GPUS)
     phases: tuple[str, ...] = PHASES
-    not_in: tuple[tuple[str, str], ...] = ()
     outcome: str | Mapping[str, str] = "error"
     says: tuple[str, ...] = ("rank {victim}", "rank(s) {victim}")
     within_s: float = 5.0
@@ -141,8 +139,10 @@ class Fault:
     again: bool = True
     gloo_leaves: tuple[str, ...] = ()
 
-    def outcome_in(self, phase: str) -> str:
-        return self.outcome if isinstance(self.outcome, str) else self.outcome[phase]
+    def outcome_in(self, phase: str, path: str = "") -> str:
+        if isinstance(self.outcome, str):
+            return self.outcome
+        return self.outcome.get(path) or self.outcome[phase]
 
 
 _OF_A_DEATH = {**dict.fromkeys(PHASES, "error"), "destroy": "leaves"}
@@ -215,9 +215,6 @@ FAULTS = {
             name="no descriptors",
             means="the rank may not open any more files (RLIMIT_NOFILE)",
             phases=("init", "between"),
-            # NCCL then can't start on that rank, and where it starts on the others it waits for it
-            # without limit. Ours has nothing in common with them yet by which to tell them.
-            not_in=tuple((path, "init") for path in _ON_GPUS),
             outcome="either",
             says=("Too many open files", "rank {victim}", "rank(s) {victim}", "by peer", "NCCL"),
             within_s=20.0,
@@ -235,10 +232,9 @@ FAULTS = {
             name="/dev/shm full",
             means="no byte can be written to /dev/shm",
             phases=("init", "between"),
-            # NCCL keeps a part of its own there: it says so on that rank, which can then make no
-            # group again, and the others are ended once it has left.
-            not_in=(("nccl", "init"), ("nccl", "between")),
-            outcome="recovers",
+            # NCCL keeps a part of its own there.
+            outcome={"init": "recovers", "between": "recovers", "nccl": "either"},
+            says=("memory", "space", "rank {victim}", "NCCL"),
             within_s=20.0,
         ),
         Fault(
@@ -310,7 +306,7 @@ class Case:
 
     @property
     def outcome(self) -> str:
-        return FAULTS[self.fault].outcome_in(self.phase)
+        return FAULTS[self.fault].outcome_in(self.phase, self.path)
 
 
 CASES = [
@@ -318,7 +314,6 @@ CASES = [
     for fault in FAULTS.values()
     for path in fault.paths
     for phase in fault.phases
-    if (path, phase) not in fault.not_in
 ]
 
 

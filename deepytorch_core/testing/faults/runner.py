@@ -273,7 +273,7 @@ def _from_outside(
         time.sleep(0.3)
     settings.note_fault()
     _ACT[settings.case.fault](store, network)
-    if FAULTS[settings.case.fault].outcome_in(settings.case.phase) in (
+    if FAULTS[settings.case.fault].outcome_in(settings.case.phase, settings.case.path) in (
         "either",
         "recovers",
     ):
