@@ -249,11 +249,7 @@ def _rounded(arg: Any) -> Any:
     """The argument, off by a rounding error in each element."""
     if not isinstance(arg, torch.Tensor) or not arg.is_floating_point():
         return arg
-    generator = torch.Generator(arg.device).manual_seed(1)
-    noise = torch.randn(arg.shape, device=arg.device, generator=generator)
-    with torch.no_grad():
-        off = arg * (1 + torch.finfo(arg.dtype).eps * noise).to(arg.dtype)
-    copy_ = _copy(arg).copy_(off) if arg.numel() else arg
+    copy_ = _copy(arg).copy_(guard.rounded(arg)) if arg.numel() else arg
     return (
         copy_.requires_grad_(arg.requires_grad)
         if arg.is_leaf or not arg.requires_grad

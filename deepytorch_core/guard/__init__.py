@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from deepytorch_core import config, decisions
 from deepytorch_core.guard import profile
-from deepytorch_core.guard.numerics import difference
+from deepytorch_core.guard.numerics import difference, rounded
 from deepytorch_core.guard.profile import fingerprint
 from deepytorch_core.guard.ranks import Ranks
 from deepytorch_core.guard.state import (
@@ -50,6 +50,7 @@ __all__ = [
     "preserved",
     "profile",
     "random_numbers",
+    "rounded",
     "same_random_numbers",
     "synchronize",
     "why_not_measured",
@@ -189,6 +190,7 @@ class _Judge:
         self._trial = trial
         self._ranks = ranks
         self._reference: Any = None
+        self._rounded: Any = None
         self._in_place: Candidate | None = None
         parameter = next(trial.module.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
@@ -246,21 +248,52 @@ class _Judge:
         """Put in place what computes the same as stock on every rank; returns why not."""
         if self._reference is None:
             self._reference = self._results()
-        problem = None
+        found = None
         try:
             candidate.apply()
             found = self._results()
+            own = self._difference(found)
         except Exception as error:  # whatever a compiler or a kernel may raise
-            problem = first_line(error)
-        else:
-            problem = difference(self._reference[0], found[0], dtype=self._trial.dtype)
-            problem = problem or difference(
-                self._reference[1], found[1], dtype=self._trial.dtype, what="gradient"
-            )
-        problem = self._ranks.first_problem(problem)
-        if problem is not None:
+            own = first_line(error)
+        if own is not None:
+            candidate.undo()
+            if found is not None:
+                own = self._difference(found, self._limits())
+                if own is None:
+                    candidate.apply()
+        problem = self._ranks.first_problem(own)
+        if problem is not None and own is None:
             candidate.undo()
         return problem
+
+    def _difference(self, found: Any, limits: Any = None) -> str | None:
+        for number, what in enumerate(("output", "gradient")):
+            problem = difference(
+                self._reference[number],
+                found[number],
+                dtype=self._trial.dtype,
+                what=what,
+                sensitivity=limits[number] if limits else None,
+            )
+            if problem is not None:
+                return problem
+        return None
+
+    def _limits(self) -> Any:
+        """What stock computes when its weights are rounded anew: deep modules amplify that."""
+        if self._rounded is None:
+            parameters = list(self._trial.module.parameters())
+            kept = [parameter.detach().clone() for parameter in parameters]
+            try:
+                with torch.no_grad():
+                    for number, parameter in enumerate(parameters):
+                        parameter.copy_(rounded(parameter, self._trial.dtype, seed=number))
+                self._rounded = self._results()
+            finally:
+                with torch.no_grad():
+                    for parameter, values in zip(parameters, kept, strict=True):
+                        parameter.copy_(values)
+        return self._rounded
 
     def _results(self) -> tuple[Any, list[torch.Tensor | None]]:
         """Outputs and gradients of a run without dropout."""

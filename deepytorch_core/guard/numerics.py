@@ -19,6 +19,9 @@ TOLERANCES = {
 WORST_ELEMENT = 5.0
 
 
+# Standard deviation of what rounding to the nearest changes, in units of the last place.
+UNIFORM = 12**-0.5
+
 # How much further off than by rounding its inputs a result may be.
 AMPLIFIED = 10.0
 
@@ -51,6 +54,24 @@ def difference(
         if problem:
             return f"{name}: {problem}"
     return None
+
+
+def rounded(
+    tensor: torch.Tensor, dtype: torch.dtype | None = None, *, seed: int = 1
+) -> torch.Tensor:
+    """Values off by their rounding error in `dtype`, or by the last bit of their own format.
+
+    Returns a new tensor of the same shape and dtype, without gradient. Draws from no generator in
+    use.
+    """
+    if not tensor.is_floating_point():
+        return tensor.detach().clone()
+    error = torch.finfo(tensor.dtype).eps
+    if dtype is not None and torch.finfo(dtype).eps > error:
+        error = torch.finfo(dtype).eps * UNIFORM
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    noise = torch.randn(tensor.shape, device=tensor.device, generator=generator)
+    return tensor.detach() * (1 + error * noise).to(tensor.dtype)
 
 
 def _tensors(nest: Any) -> list[torch.Tensor | None]:

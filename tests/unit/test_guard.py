@@ -217,6 +217,36 @@ def test_guard_keeps_the_fastest_that_is_right(own_profile: Path) -> None:
     assert entry["dropped"]["wrong"]
 
 
+def test_guard_forgives_what_a_module_makes_of_rounding(own_profile: Path) -> None:
+    """A chaotic module: its weights' last bits decide digits of what it gives."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(64, generator=torch.Generator().manual_seed(1)))
+
+        def forward(self, x: torch.Tensor, way: Any = None) -> torch.Tensor:
+            state = torch.sigmoid(self.weight + x)
+            for _ in range(12):
+                state = 3.9 * state * (1 - state)
+            return state
+
+    def other_order(stock: Any) -> Any:
+        return lambda x: stock(x + 1e-7)
+
+    def wrong(stock: Any) -> Any:
+        return lambda x: stock(x * 1.001)
+
+    for change, is_dropped in ((other_order, False), (wrong, True)):
+        network = Deep()
+        x = torch.rand(64, generator=torch.Generator().manual_seed(2))
+        candidate = Swapped(network, change)
+        decision = guard.choose(change.__name__, [candidate.named("it")], _trial(network, x))
+        assert ("it" in decision.dropped) == is_dropped, decision
+        before = torch.rand(64, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(network.weight, before)
+
+
 def test_guard_takes_decisions_from_the_profile(own_profile: Path) -> None:
     model = _Slow()
     inputs = torch.randn(3, 4)

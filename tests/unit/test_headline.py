@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,10 @@ def test_differing_losses_are_wrong(losses: list[float]) -> None:
         "plain": [measured([3.0, 3.0], [2.0, 1.0])],
         "ours": [measured([1.0, 1.0], losses)],
     }
-    assert run._record(job(), samples, rounds=1)["wrong"] == 1
+    record = run._record(job(), samples, rounds=1)
+    assert record["wrong"] == 1
+    json.dumps(record, allow_nan=False)
+    assert ("a loss is not a number: [2.0, None]" in run.lines(record)[-1]) == (losses[1] != 1.1)
 
 
 def test_the_list_is_printed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,30 @@ def test_kernels_fused_optimizer_goes_on_with_its_state_both_ways(make: Any) -> 
         step(reference, stock, number)
         for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", optimizers())
+def test_kernels_fused_optimizer_skips_a_step_whose_gradients_overflow(make: Any) -> None:
+    """torch's own fused SGD then goes on with a momentum that was never written."""
+    losses = []
+    for mode in ("off", "on"):
+        network = model()
+        optimizer = make(network.parameters())
+        apply_kernels(Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), mode)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            scaler.scale(torch.ones(()))  # as the loss is
+            for parameter in network.parameters():
+                junk = torch.full(parameter.shape, 1e30)
+                gradient = scaler.get_scale() * torch.randn(parameter.shape, generator=generator)
+                parameter.grad = gradient if number else torch.full_like(gradient, math.inf)
+                del junk  # what memory that nobody fills may hold
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append([parameter.detach().clone() for parameter in network.parameters()])
+    for theirs, ours in zip(*losses, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_kernels_fused_optimizer_stays_fused_after_loading_a_stock_checkpoint() -> None:

@@ -99,7 +99,7 @@ def _record(job: ArmJob, samples: dict[str, list[Record]], rounds: int) -> Recor
         "claim": row.claim if job.scale == "full" else None,
         "loss_difference": difference,
         "loss_check": "dropout_off",
-        "wrong": int(not difference <= LARGEST_LOSS_DIFFERENCE),
+        "wrong": int(difference is None or difference > LARGEST_LOSS_DIFFERENCE),
         "emulated": any_arm.get("emulated"),
         **{name: any_arm[name] for name in ("machine", "versions", "commit")},
     }
@@ -115,7 +115,8 @@ def _arm(found: Sequence[Record]) -> dict[str, Any]:
         "peak_memory_gb": max(one["peak_memory_gb"] for one in found),
         "warmup_s": max(one["warmup_s"] for one in found),
         "warmup_steps": max(one["warmup_steps"] for one in found),
-        "losses": found[0]["losses"],
+        # JSON has no word for what is no number.
+        "losses": [loss if math.isfinite(loss) else None for loss in found[0]["losses"]],
         "native_calls": found[0]["native_calls"],
         "delegated_calls": found[0]["delegated_calls"],
         "decisions": found[0]["decisions"],
@@ -139,13 +140,13 @@ def _ratio(samples: dict[str, list[Record]], slow: str | None, fast: str) -> Any
     return [round(value, 3) for value in (ratio, low, high)]
 
 
-def _loss_difference(arms: dict[str, dict[str, Any]]) -> float:
-    """The largest relative difference between the arms' first losses; inf if one is no number."""
+def _loss_difference(arms: dict[str, dict[str, Any]]) -> float | None:
+    """The largest relative difference between the arms' first losses; None if one is no number."""
     curves = [arm["losses"] for arm in arms.values()]
     worst = 0.0
     for losses in zip(*curves, strict=True):
-        if not all(map(math.isfinite, losses)):
-            return 1e9  # JSON has no infinity
+        if None in losses:
+            return None
         worst = max(worst, (max(losses) - min(losses)) / abs(min(losses)))
     return round(worst, 6)
 
@@ -177,5 +178,13 @@ def lines(record: Record) -> list[str]:
         if record[key] is not None:
             speedup, low, high = record[key]
             found.append(f"{label:<28} {speedup:.3f}x (quartiles {low:.3f} to {high:.3f}){more}")
-    found.append(f"losses differ by at most {record['loss_difference']:.2%}, dropout off")
+    difference = record["loss_difference"]
+    if difference is None:
+        found += [
+            f"{name}: a loss is not a number: {arm['losses']}"
+            for name, arm in record["arms"].items()
+            if None in arm["losses"]
+        ]
+    else:
+        found.append(f"losses differ by at most {difference:.2%}, dropout off")
     return found

@@ -75,7 +75,10 @@ class _Amp:
     def __init__(self, device: torch.device) -> None:
         self._kind = device.type
         self._dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-        self.scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
+        # Less than the usual 65536, with which the first gradients overflow: torch's fused SGD, of
+        # the tuned arms, then goes on with a momentum that was never filled.
+        is_used = device.type == "cuda"
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=is_used)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self._kind, dtype=self._dtype)

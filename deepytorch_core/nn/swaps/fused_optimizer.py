@@ -8,6 +8,11 @@ and don't check that their strides agree: where they differ the update is silent
 is not in the other forms. They differ after a state of other strides was loaded, or where gradients
 were assigned. So a state is laid out like its parameter when it comes in, and gradients are
 compared before each step.
+
+NOTE [Overflow]. A GradScaler hands a fused optimizer its factor and whether a gradient overflowed,
+and the kernel skips the step. SGD has made its momentum by then, without filling it: after an
+overflow in the first step, which is usual in float16, the next step adds whatever was in memory.
+So SGD is not told, and the scaler unscales and skips as it does without fusing.
 """
 
 from __future__ import annotations
@@ -138,8 +143,8 @@ def _set(optimizer: Any, values: list[Any], default: Any) -> None:
                 state["step"] = state["step"].to(where, torch.float32)
     if any(values):
         match_state(optimizer)
-        # A GradScaler hands its factor to the kernel, in place of a pass over the gradients.
-        optimizer._step_supports_amp_scaling = True
+        if not isinstance(optimizer, SGD):  # see NOTE [Overflow]
+            optimizer._step_supports_amp_scaling = True
         optimizer._need_device_dtype_check_for_fused = True
     else:
         vars(optimizer).pop("_step_supports_amp_scaling", None)
