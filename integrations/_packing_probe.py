@@ -58,12 +58,22 @@ def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Co
     with _evaluating(model), torch.no_grad():
         try:
             _check_masks(model, call, attentions)
+            for lower in _may_compute_in(model, precision):
+                with torch.autocast(_device(model).type, dtype=lower):
+                    _compare(model, call, attentions, lower)
             return _compare(model, call, attentions, precision)
         except Unsupported:
             raise
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "")
             raise Unsupported(f"a packed row fails: {type(error).__name__}: {reason}") from error
+
+
+def _may_compute_in(model: Any, precision: torch.dtype) -> list[torch.dtype]:
+    """Where a loop may have an autocast that is not known yet, and GPUs another kernel for it."""
+    if precision != torch.float32 or _device(model).type != "cuda":
+        return []
+    return [torch.float16, *([torch.bfloat16] if torch.cuda.is_bf16_supported() else [])]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ do in a padded batch.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -55,7 +56,8 @@ def varlen_attention(
         after = 0
     limits = (before, after)
     if query.is_cuda:
-        attend = _cuda_flash if query.dtype in _FLASH_DTYPES else _cuda_efficient
+        is_flash = query.dtype in _FLASH_DTYPES and _has_flash(query.device.index)
+        attend = _cuda_flash if is_flash else _cuda_efficient
         sequences, weighting = (cu_seq_lens, max_length), (limits, scale, dropout)
         return attend(query, key, value, sequences, weighting)
     if dropout == 0.0 and torch.compiler.is_compiling():
@@ -83,10 +85,15 @@ def _cuda_flash(
         from torch.nn.attention.varlen import varlen_attn
 
         attend: Any = varlen_attn
-        grouped = query.shape[1] != key.shape[1]
-        out: Tensor = attend(
-            query, key, value, *bounds, scale=scale, window_size=limits, enable_gqa=grouped
-        )
+        more: dict[str, Any] = {}
+        if query.shape[1] != key.shape[1]:
+            if _takes_groups():
+                more["enable_gqa"] = True
+            else:
+                key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
+        # Compiled code takes the result's strides for those of a contiguous query.
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        out: Tensor = attend(query, key, value, *bounds, scale=scale, window_size=limits, **more)
         return out
     # The public function has no dropout; dropping it in silence would be another training.
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
@@ -106,14 +113,28 @@ def _cuda_flash(
     return dropped
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _takes_groups() -> bool:
+    """Whether torch's function lets query heads share key heads: from torch 2.12 on."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_flash(index: int) -> bool:
+    """Whether the GPU has torch's flash kernels: from Ampere on."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(index) >= (8, 0)
+
+
 def _cuda_efficient(
     query: Tensor, key: Tensor, value: Tensor, sequences: _Sequences, weighting: _Weighting
 ) -> Tensor:
     (cu_seq_lens, max_length), ((before, after), scale, dropout) = sequences, weighting
     if (before != _UNLIMITED and after != 0) or after > 0:
         raise ValueError(
-            "varlen_attention: a window after the token needs float16 or bfloat16 on CUDA; train "
-            "in mixed precision, or set padding_free=off"
+            "varlen_attention: a window after the token needs float16 or bfloat16, and a GPU of "
+            "compute capability 8.0 or more; train in mixed precision, or set padding_free=off"
         )
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     out: Tensor = torch.ops.aten._efficient_attention_forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,11 +183,29 @@ def test_padding_free_attention_on_cuda_takes_a_kernel_that_keeps_dropout(
         assert kwargs.get("window_size") == (None if before < 0 else before + 1)
 
 
+@pytest.mark.parametrize("name", ["_takes_groups", "_has_flash"])
+def test_padding_free_attention_on_cuda_repeats_key_heads_for_what_shares_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11's function has no such argument, and GPUs before Ampere not that function."""
+    file = importlib.import_module("deepytorch_core.data.varlen_attention")
+    monkeypatch.setattr(file, name, lambda *_: False)
+    with FakeTensorMode(), Calls() as calls:
+        query = torch.empty(25, 4, 8, dtype=torch.float16, device="cuda")
+        key = torch.empty(25, 2, 8, dtype=torch.float16, device="cuda")
+        cu_seq_lens = torch.empty(6, dtype=torch.int32, device="cuda")
+        varlen_attention(query, key, key, cu_seq_lens, 16, causal=True)
+    kernel, args, _ = calls.seen[0]
+    expected = "_varlen_attn" if name == "_takes_groups" else "_efficient_attention_forward"
+    assert kernel == expected
+    assert args[1].shape[-2] == 4
+
+
 def test_padding_free_attention_on_cuda_names_what_float32_can_not_do() -> None:
     with FakeTensorMode():
         query = torch.empty(25, 4, 8, device="cuda")
         cu_seq_lens = torch.empty(6, dtype=torch.int32, device="cuda")
-        with pytest.raises(ValueError, match="needs float16 or bfloat16 on CUDA"):
+        with pytest.raises(ValueError, match="needs float16 or bfloat16, and a GPU"):
             varlen_attention(query, query, query, cu_seq_lens, 16, causal=False, window=(3, 3))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import deepytorch
 from deepytorch.workloads.headline import OURS
@@ -33,12 +35,16 @@ def build(job: ArmJob, device: torch.device) -> Trained:
     if job.arm == "tuned-compile":
         for layer in _layers(model):
             layer.compile(dynamic=True)
-    batches = [_batch(job, device, number) for number in range(_NUM_BATCHES)]
-    if job.arm == "tuned-flatten":
-        batches = [_flattened(batch) for batch in batches]
-    step = _deepspeed_step(job, model) if row.zero_stage else _ddp_step(job, model, device, ours)
+    loader = DataLoader(range(_NUM_BATCHES), collate_fn=lambda numbers: _batch(job, numbers[0]))
+    if row.zero_stage:
+        step = _deepspeed_step(job, model)
+    else:
+        step = _ddp_step(job, model, device, [loader] if ours else [])
     if ours and row.zero_stage != 3:
         deepytorch.compile(model)
+    batches = [{name: one.to(device) for name, one in batch.items()} for batch in loader]
+    if job.arm == "tuned-flatten":
+        batches = [_flattened(batch) for batch in batches]
 
     def train(number: int) -> torch.Tensor:
         loss: torch.Tensor = step(batches[number % _NUM_BATCHES])
@@ -90,7 +96,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return list(longest)
 
 
-def _batch(job: ArmJob, device: torch.device, number: int) -> dict[str, torch.Tensor]:
+def _batch(job: ArmJob, number: int) -> dict[str, torch.Tensor]:
     """Random tokens, padded to the longest of the batch; the first third is not trained."""
     shape, rank = job.shape, dist.get_rank()
     generator = torch.Generator().manual_seed(1000 * number + rank)
@@ -108,8 +114,7 @@ def _batch(job: ArmJob, device: torch.device, number: int) -> dict[str, torch.Te
     else:
         prompt = torch.arange(longest)[None] < torch.tensor(sizes)[:, None] // 3
         labels = labels.masked_fill(prompt, _IGNORED)
-    batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
-    return {name: value.to(device) for name, value in batch.items()}
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
 def _flattened(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -181,17 +186,20 @@ def _deepspeed_step(job: ArmJob, model: nn.Module) -> Any:
     return step
 
 
-def _ddp_step(job: ArmJob, model: nn.Module, device: torch.device, ours: bool) -> Any:
+def _ddp_step(
+    job: ArmJob, model: nn.Module, device: torch.device, loaders: Sequence[DataLoader[Any]]
+) -> Any:
+    """DDP, and ours in a loop of one's own where there are `loaders` to plan batches."""
     amp = job.row.precision == "fp16"
     optimizer = _optimizer(job, model)
-    if ours:
+    if loaders:
         from deepytorch.integrations.transformers import pack_batches
 
         swap_kernels(model, optimizer, device, autocast=amp)
     devices = [device] if device.type == "cuda" else None
     wrapped: Any = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    if ours:
-        pack_batches(wrapped, config.current().padding_free)
+    if loaders:
+        pack_batches(wrapped, config.current().padding_free, loaders=loaders)
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     scaler = torch.amp.GradScaler(device.type, enabled=amp and device.type == "cuda")
 

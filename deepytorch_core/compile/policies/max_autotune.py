@@ -1,6 +1,7 @@
 """TorchInductor that measures templates for matrix products and convolutions, without CUDA graphs.
 
-On GPUs only: on the CPU its templates are for inference.
+On GPUs only: on the CPU its templates are for inference. Only when asked for by name: measuring takes
+minutes for a model's first steps, anew for sizes that change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ class MaxAutotune(Policy):
     """Mode "max-autotune-no-cudagraphs" of torch.compile."""
 
     name = "max-autotune"
-    automatic = True
 
     def why_not(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "its templates for training are for GPUs"

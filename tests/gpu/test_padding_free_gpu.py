@@ -1,0 +1,97 @@
+"""Training without padding on a GPU: losses and gradients are the padded batch's, in every precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepytorch_core.testing import needs_gpus
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
+
+LENGTHS = (33, 128, 1, 90, 57)
+# Of the largest gradient of a parameter: what rounding leaves, with matrices multiplied in TF32.
+LIMITS = {torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=512, pad_token_id=None, **shape, **heads))
+
+
+def _bert() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(vocab_size=512, num_attention_heads=4, **shape, **off))
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, 512, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    mask = (torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]).long()
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    batch["labels"] = ids.masked_fill(mask == 0, -100)
+    return {name: value.cuda() for name, value in batch.items()}
+
+
+def _loss_and_gradients(model: Any, autocast: torch.dtype | None) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
+        loss = model(**_batch()).loss
+    loss.backward()
+    return [loss.detach(), *(one.grad.detach().clone() for one in model.parameters())]
+
+
+@pytest.mark.parametrize("make", [_llama, _bert])
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_packed_row_trains_like_the_padded_batch(
+    make: Any, dtype: torch.dtype, compiled: bool
+) -> None:
+    from deepytorch.integrations.transformers import pack_batches, undo
+
+    torch.manual_seed(1)
+    model = make().cuda().train()
+    autocast = None
+    if dtype == torch.bfloat16:
+        model = model.to(dtype)
+    elif dtype == torch.float16:
+        autocast = dtype
+    stock = _loss_and_gradients(model, autocast)
+    assert pack_batches(model, "on")
+    if compiled:
+        import deepytorch
+
+        deepytorch.compile(model, policy="inductor")
+    for _ in range(3 if compiled else 1):
+        ours = _loss_and_gradients(model, autocast)
+    assert undo(model)
+    assert abs(float(ours[0]) - float(stock[0])) <= LIMITS[dtype] * float(stock[0])
+    for theirs, mine in zip(stock[1:], ours[1:], strict=True):
+        largest = max(float(theirs.abs().max()), 1e-4)
+        assert float((mine - theirs).abs().max()) <= LIMITS[dtype] * largest
+
+
+def test_dropout_is_kept_in_packed_attention() -> None:
+    from deepytorch_core.data import varlen_attention
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = (300, 4, 64)
+    query, key = (
+        torch.randn(shape, device="cuda", dtype=torch.float16, generator=generator)
+        for _ in range(2)
+    )
+    ones = torch.ones(shape, device="cuda", dtype=torch.float16)
+    bounds = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    without = varlen_attention(query, key, ones, bounds, 256, causal=False)
+    dropped = varlen_attention(query, key, ones, bounds, 256, causal=False, dropout=0.25)
+    torch.testing.assert_close(without, ones, atol=1e-2, rtol=0)
+    assert float((dropped - 1).abs().max()) > 0.02
+    assert abs(float(dropped.float().mean()) - 1) < 0.02
