@@ -1,4 +1,4 @@
-"""Training without padding on a GPU: losses and gradients are the padded batch's, in every precision."""
+"""Without padding on a GPU: losses and gradients are the padded batch's, in every precision."""
 
 from __future__ import annotations
 
