@@ -28,7 +28,16 @@ from deepytorch_core.guard.state import (
     random_numbers,
     same_random_numbers,
 )
-from deepytorch_core.guard.timing import in_ms, interleaved, is_faster, median, noise, synchronize
+from deepytorch_core.guard.timing import (
+    LEAST_GAIN,
+    ROUNDS,
+    in_ms,
+    interleaved,
+    is_faster,
+    median,
+    noise,
+    synchronize,
+)
 
 __all__ = [
     "Candidate",
@@ -57,6 +66,8 @@ __all__ = [
 ]
 
 STOCK = "stock"
+# Of each way, after which what the noise hides stays hidden.
+MOST_SAMPLES = 4 * ROUNDS
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,7 @@ def choose(
     trial: Trial,
     *,
     facts: Mapping[str, Any] | None = None,
+    prefer: str | None = None,
 ) -> Decision:
     """Try `candidates` against what is there, and leave the best in place.
 
@@ -119,6 +131,8 @@ def choose(
         trial: what to run.
         facts: what the decision depends on beyond the module's structure, the machine and the
             versions, in JSON's types: shapes, dtypes, options.
+        prefer: what speaks for a candidate that is just no slower ("takes less memory"); None: it
+            has to be faster.
 
     Returns the decision; its `chosen` is "stock" when no candidate stays. Raises what the stock
     way raises.
@@ -137,7 +151,7 @@ def choose(
     elif reason is not None:
         decision = Decision(what, STOCK, f"not measured: {reason}")
     else:
-        decision = judge.measure(what, candidates)
+        decision = judge.measure(what, candidates, prefer)
         if ranks.rank == 0:
             profile.keep(wanted, _to_json(decision))
     decisions.record(
@@ -204,7 +218,7 @@ class _Judge:
             return Decision(what, STOCK, f"the profile's {known.name} failed: {problem}")
         return Decision(what, known.name, "from the profile")
 
-    def measure(self, what: str, candidates: Sequence[Candidate]) -> Decision:
+    def measure(self, what: str, candidates: Sequence[Candidate], prefer: str | None) -> Decision:
         began = time.perf_counter()
         dropped: dict[str, str] = {}
         good: list[Candidate] = []
@@ -223,14 +237,22 @@ class _Judge:
             else:
                 dropped[candidate.name] = problem
         times: dict[str, list[float]] = {}
-        while good and not times:
-            times, failed = self._times(good)
+        while good and (not times or self._asks_for_more(times, began)):
+            more, failed = self._times(good)
             if failed is not None:
                 dropped[failed[0].name] = failed[1]
                 good.remove(failed[0])
+                times = {name: row for name, row in times.items() if name != failed[0].name}
+            for name, row in more.items():
+                times.setdefault(name, []).extend(row)
         if not good:
             return Decision(what, STOCK, "no candidate is left", dropped=dropped)
-        chosen = best(times)
+        chosen, reason = best(times), "faster than stock"
+        if chosen == STOCK:
+            reason = "nothing is faster"
+            fastest = min((one.name for one in good), key=lambda name: median(times[name]))
+            if prefer and median(times[fastest]) <= median(times[STOCK]) * (1 + LEAST_GAIN):
+                chosen, reason = fastest, f"no slower than stock, and {prefer}"
         for candidate in good:
             if candidate.name == chosen:
                 candidate.apply()
@@ -238,11 +260,21 @@ class _Judge:
         return Decision(
             what,
             chosen,
-            "nothing is faster" if chosen == STOCK else "faster than stock",
+            reason,
             in_ms(times),
             noises,
             dropped,
         )
+
+    def _asks_for_more(self, times: Mapping[str, Sequence[float]], began: float) -> bool:
+        """Whether a candidate may be faster but for the noise, and there is time to find out."""
+        fastest = min(times, key=lambda name: median(times[name]))
+        gain = median(times[STOCK]) - median(times[fastest])
+        is_open = gain > LEAST_GAIN * median(times[STOCK]) and best(times) == STOCK
+        if not is_open or len(times[STOCK]) >= MOST_SAMPLES:
+            return False
+        is_late = time.perf_counter() - began > self._trial.budget_s / 2
+        return self._ranks.first_problem("late" if is_late else None) is None
 
     def _apply(self, candidate: Candidate) -> str | None:
         """Put in place what computes the same as stock on every rank; returns why not."""

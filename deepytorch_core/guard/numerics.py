@@ -101,7 +101,7 @@ def _difference(
         return None
     error, worst = _distances(a, b, finite)
     # What cancels to zero but for rounding has no relative error.
-    scale = float(a[finite].abs().max())
+    scale = float(a.detach()[finite].abs().max())
     if scale < torch.finfo(a.dtype).eps and worst * scale < limit * 1e-3:
         return None
     most = (limit, WORST_ELEMENT * limit)

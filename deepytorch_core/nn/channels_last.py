@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deepytorch_core import decisions, guard
+from deepytorch_core import config, decisions, guard
 from deepytorch_core.guard import Candidate, Trial
 from deepytorch_core.nn.swaps.fused_optimizer import match_gradients, match_state
 
@@ -177,8 +177,17 @@ class _FirstBatch:
         candidate = Candidate(NAME, layout.apply, layout.undo)
         trial = Trial(module=model, run=run, dtype=autocast, budget_s=BUDGET_S)
         shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
-        guard.choose(self._what, [candidate], trial, facts={"shapes": shapes})
+        guard.choose(
+            self._what, [candidate], trial, facts={"shapes": shapes}, prefer=_preference(kind)
+        )
         return _convert_inputs(model, args, kwargs) if layout._handle else None
+
+
+def _preference(device: str) -> str | None:
+    """Eager steps can be too busy launching to show what their convolutions take."""
+    if device == "cuda" and config.current().compile != "off":
+        return "it is the layout of compiled convolutions"
+    return None
 
 
 def _nothing(model: nn.Module, args: Any, kwargs: Any) -> None:

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from deepytorch_core import decisions, guard
-from deepytorch_core.guard import Candidate, Decision, Ranks, Trial
-from deepytorch_core.guard.timing import LEAST_GAIN
+from deepytorch_core.guard import Candidate, Ranks, Trial
 from deepytorch_core.nn import swaps
 
 STOCK = guard.STOCK
@@ -269,29 +268,5 @@ def _measured(place: Place, candidates: list[Candidate], trial: Trial, setting: 
         "kernels": [candidate.name for candidate in candidates],
         **place.facts,
     }
-    decision = guard.choose(place.what, candidates, trial, facts=facts)
-    if decision.chosen != STOCK or not place.saves_memory:
-        return decision.chosen
-    ranks = Ranks("kernels")
-    key = guard.profile.key(
-        f"{place.what}, for memory",
-        {"module": guard.fingerprint(trial.module), **facts},
-        world_size=ranks.size,
-    )
-    if len(decision.times_ms) > 1:
-        chosen = _no_slower(decision)
-        if ranks.rank == 0:
-            guard.profile.keep(key, {"chosen": chosen})
-    else:
-        entry = guard.profile.find(key) if guard.why_not_measured() != "tune=off" else None
-        chosen = ranks.gather(entry["chosen"] if entry else STOCK)[0]
-    if chosen != STOCK:
-        decisions.record(place.what, chosen, "no slower than stock, and takes less memory")
-    return str(chosen)
-
-
-def _no_slower(decision: Decision) -> str:
-    """The fastest candidate, if it is not slower than stock by what would count as faster."""
-    times = decision.times_ms
-    fastest = min((name for name in times if name != STOCK), key=lambda name: times[name])
-    return fastest if times[fastest] <= times[STOCK] * (1 + LEAST_GAIN) else STOCK
+    prefer = "takes less memory" if place.saves_memory else None
+    return guard.choose(place.what, candidates, trial, facts=facts, prefer=prefer).chosen

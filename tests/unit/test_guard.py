@@ -217,6 +217,33 @@ def test_guard_keeps_the_fastest_that_is_right(own_profile: Path) -> None:
     assert entry["dropped"]["wrong"]
 
 
+def test_guard_looks_again_where_noise_hides_a_gain(
+    own_profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = {"stock": [40e-3, 30e-3, 50e-3] * 2, "fast": [30e-3, 20e-3, 40e-3] * 2}
+    quiet = {"stock": [40e-3] * 14, "fast": [30e-3] * 14}
+    calls = []
+
+    def interleaved(arms: Any, device: Any, *, budget_s: float) -> dict[str, list[float]]:
+        calls.append(list(arms))
+        return noisy if len(calls) == 1 else quiet
+
+    monkeypatch.setattr(guard, "interleaved", interleaved)
+    model = nn.Linear(4, 4)
+    same = Swapped(model, lambda stock: stock)
+    decision = guard.choose("noisy", [same.named("fast")], _trial(model, torch.randn(2, 4)))
+    assert (decision.chosen, len(calls)) == ("fast", 2)
+    # Where it stays so, that is the end of it; and just as fast is enough for what has more to it.
+    monkeypatch.setattr(guard, "interleaved", lambda *_, **__: noisy)
+    for prefer, chosen in ((None, "stock"), ("takes less memory", "fast")):
+        vars(model).pop("forward", None)
+        same = Swapped(model, lambda stock: stock)
+        trial = _trial(model, torch.randn(2, 4))
+        decision = guard.choose(f"always {prefer}", [same.named("fast")], trial, prefer=prefer)
+        assert decision.chosen == chosen
+    assert decision.reason == "no slower than stock, and takes less memory"
+
+
 def test_guard_forgives_what_a_module_makes_of_rounding(own_profile: Path) -> None:
     """A chaotic module: its weights' last bits decide digits of what it gives."""
 

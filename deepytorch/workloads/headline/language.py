@@ -35,7 +35,8 @@ def build(job: ArmJob, device: torch.device) -> Trained:
     if job.arm == "tuned-compile":
         for layer in _layers(model):
             layer.compile(dynamic=True)
-    loader = DataLoader(range(_NUM_BATCHES), collate_fn=lambda numbers: _batch(job, numbers[0]))
+    numbers: Any = range(_NUM_BATCHES)
+    loader: DataLoader[Any] = DataLoader(numbers, collate_fn=lambda one: _batch(job, *one))
     if row.zero_stage:
         step = _deepspeed_step(job, model)
     else:

@@ -1,7 +1,7 @@
 """TorchInductor that measures templates for matrix products and convolutions, without CUDA graphs.
 
-On GPUs only: on the CPU its templates are for inference. Only when asked for by name: measuring takes
-minutes for a model's first steps, anew for sizes that change.
+On GPUs only: on the CPU its templates are for inference. Only when asked for by name: measuring
+takes minutes of a model's first steps, anew for sizes that change.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ is not in the other forms. They differ after a state of other strides was loaded
 were assigned. So a state is laid out like its parameter when it comes in, and gradients are
 compared before each step.
 
-NOTE [Overflow]. A GradScaler hands a fused optimizer its factor and whether a gradient overflowed,
-and the kernel skips the step. SGD has made its momentum by then, without filling it: after an
-overflow in the first step, which is usual in float16, the next step adds whatever was in memory.
-So SGD is not told, and the scaler unscales and skips as it does without fusing.
+NOTE [Overflow]. A GradScaler tells a fused optimizer whether a gradient overflowed, and the kernel
+skips the step. SGD has made its momentum by then, without filling it: after an overflow in the
+first step, which is usual in float16, the next step adds whatever was in memory. So momentum that
+is not there yet is made before the step, as zeros, from which the first update comes out the same.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class Fused(Kernel):
                     return f"{name}={group[name]} was asked for"
             if group.get("differentiable"):
                 return "differentiable=True was asked for"
+            if group.get("dampening"):
+                return "dampening leaves the first step out, which the fused kernel can't tell"
             for parameter in group["params"]:
                 if not parameter.is_floating_point():
                     return f"a parameter is {parameter.dtype}"
@@ -97,6 +99,8 @@ class Fused(Kernel):
             target.register_load_state_dict_post_hook(_set_again),
             target.register_step_pre_hook(match_gradients),
         ]
+        if isinstance(target, SGD):
+            handles.append(target.register_step_pre_hook(_fill_momentum))
 
         def undo() -> None:
             for handle in handles:
@@ -118,6 +122,15 @@ def match_gradients(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
             gradient = parameter.grad
             if gradient is not None and gradient.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def _fill_momentum(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+    """A step pre-hook. See NOTE [Overflow]."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            state = optimizer.state[parameter]
+            if parameter.grad is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def match_state(optimizer: Any) -> None:
@@ -143,8 +156,8 @@ def _set(optimizer: Any, values: list[Any], default: Any) -> None:
                 state["step"] = state["step"].to(where, torch.float32)
     if any(values):
         match_state(optimizer)
-        if not isinstance(optimizer, SGD):  # see NOTE [Overflow]
-            optimizer._step_supports_amp_scaling = True
+        # A GradScaler hands its factor to the kernel, in place of a pass over the gradients.
+        optimizer._step_supports_amp_scaling = True
         optimizer._need_device_dtype_check_for_fused = True
     else:
         vars(optimizer).pop("_step_supports_amp_scaling", None)
