@@ -8,6 +8,7 @@ the recomputation of activation checkpoints, which happens long after the forwar
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ def leave_packed() -> None:
     _packed = False
 
 
+@functools.cache  # compiled code is made for one function, not for its likes
 def _attention_over(stock: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(
         module: torch.nn.Module,
@@ -132,6 +134,7 @@ def _packed_attention(
     return out.unsqueeze(0)
 
 
+@functools.cache
 def _mask_over(stock: str) -> Callable[..., Any]:
     interface: Any = AttentionMaskInterface
     masks = interface()

@@ -5,9 +5,11 @@ import dataclasses
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -34,9 +36,9 @@ class WorkerError(RuntimeError):
 def run(job: Run) -> Iterator[Record]:
     """Measures `job` on processes of this machine; yields each row's record as it is ready.
 
-    What rank 0 printed goes to standard error at the end. Raises BenchError when the job cannot
-    run here and WorkerError when a rank fails. No process is left when the iteration ends, however
-    it ends.
+    What rank 0 printed goes to standard error at the end, also where Ctrl-C or SIGTERM is it.
+    Raises BenchError when the job cannot run here and WorkerError when a rank fails. No process is
+    left when the iteration ends, however it ends.
     """
     origin = provenance()
     if job.ours == "deepytorch":
@@ -57,12 +59,34 @@ def run(job: Run) -> Iterator[Record]:
                 "separate_processes": job.APART,
             }
         ranks = stack.enter_context(_Ranks(job, setup, folder, network))
-        for message in ranks.messages():
-            if "error" in message:
-                raise BenchError(message["error"])
-            settings = {**setup.settings, **job.baseline_settings}
-            yield {**message["record"], "baseline_settings": settings, **origin}
+        stack.enter_context(_ending_at_sigterm())
+        try:
+            for message in ranks.messages():
+                if "error" in message:
+                    raise BenchError(message["error"])
+                settings = {**setup.settings, **job.baseline_settings}
+                yield {**message["record"], "baseline_settings": settings, **origin}
+        except (KeyboardInterrupt, SystemExit):
+            sys.stderr.write(ranks.output(0))  # how far it came
+            raise
         sys.stderr.write(ranks.output(0))  # warnings, said once
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """While open, SIGTERM (of `timeout`, of a batch system) raises SystemExit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _network(job: Run) -> Network | None:

@@ -144,7 +144,7 @@ def is_alive(pid):
     return state not in "ZX"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_it_is_stopped(endless, number):
     process, ranks = endless
     assert len(ranks) == 2
