@@ -29,8 +29,8 @@ class Shapes:
     """Chooses the shape of each packed batch.
 
     Args:
-        limit: most shapes to use; None takes every batch as it is, with only the longest length
-            rounded up to a power of two.
+        limit: most shapes to use; None takes every batch as it is, with only the longest length so
+            far rounded up to a power of two: compiled code is made anew where that number changes.
         max_length: with a limit, tokens that no sequence exceeds.
 
     With a limit the first 12 batches take the largest shape, which holds as many of the longest
@@ -56,7 +56,8 @@ class Shapes:
         With a limit, its `num_sequences` is one more than any batch has, for the filling.
         """
         if self.limit is None:
-            return Shape(num_tokens, num_sequences, _power_of_two(longest))
+            self._longest = max(self._longest, longest)
+            return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
         self._num_sequences = max(self._num_sequences, num_sequences + 1)
         self._longest = max(self._longest, longest)
         rows = self._num_sequences - 1

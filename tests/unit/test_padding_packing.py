@@ -116,6 +116,7 @@ def test_padding_free_shapes_without_a_limit_are_the_batches_own() -> None:
     shapes = Shapes()
     assert shapes.fit(37, 3, 20) == (37, 3, 32)
     assert shapes.fit(64, 1, 64) == (64, 1, 64)
+    assert shapes.fit(37, 3, 20) == (37, 3, 64)  # what was compiled for longer ones serves
     for wrong in ({"limit": 1, "max_length": 8}, {"limit": 4}, {"limit": 4, "max_length": 0}):
         with pytest.raises(ValueError, match="expected a limit of at least 2"):
             Shapes(**wrong)
