@@ -101,8 +101,9 @@ void store_release(T* to, std::type_identity_t<T> value) {
 inline uint32_t load_relaxed(const uint32_t* from) {
   return atomic(from).load(std::memory_order_relaxed);
 }
+// A device issues in order: what was read before is in registers by then. A host needs to be told.
 inline void store_relaxed(uint32_t* to, uint32_t value) {
-  atomic(to).store(value, std::memory_order_relaxed);
+  atomic(to).store(value, std::memory_order_release);
 }
 
 inline uint32_t load_shared(const uint32_t* from) { return load_acquire(from); }
