@@ -164,8 +164,7 @@ class NodePipeline {
     reduce_on_node(context_, sources, own.count(), at.sum);
     if (ring_) return pass_on(chunk, 0);
     at.sums.assign(layout_.num_nodes(), {});
-    for (int node = 0; node < layout_.num_nodes(); ++node) {
-      if (node == nodes_.node()) continue;
+    for (const int node : layout_.others(nodes_.node())) {
       const Share theirs = two_nodes() ? Share{0, own.count()} : block(chunk, node);
       const Share mine = two_nodes() ? Share{0, own.count()} : block(chunk, nodes_.node());
       if (!two_nodes() || node_receives(nodes_.node())) {
@@ -204,8 +203,7 @@ class NodePipeline {
     char* result = at.result + mine.begin * element_bytes_;
     reduce_nodes(context_, sources, mine.count(), {result});
     at.blocks.assign(layout_.num_nodes(), {});
-    for (int node = 0; node < layout_.num_nodes(); ++node) {
-      if (node == nodes_.node()) continue;
+    for (const int node : layout_.others(nodes_.node())) {
       if (node_receives(nodes_.node())) {
         const Share theirs = block(chunk, node);
         at.blocks[node] = traffic_->receive(rail_on(node),

@@ -137,8 +137,7 @@ class NodeExchange {
       }
     }
     plan_arrivals();
-    for (int node = 0; node < layout_.num_nodes(); ++node) {
-      if (node == nodes_.node()) continue;
+    for (const int node : layout_.others(nodes_.node())) {
       Departure departure{layout_.partner(nodes_.rank, node), blocks_for(nodes_.rank, node), 0};
       if (departure.blocks.empty()) continue;
       const Carrier by = carrier(departure.to);

@@ -20,9 +20,9 @@ namespace {
 class NodeReduceScatter {
  public:
   explicit NodeReduceScatter(const RunContext& context) : context_(context) {
-    for (int rank = 0; rank < layout_.size(); ++rank) {
-      if (layout_.partner(rank, nodes_.node()) == nodes_.rank && rank != nodes_.rank) {
-        served_.push_back(rank);
+    for (const int node : layout_.others(nodes_.node())) {
+      for (const int rank : layout_.ranks[node]) {
+        if (layout_.partner(rank, nodes_.node()) == nodes_.rank) served_.push_back(rank);
       }
     }
   }
@@ -97,8 +97,7 @@ class NodeReduceScatter {
     at.sent.clear();
     const size_t bytes = length(piece) * element_bytes_;
     at.coming.assign(layout_.num_nodes(), {});
-    for (int node = 0; node < layout_.num_nodes(); ++node) {
-      if (node == nodes_.node()) continue;
+    for (const int node : layout_.others(nodes_.node())) {
       at.coming[node] =
           traffic_->receive(layout_.partner(nodes_.rank, node), place_of_node(at, node), bytes);
     }

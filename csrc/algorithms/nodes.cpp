@@ -89,8 +89,7 @@ std::vector<NodeHeader> lead(const RunContext& context, const LeaderPart& leader
   Traffic traffic(patient, Links::Mover::kCaller);
   std::vector<Traffic::Ticket> sent;
   std::vector<Traffic::Ticket> received(nodes.num_nodes());
-  for (int node = 0; node < nodes.num_nodes(); ++node) {
-    if (node == nodes.node()) continue;
+  for (const int node : nodes.layout.others(nodes.node())) {
     const int rank = nodes.layout.ranks[node][0];
     mail[node].resize(sizeof(NodeHeader) + kMostNodeWords);
     received[node] = traffic.receive(rank, mail[node].data(), mail[node].size());

@@ -44,6 +44,15 @@ struct NodeLayout {
     for (const auto& each : ranks) fewest = std::min(fewest, each.size());
     return static_cast<int>(fewest);
   }
+  // The nodes beside `node`, from the one after it on: who sends in this order does not send where
+  // all others do, too.
+  std::vector<int> others(int node) const {
+    std::vector<int> found;
+    for (int distance = 1; distance < num_nodes(); ++distance) {
+      found.push_back((node + distance) % num_nodes());
+    }
+    return found;
+  }
   // See NOTE [Partners].
   int partner(int rank, int node) const {
     return node == node_of[rank] ? rank : ranks[node][local_of[rank] % ranks_on(node)];

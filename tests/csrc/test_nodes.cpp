@@ -10,6 +10,7 @@
 #include "elements.hpp"
 #include "host/reduce.hpp"
 #include "rank_threads.hpp"
+#include "transport/node_layout.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -32,6 +33,20 @@ class Nodes : public ::testing::TestWithParam<const char*> {
  private:
   int size_;
 };
+
+TEST(NodeLayout, NoTwoNodesSendToTheSameAtATime) {
+  NodeLayout layout;
+  for (int node = 0; node < 5; ++node) layout.ranks.push_back({node});
+  for (size_t turn = 0; turn < 4; ++turn) {
+    std::vector<int> receivers;
+    for (int node = 0; node < 5; ++node) {
+      ASSERT_EQ(layout.others(node).size(), 4u);
+      receivers.push_back(layout.others(node)[turn]);
+      EXPECT_NE(receivers.back(), node);
+    }
+    EXPECT_THAT(receivers, ::testing::UnorderedElementsAre(0, 1, 2, 3, 4));
+  }
+}
 
 // Around a cache line, past the leaders' exchange, and past several chunks.
 const std::vector<size_t> kCounts = {0, 17, 1023, 40001, 300007};
