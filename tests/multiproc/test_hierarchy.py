@@ -16,6 +16,9 @@ from deepytorch_core.testing import rank_store, spawn_ranks
 RANKS = 4
 COUNTS = [1, 7, 64, 10_001]
 
+# Groups to the end of their process: torch's gloo now and then hangs in letting one go.
+_kept: list[Any] = []
+
 
 def _staged(rank: int, node_of: list[int]) -> Any:
     from datetime import timedelta
@@ -32,6 +35,7 @@ def _staged(rank: int, node_of: list[int]) -> Any:
     factory = StockFactory(spec)
     staged = factory.by_nodes("cpu", node_of)
     assert factory("cpu").size() == RANKS
+    _kept.append((factory, staged))
     return factory, staged
 
 
