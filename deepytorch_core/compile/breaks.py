@@ -7,11 +7,13 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+_CUT_BY_DDP = "DDPOptimizer"  # into its buckets, on purpose
+
 
 def of(graph: GraphModule) -> str | None:
     """The graph break that ended `graph`, or None if its function simply returned."""
     reason: Any = getattr(graph, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
+    if reason is None or not reason.graph_break or _CUT_BY_DDP in str(reason.reason):
         return None
     stack = reason.user_stack
     where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "?"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -60,6 +61,8 @@ class Graph:
 
     def __call__(self, *args: Any) -> Any:
         if self._run is None:
+            if any(isinstance(arg, FakeTensor) for arg in args):
+                return self._shapes(args)
             self._settle(args)
         assert self._run is not None
         try:
@@ -67,6 +70,21 @@ class Graph:
         except Exception as error:
             self._failed(error)
             raise
+
+    def _shapes(self, args: Sequence[Any]) -> Any:
+        """What torch asks of each part that DDP's buckets cut a graph into, while it compiles.
+
+        AOTAutograd makes the first call of what it compiled such a call, so each candidate gets
+        its own. Nothing may be measured yet: a backward pass would wait for the compiler's lock.
+        """
+        shapes = None
+        for name, run in list(self._compiled.items()):
+            try:
+                shapes = run(*args)
+            except Exception as error:  # whatever compiled code may raise
+                self._dropped[name] = guard.first_line(error)
+                del self._compiled[name]
+        return self._eager(*args) if shapes is None else shapes
 
     def _settle(self, args: Sequence[Any]) -> None:
         times: dict[str, float] = {}

@@ -272,12 +272,15 @@ def _capturing(region: CompiledRegion) -> Iterator[None]:
     from torch._dynamo import config
 
     _watch_failures()
-    before, outer = config.suppress_errors, _now.region
+    before, outer = (config.suppress_errors, config.optimize_ddp), _now.region
     config.suppress_errors, _now.region = True, region
+    if len(region.region.modules) > 1:
+        # DDP's buckets would cut the blocks up; their gradients come block by block as it is.
+        config.optimize_ddp = False
     try:
         yield
     finally:
-        config.suppress_errors, _now.region = before, outer
+        (config.suppress_errors, config.optimize_ddp), _now.region = before, outer
 
 
 @functools.cache

@@ -97,6 +97,40 @@ def test_compile_below_the_hooks_of_ddp_and_fsdp2(before: bool) -> None:
             assert (num_blocks, failure) == (5, None)
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 700), nn.Tanh(), nn.Linear(700, 500)
+        )
+        self.outward = nn.Linear(500, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outward(self.layers(x).sin())
+
+
+def train_cut(rank: int, world_size: int) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    stock = nn.parallel.DistributedDataParallel(Wide(), bucket_cap_mb=1)
+    ours = nn.parallel.DistributedDataParallel(copy.deepcopy(stock.module), bucket_cap_mb=1)
+    deepytorch.compile(ours, "inductor")
+    expected, losses = train(stock, rank, steps=4), train(ours, rank, steps=4)
+    compiled = engine.compilation_of(ours)
+    assert compiled is not None
+    (region,) = compiled.regions
+    told = region.told
+    return losses, expected, told.chosen, told.breaks, region.failure
+
+
+def test_compile_a_graph_that_ddp_cuts_into_its_buckets() -> None:
+    for losses, expected, chosen, breaks, failure in spawn_ranks(train_cut, 2, backend="gloo"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert failure is None
+        assert set(chosen) == {"inductor"}
+        assert chosen["inductor"] > 1
+        assert not breaks
+
+
 class Counting(Policy):
     name = "counting"
 
