@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
@@ -156,6 +157,8 @@ def compile_with(
         own.meta = dict(graph.meta)
         try:
             compiled[policy.name] = policy.compile_graph(own, inputs)
+        except RestartAnalysis:
+            raise  # to Dynamo, which captures the graph anew: a float that must be a constant, say
         except Exception as error:  # a back end may raise anything
             dropped[policy.name] = guard.first_line(error)
     return compiled, dropped

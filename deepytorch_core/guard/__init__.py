@@ -91,6 +91,8 @@ class Trial:
         scaler: a GradScaler that `run` uses.
         dtype: in what `run` computes, if less exact than its tensors' own (autocast).
         budget_s: seconds for all candidates together; what doesn't fit is not tried.
+        is_launched_ahead: whether what the GPU computes is timed, without its waits for launches:
+            for what is compiled afterwards.
     """
 
     module: nn.Module
@@ -98,6 +100,7 @@ class Trial:
     scaler: Any = None
     dtype: torch.dtype | None = None
     budget_s: float = 120.0
+    is_launched_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -338,11 +341,17 @@ class _Judge:
         self, good: Sequence[Candidate]
     ) -> tuple[dict[str, list[float]], tuple[Candidate, str] | None]:
         """Every rank's slowest samples; or none, the candidate that failed on some rank and why."""
-        arms = {STOCK: self._arm(None), **{one.name: self._arm(one) for one in good}}
+        candidates: dict[str, Candidate | None] = {STOCK: None, **{one.name: one for one in good}}
         samples, failed = {}, None
         with preserved(self._trial.module, scaler=self._trial.scaler):
             try:
-                samples = interleaved(arms, self._device, budget_s=self._trial.budget_s)
+                samples = interleaved(
+                    dict.fromkeys(candidates, self._run),
+                    self._device,
+                    budget_s=self._trial.budget_s,
+                    prepare=lambda name: self._switch(candidates[name]),
+                    is_launched_ahead=self._trial.is_launched_ahead,
+                )
             except Exception as error:
                 if self._in_place is None:
                     raise  # stock itself failed
@@ -362,13 +371,9 @@ class _Judge:
             if candidate is not None:
                 candidate.apply()
 
-    def _arm(self, candidate: Candidate | None) -> Callable[[], object]:
-        def run() -> None:
-            self._switch(candidate)
-            self._trial.module.zero_grad(set_to_none=True)
-            self._trial.run()
-
-        return run
+    def _run(self) -> None:
+        self._trial.module.zero_grad(set_to_none=True)
+        self._trial.run()
 
 
 def first_line(error: BaseException) -> str:

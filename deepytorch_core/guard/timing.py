@@ -15,6 +15,8 @@ LEAST_GAIN = 0.02
 ROUNDS = 7
 # Shorter calls are repeated to this within a sample.
 SAMPLE_S = 2e-3
+# More than any GPU's clock, so that launches end before what they wait for.
+CYCLES_PER_S = 3e9
 
 
 def interleaved(
@@ -23,17 +25,29 @@ def interleaved(
     *,
     rounds: int = ROUNDS,
     budget_s: float = math.inf,
+    prepare: Callable[[str], object] = lambda name: None,
+    is_launched_ahead: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds of a call of each arm, `rounds` samples each, the arms in turns.
 
     Each arm is called twice before. Stops early, with whole rounds and not before the second, when
     `budget_s` is over. Every second round goes backwards, so that no arm always follows another.
+
+    Args:
+        arms: calls by name.
+        device: where they compute.
+        rounds: samples of each arm.
+        budget_s: seconds for all of it.
+        prepare: called with an arm's name before each of its samples, untimed.
+        is_launched_ahead: on CUDA, time what the GPU computes as if no launch kept it waiting.
     """
     began = time.perf_counter()
-    repetitions = {}
+    is_ahead = is_launched_ahead and device.type == "cuda"
+    repetitions, launching_s = {}, {}
     for name, call in arms.items():
+        prepare(name)
         call()
-        took = _timed(call, 1, device)
+        took = launching_s[name] = _timed(call, 1, device)
         repetitions[name] = max(1, min(100, math.ceil(SAMPLE_S / max(took, 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)
@@ -41,7 +55,11 @@ def interleaved(
         if number >= 2 and time.perf_counter() - began > budget_s:
             break
         for name in order if number % 2 == 0 else reversed(order):
-            samples[name].append(_timed(arms[name], repetitions[name], device))
+            prepare(name)
+            if is_ahead:
+                samples[name].append(_timed_ahead(arms[name], launching_s[name], device))
+            else:
+                samples[name].append(_timed(arms[name], repetitions[name], device))
     return samples
 
 
@@ -52,6 +70,19 @@ def _timed(call: Callable[[], object], repetitions: int, device: torch.device) -
         call()
     synchronize(device)
     return (time.perf_counter() - began) / repetitions
+
+
+def _timed_ahead(call: Callable[[], object], launching_s: float, device: torch.device) -> float:
+    """Seconds on the GPU of what is launched while it is kept busy with something else."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    synchronize(device)
+    torch.cuda._sleep(int(CYCLES_PER_S * launching_s))  # type: ignore[no-untyped-call]
+    start.record(stream)
+    call()
+    end.record(stream)
+    synchronize(device)
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def synchronize(device: torch.device) -> None:

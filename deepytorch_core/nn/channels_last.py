@@ -175,19 +175,19 @@ class _FirstBatch:
         kind = next(model.parameters()).device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         candidate = Candidate(NAME, layout.apply, layout.undo)
-        trial = Trial(module=model, run=run, dtype=autocast, budget_s=BUDGET_S)
-        shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
-        guard.choose(
-            self._what, [candidate], trial, facts={"shapes": shapes}, prefer=_preference(kind)
+        # Eager steps can be too busy launching to show what their convolutions take.
+        is_compiled = kind == "cuda" and config.current().compile != "off"
+        trial = Trial(
+            module=model,
+            run=run,
+            dtype=autocast,
+            budget_s=BUDGET_S,
+            is_launched_ahead=is_compiled,
         )
+        shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
+        prefer = "it is the layout of compiled convolutions" if is_compiled else None
+        guard.choose(self._what, [candidate], trial, facts={"shapes": shapes}, prefer=prefer)
         return _convert_inputs(model, args, kwargs) if layout._handle else None
-
-
-def _preference(device: str) -> str | None:
-    """Eager steps can be too busy launching to show what their convolutions take."""
-    if device == "cuda" and config.current().compile != "off":
-        return "it is the layout of compiled convolutions"
-    return None
 
 
 def _nothing(model: nn.Module, args: Any, kwargs: Any) -> None:

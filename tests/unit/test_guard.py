@@ -224,7 +224,7 @@ def test_guard_looks_again_where_noise_hides_a_gain(
     quiet = {"stock": [40e-3] * 14, "fast": [30e-3] * 14}
     calls = []
 
-    def interleaved(arms: Any, device: Any, *, budget_s: float) -> dict[str, list[float]]:
+    def interleaved(arms: Any, device: Any, **_: Any) -> dict[str, list[float]]:
         calls.append(list(arms))
         return noisy if len(calls) == 1 else quiet
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,26 +13,21 @@ from torch import nn
 Function = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
-class ReplacedForward:
-    """Stands in a module's `forward`: `function(module, x)` where it can serve, else the class's.
+@functools.cache
+def _replacing(function: Function) -> Callable[..., Any]:
+    """The `forward` of modules that `function` replaces: of all of them the same.
 
-    Under torch.compile the class's own is traced, since a compiler fuses it by itself. A copy of
-    the module gets a copy of this that belongs to it.
-
-    Args:
-        module: with no forward of its own on the instance.
-        function: a function of a Python module, so that it pickles.
+    Under torch.compile the class's own is traced, since a compiler fuses it by itself; and equal
+    blocks share a compile only if nothing in them is an object of its own.
     """
 
-    def __init__(self, module: nn.Module, function: Function) -> None:
-        self.module = module
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
-        if plain and _fits(self.module, args[0]):
-            return self.function(self.module, args[0])
-        return type(self.module).forward(self.module, *args, **kwargs)
+        if plain and _fits(self, args[0]):
+            return function(self, args[0])
+        return type(self).forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _fits(module: nn.Module, x: Any) -> bool:
@@ -52,8 +49,12 @@ def why_not(targets: tuple[nn.Module, ...]) -> str | None:
 
 
 def replace(module: nn.Module, function: Function) -> Callable[[], None]:
-    """Replace the forward; returns what puts it back."""
-    vars(module)["forward"] = ReplacedForward(module, function)
+    """Have `function(module, x)` serve where it can; returns what puts the class's forward back.
+
+    A copy of the module has a forward of its own, a pickled one its class's: a bound method is
+    pickled by its name.
+    """
+    vars(module)["forward"] = types.MethodType(_replacing(function), module)
 
     def undo() -> None:
         vars(module).pop("forward", None)
