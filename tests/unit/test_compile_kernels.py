@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 def _stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(4)])
+    return nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(4)])
 
 
 def _train(model: nn.Module, sizes: list[int]) -> list[float]:

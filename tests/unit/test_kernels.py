@@ -136,9 +136,10 @@ def bench_kernel(label: str, units: int, problem: str | None = None) -> Kernel:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run `apply_kernels` with one place, and kernels of given costs; times are pretended."""
 
-    def measure(arms: Any, device: Any, **_: Any) -> dict[str, list[float]]:
+    def measure(arms: Any, device: Any, *, prepare: Any, **_: Any) -> dict[str, list[float]]:
         times = {}
         for name, call in arms.items():
+            prepare(name)
             seen.clear()
             call()
             times[name] = [float(seen[0])] * 5
