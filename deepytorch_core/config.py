@@ -194,6 +194,11 @@ class Options:
     compile: str = _option(
         "auto", _text, "policy of deepytorch.compile: auto, off, or a policy's name"
     )
+    cuda_graphs: str = _option(
+        "auto",
+        _choice("auto", "off"),
+        "replay the training passes of compiled models as CUDA graphs where that is faster",
+    )
     padding_free: str = _option(
         "auto", _choice("auto", "on", "off"), "train without padding tokens where the model can"
     )

@@ -8,6 +8,7 @@ of their batches on the CPU; a batch that comes from elsewhere is planned in the
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ import torch
 
 from deepytorch_core import decisions
 from deepytorch_core.agreement import agree
+from deepytorch_core.compile import capture
 from deepytorch_core.console import say_once
 from deepytorch_core.data import Shapes
 
@@ -29,6 +31,9 @@ BATCH_KEY = "deepytorch_packing"
 
 _NAME = "padding_free"
 _WHAT = "padding-free"
+
+# Of packed rows whose passes are replayed: each is a graph more, fewer are more filling.
+_NUM_SIZES = 6
 
 _num_agreed = 0
 
@@ -147,7 +152,25 @@ def _install(outer: Any, model: Any, conventions: Conventions, *, strict: bool) 
 
     attached = _Attached(PackedForward(model, outer, conventions, strict=strict))
     attached.on_undo(attached.forward.install(outer))
+    capture.register_sizes(outer, _Sizes(attached.forward))
+    attached.on_undo(lambda: capture.register_sizes(outer, None))
     _contract.mark(outer, _NAME, attached)
+
+
+class _Sizes:
+    """Packed rows' sizes, for whoever replays the model's passes."""
+
+    def __init__(self, forward: PackedForward) -> None:
+        self._forward = weakref.ref(forward)
+        self._shapes = forward.shapes
+
+    def use_few(self, is_on: bool) -> None:
+        self._shapes.use_few(_NUM_SIZES if is_on else None)
+
+    @property
+    def num_tokens(self) -> int | None:
+        forward = self._forward()
+        return forward.shapes.num_tokens if forward is not None else None
 
 
 def _found(prepared: Any) -> tuple[Any, Any]:

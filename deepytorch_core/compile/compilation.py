@@ -18,17 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import config, console, decisions, guard
-from deepytorch_core.compile import policies, regions, timeouts
+from deepytorch_core.compile import capture, policies, regions, timeouts, turns
+from deepytorch_core.compile.capturing import Capturing
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.region import CompiledRegion
 
 EAGER_STEPS = 3
 # The first compiles, the next may compile for other sizes, the last is the first at its speed.
 COMPILED_STEPS = 3
-# Steps of one way in a row, of which the first is not counted.
-BLOCK = 4
-# Rounds of a block of each way after which the times are looked at; after the last it is decided.
-LOOKS = (2, 4, 7)
 
 # A run is compiled if it may save as much as compiling takes. Both are guesses.
 EXPECTED_GAIN = 0.2
@@ -37,6 +34,9 @@ LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
 
 NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
+
+# A run shorter than this ends soon after it is known whether graphs are worth it.
+LEAST_CAPTURED_STEPS = 100
 
 _RANKS_LIMIT_S = 120.0
 
@@ -71,13 +71,22 @@ class Compilation:
         self._sizes: list[int] = []
         self._lower: Callable[[], None] = lambda: None
         self._handle: Any = None
+        self._capturing: Capturing | None = None
         if policy != EAGER:
             hook = _Hook(self)
-            self._handle = self._root.register_forward_pre_hook(hook, with_kwargs=True)
+            # Before the hooks that pack batches: it decides how.
+            self._handle = self._root.register_forward_pre_hook(
+                hook, prepend=True, with_kwargs=True
+            )
 
     def undo(self) -> None:
         """Give the model everything back; decisions stay in the report and the profile."""
         self._stop()
+        if self._capturing is not None:
+            self._capturing.undo()
+        self._drop_regions()
+
+    def _drop_regions(self) -> None:
         self._on = False
         for region in self.regions:
             region.remove()
@@ -93,14 +102,22 @@ class Compilation:
         if not torch.is_grad_enabled():
             self._is_whole = False
             return
+        if self._capturing is not None:
+            self._capturing.on_forward(self._is_whole)
+            if self._capturing.is_settled:
+                self._stop()
+        else:
+            self._on_step()
+        self._tokens = _tokens(args, kwargs)
+        self._is_whole = True
+
+    def _on_step(self) -> None:
         if self._on or self.policy == AUTO:
             self._sample()
         self._number += 1
         try:
             self._advance()
         finally:
-            self._tokens = _tokens(args, kwargs)
-            self._is_whole = True
             self._num_compiles = self._count()
             self._began = time.perf_counter()
 
@@ -111,9 +128,15 @@ class Compilation:
         seconds = time.perf_counter() - self._began
         if not self._is_whole or self._count() != self._num_compiles:
             seconds = math.inf
-        if self._is_counted(self._number):
-            self._samples[self._on].append(seconds / self._tokens)
-            self._sizes.append(self._tokens)
+        if turns.is_counted(self._number - EAGER_STEPS - COMPILED_STEPS):
+            tokens = self._trained_tokens()
+            self._samples[self._on].append(seconds / tokens)
+            self._sizes.append(tokens)
+
+    def _trained_tokens(self) -> int:
+        """Of the last step: what its time is divided by."""
+        sizes = capture.sizes_of(self._root)
+        return (sizes.num_tokens if sizes is not None else None) or self._tokens
 
     def _advance(self) -> None:
         number = self._number
@@ -125,25 +148,10 @@ class Compilation:
             self._start_compiling()
         elif number > EAGER_STEPS:
             measured = number - EAGER_STEPS - COMPILED_STEPS
-            rounds, rest = divmod(measured, 2 * BLOCK)
-            if measured >= 0 and rest == 0 and rounds in LOOKS:
-                self._look(is_last=rounds == LOOKS[-1])
-            if not self.is_settled:
-                self._on = self._is_compiled(number)
-
-    @staticmethod
-    def _is_compiled(number: int) -> bool:
-        """Which way step `number` takes while it is measured."""
-        measured = number - EAGER_STEPS - COMPILED_STEPS
-        if measured < 0:
-            return number >= EAGER_STEPS
-        block = measured // BLOCK
-        return block % 4 in (1, 2)
-
-    @staticmethod
-    def _is_counted(number: int) -> bool:
-        measured = number - EAGER_STEPS - COMPILED_STEPS
-        return measured >= 0 and measured % BLOCK != 0
+            if turns.is_look(measured):
+                self._look(is_last=turns.is_last_look(measured))
+            if self._capturing is None and not self.is_settled:
+                self._on = measured < 0 or turns.is_candidates(measured)
 
     def _begin(self) -> None:
         """The first step: what is known already needs no measuring."""
@@ -238,8 +246,8 @@ class Compilation:
         if all(one.failure for one in self.regions):
             self._finish(EAGER, "nothing of it could be compiled")
             return
-        faster = _is_faster(times["compiled"], times[EAGER])
-        slower = _is_faster(times[EAGER], times["compiled"])
+        faster = turns.is_faster(times["compiled"], times[EAGER])
+        slower = turns.is_faster(times[EAGER], times["compiled"])
         if not (faster or slower or is_last):
             return
         tokens = sorted(self._sizes)[len(self._sizes) // 2]
@@ -278,13 +286,22 @@ class Compilation:
         if times_ms and reason != UNDECIDED and console.global_rank() == 0:
             guard.profile.keep(self._key(), self._entry(chosen, reason, times_ms, dropped))
         if chosen == EAGER:
-            self.undo()
+            self._drop_regions()
         else:
             for one in self.regions:
                 if one.failure:
                     one.remove()
             self._on = True
+        self._lower()
+        if self._may_capture():
+            self._capturing = Capturing(self._root, tokens=self._trained_tokens)
+        else:
             self._stop()
+
+    def _may_capture(self) -> bool:
+        is_long = self._steps is None or self._steps >= LEAST_CAPTURED_STEPS
+        is_asked = self.policy == AUTO and config.current().cuda_graphs == AUTO
+        return is_asked and is_long and self._device.type == "cuda"
 
     def _entry(
         self, chosen: str, reason: str, times_ms: Mapping[str, float], dropped: Mapping[str, str]
@@ -316,17 +333,6 @@ class Compilation:
     def _device(self) -> torch.device:
         parameter = next(self._root.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _is_faster(candidate: list[float], standing: list[float]) -> bool:
-    """Beyond the noise, and round by round: a machine's load comes and goes in longer waves."""
-    size = BLOCK - 1
-    rounds = list(range(0, min(len(candidate), len(standing)), size))
-    won = sum(
-        guard.median(candidate[at : at + size]) < guard.median(standing[at : at + size])
-        for at in rounds
-    )
-    return guard.is_faster(candidate, standing) and won >= len(rounds) - len(rounds) // 4
 
 
 class _Hook:

@@ -209,12 +209,12 @@ def _gradients(
     sources = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     if not wanted or not sources or not torch.is_grad_enabled():
         return []
-    seeds = [_seed(one, number) for number, one in enumerate(sources)]
+    seeds = [seed(one, number) for number, one in enumerate(sources)]
     with torch.autocast(device, enabled=False):  # as backward() runs outside of it
         return list(torch.autograd.grad(sources, wanted, seeds, allow_unused=True))
 
 
-def _seed(output: torch.Tensor, number: int) -> torch.Tensor:
+def seed(output: torch.Tensor, number: int) -> torch.Tensor:
     """A gradient of no special form, without touching the generators in use."""
     generator = torch.Generator(output.device).manual_seed(number)
     return torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=generator)

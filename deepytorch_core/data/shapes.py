@@ -45,6 +45,8 @@ class Shapes:
                 "tokens of the longest sequence"
             )
         self.limit = limit
+        self.num_tokens: int | None = None
+        """Of the last batch, without its filling."""
         self._longest = max_length or 0
         self._watched: list[int] = []
         self._sizes: list[int] = []
@@ -55,21 +57,24 @@ class Shapes:
 
         With a limit, its `num_sequences` is one more than any batch has, for the filling.
         """
-        if self.limit is None:
-            self._longest = max(self._longest, longest)
-            return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
-        self._num_sequences = max(self._num_sequences, num_sequences + 1)
+        self.num_tokens = num_tokens
         self._longest = max(self._longest, longest)
+        self._num_sequences = max(self._num_sequences, num_sequences + 1)
+        is_watching = len(self._watched) < _NUM_WATCHED
+        if is_watching:
+            self._watched.append(num_tokens)
+        if self.limit is None:
+            return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
         rows = self._num_sequences - 1
         largest = _rounded(max(rows * self._longest, num_tokens))
-        if len(self._watched) < _NUM_WATCHED:
-            self._watched.append(num_tokens)
-            if len(self._watched) == _NUM_WATCHED:
-                self._sizes = _least_filling(self._watched, self.limit - 1, largest)
-            return self._shape(largest)
-        return self._shape(
-            min((size for size in self._sizes if size >= num_tokens), default=largest)
-        )
+        if not self._sizes and len(self._watched) == _NUM_WATCHED:
+            self._sizes = _least_filling(self._watched, self.limit - 1, largest)
+        sizes = [] if is_watching else self._sizes
+        return self._shape(min((size for size in sizes if size >= num_tokens), default=largest))
+
+    def use_few(self, limit: int | None) -> None:
+        """From the next batch on choose among so many shapes, knowing those before; None: any."""
+        self.limit = limit
 
     def _shape(self, num_tokens: int) -> Shape:
         # The filling is a sequence too, and how long it can be is known: one length for all.

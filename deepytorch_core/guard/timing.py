@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -74,7 +75,8 @@ def _timed(call: Callable[[], object], repetitions: int, device: torch.device) -
 
 def _timed_ahead(call: Callable[[], object], launching_s: float, device: torch.device) -> float:
     """Seconds on the GPU of what is launched while it is kept busy with something else."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
     stream = torch.cuda.current_stream(device)
     synchronize(device)
     torch.cuda._sleep(int(CYCLES_PER_S * launching_s))  # type: ignore[no-untyped-call]

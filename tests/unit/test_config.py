@@ -22,6 +22,7 @@ DEFAULTS = {
     "enabled": True,
     "collectives": "auto",
     "compile": "auto",
+    "cuda_graphs": "auto",
     "padding_free": "auto",
     "kernels": "auto",
     "tune": "auto",

@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "enabled": True,
     "collectives": "auto",
     "compile": "auto",
+    "cuda_graphs": "auto",
     "padding_free": "auto",
     "kernels": "auto",
     "tune": "auto",

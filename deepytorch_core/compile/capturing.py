@@ -1,0 +1,160 @@
+"""Whether a model's passes are replayed as CUDA graphs: found out in the training's own steps.
+
+After compiling is settled, steps that launch and steps that replay take turns, as there. The way
+that is faster per token beyond the noise stays. Ranks decide alike, from the slowest one's times.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch_core import config, console, decisions, guard
+from deepytorch_core.compile import capture, turns
+from deepytorch_core.compile.capture import Capture
+
+LAUNCHED = "launched"
+REPLAYED = "replayed"
+# Steps in which kinds of calls are captured, before times are taken.
+CAPTURING_STEPS = 14
+_RANKS_LIMIT_S = 120.0
+
+
+class Capturing:
+    """One model's trial.
+
+    Args:
+        root: the model inside its wrappers.
+        tokens: what a step's time is divided by, asked after the step.
+    """
+
+    def __init__(self, root: nn.Module, *, tokens: Callable[[], int]) -> None:
+        self.is_settled = False
+        self._root = root
+        self._tokens = tokens
+        self._what = f"CUDA graphs of {type(root).__name__}"
+        self._capture: Capture | None = None
+        self._on = False
+        self._number = -1
+        self._began: float | None = None
+        self._num_captured = 0
+        self._samples: dict[bool, list[float]] = {False: [], True: []}
+        self._counts: list[int] = []
+
+    def undo(self) -> None:
+        """Give the model everything back."""
+        self._use(False)
+        if self._capture is not None:
+            self._capture.remove()
+            self._capture = None
+        self.is_settled = True
+
+    def on_forward(self, is_whole: bool) -> None:
+        """Called before each forward pass with gradients, until it is settled.
+
+        `is_whole`: whether nothing else has run since the last one.
+        """
+        if self._number >= 0:
+            self._sample(is_whole)
+        self._number += 1
+        if self._number == 0:
+            self._begin()
+        measured = self._number - CAPTURING_STEPS
+        if not self.is_settled and turns.is_look(measured):
+            self._look(is_last=turns.is_last_look(measured))
+        if not self.is_settled:
+            self._use(measured < 0 or turns.is_candidates(measured))
+        self._began = time.perf_counter()
+
+    def _sample(self, is_whole: bool) -> None:
+        assert self._began is not None
+        device = next(self._root.parameters()).device
+        guard.synchronize(device)
+        seconds = time.perf_counter() - self._began
+        captured = self._capture.num_captured if self._capture is not None else 0
+        if not is_whole or captured != self._num_captured:
+            seconds = math.inf
+        self._num_captured = captured
+        if turns.is_counted(self._number - CAPTURING_STEPS):
+            count = max(1, self._tokens())
+            self._samples[self._on].append(seconds / count)
+            self._counts.append(count)
+
+    def _begin(self) -> None:
+        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
+        known = None
+        if config.current().tune != "force":
+            known = guard.profile.find(self._key(ranks.size))
+        try:
+            chosen = ranks.gather(known and known["chosen"])[0]
+            problem = ranks.first_problem(capture.why_not(self._root))
+        except RuntimeError as error:
+            self._finish(LAUNCHED, str(error))
+            return
+        if chosen == LAUNCHED:
+            self._finish(LAUNCHED, "from the profile")
+        elif problem is not None:
+            self._finish(LAUNCHED, problem)
+        elif chosen is None and guard.why_not_measured() is not None:
+            self._finish(LAUNCHED, f"not measured: {guard.why_not_measured()}")
+        else:
+            self._capture = Capture(self._root, is_on=lambda: self._on)
+            self._capture.install()
+            if chosen == REPLAYED:
+                self._finish(REPLAYED, "from the profile")
+
+    def _key(self, world_size: int) -> dict[str, Any]:
+        facts = {"module": guard.fingerprint(self._root)}
+        return guard.profile.key(self._what, facts, world_size=world_size)
+
+    def _look(self, *, is_last: bool) -> None:
+        assert self._capture is not None
+        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
+        try:
+            names = {False: LAUNCHED, True: REPLAYED}
+            times = ranks.slowest({names[way]: rows for way, rows in self._samples.items()})
+            problem = ranks.first_problem(self._capture.failure)
+        except RuntimeError as error:
+            self._finish(LAUNCHED, str(error))
+            return
+        if problem is not None:
+            self._finish(LAUNCHED, problem)
+            return
+        faster = turns.is_faster(times[REPLAYED], times[LAUNCHED])
+        slower = turns.is_faster(times[LAUNCHED], times[REPLAYED])
+        if not (faster or slower or is_last):
+            return
+        count = sorted(self._counts)[len(self._counts) // 2]
+        times_ms = {name: 1e3 * count * guard.median(rows) for name, rows in times.items()}
+        if faster:
+            chosen, reason = REPLAYED, "faster than launched"
+        elif slower:
+            chosen, reason = LAUNCHED, "launched is faster"
+        else:
+            chosen, reason = LAUNCHED, "not faster beyond the noise"
+        self._finish(chosen, reason, times_ms)
+        if (faster or slower) and console.global_rank() == 0:
+            rounded = {name: round(ms, 4) for name, ms in times_ms.items()}
+            entry = {"chosen": chosen, "reason": reason, "times_ms": rounded}
+            guard.profile.keep(self._key(ranks.size), entry)
+
+    def _finish(self, chosen: str, reason: str, times_ms: dict[str, float] | None = None) -> None:
+        decisions.record(self._what, chosen, reason, times_ms=times_ms)
+        if chosen == LAUNCHED:
+            self.undo()
+        else:
+            self._use(True)
+        self.is_settled = True
+        if times_ms:
+            torch.cuda.empty_cache()  # what steps without graphs took before
+
+    def _use(self, is_on: bool) -> None:
+        self._on = is_on
+        sizes = capture.sizes_of(self._root)
+        if sizes is not None:
+            sizes.use_few(is_on)

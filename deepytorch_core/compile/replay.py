@@ -1,0 +1,416 @@
+"""One call of a module as two CUDA graphs: its forward and its backward pass, replayed.
+
+Small models keep a GPU waiting for launches; a replay launches once. What a graph reads and writes
+lies at fixed addresses in memory of its own, so inputs are copied in, and outputs and gradients are
+copied out: nothing that a replay gives is written to later. Passes of different sizes share that
+memory, as only one is under way at a time.
+
+Method: CUDA graphs as in `torch.cuda.make_graphed_callables`, whose results are overwritten by the
+next call; tensors that don't own their memory as in torch's own CUDA graph trees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from deepytorch_core import guard
+from deepytorch_core.compile import graphs
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""What an argument may be that is no tensor."""
+
+
+class NotCapturedError(Exception):
+    """Why a call can't become CUDA graphs."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's arguments, flat. `tensors` are those of `leaves`, each once."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call; raises NotCapturedError for arguments that a graph could not be given anew."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors: dict[int, Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.device.type != "cuda":
+                    what = f"{type(leaf).__name__} on {leaf.device}"
+                    raise NotCapturedError(f"it is called with a {what}")
+                tensors[id(leaf)] = leaf
+            elif not isinstance(leaf, PLAIN):
+                raise NotCapturedError(f"it is called with a {type(leaf).__name__}")
+        return cls(tuple(leaves), spec, tuple(tensors.values()))
+
+    def given(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Arguments with other tensors in place of these."""
+        swapped = {id(mine): other for mine, other in zip(self.tensors, tensors, strict=True)}
+        leaves = [swapped.get(id(leaf), leaf) for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def key(self) -> tuple[Any, ...]:
+        """What calls that one graph serves have in common."""
+        places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        plain = tuple(places.get(id(leaf), (type(leaf), leaf)) for leaf in self.leaves)
+        shapes = tuple(
+            (one.shape, one.stride(), one.dtype, one.requires_grad) for one in self.tensors
+        )
+        return str(self.spec), plain, shapes
+
+
+class Token:
+    """Of one forward pass: alive until its results are gone, done after its backward pass."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+class Replay:
+    """The graphs of one kind of call.
+
+    Args:
+        forward: what is captured.
+        module: whose parameters get gradients, besides inputs that ask for them.
+        call: the first such call.
+        pool, stream: of all graphs of a module.
+
+    Raises NotCapturedError where the call waits for the GPU, draws random numbers on the host,
+    writes to its inputs, or computes something else when replayed.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        module: torch.nn.Module,
+        call: Call,
+        *,
+        pool: Any,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._forward = forward
+        self._call = call
+        self._pool, self._stream = pool, stream
+        self._autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+        self._static = [
+            torch.empty_strided(
+                one.shape, one.stride(), dtype=one.dtype, device=one.device
+            ).requires_grad_(one.requires_grad)
+            for one in call.tensors
+        ]
+        self._copy_in(call.tensors)
+        inputs = [one for one in self._static if one.requires_grad]
+        self._wanted = [*(one for one in module.parameters() if one.requires_grad), *inputs]
+        self._buffers = list(module.buffers())
+        self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._draws = False
+        expected = self._rehearse()
+        self._capture()
+        self._check(expected)
+        self._let_go()
+
+    def __call__(self, call: Call, token: Token) -> Any:
+        """Replay on the call's inputs. Returns what the module would, connected to autograd."""
+        given = [one for one in call.tensors if one.requires_grad]
+        wanted = self._wanted[: len(self._wanted) - len(given)]
+        tensors = _Pass.apply(self, call, token, *wanted, *given)  # type: ignore[no-untyped-call]
+        return self._result(tensors)
+
+    def run_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs for these inputs, in memory of their own."""
+        with torch.no_grad():
+            self._copy_in(tensors)
+            self._forward_graph.replay()
+            return [one.clone() for one in self._outputs]
+
+    def run_backward(self, seeds: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Gradients in memory of their own; None if these outputs' gradients were not foreseen."""
+        given = [(static, seed) for static, seed in zip(self._seeds, seeds, strict=True)]
+        if any(static is None and seed is not None for static, seed in given):
+            return None
+        with torch.no_grad():
+            for static, seed in given:
+                if static is not None:
+                    static.zero_() if seed is None else static.copy_(seed)
+            self._backward_graph.replay()
+            return _copied(self._gradients)
+
+    def run_again(self, call: Call, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients computed without graphs, for what a graph does not have or gives only once."""
+        enabled, dtype = self._autocast
+        buffers = [(one, one.detach().clone()) for one in self._buffers]
+        tensors = [one.detach().requires_grad_(one.requires_grad) for one in call.tensors]
+        args, kwargs = call.given(tensors)
+        with torch.enable_grad(), torch.autocast("cuda", dtype=dtype, enabled=enabled):
+            leaves = tree_flatten(self._forward(*args, **kwargs))[0]
+        outputs = [one for one in leaves if isinstance(one, Tensor)]
+        parameters = self._wanted[: len(self._wanted) - sum(one.requires_grad for one in tensors)]
+        wanted = [*parameters, *(one for one in tensors if one.requires_grad)]
+        pairs = [(one, seed) for one, seed in zip(outputs, seeds, strict=True) if seed is not None]
+        found = torch.autograd.grad(
+            [one for one, _ in pairs],
+            wanted,
+            [seed for _, seed in pairs],
+            allow_unused=True,
+            create_graph=torch.is_grad_enabled(),
+        )
+        with torch.no_grad():
+            for buffer, content in buffers:  # the forward pass has been counted once already
+                buffer.copy_(content)
+        return list(found)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._stream.device
+
+    @property
+    def draws(self) -> bool:
+        """Whether a pass draws random numbers."""
+        return self._draws
+
+    @property
+    def is_differentiable(self) -> list[bool]:
+        """Of each output."""
+        return self._differentiable
+
+    def _copy_in(self, tensors: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for static, given in zip(self._static, tensors, strict=True):
+                static.copy_(given)
+
+    def _run(self) -> tuple[list[Any], TreeSpec]:
+        args, kwargs = self._call.given(self._static)
+        with _without_cached_casts():
+            return tree_flatten(self._forward(*args, **kwargs))
+
+    def _rehearse(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Run without graphs: compilers come to an end, and what can't be captured fails here."""
+        host = torch.get_rng_state()
+        numbers = guard.random_numbers()
+        inputs = [(one, one._version) for one in self._static]
+        leaves, self._spec = self._run()
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        strange = [one for one in leaves if not isinstance(one, (Tensor, *PLAIN))]
+        if strange:
+            raise NotCapturedError(f"it returns a {type(strange[0]).__name__}")
+        if any(type(one) is not Tensor or one.device.type != "cuda" for one in tensors):
+            raise NotCapturedError("it returns tensors of another device or class")
+        if any(one._version != version for one, version in inputs):
+            raise NotCapturedError("it writes to its inputs")
+        self._leaves = [None if isinstance(one, Tensor) else one for one in leaves]
+        self._is_tensor = [isinstance(one, Tensor) for one in leaves]
+        self._differentiable = [one.requires_grad for one in tensors]
+        if not any(self._differentiable):
+            raise NotCapturedError("nothing that it returns has a gradient")
+        # A loss is what gets a gradient where there is one; else whatever can have one.
+        losses = [one.requires_grad and one.dim() == 0 for one in tensors]
+        chosen = losses if any(losses) else self._differentiable
+        self._seeds = [
+            graphs.seed(one, number) if chosen[number] else None
+            for number, one in enumerate(tensors)
+        ]
+        found = self._grads_of(tensors)
+        # What the outputs don't depend on has no gradient in eager either.
+        used = [one for one, grad in zip(self._wanted, found, strict=True) if grad is not None]
+        inputs_after = [one for one in self._static if one.requires_grad]
+        kept = {id(one) for one in (*used, *inputs_after)}
+        self._wanted = [one for one in self._wanted if id(one) in kept]
+        del leaves, tensors, found
+        self._draws = not all(
+            torch.equal(mine, now)
+            for mine, now in zip(numbers[1:], guard.random_numbers()[1:], strict=True)
+        )
+        if not torch.equal(host, torch.get_rng_state()):
+            raise NotCapturedError("it draws random numbers on the host")
+        graphs.rewind(numbers)
+        with _no_waiting(), self._on_stream():
+            tensors = [one for one in self._run()[0] if isinstance(one, Tensor)]
+            gradients = self._grads_of(tensors)
+        graphs.rewind(numbers)
+        return [one.detach() for one in tensors], gradients
+
+    def _grads_of(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        pairs = [
+            (o, seed) for o, seed in zip(outputs, self._seeds, strict=True) if seed is not None
+        ]
+        with torch.autocast("cuda", enabled=False):
+            return list(
+                torch.autograd.grad(
+                    [one for one, _ in pairs],
+                    self._wanted,
+                    [seed for _, seed in pairs],
+                    allow_unused=True,
+                )
+            )
+
+    def _capture(self) -> None:
+        ways = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(self._forward_graph, **ways):
+                leaves, _ = self._run()
+            outputs = [one for one in leaves if isinstance(one, Tensor)]
+            with torch.cuda.graph(self._backward_graph, **ways):
+                gradients = self._grads_of(outputs)
+        except Exception:
+            _leave_capture(self._stream.device)
+            raise
+        self._outputs = [one.detach() for one in outputs]
+        self._gradients = gradients
+
+    def _check(self, expected: tuple[list[Tensor], list[Tensor | None]]) -> None:
+        numbers = guard.random_numbers()
+        outputs = self.run_forward(self._call.tensors)
+        gradients = self.run_backward([None if one is None else one.clone() for one in self._seeds])
+        graphs.rewind(numbers)
+        dtype = self._autocast[1] if self._autocast[0] else None
+        for what, mine, theirs in (
+            ("output", expected[0], outputs),
+            ("gradient", expected[1], gradients),
+        ):
+            problem = guard.difference(mine, theirs, dtype=dtype, what=what)
+            if problem is not None:
+                raise NotCapturedError(f"replayed, its {problem}")
+
+    def _let_go(self) -> None:
+        """Keep the addresses and leave the memory to the next capture: replays take turns."""
+        self._outputs = [_borrowed(one) for one in self._outputs]
+        self._gradients = [None if one is None else _borrowed(one) for one in self._gradients]
+        self._call = Call(
+            tuple(None if isinstance(one, Tensor) else one for one in self._call.leaves),
+            self._call.spec,
+            (),
+        )
+
+    def _result(self, tensors: Sequence[Tensor]) -> Any:
+        found = iter(tensors)
+        leaves = [
+            next(found) if is_tensor else leaf
+            for is_tensor, leaf in zip(self._is_tensor, self._leaves, strict=True)
+        ]
+        return tree_unflatten(leaves, self._spec)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """The stream of the captures: libraries make its workspaces before them."""
+        outer = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+
+class _Pass(torch.autograd.Function):
+    """Connects a replay to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, call: Call, token: Token, *wanted: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.replay, ctx.call, ctx.token = replay, call, token
+        ctx.numbers = torch.cuda.get_rng_state(replay.device) if replay.draws else None
+        outputs = replay.run_forward(call.tensors)
+        fixed = [one for one, is_ in zip(outputs, replay.is_differentiable, strict=True) if not is_]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: Tensor | None) -> Any:
+        replay, token = ctx.replay, ctx.token
+        gradients = None
+        if not token.is_done and not torch.is_grad_enabled():
+            token.is_done = True
+            gradients = replay.run_backward(seeds)
+        if gradients is None:
+            # A second backward pass, one that is to be differentiated, or of other outputs.
+            with guard.same_random_numbers():
+                if ctx.numbers is not None:
+                    torch.cuda.set_rng_state(ctx.numbers, replay.device)
+                gradients = replay.run_again(ctx.call, seeds)
+            token.is_done = True
+        return (None, None, None, *gradients)
+
+
+def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copies, in few allocations and launches: gradients are many small tensors."""
+    there = [one for one in tensors if one is not None]
+    copies: dict[int, Tensor] = {}
+    for dtype in {one.dtype for one in there}:
+        # Each begins at a multiple of 512 bytes, as if it was allocated alone.
+        mine = [one for one in there if one.dtype == dtype]
+        step = 512 // dtype.itemsize
+        sizes = [-(-one.numel() // step) * step for one in mine]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=mine[0].device)
+        views = [
+            part.as_strided(one.shape, one.stride())
+            for part, one in zip(torch.split(flat, sizes), mine, strict=True)
+        ]
+        torch._foreach_copy_(views, mine)
+        copies.update({id(one): view for one, view in zip(mine, views, strict=True)})
+    return [None if one is None else copies[id(one)] for one in tensors]
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, without keeping it."""
+    own = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(
+        own.data_ptr(), tensor.device, own.nbytes()
+    )
+    facts = {
+        "size": tensor.shape,
+        "stride": tensor.stride(),
+        "storage_offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "nbytes": own.nbytes(),
+        "data_ptr": own.data_ptr(),
+    }
+    made: Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(facts, storage)
+    return made
+
+
+@contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Autocast keeps cast weights for a step; a graph would keep those of its capture for good."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """While open, waiting for the GPU is an error."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchroniz" in str(error):
+            raise NotCapturedError(f"it waits for the GPU: {guard.first_line(error)}") from error
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _leave_capture(device: torch.device) -> None:
+    """A capture that fails leaves the generator of random numbers in it: give it a new state."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())

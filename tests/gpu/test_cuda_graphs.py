@@ -1,0 +1,311 @@
+"""Training passes replayed as CUDA graphs: what eager gives, and eager where they can't be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepytorch_core.compile import capture, capturing
+from deepytorch_core.compile.capture import Capture
+from deepytorch_core.testing import needs_gpus, spawn_ranks
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 33)
+        self.norm = nn.BatchNorm1d(33)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(33, 5)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        hidden = self.dropout(torch.tanh(self.norm(self.up(x))))
+        out = self.down(hidden) * scale
+        return {"loss": out.square().mean(), "out": out, "name": "net"}
+
+
+def made(dropout: float = 0.0) -> Net:
+    torch.manual_seed(3)
+    return Net(dropout).cuda()
+
+
+def captured(model: nn.Module) -> Capture:
+    found = Capture(model, is_on=lambda: True)
+    found.install()
+    return found
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[[Any], Tensor] = lambda found: found["loss"],
+    rows: Any = (7,) * STEPS,
+    half: bool = False,
+) -> list[float]:
+    """Losses, and a sum over each parameter after each step."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=half)
+    seen: list[float] = []
+    for number in rows:
+        x = torch.randn(number, 16, device="cuda")
+        with torch.autocast("cuda", torch.float16, enabled=half):
+            loss = loss_of(model(x))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen += [loss.item(), *(one.sum().item() for one in model.state_dict().values())]
+    return seen
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_replayed_steps_train_as_eager_ones(dropout: float, half: bool) -> None:
+    expected = train(made(dropout), half=half)
+    model = made(dropout)
+    found = captured(model)
+    assert train(model, half=half) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert (found.failure, found.num_captured) == (None, 1)
+    found.remove()
+    assert "forward" not in vars(model)
+
+
+def test_calls_of_several_kinds_have_a_graph_each() -> None:
+    rows = [7, 9, 7, 30, 9, 7, 30, 2]
+    expected = train(made(), rows=rows)
+    model = made()
+    found = captured(model)
+    assert train(model, rows=rows) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert found.num_captured == 4
+
+
+def test_nothing_that_was_given_out_is_written_to() -> None:
+    model = made()
+    found = captured(model)
+    kept = []
+    for number in range(4):
+        x = torch.full((7, 16), float(number), device="cuda")
+        model.zero_grad(set_to_none=True)
+        result = model(x)
+        result["loss"].backward()
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        tensors = [result["loss"].detach(), result["out"].detach(), *gradients]
+        kept.append((tensors, [one.clone() for one in tensors]))
+    assert found.num_captured == 1
+    for tensors, values in kept:
+        assert all(torch.equal(one, value) for one, value in zip(tensors, values, strict=True))
+
+
+def test_gradients_accumulate() -> None:
+    models = [made(), made()]
+    captured(models[1])
+    for model in models:
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(torch.randn(7, 16, device="cuda"))["loss"].backward()
+    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda found: found["out"].abs().mean(),
+        lambda found: found["loss"] + found["out"].mean(),
+    ],
+    ids=["another output", "both"],
+)
+def test_a_loss_of_ones_own_gets_its_gradients(loss_of: Callable[[Any], Tensor]) -> None:
+    expected = train(made(0.5), loss_of)
+    model = made(0.5)
+    captured(model)
+    assert train(model, loss_of) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_passes_within_passes_and_second_backward_passes() -> None:
+    def run(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(2)
+        xs = [torch.randn(7, 16, device="cuda") for _ in range(3)]
+        for x in xs:
+            model(x)["loss"].backward()
+        first, second = (model(x)["loss"] for x in xs[:2])
+        (first * second).backward(retain_graph=True)
+        (first + second).backward()
+        weight = next(model.parameters())
+        (slope,) = torch.autograd.grad(model(xs[0])["loss"], weight, create_graph=True)
+        slope.square().sum().backward()
+        with torch.no_grad():
+            model(xs[1])
+        model.eval()
+        model(xs[1])["loss"].backward()
+        model.train()
+        return [one.grad for one in model.parameters() if one.grad is not None]
+
+    expected = run(made())
+    model = made()
+    captured(model)
+    for mine, other in zip(expected, run(model), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+
+
+def test_inputs_get_gradients() -> None:
+    models = [made(), made()]
+    captured(models[1])
+    found = []
+    for model in models:
+        torch.manual_seed(1)
+        for _ in range(2):
+            x = torch.randn(7, 16, device="cuda", requires_grad=True)
+            model(x)["loss"].backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+class Waits(Net):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        if x.sum().item() > 0:
+            scale = scale * 2
+        return super().forward(x, scale)
+
+
+class Counts(Net):
+    calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        self.calls = self.calls + 1
+        return super().forward(x, scale * self.calls)
+
+
+class Keeps(Net):
+    kept: Any = None
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        self.kept = x * 2
+        return super().forward(x, scale)
+
+
+class DrawsOnTheHost(Net):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        return super().forward(x, scale if float(torch.rand(())) < 0.5 else 2 * scale)
+
+
+class WritesToItsInput(Net):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        return super().forward(x.add_(1.0), scale)
+
+
+@pytest.mark.parametrize("kind", [Waits, Counts, Keeps, DrawsOnTheHost, WritesToItsInput])
+def test_what_cannot_be_replayed_runs_as_before(kind: type[Net]) -> None:
+    torch.manual_seed(3)
+    model: Any = kind().cuda()
+    other = copy.deepcopy(model)
+    expected = train(model)
+    found = captured(other)
+    assert train(other) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert found.failure is not None
+    if kind is Keeps:
+        assert torch.equal(model.kept, other.kept)
+    assert torch.rand(2, device="cuda").shape == (2,), "the generator is out of the capture"
+
+
+def test_changes_of_the_module_are_seen() -> None:
+    def run(model: Any) -> list[float]:
+        seen = train(model)
+        model.dropout.p = 0.0
+        model.up.weight.requires_grad_(False)
+        seen += train(model)
+        model.down = copy.deepcopy(model.down)
+        seen += train(model)
+        model.up.weight.data = model.up.weight.data.clone()
+        handle = model.down.register_forward_hook(lambda module, args, out: out * 2)
+        seen += train(model)
+        handle.remove()
+        return seen + train(model)
+
+    expected = run(made(0.5))
+    model = made(0.5)
+    captured(model)
+    assert run(model) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_copies_of_a_replayed_module_are_plain() -> None:
+    model = made()
+    captured(model)
+    train(model)
+    other = copy.deepcopy(model)
+    assert train(other, rows=(7,))
+    assert "Replayed" not in type(vars(other).get("forward")).__name__
+
+
+class Slow(nn.Module):
+    """Many small kernels: launches are all its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(60))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)).sin().cos()
+        return x.square().mean()
+
+
+def test_the_trial_keeps_what_is_faster(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepytorch_core import config, decisions
+
+    monkeypatch.setattr(decisions, "_made", [])
+    monkeypatch.setattr(
+        config, "_current", config.Options(profile=str(tmp_path / "p.json"), log="error")
+    )
+    for reason in ("faster than launched", "from the profile"):
+        torch.manual_seed(0)
+        model = Slow().cuda()
+        trial = capturing.Capturing(model, tokens=lambda: 7)
+        model.register_forward_pre_hook(
+            lambda module, args, trial=trial: None if trial.is_settled else trial.on_forward(True)
+        )
+        for _ in range(90):
+            model(torch.randn(7, 16, device="cuda")).backward()
+        assert trial.is_settled
+        decision = decisions.made()[-1]
+        assert (decision["chosen"], decision["reason"]) == ("replayed", reason)
+        trial.undo()
+        assert "forward" not in vars(model)
+
+
+def test_why_a_module_is_left_alone() -> None:
+    assert capture.why_not(made()) is None
+    assert "one GPU" in str(capture.why_not(Net()))
+    model = made()
+    model.down.register_forward_hook(lambda *_: None)
+    assert capture.why_not(model) == "there are hooks on down"
+    assert "nothing" in str(capture.why_not(made().requires_grad_(False)))
+
+
+def _under_ddp(rank: int, world_size: int) -> tuple[list[float], list[float], int]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.cuda.set_device(0)
+    models = [DistributedDataParallel(made(), find_unused_parameters=True) for _ in range(2)]
+    found = captured(models[1].module)
+    expected, losses = train(models[0]), train(models[1])
+    assert found.failure is None
+    return losses, expected, found.num_captured
+
+
+def test_replayed_steps_train_under_ddp() -> None:
+    ((losses, expected, num_captured),) = spawn_ranks(_under_ddp, 1, backend="nccl")
+    assert losses == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert num_captured == 1
