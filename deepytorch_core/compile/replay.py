@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepytorch_core import guard
@@ -106,27 +107,33 @@ class Replay:
         self._pool, self._stream = pool, stream
         self._autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         self._static = [
-            torch.empty_strided(
-                one.shape, one.stride(), dtype=one.dtype, device=one.device
-            ).requires_grad_(one.requires_grad)
-            for one in call.tensors
+            torch.empty_like(one).requires_grad_(one.requires_grad) for one in call.tensors
         ]
         self._copy_in(call.tensors)
-        inputs = [one for one in self._static if one.requires_grad]
-        self._wanted = [*(one for one in module.parameters() if one.requires_grad), *inputs]
+        self._parameters = [one for one in module.parameters() if one.requires_grad]
+        self._inputs = [one for one in self._static if one.requires_grad]
         self._buffers = list(module.buffers())
         self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._draws = False
-        expected = self._rehearse()
-        self._capture()
+        numbers = guard.random_numbers()
+        expected = self._rehearse(numbers)
+        with _own_leaves(module) as leaf_of:
+            leaves = [leaf_of[id(one)] for one in self._parameters]
+            with _no_waiting(), self._on_stream():
+                tensors = [one for one in self._run()[0] if isinstance(one, Tensor)]
+                found = self._gradients_of(tensors, leaves)[: len(leaves)]
+                if any(gradient is None for gradient in found):
+                    raise NotCapturedError("it keeps parameters in places of its own")
+                del tensors, found
+            graphs.rewind(numbers)
+            self._capture(leaves)
         self._check(expected)
         self._let_go()
 
     def __call__(self, call: Call, token: Token) -> Any:
         """Replay on the call's inputs. Returns what the module would, connected to autograd."""
-        given = [one for one in call.tensors if one.requires_grad]
-        wanted = self._wanted[: len(self._wanted) - len(given)]
-        tensors = _Pass.apply(self, call, token, *wanted, *given)  # type: ignore[no-untyped-call]
+        wanted = [*self._parameters, *(one for one in call.tensors if one.requires_grad)]
+        tensors = _Pass.apply(self, call, token, *wanted)  # type: ignore[no-untyped-call]
         return self._result(tensors)
 
     def run_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -157,8 +164,7 @@ class Replay:
         with torch.enable_grad(), torch.autocast("cuda", dtype=dtype, enabled=enabled):
             leaves = tree_flatten(self._forward(*args, **kwargs))[0]
         outputs = [one for one in leaves if isinstance(one, Tensor)]
-        parameters = self._wanted[: len(self._wanted) - sum(one.requires_grad for one in tensors)]
-        wanted = [*parameters, *(one for one in tensors if one.requires_grad)]
+        wanted = [*self._parameters, *(one for one in tensors if one.requires_grad)]
         pairs = [(one, seed) for one, seed in zip(outputs, seeds, strict=True) if seed is not None]
         found = torch.autograd.grad(
             [one for one, _ in pairs],
@@ -167,8 +173,10 @@ class Replay:
             allow_unused=True,
             create_graph=torch.is_grad_enabled(),
         )
-        with torch.no_grad():
-            for buffer, content in buffers:  # the forward pass has been counted once already
+        # The forward pass has been counted once already; who saved a buffer may go on.
+        kept = _unsafe_preserve_version_counter(tuple(self._buffers))
+        with torch.no_grad(), kept:
+            for buffer, content in buffers:
                 buffer.copy_(content)
         return list(found)
 
@@ -197,10 +205,8 @@ class Replay:
         with _without_cached_casts():
             return tree_flatten(self._forward(*args, **kwargs))
 
-    def _rehearse(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Run without graphs: compilers come to an end, and what can't be captured fails here."""
-        host = torch.get_rng_state()
-        numbers = guard.random_numbers()
+    def _rehearse(self, numbers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What it gives without graphs; compilers come to an end, and facts are noted."""
         inputs = [(one, one._version) for one in self._static]
         leaves, self._spec = self._run()
         tensors = [one for one in leaves if isinstance(one, Tensor)]
@@ -223,27 +229,21 @@ class Replay:
             graphs.seed(one, number) if chosen[number] else None
             for number, one in enumerate(tensors)
         ]
-        found = self._grads_of(tensors)
-        # What the outputs don't depend on has no gradient in eager either.
-        used = [one for one, grad in zip(self._wanted, found, strict=True) if grad is not None]
-        inputs_after = [one for one in self._static if one.requires_grad]
-        kept = {id(one) for one in (*used, *inputs_after)}
-        self._wanted = [one for one in self._wanted if id(one) in kept]
-        del leaves, tensors, found
-        self._draws = not all(
-            torch.equal(mine, now)
-            for mine, now in zip(numbers[1:], guard.random_numbers()[1:], strict=True)
-        )
-        if not torch.equal(host, torch.get_rng_state()):
+        gradients = self._gradients_of(tensors, self._parameters)
+        now = guard.random_numbers()
+        self._draws = not all(map(torch.equal, numbers[1:], now[1:]))
+        if not torch.equal(numbers[0], now[0]):
             raise NotCapturedError("it draws random numbers on the host")
         graphs.rewind(numbers)
-        with _no_waiting(), self._on_stream():
-            tensors = [one for one in self._run()[0] if isinstance(one, Tensor)]
-            gradients = self._grads_of(tensors)
-        graphs.rewind(numbers)
-        return [one.detach() for one in tensors], gradients
+        # What the outputs don't depend on has no gradient.
+        pairs = [*zip(self._parameters, gradients, strict=False)]
+        self._parameters = [one for one, gradient in pairs if gradient is not None]
+        own = [gradient for _, gradient in pairs if gradient is not None]
+        return [one.detach() for one in tensors], [*own, *gradients[len(pairs) :]]
 
-    def _grads_of(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    def _gradients_of(
+        self, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         pairs = [
             (o, seed) for o, seed in zip(outputs, self._seeds, strict=True) if seed is not None
         ]
@@ -251,22 +251,22 @@ class Replay:
             return list(
                 torch.autograd.grad(
                     [one for one, _ in pairs],
-                    self._wanted,
+                    [*parameters, *self._inputs],
                     [seed for _, seed in pairs],
                     allow_unused=True,
                 )
             )
 
-    def _capture(self) -> None:
+    def _capture(self, parameters: Sequence[Tensor]) -> None:
         ways = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.graph(self._forward_graph, **ways):
                 leaves, _ = self._run()
             outputs = [one for one in leaves if isinstance(one, Tensor)]
             with torch.cuda.graph(self._backward_graph, **ways):
-                gradients = self._grads_of(outputs)
+                gradients = self._gradients_of(outputs, parameters)
         except Exception:
-            _leave_capture(self._stream.device)
+            _leave_capture(self._stream.device, self._pool)
             raise
         self._outputs = [one.detach() for one in outputs]
         self._gradients = gradients
@@ -410,7 +410,35 @@ def _no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _leave_capture(device: torch.device) -> None:
-    """A capture that fails leaves the generator of random numbers in it: give it a new state."""
-    generator = torch.cuda.default_generators[device.index or 0]
+@contextlib.contextmanager
+def _own_leaves(module: torch.nn.Module) -> Iterator[dict[int, torch.nn.Parameter]]:
+    """While open, parameters are others with the same memory; gives them by the first ones' ids.
+
+    Autograd's nodes of the first ones may belong to another stream, as DDP keeps them.
+    """
+    leaf_of: dict[int, torch.nn.Parameter] = {}
+    places = []
+    for one in module.modules():
+        for name, parameter in one._parameters.items():
+            if parameter is not None:
+                leaf = leaf_of.get(id(parameter))
+                if leaf is None:
+                    leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                    leaf_of[id(parameter)] = leaf
+                places.append((one._parameters, name, parameter, leaf))
+    try:
+        for own, name, _, leaf in places:
+            own[name] = leaf
+        yield leaf_of
+    finally:
+        for own, name, parameter, _ in places:
+            own[name] = parameter
+
+
+def _leave_capture(device: torch.device, pool: Any) -> None:
+    """A capture that fails leaves random numbers and allocations in it: take them out."""
+    index = device.index or 0
+    generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)

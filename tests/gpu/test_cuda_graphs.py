@@ -249,6 +249,23 @@ def test_copies_of_a_replayed_module_are_plain() -> None:
     assert "Replayed" not in type(vars(other).get("forward")).__name__
 
 
+def test_a_recurrent_network_keeps_its_weights_elsewhere() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.GRU(16, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.inner(x[None])[0].square().mean()}
+
+    torch.manual_seed(3)
+    models = [Recurrent().cuda()]
+    models.append(copy.deepcopy(models[0]))
+    expected = train(models[0])
+    captured(models[1])
+    assert train(models[1]) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
 class Slow(nn.Module):
     """Many small kernels: launches are all its time."""
 
