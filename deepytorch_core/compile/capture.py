@@ -205,6 +205,8 @@ class Capture:
             if one is not self._root and _hooked(one):
                 raise NotCapturedError(f"there are hooks on a {type(one).__name__} in it")
             for name, value in vars(one).items():
+                if name.endswith("_hooks") or "_hooks_" in name:
+                    continue  # the root's run outside of its pass
                 if isinstance(value, PLAIN):
                     state.append((name, value))
                 elif isinstance(value, list | dict | set):

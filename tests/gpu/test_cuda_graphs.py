@@ -240,6 +240,17 @@ def test_changes_of_the_module_are_seen() -> None:
     assert run(model) == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
+def test_hooks_of_the_module_itself_come_and_go() -> None:
+    model = made()
+    found = captured(model)
+    train(model)
+    handle = model.register_forward_hook(lambda module, args, out: {**out, "seen": True})
+    assert model(torch.randn(7, 16, device="cuda"))["seen"]
+    handle.remove()
+    train(model)
+    assert found.num_captured == 1
+
+
 def test_copies_of_a_replayed_module_are_plain() -> None:
     model = made()
     captured(model)

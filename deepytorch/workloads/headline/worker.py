@@ -27,8 +27,8 @@ from deepytorch_core.nn.kernels import Setting, apply_kernels
 
 # The losses of these first steps are compared: every arm takes them on the same batches.
 CHECKED_STEPS = 6
-# Compiling decides within 62 steps, and a tuned arm may compile for some shapes.
-MAX_WARMUP_STEPS = 90
+# Compiling decides within 62 steps and graphs within 70 more; a tuned arm may compile for shapes.
+MAX_WARMUP_STEPS = 160
 
 
 @dataclass(frozen=True)
