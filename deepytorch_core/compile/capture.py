@@ -16,9 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
-from deepytorch_core.compile.replay import PLAIN, Call, NotCapturedError, Replay, Token
+from deepytorch_core.compile import module_state
+from deepytorch_core.compile.replay import Call, NotCapturedError, Replay, Token
 from deepytorch_core.console import say
 
 # Kinds of calls that are captured when they are first met; later ones at their second time.
@@ -26,12 +29,10 @@ CAPTURED_AT_ONCE = 8
 MOST_KINDS = 24
 # Calls in a row that could not be replayed, after which nothing is tried any more.
 MOST_MISSES = 32
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+# Failed captures without a good one, after which it is taken to be impossible.
+MOST_FAILURES = 3
+# Calls that run as they are while their operations are watched, before anything is captured.
+WATCHED_CALLS = 2
 
 
 class Sizes(Protocol):
@@ -70,9 +71,9 @@ def why_not(root: nn.Module) -> str | None:
         return "its parameters are not all plain ones on one GPU"
     if any(hasattr(one, "ds_id") for one in parameters):
         return "ZeRO-3 moves its parameters about"
-    hooked = next(
-        (name for name, one in root.named_modules() if one is not root and _hooked(one)), None
-    )
+    if isinstance(root, nn.DataParallel):
+        return "nn.DataParallel runs on several GPUs"
+    hooked = module_state.hooked(root)
     return None if hooked is None else f"there are hooks on {hooked}"
 
 
@@ -94,6 +95,9 @@ class Capture:
         self._replays: dict[Any, Replay | None] = {}
         self._met: set[Any] = set()
         self._misses = 0
+        self._num_watched = 0
+        self._num_failures = 0
+        self._last_stream: torch.cuda.Stream | None = None
         self._pending: weakref.ref[Token] | None = None
         device = next(root.parameters()).device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -115,9 +119,14 @@ class Capture:
         """The module's pass: replayed, or as it is."""
         if not self._is_used() or self._is_pending():
             return self._forward(*args, **kwargs)
+        if self._num_watched < WATCHED_CALLS:
+            return self._watched(args, kwargs)
         try:
             call = Call.of(args, kwargs)
-            key = (call.key(), self._state())
+            hooked = module_state.hooked(self._root)
+            if hooked is not None:
+                raise NotCapturedError(f"there are hooks on {hooked}")
+            key = (call.key(), module_state.state_of(self._root))
             replay = self._replay(key, call)
         except NotCapturedError as error:
             replay = None
@@ -125,9 +134,25 @@ class Capture:
         if replay is None:
             return self._forward(*args, **kwargs)
         self._misses = 0
+        stream = torch.cuda.current_stream(self._stream.device)
+        if self._last_stream is not None and stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
         token = Token()
         self._pending = weakref.ref(token)
         return replay(call, token)
+
+    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The pass as it is; and why it can't be replayed, from the operations in it.
+
+        Extra passes of a module that communicates would leave other ranks waiting.
+        """
+        self._num_watched += 1
+        with Watch() as watch:
+            result = self._forward(*args, **kwargs)
+        if watch.problem is not None:
+            self._give_up(watch.problem)
+        return result
 
     def _is_used(self) -> bool:
         return (
@@ -166,7 +191,10 @@ class Capture:
 
     def _captured(self, call: Call) -> Replay:
         self.num_captured += 1
-        before, attributes = self._state(), _attributes(self._root)
+        before, attributes = (
+            module_state.state_of(self._root),
+            module_state.attributes_of(self._root),
+        )
         try:
             with guard.preserved(self._root), guard.no_saved_tensor_hooks():
                 replay = Replay(
@@ -176,13 +204,14 @@ class Capture:
                     pool=self._pool,
                     stream=self._stream,
                 )
-            if self._state() != before:
+            if module_state.state_of(self._root) != before:
                 raise NotCapturedError("a pass changes attributes of its modules")
             return replay
         except Exception as error:  # whatever a module may do that CUDA graphs can't
-            _put_back(attributes)
+            module_state.put_back(attributes)
             why = str(error) if isinstance(error, NotCapturedError) else guard.first_line(error)
-            if not any(self._replays.values()):
+            self._num_failures += 1
+            if self._num_failures >= MOST_FAILURES and not any(self._replays.values()):
                 self._give_up(why)
             raise NotCapturedError(why) from error
 
@@ -197,29 +226,32 @@ class Capture:
             name = type(self._root).__name__
             say(f"CUDA graphs of {name}: its passes are launched as before: {why}", level="warning")
 
-    def _state(self) -> tuple[Any, ...]:
-        """All that the module's Python code may go by, besides its arguments."""
-        autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-        state: list[Any] = []
-        for one in self._root.modules():
-            if one is not self._root and _hooked(one):
-                raise NotCapturedError(f"there are hooks on a {type(one).__name__} in it")
-            for name, value in vars(one).items():
-                if name.endswith("_hooks") or "_hooks_" in name:
-                    continue  # the root's run outside of its pass
-                if isinstance(value, PLAIN):
-                    state.append((name, value))
-                elif isinstance(value, list | dict | set):
-                    state.append((id(value), len(value)))
-                else:
-                    state.append(id(value))
-            for tensor in (*one._parameters.values(), *one._buffers.values()):
-                if tensor is not None:
-                    state.append((tensor.data_ptr(), tensor.requires_grad, tensor.dtype))
-        settings = getattr(self._root, "config", None)
-        if hasattr(settings, "__dict__"):
-            state += [(name, v) for name, v in vars(settings).items() if isinstance(v, PLAIN)]
-        return autocast, torch.are_deterministic_algorithms_enabled(), *state
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for operations that a graph would freeze, or do again where they must not be."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.problem: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.problem is None:
+            if "c10d" in func.namespace:
+                self.problem = "it communicates with other ranks"
+            elif _has_host_tensor(args) and _has_gpu_tensor((result,)):
+                self.problem = f"it reads a tensor on the host ({func})"
+        return result
+
+
+def _has_host_tensor(args: Any) -> bool:
+    return any(
+        isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in tree_leaves(args)
+    )
+
+
+def _has_gpu_tensor(args: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(args))
 
 
 class Replayed:
@@ -237,34 +269,15 @@ class Replayed:
         return self._capture.call(args, kwargs)
 
 
-def _attributes(root: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, int]]]:
-    """What modules' attributes are, and how long lists among them."""
-    return [
-        (one, dict(vars(one)), {n: len(v) for n, v in vars(one).items() if isinstance(v, list)})
-        for one in root.modules()
-    ]
-
-
-def _put_back(attributes: list[tuple[nn.Module, dict[str, Any], dict[str, int]]]) -> None:
-    for module, values, lengths in attributes:
-        vars(module).clear()
-        vars(module).update(values)
-        for name, length in lengths.items():
-            del values[name][length:]
-
-
-def _hooked(module: nn.Module) -> bool:
-    own = vars(module)
-    return any(own.get(name) for name in _HOOKS)
-
-
 def _is_watched() -> bool:
     """Whether something looks at, or changes, each operation of a pass."""
     from torch._C import _autograd as autograd
-    from torch._C import _len_torch_dispatch_stack
+    from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
     return (
         _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or torch.is_anomaly_enabled()
         or autograd._top_saved_tensors_default_hooks(True) is not None
         or bool(module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
         or bool(module_hooks._global_backward_hooks or module_hooks._global_backward_pre_hooks)

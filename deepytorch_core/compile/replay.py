@@ -23,10 +23,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepytorch_core import guard
-from deepytorch_core.compile import graphs
-
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-"""What an argument may be that is no tensor."""
+from deepytorch_core.compile import graphs, module_state
+from deepytorch_core.compile.module_state import PLAIN
 
 
 class NotCapturedError(Exception):
@@ -207,6 +205,7 @@ class Replay:
 
     def _rehearse(self, numbers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         """What it gives without graphs; compilers come to an end, and facts are noted."""
+        host = module_state.host_random_numbers()
         inputs = [(one, one._version) for one in self._static]
         leaves, self._spec = self._run()
         tensors = [one for one in leaves if isinstance(one, Tensor)]
@@ -232,7 +231,7 @@ class Replay:
         gradients = self._gradients_of(tensors, self._parameters)
         now = guard.random_numbers()
         self._draws = not all(map(torch.equal, numbers[1:], now[1:]))
-        if not torch.equal(numbers[0], now[0]):
+        if module_state.host_random_numbers() != host:
             raise NotCapturedError("it draws random numbers on the host")
         graphs.rewind(numbers)
         # What the outputs don't depend on has no gradient.

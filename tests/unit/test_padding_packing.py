@@ -148,6 +148,21 @@ def test_padding_free_shapes_are_at_most_four_and_hold_every_batch(
     assert larger.num_tokens >= 5000 * rows
 
 
+def test_padding_free_shapes_become_few_when_asked() -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(10, 200, (60, 4), generator=generator).tolist()
+    shapes = Shapes()
+    for lengths in batches[:20]:
+        assert shapes.fit(sum(lengths), 4, max(lengths)).num_tokens == sum(lengths)
+    shapes.use_few(5)
+    seen = {shapes.fit(sum(lengths), 4, max(lengths)) for lengths in batches[:20]}
+    assert 1 < len(seen) <= 5
+    seen |= {shapes.fit(sum(lengths), 4, max(lengths)) for lengths in batches}
+    assert len(seen) <= 6, "and one for what is larger than all before"
+    shapes.use_few(None)
+    assert shapes.fit(37, 3, 20).num_tokens == shapes.num_tokens == 37
+
+
 def examples() -> list[dict[str, Any]]:
     return [
         {"input_ids": [5, 6, 7], "labels": [5, -100, 7]},

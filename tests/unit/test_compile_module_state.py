@@ -1,0 +1,105 @@
+"""What a replayed pass has frozen is seen when it changes."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from deepytorch_core.compile import module_state
+from deepytorch_core.compile.capture import Watch
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
+        self.heat = 1.0
+        self.settings = types.SimpleNamespace(heat=1.0, more={"weights": [1, 2]})
+        self.settings.itself = self.settings
+        self.kept: list[Any] = []
+
+
+CHANGES: list[Callable[[Any], Any]] = [
+    lambda net: setattr(net, "heat", 2.0),
+    lambda net: setattr(net.settings, "heat", 2.0),
+    lambda net: net.settings.more["weights"].append(3),
+    lambda net: net.settings.more.update(name="other"),
+    lambda net: setattr(net.inner[1], "p", 0.1),
+    lambda net: net.inner.eval(),
+    lambda net: net.inner[0].requires_grad_(False),
+    lambda net: setattr(net.inner[0].weight, "data", torch.zeros(3, 3)),
+    lambda net: net.inner.append(nn.ReLU()),
+    lambda net: net.inner.__setitem__(0, nn.Linear(3, 3)),
+    lambda net: setattr(net.inner[2], "running_mean", torch.zeros(3)),
+    lambda net: net.kept.append(torch.zeros(2)),
+    lambda net: setattr(net, "seen", torch.zeros(2)),
+    lambda net: net.bfloat16(),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_compile_sees_what_changes_in_a_module(number: int) -> None:
+    net = Net()
+    before = module_state.state_of(net)
+    assert module_state.state_of(net) == before
+    hash(before)
+    CHANGES[number](net)
+    assert module_state.state_of(net) != before
+
+
+def test_compile_does_not_mind_what_training_does_to_a_module() -> None:
+    net = Net()
+    before = module_state.state_of(net)
+    net.inner(torch.randn(4, 3)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    handle = net.register_forward_hook(lambda *_: None)
+    assert module_state.state_of(net) == before
+    assert module_state.hooked(net) is None
+    handle.remove()
+    net.inner[1].register_forward_pre_hook(lambda *_: None)
+    assert module_state.hooked(net) == "inner.1"
+
+
+def test_compile_puts_attributes_back() -> None:
+    net = Net()
+    net.kept.append("mine")
+    before, attributes = module_state.state_of(net), module_state.attributes_of(net)
+    net.heat = 3.0
+    net.kept.append("new")
+    net.calls = 1
+    del net.inner[1].p
+    module_state.put_back(attributes)
+    assert module_state.state_of(net) == before
+    assert (net.kept, net.inner[1].p, hasattr(net, "calls")) == (["mine"], 0.5, False)
+
+
+def test_compile_sees_who_asks_for_random_numbers_on_the_host() -> None:
+    before = module_state.host_random_numbers()
+    assert module_state.host_random_numbers() == before
+    for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
+        draw()
+        now = module_state.host_random_numbers()
+        assert now != before
+        before = now
+
+
+def test_compile_watches_operations_for_what_a_graph_would_freeze() -> None:
+    with Watch() as watch:
+        torch.ones(3) + 1
+    assert watch.problem is None
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with Watch() as watch:
+            dist.all_reduce(torch.ones(3))
+    finally:
+        dist.destroy_process_group()
+    assert watch.problem == "it communicates with other ranks"
