@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import decisions
-from deepytorch_core.nn.deferred_logits import DeferredLogits
+from deepytorch_core.nn.deferred_logits import DeferredLogits, steps
 from deepytorch_core.nn.kernels import (
     STOCK,
     Kernel,
@@ -157,7 +157,7 @@ class _LossKernel(Kernel):
         handles = [
             target.register_forward_pre_hook(Arm(forward), with_kwargs=True),
             target.register_forward_hook(Disarm(forward), always_call=True),
-            register_optimizer_step_post_hook(_steps),
+            register_optimizer_step_post_hook(steps),
         ]
 
         def undo() -> None:
@@ -173,19 +173,6 @@ class _LossKernel(Kernel):
 
 # Where transformers keeps a loss that was set, and where any other object would.
 _LOSS_NAMES = ("_loss_function", "loss_function")
-
-
-class _Steps:
-    """Counts optimizer steps; a parameter's version does not: fused kernels leave it as it is."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.count += 1
-
-
-_steps = _Steps()
 
 
 class HeadForward:
@@ -226,7 +213,7 @@ class HeadForward:
             return self._watched(type(self.head).forward(self.head, hidden))
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
-        made_at = _steps.count
+        made_at = steps.count
         return DeferredLogits.make(
             lambda: self.logits(hidden, made_at),
             shape=(*hidden.shape[:-1], self.head.out_features),
@@ -272,7 +259,7 @@ class HeadForward:
     def logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
-        late = made_at != _steps.count or self._is_sharded()
+        late = made_at != steps.count or self._is_sharded()
         if late and not armed:
             raise RuntimeError(
                 "the logits of this training step were left out, and can't be computed any more: "

@@ -22,6 +22,7 @@ from deepytorch_core.nn.kernels import STOCK, Setting, apply_kernels
 
 from . import _causal_loss as _causal_loss  # registers its kernels
 from . import _contract
+from . import _masked_loss as _masked_loss  # registers its kernels
 
 _NAME = "kernels"
 

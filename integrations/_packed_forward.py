@@ -19,7 +19,7 @@ from torch import Tensor
 from deepytorch_core import decisions
 from deepytorch_core.data import Packing, Shapes, plan
 
-from . import _packed_attention, _unpacked_output
+from . import _masked_loss, _packed_attention, _unpacked_output
 from ._contract import IntegrationError
 from ._padding_free import BATCH_KEY
 
@@ -70,6 +70,8 @@ class PackedForward:
         self, model: Any, outer: torch.nn.Module, conventions: Conventions, *, strict: bool
     ) -> None:
         self.shapes = Shapes()
+        self.most_targets: int | None = None
+        """A bound on the targets of the batch under way."""
         self._model = model
         self.conventions = conventions
         self._strict = strict
@@ -117,6 +119,7 @@ class PackedForward:
         if obstacle is None:
             packing = self._packing(call, planned)
             obstacle = packing.obstacle
+            self._expect(packing.num_targets if obstacle is None else None)
         if packing is None or obstacle is not None:
             self._stay_padded(obstacle)
         if packing is None or obstacle is not None or (packing.is_full and not self.shapes.limit):
@@ -132,12 +135,17 @@ class PackedForward:
         if getattr(outer, "_is_replica", False):
             return output
         call = self._calls.pop() if self._calls else None
+        self._expect(None)
         _packed_attention.leave_packed()
         self._attentions.use_packed()
         if call is None or output is None:
             return output
         packing, row, with_loss = call
         return _unpacked_output.unpacked(output, packing, row, lazily=with_loss)
+
+    def _expect(self, num_targets: int | None) -> None:
+        self.most_targets = None if num_targets is None else _masked_loss.most_targets(num_targets)
+        _masked_loss.expect(self.most_targets)
 
     def _packing(self, call: dict[str, Any], planned: Packing | None) -> Packing:
         mask, labels, ids = call["attention_mask"], call.get("labels"), call["input_ids"]

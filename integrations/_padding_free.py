@@ -172,6 +172,11 @@ class _Sizes:
         forward = self._forward()
         return forward.shapes.num_tokens if forward is not None else None
 
+    @property
+    def state(self) -> int | None:
+        forward = self._forward()
+        return forward.most_targets if forward is not None else None
+
 
 def _found(prepared: Any) -> tuple[Any, Any]:
     """What a training loop calls inside its wrappers, and the transformers model in that."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,10 @@ class Sizes(Protocol):
     @property
     def num_tokens(self) -> int | None:
         """Of the last batch, without what it was filled up with."""
+
+    @property
+    def state(self) -> Hashable:
+        """What the pass goes by, beside the module's arguments and attributes."""
 
 
 _sizes: weakref.WeakKeyDictionary[nn.Module, Sizes] = weakref.WeakKeyDictionary()
@@ -126,7 +130,12 @@ class Capture:
             hooked = module_state.hooked(self._root)
             if hooked is not None:
                 raise NotCapturedError(f"there are hooks on {hooked}")
-            key = (call.key(), module_state.state_of(self._root))
+            sizes = sizes_of(self._root)
+            key = (
+                call.key(),
+                module_state.state_of(self._root),
+                None if sizes is None else sizes.state,
+            )
             replay = self._replay(key, call)
         except NotCapturedError as error:
             replay = None

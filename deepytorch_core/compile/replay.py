@@ -12,6 +12,7 @@ next call; tensors that don't own their memory as in torch's own CUDA graph tree
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from deepytorch_core import guard
 from deepytorch_core.compile import graphs, module_state
 from deepytorch_core.compile.module_state import PLAIN
+from deepytorch_core.nn.deferred_logits import DeferredLogits, steps
 
 
 class NotCapturedError(Exception):
@@ -118,7 +120,7 @@ class Replay:
         with _own_leaves(module) as leaf_of:
             leaves = [leaf_of[id(one)] for one in self._parameters]
             with _no_waiting(), self._on_stream():
-                tensors = [one for one in self._run()[0] if isinstance(one, Tensor)]
+                tensors = _tensors(self._run()[0])
                 found = self._gradients_of(tensors, leaves)[: len(leaves)]
                 if any(gradient is None for gradient in found):
                     raise NotCapturedError("it keeps parameters in places of its own")
@@ -131,8 +133,9 @@ class Replay:
     def __call__(self, call: Call, token: Token) -> Any:
         """Replay on the call's inputs. Returns what the module would, connected to autograd."""
         wanted = [*self._parameters, *(one for one in call.tensors if one.requires_grad)]
-        tensors = _Pass.apply(self, call, token, *wanted)  # type: ignore[no-untyped-call]
-        return self._result(tensors)
+        number = torch.cuda.get_rng_state(self._stream.device) if self._draws else None
+        tensors = _Pass.apply(self, call, token, number, *wanted)  # type: ignore[no-untyped-call]
+        return self._result(tensors, call, number)
 
     def run_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Outputs for these inputs, in memory of their own."""
@@ -153,15 +156,16 @@ class Replay:
             self._backward_graph.replay()
             return _copied(self._gradients)
 
-    def run_again(self, call: Call, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients computed without graphs, for what a graph does not have or gives only once."""
-        enabled, dtype = self._autocast
-        buffers = [(one, one.detach().clone()) for one in self._buffers]
+    def run_again(
+        self, call: Call, number: Tensor | None, seeds: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients computed without graphs, for what a graph does not have or gives only once.
+
+        `number`: where the random numbers were; None if it draws none.
+        """
         tensors = [one.detach().requires_grad_(one.requires_grad) for one in call.tensors]
-        args, kwargs = call.given(tensors)
-        with torch.enable_grad(), torch.autocast("cuda", dtype=dtype, enabled=enabled):
-            leaves = tree_flatten(self._forward(*args, **kwargs))[0]
-        outputs = [one for one in leaves if isinstance(one, Tensor)]
+        with torch.enable_grad():
+            outputs = _tensors(self._once_more(call, number, tensors))
         wanted = [*self._parameters, *(one for one in tensors if one.requires_grad)]
         pairs = [(one, seed) for one, seed in zip(outputs, seeds, strict=True) if seed is not None]
         found = torch.autograd.grad(
@@ -171,22 +175,35 @@ class Replay:
             allow_unused=True,
             create_graph=torch.is_grad_enabled(),
         )
-        # The forward pass has been counted once already; who saved a buffer may go on.
+        return list(found)
+
+    def _once_more(self, call: Call, number: Tensor | None, tensors: Sequence[Tensor]) -> list[Any]:
+        """What the module returns without graphs; buffers and random numbers stay as they are."""
+        enabled, dtype = self._autocast
+        buffers = [(one, one.detach().clone()) for one in self._buffers]
+        args, kwargs = call.given(tensors)
+        with guard.same_random_numbers(), torch.autocast("cuda", dtype=dtype, enabled=enabled):
+            if number is not None:
+                torch.cuda.set_rng_state(number, self._stream.device)
+            leaves = tree_flatten(self._forward(*args, **kwargs))[0]
+        # The pass has been counted once already; and who saved a buffer may go on.
         kept = _unsafe_preserve_version_counter(tuple(self._buffers))
         with torch.no_grad(), kept:
             for buffer, content in buffers:
                 buffer.copy_(content)
-        return list(found)
+        return leaves
 
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._stream.device
-
-    @property
-    def draws(self) -> bool:
-        """Whether a pass draws random numbers."""
-        return self._draws
+    def _read(self, call: Call, number: Tensor | None, leaf: int, made_at: int) -> Tensor:
+        """Logits that the pass left out."""
+        if made_at != steps.count:
+            raise RuntimeError(
+                "the logits of this training step were left out, and can't be computed any more: "
+                "the weights have changed since. Read them before optimizer.step(), or switch "
+                "kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
+            )
+        found = self._once_more(call, number, call.tensors)[leaf]
+        logits: Tensor = found.materialized() if isinstance(found, DeferredLogits) else found
+        return logits
 
     @property
     def is_differentiable(self) -> list[bool]:
@@ -208,16 +225,18 @@ class Replay:
         host = module_state.host_random_numbers()
         inputs = [(one, one._version) for one in self._static]
         leaves, self._spec = self._run()
-        tensors = [one for one in leaves if isinstance(one, Tensor)]
-        strange = [one for one in leaves if not isinstance(one, (Tensor, *PLAIN))]
+        tensors = _tensors(leaves)
+        strange = [
+            one
+            for one in leaves
+            if not isinstance(one, (DeferredLogits, *PLAIN))
+            and (type(one) is not Tensor or one.device.type != "cuda")
+        ]
         if strange:
-            raise NotCapturedError(f"it returns a {type(strange[0]).__name__}")
-        if any(type(one) is not Tensor or one.device.type != "cuda" for one in tensors):
-            raise NotCapturedError("it returns tensors of another device or class")
+            raise NotCapturedError(f"it returns a {type(strange[0]).__name__}, not on the GPU")
         if any(one._version != version for one, version in inputs):
             raise NotCapturedError("it writes to its inputs")
-        self._leaves = [None if isinstance(one, Tensor) else one for one in leaves]
-        self._is_tensor = [isinstance(one, Tensor) for one in leaves]
+        self._leaves = [_kept(one) for one in leaves]
         self._differentiable = [one.requires_grad for one in tensors]
         if not any(self._differentiable):
             raise NotCapturedError("nothing that it returns has a gradient")
@@ -261,7 +280,7 @@ class Replay:
         try:
             with torch.cuda.graph(self._forward_graph, **ways):
                 leaves, _ = self._run()
-            outputs = [one for one in leaves if isinstance(one, Tensor)]
+            outputs = _tensors(leaves)
             with torch.cuda.graph(self._backward_graph, **ways):
                 gradients = self._gradients_of(outputs, parameters)
         except Exception:
@@ -294,12 +313,25 @@ class Replay:
             (),
         )
 
-    def _result(self, tensors: Sequence[Tensor]) -> Any:
+    def _result(self, tensors: Sequence[Tensor], call: Call, number: Tensor | None) -> Any:
         found = iter(tensors)
-        leaves = [
-            next(found) if is_tensor else leaf
-            for is_tensor, leaf in zip(self._is_tensor, self._leaves, strict=True)
-        ]
+        leaves: list[Any] = []
+        for place, leaf in enumerate(self._leaves):
+            if leaf is Tensor:
+                leaves.append(next(found))
+            elif isinstance(leaf, _LeftOut):
+                read = functools.partial(self._read, call, number, place, steps.count)
+                leaves.append(
+                    DeferredLogits.make(
+                        read,
+                        shape=leaf.shape,
+                        dtype=leaf.dtype,
+                        device=self._stream.device,
+                        source=None,
+                    )
+                )
+            else:
+                leaves.append(leaf)
         return tree_unflatten(leaves, self._spec)
 
     @contextlib.contextmanager
@@ -316,10 +348,11 @@ class _Pass(torch.autograd.Function):
     """Connects a replay to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, replay: Replay, call: Call, token: Token, *wanted: Tensor) -> Any:
+    def forward(
+        ctx: Any, replay: Replay, call: Call, token: Token, number: Tensor | None, *_: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.replay, ctx.call, ctx.token = replay, call, token
-        ctx.numbers = torch.cuda.get_rng_state(replay.device) if replay.draws else None
+        ctx.replay, ctx.call, ctx.token, ctx.number = replay, call, token, number
         outputs = replay.run_forward(call.tensors)
         fixed = [one for one, is_ in zip(outputs, replay.is_differentiable, strict=True) if not is_]
         ctx.mark_non_differentiable(*fixed)
@@ -334,12 +367,31 @@ class _Pass(torch.autograd.Function):
             gradients = replay.run_backward(seeds)
         if gradients is None:
             # A second backward pass, one that is to be differentiated, or of other outputs.
-            with guard.same_random_numbers():
-                if ctx.numbers is not None:
-                    torch.cuda.set_rng_state(ctx.numbers, replay.device)
-                gradients = replay.run_again(ctx.call, seeds)
+            gradients = replay.run_again(ctx.call, ctx.number, seeds)
             token.is_done = True
-        return (None, None, None, *gradients)
+        return (None, None, None, None, *gradients)
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """Of an output that is computed when somebody reads it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _kept(leaf: Any) -> Any:
+    """What is known of an output before it is computed: itself, where it is no tensor."""
+    if isinstance(leaf, DeferredLogits):
+        return _LeftOut(tuple(leaf.shape), leaf.dtype)
+    return Tensor if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    """Outputs that a pass computes."""
+    return [
+        one for one in leaves if isinstance(one, Tensor) and not isinstance(one, DeferredLogits)
+    ]
 
 
 def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -7,10 +7,31 @@ then, by the head's stock forward, so every reader gets what stock gives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+from deepytorch_core.nn.loss import IGNORED_LABEL
+
+
+class Steps:
+    """Counts optimizer steps; a parameter's version does not: fused kernels leave it as it is.
+
+    To be registered with `register_optimizer_step_post_hook`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.count += 1
+
+
+steps = Steps()
+"""The process's: logits can't be computed any more after a step."""
 
 _DESCRIPTIONS = {
     getattr(torch.Tensor, name).__get__
@@ -38,9 +59,13 @@ class DeferredLogits(torch.Tensor):
 
     Attributes:
         source: what the loss is computed from in place of the logits, for whoever made this.
+        cross_entropy: computes `torch.nn.functional.cross_entropy` of these logits as rows of
+            [tokens, vocabulary], from targets [tokens] and the target to ignore, without making
+            them; None if it needs them.
     """
 
     source: Any
+    cross_entropy: Callable[[torch.Tensor, int], torch.Tensor] | None
     _compute: Callable[[], torch.Tensor]
     _autocast: tuple[str, torch.dtype] | None
     _made: torch.Tensor | None
@@ -53,12 +78,14 @@ class DeferredLogits(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         source: Any,
+        cross_entropy: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
     ) -> DeferredLogits:
         """Logits of a known shape and dtype, to be computed under the autocast in force now."""
         deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, tuple(shape), dtype=dtype, device=device, requires_grad=False
         )
         deferred.source = source
+        deferred.cross_entropy = cross_entropy
         deferred._compute = compute
         deferred._made = None
         kind = device.type
@@ -95,6 +122,12 @@ class DeferredLogits(torch.Tensor):
             dtype = _cast(func, args[1:], kwargs)
             if dtype is not None:
                 return _recast(args[0], dtype)
+            if args[0].cross_entropy is not None:
+                if _as_rows(func, args[0], args[1:]):
+                    return _flattened(args[0])
+                loss = _loss(func, args, kwargs)
+                if loss is not None:
+                    return loss
         return func(*_materialized(args), **_materialized(kwargs))
 
     @classmethod
@@ -140,6 +173,43 @@ def _recast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits:
         device=_plain(deferred, torch.Tensor.device.__get__),
         source=deferred.source,
     )
+
+
+def _as_rows(func: Callable[..., Any], deferred: DeferredLogits, args: Sequence[Any]) -> bool:
+    """Whether `func` lays the logits out as [tokens, vocabulary]."""
+    if func not in (torch.Tensor.view, torch.Tensor.reshape):
+        return False
+    shape = tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else tuple(args)
+    return shape == (-1, _plain(deferred, torch.Tensor.size)[-1])
+
+
+def _flattened(deferred: DeferredLogits) -> DeferredLogits:
+    *tokens, vocabulary = _plain(deferred, torch.Tensor.size)
+    return DeferredLogits.make(
+        lambda: deferred.materialized().view(-1, vocabulary),
+        shape=(math.prod(tokens), vocabulary),
+        dtype=_dtype_of(deferred),
+        device=_plain(deferred, torch.Tensor.device.__get__),
+        source=deferred.source,
+        cross_entropy=deferred.cross_entropy,
+    )
+
+
+def _loss(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """The mean cross-entropy, if that is what `func` computes of rows of logits."""
+    if func is not F.cross_entropy or len(args) != 2 or isinstance(args[1], DeferredLogits):
+        return None
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    ignored = given.pop("ignore_index", IGNORED_LABEL)
+    is_plain = given.pop("reduction", "mean") == "mean" and not given.pop("label_smoothing", 0.0)
+    deferred, targets = args
+    if not is_plain or given or targets.shape != _plain(deferred, torch.Tensor.size)[:1]:
+        return None
+    assert deferred.cross_entropy is not None
+    loss: torch.Tensor = deferred.cross_entropy(targets, ignored)
+    return loss
 
 
 def _materialized(nest: Any) -> Any:

@@ -1,0 +1,245 @@
+"""The loss of transformers' masked language models from the masked tokens alone.
+
+Masked language models train on a sixth of their tokens, and compute logits for all. Here the head
+returns `DeferredLogits` in training with labels; the model's own cross-entropy of them runs the
+head on the tokens that have a target. Whoever reads the logits gets stock's. How many targets there
+are is known where batches are planned on the CPU (option `padding_free`): else the head would have
+to wait for the GPU, and stays stock's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from deepytorch_core.nn.deferred_logits import DeferredLogits, steps
+from deepytorch_core.nn.kernels import (
+    Kernel,
+    Place,
+    Probe,
+    Setting,
+    Undo,
+    register_kernel,
+    register_place,
+)
+from deepytorch_core.nn.loss import IGNORED_LABEL
+
+from ._causal_loss import Arm, Disarm
+
+KIND = "masked_loss"
+# What the heads of BERT and RoBERTa, and of their kin, are called.
+_HEADS = ("cls", "lm_head")
+_TOKENS = {"cpu": 256}
+_DEFAULT_TOKENS = 4096
+_TRAINED = 6  # one token in so many, in the trial
+
+# Of the forward pass that is running: at least as many as the batch has; None: nobody knows.
+_most_targets: int | None = None
+
+
+def most_targets(num_targets: int) -> int:
+    """A bound of few values: code and graphs are made anew for each."""
+    step = max(64, 1 << max(0, num_targets.bit_length() - 4))
+    return -(-max(1, num_targets) // step) * step
+
+
+def expect(bound: int | None) -> None:
+    """From here on forward passes have at most so many targets; None: nobody knows."""
+    global _most_targets
+    _most_targets = bound
+
+
+@contextmanager
+def _expecting(bound: int) -> Iterator[None]:
+    before = _most_targets
+    expect(bound)
+    try:
+        yield
+    finally:
+        expect(before)
+
+
+@register_place(KIND)
+def find(setting: Setting) -> Iterable[Place]:
+    """The masked language models in the model."""
+    for one in setting.model.modules():
+        head = _head_of(one)
+        if head is not None:
+            yield Place(
+                kind=KIND,
+                what=f"loss of {type(one).__name__}({_vocabulary(one)})",
+                targets=(one,),
+                probe=lambda owner=one: _probe(owner, setting),  # type: ignore[misc]
+                saves_memory=True,
+            )
+
+
+def _head_of(model: Any) -> nn.Module | None:
+    """What makes logits of hidden states; None for anything but a masked language model."""
+    if isinstance(model, _ProbeModel):
+        return model.head
+    if not type(model).__name__.endswith("ForMaskedLM"):
+        return None
+    last = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = (getattr(model, name, None) for name in _HEADS)
+    found: nn.Module | None = next(
+        (
+            head
+            for head in heads
+            if isinstance(head, nn.Module) and any(one is last for one in head.modules())
+        ),
+        None,
+    )
+    return found
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.get_output_embeddings().out_features)
+
+
+class _ProbeModel(nn.Module):
+    """A masked language model's end: a copy of the head, and the stock loss."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.head: nn.Module = copy.deepcopy(_head_of(owner))  # type: ignore[assignment]
+        self.vocabulary = _vocabulary(owner)
+
+    def forward(self, hidden: torch.Tensor, *, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.view(-1, self.vocabulary), labels.view(-1))
+
+
+def _probe(owner: Any, setting: Setting) -> Probe:
+    probed = _ProbeModel(owner).to(setting.device).train()
+    tokens = _TOKENS.get(setting.device.type, _DEFAULT_TOKENS)
+    generator = torch.Generator().manual_seed(tokens)
+    dtype = next(probed.parameters()).dtype
+    width = getattr(owner.config, "hidden_size", None) or owner.get_output_embeddings().in_features
+    hidden = torch.randn(2, tokens // 2, width, generator=generator).to(setting.device, dtype)
+    labels = torch.randint(0, probed.vocabulary, (2, tokens // 2), generator=generator)
+    trained = torch.rand(labels.shape, generator=generator) < 1 / _TRAINED
+    labels = labels.masked_fill(~trained, IGNORED_LABEL).to(setting.device)
+    bound = most_targets(int(trained.sum()))
+
+    def run() -> list[torch.Tensor | None]:
+        rows = hidden.clone().requires_grad_()
+        with _expecting(bound):
+            loss = probed(rows, labels=labels)
+        torch.autograd.backward(loss)
+        return [loss, rows.grad]
+
+    return Probe(probed, probed, run)
+
+
+@register_kernel
+class MaskedTokensLoss(Kernel):
+    """The head on tokens that have a target."""
+
+    kind = KIND
+    name = "masked tokens"
+
+    def why_not(self, place: Place, setting: Setting) -> str | None:
+        head: Any = _head_of(place.targets[0])
+        if "forward" in vars(head):
+            return "the head's forward is replaced already"
+        for one in head.modules():
+            if one._forward_hooks or one._forward_pre_hooks:
+                return "somebody has a hook on the head, to see its logits"
+        for one in head.parameters():
+            if one.is_meta or hasattr(one, "ds_id") or hasattr(one, "device_mesh"):
+                return "the head's weights are sharded or not loaded yet"
+        return None
+
+    def apply(self, target: Any, setting: Setting) -> Undo:
+        head: Any = _head_of(target)
+        vocabulary = target.vocabulary if isinstance(target, _ProbeModel) else _vocabulary(target)
+        forward = MaskedHead(head, vocabulary)
+        vars(head)["forward"] = forward
+        handles = [
+            target.register_forward_pre_hook(Arm(forward), with_kwargs=True),
+            target.register_forward_hook(Disarm(forward), always_call=True),
+            register_optimizer_step_post_hook(steps),
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            vars(head).pop("forward", None)
+
+        return undo
+
+
+class MaskedHead:
+    """Stands in the head's `forward`.
+
+    Args:
+        head: see above.
+        vocabulary: entries of a row of logits.
+    """
+
+    def __init__(self, head: nn.Module, vocabulary: int) -> None:
+        self.head = head
+        self.vocabulary = vocabulary
+        self.parameters = list(head.parameters())
+        self.armed = False
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        bound = _most_targets if self.armed else None
+        if bound is None or args or kwargs or torch.compiler.is_compiling() or self._is_sharded():
+            return self._stock(hidden, *args, **kwargs)
+        kind = hidden.device.type
+        enabled = torch.is_autocast_enabled(kind)
+        return DeferredLogits.make(
+            functools.partial(self._logits, hidden, steps.count),
+            shape=(*hidden.shape[:-1], self.vocabulary),
+            dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
+            device=hidden.device,
+            source=None,
+            cross_entropy=functools.partial(self._loss, hidden, bound),
+        )
+
+    @property
+    def _stock(self) -> Callable[..., Any]:
+        stock: Callable[..., Any] = type(self.head).forward.__get__(self.head)
+        return stock
+
+    def _is_sharded(self) -> bool:
+        """ZeRO-3, FSDP1 and FSDP2 train other parameters than those that it was given."""
+        now = list(self.head.parameters())
+        same = len(now) == len(self.parameters)
+        return not same or any(a is not b for a, b in zip(now, self.parameters, strict=True))
+
+    def _loss(
+        self, hidden: torch.Tensor, bound: int, targets: torch.Tensor, ignore_index: int
+    ) -> torch.Tensor:
+        has_target = targets != ignore_index
+        torch._assert_async(
+            has_target.sum() <= bound,
+            "kernels: labels were changed after the data loader had made the batch: change them "
+            "in the collate function, or set kernels=off",
+        )
+        bound = min(bound, len(targets))
+        found = torch.nonzero_static(has_target, size=bound, fill_value=-1).squeeze(1)
+        places = found.clamp(min=0)
+        chosen = targets[places].masked_fill(found < 0, ignore_index)
+        rows = hidden.flatten(0, -2).index_select(0, places)
+        return F.cross_entropy(self._stock(rows), chosen, ignore_index=ignore_index)
+
+    def _logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
+        if made_at != steps.count:
+            raise RuntimeError(
+                "the logits of this training step were left out, and can't be computed any more: "
+                "the head's weights have changed since. Read them before optimizer.step(), or "
+                "switch kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
+            )
+        found: torch.Tensor = self._stock(hidden)
+        return found

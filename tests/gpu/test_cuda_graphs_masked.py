@@ -1,0 +1,78 @@
+"""A masked language model, packed, on its targets alone and replayed: it trains as stock does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from deepytorch_core.compile import capture
+from deepytorch_core.compile.capture import Capture
+from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.testing import needs_gpus
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
+
+STEPS = 40
+LENGTH = 96
+
+
+def made(dropout: float) -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    chance = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    torch.manual_seed(0)
+    settings = BertConfig(**shape, **chance, num_attention_heads=2, vocab_size=301)
+    return BertForMaskedLM(settings).cuda().train()
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    lengths = torch.randint(3, LENGTH, (6,), generator=generator)
+    ids = torch.randint(4, 301, (6, int(lengths.max())), generator=generator)
+    mask = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
+    share = 0.05 + 0.3 * float(torch.rand((), generator=generator))
+    chosen = (torch.rand(ids.shape, generator=generator) < share) & (mask == 1)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.where(chosen, -100)}
+
+
+def train(model: Any, loader: Any, reads: bool = False) -> list[float]:
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for one in loader:
+        with torch.autocast("cuda", torch.bfloat16):
+            output = model(**{name: value.cuda() for name, value in one.items()})
+        output.loss.backward()
+        if reads:
+            losses.append(output.logits.float().mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("kernels", ["off", "on"])
+def test_a_masked_language_model_trains_replayed(kernels: str, reads: bool) -> None:
+    from deepytorch.integrations.transformers import pack_batches
+
+    model = made(0.0)
+    stock = copy.deepcopy(model)
+    numbers: Any = range(STEPS)
+    loaders = [DataLoader(numbers, collate_fn=lambda one: batch(one[0])) for _ in range(2)]
+    expected = train(stock, loaders[0], reads)
+    apply_kernels(Setting(model=model, device=torch.device("cuda", 0)), kernels)
+    assert pack_batches(model, "on", loaders=[loaders[1]])
+    sizes: Any = capture.sizes_of(model)
+    sizes.use_few(True)
+    found = Capture(model, is_on=lambda: True)
+    found.install()
+    losses = train(model, loaders[1], reads)
+    assert found.failure is None
+    assert found.num_captured > 2
+    assert losses == pytest.approx(expected, rel=2e-2, abs=2e-2)
