@@ -75,6 +75,14 @@ class Packing:
         """The same, with `indices` on `device`."""
         return self._with(self.indices.to(device, non_blocking=non_blocking))
 
+    def cuda(self, device: torch.device | int | None = None, non_blocking: bool = False) -> Packing:
+        """The same, with `indices` on a GPU, as loops call it on all that a batch holds."""
+        return self._with(self.indices.cuda(device, non_blocking=non_blocking))
+
+    def cpu(self) -> Packing:
+        """The same, with `indices` on the CPU."""
+        return self.to("cpu")
+
     def pin_memory(self, device: Any = None) -> Packing:
         """The same, with `indices` in pinned memory, as a data loader asks for it."""
         return self._with(self.indices.pin_memory())

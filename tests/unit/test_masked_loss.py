@@ -161,5 +161,5 @@ def test_kernels_masked_loss_is_measured_with_auto() -> None:
 def test_bounds_of_targets_are_few_and_close() -> None:
     bounds = [_masked_loss.most_targets(number) for number in range(20_000)]
     assert all(bound >= number for number, bound in enumerate(bounds))
-    assert all(bound < 1.13 * number + 64 for number, bound in enumerate(bounds))
+    assert all(bound <= 1.13 * number + 64 for number, bound in enumerate(bounds))
     assert len(set(bounds)) < 80

@@ -148,6 +148,18 @@ def test_padding_free_shapes_are_at_most_four_and_hold_every_batch(
     assert larger.num_tokens >= 5000 * rows
 
 
+def test_a_plan_of_a_batch_moves_as_tensors_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = plan(torch.tensor([[1, 1, 0], [1, 0, 0]]), None)
+    assert torch.equal(packing.to("cpu").cpu().indices, packing.indices)
+    assert packing.cpu().lengths == packing.lengths
+    asked = []
+    monkeypatch.setattr(
+        Tensor, "cuda", lambda self, device, **how: asked.append((device, how)) or self
+    )
+    assert packing.cuda(1, non_blocking=True).shape == packing.shape
+    assert asked == [(1, {"non_blocking": True})]
+
+
 def test_padding_free_shapes_become_few_when_asked() -> None:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randint(10, 200, (60, 4), generator=generator).tolist()
