@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
 from deepytorch_core.compile import module_state
-from deepytorch_core.compile.replay import Call, NotCapturedError, Replay, Token
+from deepytorch_core.compile.recorder import NotCapturedError, Recorder
+from deepytorch_core.compile.replay import Call, Replay, Token
 from deepytorch_core.console import say
 
 # Kinds of calls that are captured when they are first met; later ones at their second time.
@@ -71,7 +72,7 @@ def why_not(root: nn.Module) -> str | None:
     parameters = list(root.parameters())
     if not any(one.requires_grad for one in parameters):
         return "nothing of it is trained"
-    if any(one.device.type != "cuda" or type(one) is not nn.Parameter for one in parameters):
+    if any(one.device.type != Recorder.kind or type(one) is not nn.Parameter for one in parameters):
         return "its parameters are not all plain ones on one GPU"
     if any(hasattr(one, "ds_id") for one in parameters):
         return "ZeRO-3 moves its parameters about"
@@ -101,11 +102,8 @@ class Capture:
         self._misses = 0
         self._num_watched = 0
         self._num_failures = 0
-        self._last_stream: torch.cuda.Stream | None = None
         self._pending: weakref.ref[Token] | None = None
-        device = next(root.parameters()).device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder = Recorder(next(root.parameters()).device)
 
     def install(self) -> None:
         """Put a `Replayed` before the module's forward."""
@@ -126,7 +124,7 @@ class Capture:
         if self._num_watched < WATCHED_CALLS:
             return self._watched(args, kwargs)
         try:
-            call = Call.of(args, kwargs)
+            call = Call.of(args, kwargs, self._recorder.kind)
             hooked = module_state.hooked(self._root)
             if hooked is not None:
                 raise NotCapturedError(f"there are hooks on {hooked}")
@@ -143,10 +141,7 @@ class Capture:
         if replay is None:
             return self._forward(*args, **kwargs)
         self._misses = 0
-        stream = torch.cuda.current_stream(self._stream.device)
-        if self._last_stream is not None and stream != self._last_stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        self._recorder.take_turn()
         token = Token()
         self._pending = weakref.ref(token)
         return replay(call, token)
@@ -206,13 +201,7 @@ class Capture:
         )
         try:
             with guard.preserved(self._root), guard.no_saved_tensor_hooks():
-                replay = Replay(
-                    self._forward,
-                    self._root,
-                    call,
-                    pool=self._pool,
-                    stream=self._stream,
-                )
+                replay = Replay(self._forward, self._root, call, self._recorder)
             if module_state.state_of(self._root) != before:
                 raise NotCapturedError("a pass changes attributes of its modules")
             return replay

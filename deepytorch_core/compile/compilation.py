@@ -21,6 +21,7 @@ from deepytorch_core import config, console, decisions, guard
 from deepytorch_core.compile import capture, policies, regions, timeouts, turns
 from deepytorch_core.compile.capturing import Capturing
 from deepytorch_core.compile.policies import AUTO, EAGER
+from deepytorch_core.compile.recorder import Recorder
 from deepytorch_core.compile.region import CompiledRegion
 
 EAGER_STEPS = 3
@@ -301,7 +302,7 @@ class Compilation:
     def _may_capture(self) -> bool:
         is_long = self._steps is None or self._steps >= LEAST_CAPTURED_STEPS
         is_asked = self.policy == AUTO and config.current().cuda_graphs == AUTO
-        return is_asked and is_long and self._device.type == "cuda"
+        return is_asked and is_long and self._device.type == Recorder.kind
 
     def _entry(
         self, chosen: str, reason: str, times_ms: Mapping[str, float], dropped: Mapping[str, str]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +25,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from deepytorch_core import guard
 from deepytorch_core.compile import graphs, module_state
 from deepytorch_core.compile.module_state import PLAIN
+from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.nn.deferred_logits import DeferredLogits, steps
-
-
-class NotCapturedError(Exception):
-    """Why a call can't become CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,16 @@ class Call:
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call; raises NotCapturedError for arguments that a graph could not be given anew."""
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str = "cuda") -> Call:
+        """The call; raises NotCapturedError for arguments that a graph could not be given anew.
+
+        `kind`: of the device that tensors have to be on.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         tensors: dict[int, Tensor] = {}
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.device.type != "cuda":
+                if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.device.type != kind:
                     what = f"{type(leaf).__name__} on {leaf.device}"
                     raise NotCapturedError(f"it is called with a {what}")
                 tensors[id(leaf)] = leaf
@@ -87,7 +86,7 @@ class Replay:
         forward: what is captured.
         module: whose parameters get gradients, besides inputs that ask for them.
         call: the first such call.
-        pool, stream: of all graphs of a module.
+        recorder: of all graphs of the module.
 
     Raises NotCapturedError where the call waits for the GPU, draws random numbers on the host,
     writes to its inputs, or computes something else when replayed.
@@ -98,14 +97,15 @@ class Replay:
         forward: Callable[..., Any],
         module: torch.nn.Module,
         call: Call,
-        *,
-        pool: Any,
-        stream: torch.cuda.Stream,
+        recorder: Recorder,
     ) -> None:
         self._forward = forward
-        self._call = call
-        self._pool, self._stream = pool, stream
-        self._autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+        self._recorder = recorder
+        self._kind = recorder.kind
+        self._autocast = (
+            torch.is_autocast_enabled(self._kind),
+            torch.get_autocast_dtype(self._kind),
+        )
         self._static = [
             torch.empty_like(one).requires_grad_(one.requires_grad) for one in call.tensors
         ]
@@ -113,27 +113,27 @@ class Replay:
         self._parameters = [one for one in module.parameters() if one.requires_grad]
         self._inputs = [one for one in self._static if one.requires_grad]
         self._buffers = list(module.buffers())
-        self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._draws = False
         numbers = guard.random_numbers()
-        expected = self._rehearse(numbers)
-        with _own_leaves(module) as leaf_of:
+        given = call.given(self._static)
+        expected = self._rehearse(given, numbers)
+        with recorder.own_leaves(module) as leaf_of:
             leaves = [leaf_of[id(one)] for one in self._parameters]
-            with _no_waiting(), self._on_stream():
-                tensors = _tensors(self._run()[0])
+            with recorder.rehearsing():
+                tensors = _tensors(self._run(given)[0])
                 found = self._gradients_of(tensors, leaves)[: len(leaves)]
                 if any(gradient is None for gradient in found):
                     raise NotCapturedError("it keeps parameters in places of its own")
                 del tensors, found
             graphs.rewind(numbers)
-            self._capture(leaves)
-        self._check(expected)
+            self._capture(given, leaves)
+        self._check(call, expected)
         self._let_go()
 
     def __call__(self, call: Call, token: Token) -> Any:
         """Replay on the call's inputs. Returns what the module would, connected to autograd."""
         wanted = [*self._parameters, *(one for one in call.tensors if one.requires_grad)]
-        number = torch.cuda.get_rng_state(self._stream.device) if self._draws else None
+        number = self._recorder.number() if self._draws else None
         tensors = _Pass.apply(self, call, token, number, *wanted)  # type: ignore[no-untyped-call]
         return self._result(tensors, call, number)
 
@@ -182,9 +182,9 @@ class Replay:
         enabled, dtype = self._autocast
         buffers = [(one, one.detach().clone()) for one in self._buffers]
         args, kwargs = call.given(tensors)
-        with guard.same_random_numbers(), torch.autocast("cuda", dtype=dtype, enabled=enabled):
+        with guard.same_random_numbers(), torch.autocast(self._kind, dtype=dtype, enabled=enabled):
             if number is not None:
-                torch.cuda.set_rng_state(number, self._stream.device)
+                self._recorder.rewind(number)
             leaves = tree_flatten(self._forward(*args, **kwargs))[0]
         # The pass has been counted once already; and who saved a buffer may go on.
         kept = _unsafe_preserve_version_counter(tuple(self._buffers))
@@ -215,22 +215,24 @@ class Replay:
             for static, given in zip(self._static, tensors, strict=True):
                 static.copy_(given)
 
-    def _run(self) -> tuple[list[Any], TreeSpec]:
-        args, kwargs = self._call.given(self._static)
+    def _run(self, given: tuple[Any, Any]) -> tuple[list[Any], TreeSpec]:
+        args, kwargs = given
         with _without_cached_casts():
             return tree_flatten(self._forward(*args, **kwargs))
 
-    def _rehearse(self, numbers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _rehearse(
+        self, given: tuple[Any, Any], numbers: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         """What it gives without graphs; compilers come to an end, and facts are noted."""
         host = module_state.host_random_numbers()
         inputs = [(one, one._version) for one in self._static]
-        leaves, self._spec = self._run()
+        leaves, self._spec = self._run(given)
         tensors = _tensors(leaves)
         strange = [
             one
             for one in leaves
             if not isinstance(one, (DeferredLogits, *PLAIN))
-            and (type(one) is not Tensor or one.device.type != "cuda")
+            and (type(one) is not Tensor or one.device.type != self._kind)
         ]
         if strange:
             raise NotCapturedError(f"it returns a {type(strange[0]).__name__}, not on the GPU")
@@ -265,7 +267,7 @@ class Replay:
         pairs = [
             (o, seed) for o, seed in zip(outputs, self._seeds, strict=True) if seed is not None
         ]
-        with torch.autocast("cuda", enabled=False):
+        with torch.autocast(self._kind, enabled=False):
             return list(
                 torch.autograd.grad(
                     [one for one, _ in pairs],
@@ -275,23 +277,22 @@ class Replay:
                 )
             )
 
-    def _capture(self, parameters: Sequence[Tensor]) -> None:
-        ways = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-        try:
-            with torch.cuda.graph(self._forward_graph, **ways):
-                leaves, _ = self._run()
-            outputs = _tensors(leaves)
-            with torch.cuda.graph(self._backward_graph, **ways):
-                gradients = self._gradients_of(outputs, parameters)
-        except Exception:
-            _leave_capture(self._stream.device, self._pool)
-            raise
-        self._outputs = [one.detach() for one in outputs]
-        self._gradients = gradients
+    def _capture(self, given: tuple[Any, Any], parameters: Sequence[Tensor]) -> None:
+        outputs: list[Tensor] = []  # with their autograd graph, which ends with the capture
 
-    def _check(self, expected: tuple[list[Tensor], list[Tensor | None]]) -> None:
+        def forward() -> list[Tensor]:
+            outputs[:] = _tensors(self._run(given)[0])
+            return [one.detach() for one in outputs]
+
+        record = self._recorder.record
+        self._forward_graph, self._outputs = record(forward)
+        self._backward_graph, self._gradients = record(
+            lambda: self._gradients_of(outputs, parameters)
+        )
+
+    def _check(self, call: Call, expected: tuple[list[Tensor], list[Tensor | None]]) -> None:
         numbers = guard.random_numbers()
-        outputs = self.run_forward(self._call.tensors)
+        outputs = self.run_forward(call.tensors)
         gradients = self.run_backward([None if one is None else one.clone() for one in self._seeds])
         graphs.rewind(numbers)
         dtype = self._autocast[1] if self._autocast[0] else None
@@ -305,13 +306,10 @@ class Replay:
 
     def _let_go(self) -> None:
         """Keep the addresses and leave the memory to the next capture: replays take turns."""
-        self._outputs = [_borrowed(one) for one in self._outputs]
-        self._gradients = [None if one is None else _borrowed(one) for one in self._gradients]
-        self._call = Call(
-            tuple(None if isinstance(one, Tensor) else one for one in self._call.leaves),
-            self._call.spec,
-            (),
-        )
+        self._outputs = [self._recorder.borrowed(one) for one in self._outputs]
+        self._gradients = [
+            None if one is None else self._recorder.borrowed(one) for one in self._gradients
+        ]
 
     def _result(self, tensors: Sequence[Tensor], call: Call, number: Tensor | None) -> Any:
         found = iter(tensors)
@@ -326,22 +324,13 @@ class Replay:
                         read,
                         shape=leaf.shape,
                         dtype=leaf.dtype,
-                        device=self._stream.device,
+                        device=self._recorder.device,
                         source=None,
                     )
                 )
             else:
                 leaves.append(leaf)
         return tree_unflatten(leaves, self._spec)
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """The stream of the captures: libraries make its workspaces before them."""
-        outer = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
 
 
 class _Pass(torch.autograd.Function):
@@ -406,30 +395,13 @@ def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         flat = torch.empty(sum(sizes), dtype=dtype, device=mine[0].device)
         views = [
             part.as_strided(one.shape, one.stride())
+            if graphs.is_dense(one)
+            else part[: one.numel()].view(one.shape)
             for part, one in zip(torch.split(flat, sizes), mine, strict=True)
         ]
         torch._foreach_copy_(views, mine)
         copies.update({id(one): view for one, view in zip(mine, views, strict=True)})
     return [None if one is None else copies[id(one)] for one in tensors]
-
-
-def _borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, without keeping it."""
-    own = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(
-        own.data_ptr(), tensor.device, own.nbytes()
-    )
-    facts = {
-        "size": tensor.shape,
-        "stride": tensor.stride(),
-        "storage_offset": tensor.storage_offset(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "nbytes": own.nbytes(),
-        "data_ptr": own.data_ptr(),
-    }
-    made: Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(facts, storage)
-    return made
 
 
 @contextlib.contextmanager
@@ -442,54 +414,3 @@ def _without_cached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-@contextlib.contextmanager
-def _no_waiting() -> Iterator[None]:
-    """While open, waiting for the GPU is an error."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchroniz" in str(error):
-            raise NotCapturedError(f"it waits for the GPU: {guard.first_line(error)}") from error
-        raise
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
-def _own_leaves(module: torch.nn.Module) -> Iterator[dict[int, torch.nn.Parameter]]:
-    """While open, parameters are others with the same memory; gives them by the first ones' ids.
-
-    Autograd's nodes of the first ones may belong to another stream, as DDP keeps them.
-    """
-    leaf_of: dict[int, torch.nn.Parameter] = {}
-    places = []
-    for one in module.modules():
-        for name, parameter in one._parameters.items():
-            if parameter is not None:
-                leaf = leaf_of.get(id(parameter))
-                if leaf is None:
-                    leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-                    leaf_of[id(parameter)] = leaf
-                places.append((one._parameters, name, parameter, leaf))
-    try:
-        for own, name, _, leaf in places:
-            own[name] = leaf
-        yield leaf_of
-    finally:
-        for own, name, parameter, _ in places:
-            own[name] = parameter
-
-
-def _leave_capture(device: torch.device, pool: Any) -> None:
-    """A capture that fails leaves random numbers and allocations in it: take them out."""
-    index = device.index or 0
-    generator = torch.cuda.default_generators[index]
-    generator.graphsafe_set_state(generator.clone_state())
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, pool)

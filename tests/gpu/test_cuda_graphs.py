@@ -1,4 +1,7 @@
-"""Training passes replayed as CUDA graphs: what eager gives, and eager where they can't be."""
+"""Training passes replayed as CUDA graphs: what eager gives, and eager where they can't be.
+
+tests/unit/test_compile_replay.py runs these on the CPU, where a graph is a function called again.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from deepytorch_core.testing import needs_gpus, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
 
+DEVICE = "cuda"
 STEPS = 6
 
 
@@ -36,7 +40,7 @@ class Net(nn.Module):
 
 def made(dropout: float = 0.0) -> Net:
     torch.manual_seed(3)
-    return Net(dropout).cuda()
+    return Net(dropout).to(DEVICE)
 
 
 def captured(model: nn.Module) -> Capture:
@@ -54,11 +58,11 @@ def train(
     """Losses, and a sum over each parameter after each step."""
     torch.manual_seed(5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", enabled=half)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=half)
     seen: list[float] = []
     for number in rows:
-        x = torch.randn(number, 16, device="cuda")
-        with torch.autocast("cuda", torch.float16, enabled=half):
+        x = torch.randn(number, 16, device=DEVICE)
+        with torch.autocast(DEVICE, torch.float16, enabled=half):
             loss = loss_of(model(x))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -94,7 +98,7 @@ def test_nothing_that_was_given_out_is_written_to() -> None:
     found = captured(model)
     kept = []
     for number in range(4):
-        x = torch.full((7, 16), float(number), device="cuda")
+        x = torch.full((7, 16), float(number), device=DEVICE)
         model.zero_grad(set_to_none=True)
         result = model(x)
         result["loss"].backward()
@@ -112,7 +116,7 @@ def test_gradients_accumulate() -> None:
     for model in models:
         torch.manual_seed(1)
         for _ in range(3):
-            model(torch.randn(7, 16, device="cuda"))["loss"].backward()
+            model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
     for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None)
         if mine.grad is not None:
@@ -137,7 +141,7 @@ def test_a_loss_of_ones_own_gets_its_gradients(loss_of: Callable[[Any], Tensor])
 def test_passes_within_passes_and_second_backward_passes() -> None:
     def run(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(2)
-        xs = [torch.randn(7, 16, device="cuda") for _ in range(3)]
+        xs = [torch.randn(7, 16, device=DEVICE) for _ in range(3)]
         for x in xs:
             model(x)["loss"].backward()
         first, second = (model(x)["loss"] for x in xs[:2])
@@ -167,7 +171,7 @@ def test_inputs_get_gradients() -> None:
     for model in models:
         torch.manual_seed(1)
         for _ in range(2):
-            x = torch.randn(7, 16, device="cuda", requires_grad=True)
+            x = torch.randn(7, 16, device=DEVICE, requires_grad=True)
             model(x)["loss"].backward()
         found.append(x.grad)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
@@ -209,7 +213,7 @@ class WritesToItsInput(Net):
 @pytest.mark.parametrize("kind", [Waits, Counts, Keeps, DrawsOnTheHost, WritesToItsInput])
 def test_what_cannot_be_replayed_runs_as_before(kind: type[Net]) -> None:
     torch.manual_seed(3)
-    model: Any = kind().cuda()
+    model: Any = kind().to(DEVICE)
     other = copy.deepcopy(model)
     expected = train(model)
     found = captured(other)
@@ -217,7 +221,7 @@ def test_what_cannot_be_replayed_runs_as_before(kind: type[Net]) -> None:
     assert not any(found._replays.values())
     if kind is Keeps:
         assert torch.equal(model.kept, other.kept)
-    assert torch.rand(2, device="cuda").shape == (2,), "the generator is out of the capture"
+    assert torch.rand(2, device=DEVICE).shape == (2,), "the generator is out of the capture"
 
 
 def test_changes_of_the_module_are_seen() -> None:
@@ -245,7 +249,7 @@ def test_hooks_of_the_module_itself_come_and_go() -> None:
     found = captured(model)
     train(model)
     handle = model.register_forward_hook(lambda module, args, out: {**out, "seen": True})
-    assert model(torch.randn(7, 16, device="cuda"))["seen"]
+    assert model(torch.randn(7, 16, device=DEVICE))["seen"]
     handle.remove()
     train(model)
     assert found.num_captured == 1
@@ -270,7 +274,7 @@ def test_a_recurrent_network_keeps_its_weights_elsewhere() -> None:
             return {"loss": self.inner(x[None])[0].square().mean()}
 
     torch.manual_seed(3)
-    models = [Recurrent().cuda()]
+    models = [Recurrent().to(DEVICE)]
     models.append(copy.deepcopy(models[0]))
     expected = train(models[0])
     captured(models[1])
@@ -299,13 +303,13 @@ def test_the_trial_keeps_what_is_faster(tmp_path: Any, monkeypatch: pytest.Monke
     )
     for reason in ("faster than launched", "from the profile"):
         torch.manual_seed(0)
-        model = Slow().cuda()
+        model = Slow().to(DEVICE)
         trial = capturing.Capturing(model, tokens=lambda: 7)
         model.register_forward_pre_hook(
             lambda module, args, trial=trial: None if trial.is_settled else trial.on_forward(True)
         )
         for _ in range(90):
-            model(torch.randn(7, 16, device="cuda")).backward()
+            model(torch.randn(7, 16, device=DEVICE)).backward()
         assert trial.is_settled
         decision = decisions.made()[-1]
         assert (decision["chosen"], decision["reason"]) == ("replayed", reason)

@@ -16,6 +16,7 @@ from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
 
+DEVICE = "cuda"
 STEPS = 40
 LENGTH = 96
 
@@ -27,7 +28,7 @@ def made(dropout: float) -> Any:
     chance = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     torch.manual_seed(0)
     settings = BertConfig(**shape, **chance, num_attention_heads=2, vocab_size=301)
-    return BertForMaskedLM(settings).cuda().train()
+    return BertForMaskedLM(settings).to(DEVICE).train()
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
@@ -45,8 +46,8 @@ def train(model: Any, loader: Any, reads: bool = False) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for one in loader:
-        with torch.autocast("cuda", torch.bfloat16):
-            output = model(**{name: value.cuda() for name, value in one.items()})
+        with torch.autocast(DEVICE, torch.bfloat16):
+            output = model(**{name: value.to(DEVICE) for name, value in one.items()})
         output.loss.backward()
         if reads:
             losses.append(output.logits.float().mean().item())
@@ -66,7 +67,7 @@ def test_a_masked_language_model_trains_replayed(kernels: str, reads: bool) -> N
     numbers: Any = range(STEPS)
     loaders = [DataLoader(numbers, collate_fn=lambda one: batch(one[0])) for _ in range(2)]
     expected = train(stock, loaders[0], reads)
-    apply_kernels(Setting(model=model, device=torch.device("cuda", 0)), kernels)
+    apply_kernels(Setting(model=model, device=torch.device(DEVICE)), kernels)
     assert pack_batches(model, "on", loaders=[loaders[1]])
     sizes: Any = capture.sizes_of(model)
     sizes.use_few(True)

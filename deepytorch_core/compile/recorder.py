@@ -1,0 +1,157 @@
+"""What CUDA graphs are made with: capture, the memory that they share, the stream of captures.
+
+The mechanics under `replay`, apart from what is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from deepytorch_core import guard
+
+_Result = TypeVar("_Result")
+
+
+class NotCapturedError(Exception):
+    """Why a call can't become CUDA graphs."""
+
+
+class Graph(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None:
+        """Do it again: the same operations at the same addresses."""
+
+
+class Recorder:
+    """Records passes of one module.
+
+    Args:
+        device: the GPU that all of it runs on.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._last: torch.cuda.Stream | None = None
+
+    def take_turn(self) -> None:
+        """Before a replay: have the current stream wait for what the last one was on."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._last is not None and stream != self._last:
+            stream.wait_stream(self._last)
+        self._last = stream
+
+    def number(self) -> Tensor:
+        """Where the device's random numbers are."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def rewind(self, number: Tensor) -> None:
+        """Put the device's random numbers back to `number`."""
+        torch.cuda.set_rng_state(number, self.device)
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """For a pass before it is recorded, on the stream of the captures, where libraries make
+        their workspaces. Raises NotCapturedError for what waits for the GPU.
+        """
+        outer = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream), _no_waiting():
+            yield
+        outer.wait_stream(self._stream)
+
+    def record(self, run: Callable[[], _Result]) -> tuple[Graph, _Result]:
+        """A graph of what `run` launches, and its result, whose tensors every replay fills.
+
+        Raises whatever `run` and CUDA raise; nothing is left in the capture then.
+        """
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"  # other threads, such as a data loader's, may do what they want
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+            ):
+                result = run()
+        except Exception:
+            self._leave()
+            raise
+        return graph, result
+
+    def _leave(self) -> None:
+        """A capture that fails leaves random numbers and allocations in it: take them out."""
+        index = self.device.index or 0
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+
+    @staticmethod
+    def borrowed(tensor: Tensor) -> Tensor:
+        """The same memory, without keeping it."""
+        own = tensor.untyped_storage()
+        storage = torch._C._construct_storage_from_data_pointer(
+            own.data_ptr(), tensor.device, own.nbytes()
+        )
+        facts = {
+            "size": tensor.shape,
+            "stride": tensor.stride(),
+            "storage_offset": tensor.storage_offset(),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+            "nbytes": own.nbytes(),
+            "data_ptr": own.data_ptr(),
+        }
+        made: Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(facts, storage)
+        return made
+
+    @staticmethod
+    @contextlib.contextmanager
+    def own_leaves(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+        """While open, parameters are others with the same memory, given by the first ones' ids.
+
+        Autograd's nodes of the first ones may belong to another stream, as DDP keeps them.
+        """
+        leaf_of: dict[int, nn.Parameter] = {}
+        places = []
+        for one in module.modules():
+            for name, parameter in one._parameters.items():
+                if parameter is not None:
+                    leaf = leaf_of.get(id(parameter))
+                    if leaf is None:
+                        leaf = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                        leaf_of[id(parameter)] = leaf
+                    places.append((one._parameters, name, parameter, leaf))
+        try:
+            for own, name, _, leaf in places:
+                own[name] = leaf
+            yield leaf_of
+        finally:
+            for own, name, parameter, _ in places:
+                own[name] = parameter
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """While open, waiting for the GPU is an error."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchroniz" in str(error):
+            raise NotCapturedError(f"it waits for the GPU: {guard.first_line(error)}") from error
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

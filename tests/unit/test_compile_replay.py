@@ -1,0 +1,195 @@
+"""The tests of replayed passes, without a GPU: a graph is a function that is called again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import deepytorch
+from deepytorch_core import compile as engine
+from deepytorch_core import config, decisions
+from deepytorch_core.compile import capture, capturing, compilation, policies, recorder
+from deepytorch_core.compile.policies import Policy, register_policy
+from deepytorch_core.config import Options
+
+# What needs a GPU: its random numbers, waiting for it, its streams.
+GPU_ONLY = (
+    "test_replayed_steps_train_as_eager_ones",
+    "test_a_loss_of_ones_own_gets_its_gradients",
+    "test_what_cannot_be_replayed_runs_as_before",
+    "test_changes_of_the_module_are_seen",
+    "test_the_trial_keeps_what_is_faster",
+    "test_why_a_module_is_left_alone",
+    "test_replayed_steps_train_under_ddp",
+    "test_a_recurrent_network_keeps_its_weights_elsewhere",
+)
+
+
+def _load(name: str) -> Any:
+    file = Path(__file__).parents[1] / "gpu" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"emulated_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.DEVICE = "cpu"
+    return module
+
+
+cases, masked = _load("test_cuda_graphs"), _load("test_cuda_graphs_masked")
+for _module in (cases, masked):
+    globals().update(
+        {
+            name: value
+            for name, value in vars(_module).items()
+            if name.startswith("test_") and name not in GPU_ONLY
+        }
+    )
+
+
+class Again:
+    """A graph: `run` once more, its results written where the first ones are."""
+
+    def __init__(self, run: Callable[[], Any], result: Any) -> None:
+        self.run = run
+        self.tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+
+    def replay(self) -> None:
+        with torch.enable_grad():
+            found = [one for one in tree_leaves(self.run()) if isinstance(one, Tensor)]
+        with torch.no_grad():
+            for mine, other in zip(self.tensors, found, strict=True):
+                mine.copy_(other)
+
+
+class Emulated(recorder.Recorder):
+    kind = "cpu"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def take_turn(self) -> None:
+        pass
+
+    def number(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def rewind(self, number: Tensor) -> None:
+        torch.set_rng_state(number)
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        yield
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        result = run()
+        return Again(run, result), result
+
+    @staticmethod
+    def borrowed(tensor: Tensor) -> Tensor:
+        return tensor
+
+    @staticmethod
+    @contextlib.contextmanager
+    def own_leaves(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+        yield {id(one): one for one in module.parameters()}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(capture, "Recorder", Emulated)
+    options = Options(profile=str(tmp_path / "profile.json"), log="error")
+    monkeypatch.setattr(config, "_current", options)
+
+
+@pytest.mark.parametrize("kind", ["Counts", "Keeps", "DrawsOnTheHost", "WritesToItsInput"])
+def test_what_cannot_be_replayed_runs_as_before(kind: str) -> None:
+    cases.test_what_cannot_be_replayed_runs_as_before(getattr(cases, kind))
+
+
+class Counting(Policy):
+    name = "counting"
+
+    def compile_graph(self, graph: Any, inputs: Any) -> Any:
+        return graph.forward
+
+
+class Clock:
+    """Seconds of a step, by how it is run."""
+
+    def __init__(self, launched_s: float, replayed_s: float) -> None:
+        self.now = 0.0
+        self.launched_s, self.replayed_s = launched_s, replayed_s
+        self.model: Any = None
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self) -> None:
+        found: Any = engine.compilation_of(self.model)
+        trial = found._capturing
+        self.now += self.replayed_s if trial is not None and trial._on else self.launched_s
+
+
+@pytest.mark.parametrize(
+    ("replayed_s", "chosen", "reason"),
+    [(0.5, "replayed", "faster than launched"), (2.0, "launched", "launched is faster")],
+)
+def test_compile_tries_replayed_passes_after_compiling(
+    replayed_s: float, chosen: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policies.names()
+    monkeypatch.setattr(policies, "_table", dict(policies._table))
+    register_policy(Counting)
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
+    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
+    monkeypatch.setattr(config, "_current", options)
+    for number in range(2):
+        monkeypatch.setattr(decisions, "_made", [])
+        clock = Clock(1.0, replayed_s)
+        monkeypatch.setattr(compilation, "time", clock)
+        monkeypatch.setattr(capturing, "time", clock)
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        stock = copy.deepcopy(model)
+        clock.model = deepytorch.compile(model)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, stock)]
+        for _ in range(130):
+            x = torch.randn(4, 8)
+            for one, optimizer in zip((model, stock), optimizers, strict=True):
+                one(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            clock.step()
+        found: Any = engine.compilation_of(model)
+        assert found.is_settled
+        graphs = decisions.made()[-1]
+        assert (graphs["what"], graphs["chosen"]) == ("CUDA graphs of Sequential", chosen)
+        assert graphs["reason"] == (reason if number == 0 else "from the profile")
+        assert ("forward" in vars(model)) == (chosen == "replayed")
+        for mine, other in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+        engine.undo(model)
+        assert "forward" not in vars(model)
+        torch._dynamo.reset()
+
+
+def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(config, "_current", Options(cuda_graphs="off", log="error"))
+    found = compilation.Compilation(nn.Linear(2, 2), "auto", budget_s=1.0, steps=None)
+    assert not found._may_capture()
+    monkeypatch.setattr(config, "_current", Options(log="error"))
+    assert found._may_capture()
+    short = compilation.Compilation(nn.Linear(2, 2), "auto", budget_s=1.0, steps=50)
+    assert not short._may_capture()
