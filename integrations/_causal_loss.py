@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -316,10 +316,16 @@ class LossFromHidden:
         return self.original(logits=logits, labels=labels, vocab_size=vocab_size, **given)
 
 
+class LeavesOut(Protocol):
+    """What stands in a head's `forward`; `armed` says whether it may leave out the logits."""
+
+    armed: bool
+
+
 class Arm:
     """A forward pre-hook of the model: from here on its head may leave out the logits."""
 
-    def __init__(self, forward: HeadForward) -> None:
+    def __init__(self, forward: LeavesOut) -> None:
         self.forward = forward
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -331,7 +337,7 @@ class Arm:
 class Disarm:
     """A forward hook of the model; also called when its forward has failed."""
 
-    def __init__(self, forward: HeadForward) -> None:
+    def __init__(self, forward: LeavesOut) -> None:
         self.forward = forward
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
