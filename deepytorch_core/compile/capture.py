@@ -8,7 +8,9 @@ can't be replayed runs as it is: evaluation, calls within other calls' graphs, h
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -200,10 +202,17 @@ class Capture:
             module_state.attributes_of(self._root),
         )
         try:
-            with guard.preserved(self._root), guard.no_saved_tensor_hooks():
+            said = io.StringIO()
+            with (
+                guard.preserved(self._root),
+                guard.no_saved_tensor_hooks(),
+                contextlib.redirect_stdout(said),
+            ):
                 replay = Replay(self._forward, self._root, call, self._recorder)
             if module_state.state_of(self._root) != before:
                 raise NotCapturedError("a pass changes attributes of its modules")
+            if said.getvalue():
+                raise NotCapturedError("it prints")
             return replay
         except Exception as error:  # whatever a module may do that CUDA graphs can't
             module_state.put_back(attributes)

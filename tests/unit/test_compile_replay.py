@@ -35,8 +35,8 @@ GPU_ONLY = (
 
 
 def _load(name: str) -> Any:
-    file = Path(__file__).parents[1] / "gpu" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"emulated_{name}", file)
+    file = Path(__file__).parents[1] / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"emulated_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,7 +45,7 @@ def _load(name: str) -> Any:
     return module
 
 
-cases, masked = _load("test_cuda_graphs"), _load("test_cuda_graphs_masked")
+cases, masked = _load("gpu/test_cuda_graphs"), _load("gpu/test_cuda_graphs_masked")
 for _module in (cases, masked):
     globals().update(
         {
@@ -114,6 +114,42 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Counts", "Keeps", "DrawsOnTheHost", "WritesToItsInput"])
 def test_what_cannot_be_replayed_runs_as_before(kind: str) -> None:
     cases.test_what_cannot_be_replayed_runs_as_before(getattr(cases, kind))
+
+
+hostile = _load("unit/test_compile_hostile")
+
+
+@pytest.mark.parametrize("kind", hostile.HOSTILE, ids=lambda kind: kind.__name__)
+def test_compile_hostile_model_trains_replayed(kind: type[nn.Module]) -> None:
+    torch.manual_seed(1)
+    model = kind()
+    twin = copy.deepcopy(model)
+    expected = hostile.train(twin)
+    found = capture.Capture(model, is_on=lambda: True)
+    found.install()
+    losses, state, said, random = hostile.train(model)
+    assert losses == pytest.approx(expected[0], rel=1e-4)
+    assert list(state) == list(expected[1])
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[1][name], rtol=1e-3, atol=1e-5)
+    assert said == expected[2]
+    assert torch.equal(random, expected[3])
+    assert getattr(model, "seen", None) == getattr(twin, "seen", None)
+
+
+def test_compile_hostile_replacement_of_a_part_replayed() -> None:
+    def run(model: nn.Module) -> list[float]:
+        losses: list[float] = hostile.train(model, change=hostile.replace_after_first)[0]
+        return losses
+
+    torch.manual_seed(1)
+    model = hostile.Base()
+    twin = copy.deepcopy(model)
+    capture.Capture(model, is_on=lambda: True).install()
+    torch.manual_seed(2)
+    losses = run(model)
+    torch.manual_seed(2)
+    assert losses == pytest.approx(run(twin), rel=1e-4)
 
 
 class Counting(Policy):
