@@ -105,6 +105,7 @@ class Capture:
         self._num_watched = 0
         self._num_failures = 0
         self._pending: weakref.ref[Token] | None = None
+        self._states = module_state.States(root)
         self._recorder = Recorder(next(root.parameters()).device)
 
     def install(self) -> None:
@@ -127,13 +128,10 @@ class Capture:
             return self._watched(args, kwargs)
         try:
             call = Call.of(args, kwargs, self._recorder.kind)
-            hooked = module_state.hooked(self._root)
-            if hooked is not None:
-                raise NotCapturedError(f"there are hooks on {hooked}")
             sizes = sizes_of(self._root)
             key = (
                 call.key(),
-                module_state.state_of(self._root),
+                self._states.now(),
                 None if sizes is None else sizes.state,
             )
             replay = self._replay(key, call)
@@ -196,9 +194,12 @@ class Capture:
         return self._replays[key]
 
     def _captured(self, call: Call) -> Replay:
+        hooked = module_state.hooked(self._root)
+        if hooked is not None:
+            raise NotCapturedError(f"there are hooks on {hooked}")
         self.num_captured += 1
         before, attributes = (
-            module_state.state_of(self._root),
+            self._states.now(),
             module_state.attributes_of(self._root),
         )
         try:
@@ -209,7 +210,7 @@ class Capture:
                 contextlib.redirect_stdout(said),
             ):
                 replay = Replay(self._forward, self._root, call, self._recorder)
-            if module_state.state_of(self._root) != before:
+            if self._states.now() != before:
                 raise NotCapturedError("a pass changes attributes of its modules")
             if said.getvalue():
                 raise NotCapturedError("it prints")

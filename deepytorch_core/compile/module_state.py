@@ -6,9 +6,10 @@ can't be seen are globals and closures of functions.
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -26,57 +27,121 @@ _MOST_ITEMS = 256
 
 def hooked(root: nn.Module) -> str | None:
     """The name of a module inside with hooks, which a replay would not run."""
-    for one in root.modules():
+    named: Iterable[tuple[str, nn.Module]] = root.named_modules()
+    for name, one in named:
         if one is not root and any(vars(one).get(hooks) for hooks in _HOOKS):
-            found: str = next(name for name, other in root.named_modules() if other is one)
-            return found
+            return name
     return None
 
 
-def state_of(root: nn.Module) -> tuple[Hashable, ...]:
-    """Modules' attributes, the plain values in them, and where parameters and buffers lie."""
-    facts: list[Hashable] = [
+class States:
+    """Numbers a module's states: equal ones have the same number.
+
+    Args:
+        root: the module.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._last: _Walk | None = None
+        self._number = 0
+
+    def now(self) -> int:
+        """The number of the state that the module is in. Quick where it is the last one."""
+        if self._last is None or not self._last.is_current():
+            self._last = _Walk(self._root)
+            self._number = self._numbers.setdefault(tuple(self._last.facts), len(self._numbers))
+        return self._number
+
+
+class _Walk:
+    """One look at everything; it keeps what it saw, so that no address is used for another object.
+
+    Attributes:
+        facts: modules' attributes, the plain values in them, where parameters and buffers lie.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._containers: list[tuple[Any, tuple[Any, ...]]] = []
+        self._tensors: list[tuple[torch.Tensor, int, bool]] = []
+        self._settings = _settings()
+        self.facts: list[Hashable] = [*self._settings]
+        self._seen: set[int] = set()
+        for module in root.modules():
+            self._keep(vars(module))
+            for name, value in vars(module).items():
+                self._look_at(module, name, value)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._tensors.append((tensor, tensor.data_ptr(), tensor.requires_grad))
+                    self.facts.append((tensor.data_ptr(), tensor.requires_grad, tensor.dtype))
+
+    def is_current(self) -> bool:
+        """Whether all is as it was, object for object."""
+        return (
+            self._settings == _settings()
+            and all(
+                len(container) == len(values) and all(map(operator.is_, _items(container), values))
+                for container, values in self._containers
+            )
+            and all(
+                tensor.data_ptr() == place and tensor.requires_grad == trained
+                for tensor, place, trained in self._tensors
+            )
+        )
+
+    def _look_at(self, module: nn.Module, name: str, value: Any) -> None:
+        if name.endswith("_hooks") or "_hooks_" in name:
+            # The root's run outside of its pass; on others they are a reason to stop.
+            if module is not self._root:
+                self._keep(value)
+                self.facts.append(len(value or ()))
+        elif isinstance(value, PLAIN):
+            self.facts.append((name, value))
+        elif name == "forward" or "deepytorch" in name:
+            self.facts.append(id(value))  # ours count calls; what they compute stays
+        else:
+            self._look_into(value, _DEPTH)
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        self.facts.append(id(value))
+        if id(value) in self._seen or isinstance(value, nn.Module | torch.Tensor | type):
+            return
+        self._seen.add(id(value))
+        container = value if isinstance(value, dict | list | tuple | set) else _attributes(value)
+        self.facts.append(len(container))
+        if len(container) > _MOST_ITEMS:
+            return
+        self._keep(container)
+        for item in _items(container):
+            if isinstance(item, PLAIN):
+                self.facts.append(item)
+            elif depth:
+                self._look_into(item, depth - 1)
+
+    def _keep(self, container: Any) -> None:
+        if container is not None:
+            self._containers.append((container, tuple(_items(container))))
+
+
+def _settings() -> tuple[Hashable, ...]:
+    return (
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-    ]
-    seen: set[int] = set()
-    for module in root.modules():
-        for name, value in vars(module).items():
-            if name.endswith("_hooks") or "_hooks_" in name:
-                continue  # the root's run outside of its pass, and others have none
-            if isinstance(value, PLAIN):
-                facts.append((name, value))
-            elif name == "forward" or "deepytorch" in name:
-                facts.append(id(value))  # ours count calls; what they compute stays
-            else:
-                _look_into(value, facts, seen, _DEPTH)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                facts.append((tensor.data_ptr(), tensor.requires_grad, tensor.dtype))
-    return tuple(facts)
+    )
 
 
-def _look_into(value: Any, facts: list[Hashable], seen: set[int], depth: int) -> None:
-    facts.append(id(value))
-    if id(value) in seen or isinstance(value, nn.Module | torch.Tensor | type):
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        items: Any = value.values()
-    elif isinstance(value, list | tuple | set):
-        items = value
-    else:
-        items = getattr(value, "__dict__", {}).values()
-    facts.append(len(items))
-    if len(items) > _MOST_ITEMS:
-        return
-    for item in items:
-        if isinstance(item, PLAIN):
-            facts.append(item)
-        elif depth:
-            _look_into(item, facts, seen, depth - 1)
+def _items(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) else {}
 
 
 def host_random_numbers() -> tuple[Any, ...]:

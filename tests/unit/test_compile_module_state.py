@@ -47,36 +47,53 @@ CHANGES: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 def test_compile_sees_what_changes_in_a_module(number: int) -> None:
     net = Net()
-    before = module_state.state_of(net)
-    assert module_state.state_of(net) == before
-    hash(before)
+    states = module_state.States(net)
+    before = states.now()
+    assert states.now() == before
     CHANGES[number](net)
-    assert module_state.state_of(net) != before
+    now = states.now()
+    assert now != before
+    assert module_state.States(net).now() == before, "a first look"
+    assert states.now() == now
 
 
 def test_compile_does_not_mind_what_training_does_to_a_module() -> None:
     net = Net()
-    before = module_state.state_of(net)
+    states = module_state.States(net)
+    before = states.now()
     net.inner(torch.randn(4, 3)).sum().backward()
     torch.optim.SGD(net.parameters(), lr=0.1).step()
     handle = net.register_forward_hook(lambda *_: None)
-    assert module_state.state_of(net) == before
+    net.heat = float("1.0")
+    assert states.now() == before
     assert module_state.hooked(net) is None
     handle.remove()
     net.inner[1].register_forward_pre_hook(lambda *_: None)
     assert module_state.hooked(net) == "inner.1"
+    assert states.now() != before
+
+
+def test_compile_knows_a_state_that_comes_back() -> None:
+    net = Net()
+    states = module_state.States(net)
+    seen = []
+    for heat in (1.0, 0.5, 1.0, 0.25, 0.5, 0.125):
+        net.settings.heat = heat * float("1.0")
+        seen.append(states.now())
+    assert seen == [0, 1, 0, 2, 1, 3]
 
 
 def test_compile_puts_attributes_back() -> None:
     net = Net()
     net.kept.append("mine")
-    before, attributes = module_state.state_of(net), module_state.attributes_of(net)
+    states = module_state.States(net)
+    before, attributes = states.now(), module_state.attributes_of(net)
     net.heat = 3.0
     net.kept.append("new")
     net.calls = 1
     del net.inner[1].p
     module_state.put_back(attributes)
-    assert module_state.state_of(net) == before
+    assert states.now() == before
     assert (net.kept, net.inner[1].p, hasattr(net, "calls")) == (["mine"], 0.5, False)
 
 
