@@ -1,8 +1,8 @@
 """Options `compile` and `compile_budget_s`, for the adapters whose users make their model there.
 
-`auto` compiles nothing here yet: what trying costs is only made good by a run that is long enough,
-and an adapter does not know how long it will be. A policy that is named does, and so does
-`deepytorch.compile(model)`.
+An adapter does not know how long a run will be, so `auto` waits until it has lasted long enough to
+earn back what trying costs. A policy that is named, and `deepytorch.compile(model)`, wait for
+nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from deepytorch_core import decisions
 from deepytorch_core.config import Options
 
 from . import _contract
 
 
 def is_wanted(options: Options) -> bool:
-    """Whether a policy is named."""
-    return options.compile not in ("off", "auto")
+    """Whether models are to be compiled."""
+    return options.compile != "off"
+
+
+def _is_compiled(model: Any) -> bool:
+    """Whether the script has called torch.compile on it, or on a part of it."""
+    return any(
+        getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod")
+        for one in model.modules()
+    )
 
 
 def start(model: Any, options: Options, changes: _contract.Changes) -> None:
@@ -35,9 +44,19 @@ def start(model: Any, options: Options, changes: _contract.Changes) -> None:
     if not is_wanted(options) or not isinstance(model, torch.nn.Module):
         return
     from deepytorch_core import compile as engine
+    from deepytorch_core.compile import regions
 
+    if _is_compiled(model):
+        what = f"compile of {type(regions.unwrapped(model)).__name__}"
+        decisions.record(what, "stock", "compiled by the script")
+        return
     try:
-        engine.compile(model, options.compile, budget_s=options.compile_budget_s)
+        engine.compile(
+            model,
+            options.compile,
+            budget_s=options.compile_budget_s,
+            is_patient=options.compile == "auto",
+        )
     except ValueError as error:
         raise _contract.IntegrationError(f"option compile: {error}") from None
     reference = weakref.ref(model)

@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from deepytorch_core import config
-from deepytorch_core.compile import policies
+from deepytorch_core.compile import policies, regions
 from deepytorch_core.compile.compilation import Compilation
 from deepytorch_core.compile.policies import AUTO, EAGER, OFF, Policy, register_policy
 
@@ -33,6 +33,7 @@ def compile(
     *,
     budget_s: float | None = None,
     steps: int | None = None,
+    is_patient: bool = False,
 ) -> _Module:
     """Compile `model` for training, in place, where that makes it faster and nowhere else.
 
@@ -46,6 +47,8 @@ def compile(
             uses that one.
         budget_s: seconds that compiling a region may take; default: option `compile_budget_s`.
         steps: how many training steps will follow, if known: a short run is not compiled.
+        is_patient: for runs of unknown length: nothing is tried before the run has lasted so long
+            that as much again would earn it back.
 
     Returns `model`. Raises TypeError for what is no module and ValueError for a policy that is not
     known.
@@ -59,15 +62,15 @@ def compile(
     if policy in (OFF, EAGER) or not options.enabled or options.compile == OFF:
         return model
     budget = options.compile_budget_s if budget_s is None else budget_s
-    compilation = Compilation(model, policy, budget_s=budget, steps=steps)
-    _compiled[model] = weakref.ref(compilation)
+    compilation = Compilation(model, policy, budget_s=budget, steps=steps, is_patient=is_patient)
+    _compiled[regions.unwrapped(model)] = weakref.ref(compilation)
     return model
 
 
 def undo(model: nn.Module) -> bool:
     """Put a model that `compile` was given back to eager; False if there was nothing to undo."""
     compilation = compilation_of(model)
-    _compiled.pop(model, None)
+    _compiled.pop(regions.unwrapped(model), None)
     if compilation is None:
         return False
     compilation.undo()
@@ -82,5 +85,5 @@ def undo_all() -> None:
 
 def compilation_of(model: nn.Module) -> Compilation | None:
     """What `compile` does to `model`, or None."""
-    reference = _compiled.get(model)
+    reference = _compiled.get(regions.unwrapped(model))
     return None if reference is None else reference()

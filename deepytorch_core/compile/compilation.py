@@ -50,10 +50,18 @@ class Compilation:
         policy: "auto", "eager" or a policy's name.
         budget_s: seconds of compiling for each region.
         steps: how many training steps the run has, if known.
+        is_patient: whether to wait until the run has lasted so long that as much again would earn
+            a compile back: a run of unknown length then loses a fifth of its time at most.
     """
 
     def __init__(
-        self, model: nn.Module, policy: str, *, budget_s: float, steps: int | None
+        self,
+        model: nn.Module,
+        policy: str,
+        *,
+        budget_s: float,
+        steps: int | None,
+        is_patient: bool = False,
     ) -> None:
         self.policy = policy
         self.regions: list[CompiledRegion] = []
@@ -62,6 +70,8 @@ class Compilation:
         self._facts = {"module": guard.fingerprint(self._root)}
         self._budget_s = budget_s
         self._steps = steps
+        self._is_patient = is_patient and steps is None
+        self._first = EAGER_STEPS  # step that may be compiled
         self._on = False
         self._number = -1  # of the training step
         self._began: float | None = None
@@ -113,7 +123,8 @@ class Compilation:
         self._is_whole = True
 
     def _on_step(self) -> None:
-        if self._on or self.policy == AUTO:
+        is_waiting = EAGER_STEPS < self._number < self._first
+        if (self._on or self.policy == AUTO) and not is_waiting:
             self._sample()
         self._number += 1
         try:
@@ -129,7 +140,7 @@ class Compilation:
         seconds = time.perf_counter() - self._began
         if not self._is_whole or self._count() != self._num_compiles:
             seconds = math.inf
-        if turns.is_counted(self._number - EAGER_STEPS - COMPILED_STEPS):
+        if turns.is_counted(self._number - self._first - COMPILED_STEPS):
             tokens = self._trained_tokens()
             self._samples[self._on].append(seconds / tokens)
             self._sizes.append(tokens)
@@ -145,10 +156,12 @@ class Compilation:
             self._begin()
         elif self.policy != AUTO:
             self._finish(self.policy, "asked for")
-        elif number == EAGER_STEPS:
+        elif number == EAGER_STEPS and self._is_patient:
+            self._wait()
+        elif number == self._first:
             self._start_compiling()
-        elif number > EAGER_STEPS:
-            measured = number - EAGER_STEPS - COMPILED_STEPS
+        elif number > self._first:
+            measured = number - self._first - COMPILED_STEPS
             if turns.is_look(measured):
                 self._look(is_last=turns.is_last_look(measured))
             if self._capturing is None and not self.is_settled:
@@ -192,6 +205,11 @@ class Compilation:
     def _key(self) -> dict[str, Any]:
         size = guard.Ranks(self._what).size
         return guard.profile.key(self._what, self._facts, world_size=size)
+
+    def _wait(self) -> None:
+        """Count the steps until the run has lasted long enough, all ranks alike."""
+        step_s = max(self._agreed_step_s(), 1e-6)
+        self._first += max(1, math.ceil(EXPECTED_COMPILE_S / EXPECTED_GAIN / step_s))
 
     def _start_compiling(self) -> None:
         if self._steps is not None:

@@ -92,6 +92,31 @@ def test_compile_option_of_the_plugin() -> None:
         assert not ours[2]
 
 
+def left_alone(rank: int, world_size: int) -> list[Any]:
+    from accelerate import Accelerator
+
+    from deepytorch.integrations import accelerate as adapter
+    from deepytorch_core import compile as engine
+    from deepytorch_core import decisions
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[adapter.DeepytorchPlugin()])
+    models = [Stack(), Stack(), Stack()]
+    models[1].compile(backend="eager")
+    models[2].layers[3].compile(backend="eager")
+    prepared = [accelerator.prepare(model) for model in models]
+    waiting = [engine.compilation_of(model) is not None for model in prepared]
+    prepared[0](torch.randn(4, 8)).sum().backward()
+    reasons = [one["reason"] for one in decisions.made() if one["what"] == "compile of Stack"]
+    adapter.undo(accelerator)
+    return [waiting, reasons]
+
+
+def test_compile_auto_waits_and_leaves_alone_what_the_script_compiles() -> None:
+    ((waiting, reasons),) = spawn_ranks(left_alone, 1, env=ALONE, fresh=True)
+    assert waiting == [True, False, False]
+    assert reasons == ["compiled by the script"] * 2 + ["not measured: tune=off"]
+
+
 def with_trainer(rank: int, world_size: int, folder: str) -> list[tuple[Any, ...]]:
     from transformers import TrainingArguments
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import math
 import pickle
 import time
 import weakref
@@ -316,7 +317,7 @@ def run_auto(
     clock = Clock(compiled_s)
     monkeypatch.setattr(compilation, "time", clock)
     model = make(dropout=0.2)
-    deepytorch.compile(model, **more)
+    engine.compile(model, **more)
     found = engine.compilation_of(model)
     assert found is not None
     ways = []
@@ -451,6 +452,18 @@ def test_compile_under_activation_checkpointing_and_autocast() -> None:
         (region,) = of(model).regions
         assert region.failure is None
         assert region.told.chosen.get("aot-eager")
+
+
+def test_compile_waits_where_nobody_knows_how_long_a_run_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ways, losses = run_auto(monkeypatch, 0.5, steps=170, is_patient=True)
+    waited = math.ceil(compilation.EXPECTED_COMPILE_S / compilation.EXPECTED_GAIN)
+    assert not any(ways[:waited])
+    assert any(ways)
+    assert decisions.made()[-1]["reason"] == "faster than eager"
+    engine.undo(model)
+    assert losses == pytest.approx(train(make(dropout=0.2), steps=170), rel=1e-5)
 
 
 def test_compile_frees_the_model() -> None:
