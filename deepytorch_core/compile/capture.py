@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -36,6 +37,10 @@ MOST_MISSES = 32
 MOST_FAILURES = 3
 # Calls that run as they are while their operations are watched, before anything is captured.
 WATCHED_CALLS = 2
+# States of a module's attributes, after which it is taken to change them again and again.
+MOST_STATES = 8 * MOST_KINDS
+# Of the GPU's memory, that copies of the gradients may take. Larger models keep a GPU busy anyway.
+MOST_GRADIENTS = 0.05
 
 
 class Sizes(Protocol):
@@ -78,10 +83,20 @@ def why_not(root: nn.Module) -> str | None:
         return "its parameters are not all plain ones on one GPU"
     if any(hasattr(one, "ds_id") for one in parameters):
         return "ZeRO-3 moves its parameters about"
+    trained = sum(one.numel() * one.element_size() for one in parameters if one.requires_grad)
+    if trained > MOST_GRADIENTS * _memory(parameters[0].device):
+        return f"copies of its gradients would take {trained / 2**30:.1f} GiB"
     if isinstance(root, nn.DataParallel):
         return "nn.DataParallel runs on several GPUs"
     hooked = module_state.hooked(root)
     return None if hooked is None else f"there are hooks on {hooked}"
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes of a GPU's memory."""
+    if device.type != "cuda":
+        return math.inf
+    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 class Capture:
@@ -129,11 +144,10 @@ class Capture:
         try:
             call = Call.of(args, kwargs, self._recorder.kind)
             sizes = sizes_of(self._root)
-            key = (
-                call.key(),
-                self._states.now(),
-                None if sizes is None else sizes.state,
-            )
+            state = self._states.now()
+            if self._states.count > MOST_STATES:
+                self._give_up("it changes attributes of its modules again and again")
+            key = (call.key(), state, None if sizes is None else sizes.state)
             replay = self._replay(key, call)
         except NotCapturedError as error:
             replay = None
@@ -197,6 +211,9 @@ class Capture:
         hooked = module_state.hooked(self._root)
         if hooked is not None:
             raise NotCapturedError(f"there are hooks on {hooked}")
+        missing = self._recorder.lacks_memory()
+        if missing is not None:
+            raise NotCapturedError(missing)
         self.num_captured += 1
         before, attributes = (
             self._states.now(),

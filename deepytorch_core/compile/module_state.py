@@ -47,6 +47,11 @@ class States:
         self._last: _Walk | None = None
         self._number = 0
 
+    @property
+    def count(self) -> int:
+        """How many states were seen."""
+        return len(self._numbers)
+
     def now(self) -> int:
         """The number of the state that the module is in. Quick where it is the last one."""
         if self._last is None or not self._last.is_current():

@@ -17,6 +17,9 @@ from deepytorch_core import guard
 
 _Result = TypeVar("_Result")
 
+# A pass's memory, that of its graphs, and some that is in pieces.
+MEMORY_OF_PASSES = 2.3
+
 
 class NotCapturedError(Exception):
     """Why a call can't become CUDA graphs."""
@@ -43,6 +46,20 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._last: torch.cuda.Stream | None = None
+
+    def lacks_memory(self) -> str | None:
+        """Why there is no room for the memory of graphs beside that of passes without; or None.
+
+        Asked between passes: what they take is what has been taken at most.
+        """
+        free, _ = torch.cuda.mem_get_info(self.device)
+        there = torch.cuda.memory_allocated(self.device)
+        pass_bytes = torch.cuda.max_memory_allocated(self.device) - there
+        room = free + torch.cuda.memory_reserved(self.device) - there
+        if room >= MEMORY_OF_PASSES * pass_bytes:
+            return None
+        missing = (MEMORY_OF_PASSES * pass_bytes - room) / 2**30
+        return f"{missing:.1f} GiB of GPU memory are missing for it"
 
     def take_turn(self) -> None:
         """Before a replay: have the current stream wait for what the last one was on."""

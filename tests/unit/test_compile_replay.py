@@ -77,6 +77,9 @@ class Emulated(recorder.Recorder):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def lacks_memory(self) -> str | None:
+        return None
+
     def take_turn(self) -> None:
         pass
 
@@ -229,3 +232,24 @@ def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> N
     assert found._may_capture()
     short = compilation.Compilation(nn.Linear(2, 2), "auto", budget_s=1.0, steps=50)
     assert not short._may_capture()
+
+
+def test_compile_replays_nothing_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Emulated, "lacks_memory", lambda self: "1.0 GiB are missing for it")
+    model = cases.made()
+    expected = cases.train(copy.deepcopy(model))
+    found = cases.captured(model)
+    assert cases.train(model) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert not any(found._replays.values())
+
+
+def test_compile_gives_up_on_attributes_that_change_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capture, "MOST_STATES", 5)
+    model = cases.made()
+    found = cases.captured(model)
+    for number in range(20):
+        model.step = number if number % 2 else -1
+        cases.train(model, rows=(7,))
+    assert found.failure == "it changes attributes of its modules again and again"
