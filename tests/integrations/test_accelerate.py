@@ -303,7 +303,7 @@ def test_a_plugin_in_the_subclass_and_in_the_list_is_passed_twice() -> None:
 
 def test_in_a_single_process_only_the_model_is_looked_at() -> None:
     with process_state():
-        plugin = adapter.DeepytorchPlugin(padding_free="off", kernels="off")
+        plugin = adapter.DeepytorchPlugin(padding_free="off", kernels="off", compile="off")
         accelerator = adapter.DeepytorchAccelerator(cpu=True, deepytorch_plugin=plugin)
         assert not any("deepytorch" in name for name in vars(accelerator))
         assert not adapter.undo(accelerator)
