@@ -121,8 +121,8 @@ class Replay:
             leaves = [leaf_of[id(one)] for one in self._parameters]
             with recorder.rehearsing():
                 tensors = _tensors(self._run(given)[0])
-                found = self._gradients_of(tensors, leaves)[: len(leaves)]
-                if any(gradient is None for gradient in found):
+                found = self._gradients_of(tensors, leaves)
+                if [one is None for one in found] != [one is None for one in expected[1]]:
                     raise NotCapturedError("it keeps parameters in places of its own")
                 del tensors, found
             graphs.rewind(numbers)
@@ -249,17 +249,16 @@ class Replay:
             graphs.seed(one, number) if chosen[number] else None
             for number, one in enumerate(tensors)
         ]
+        # What no output depends on has no gradient; what another output than the loss does may.
+        reached = _leaves_under(tensors)
+        self._parameters = [one for one in self._parameters if id(one) in reached]
         gradients = self._gradients_of(tensors, self._parameters)
         now = guard.random_numbers()
         self._draws = not all(map(torch.equal, numbers[1:], now[1:]))
         if module_state.host_random_numbers() != host:
             raise NotCapturedError("it draws random numbers on the host")
         graphs.rewind(numbers)
-        # What the outputs don't depend on has no gradient.
-        pairs = [*zip(self._parameters, gradients, strict=False)]
-        self._parameters = [one for one, gradient in pairs if gradient is not None]
-        own = [gradient for _, gradient in pairs if gradient is not None]
-        return [one.detach() for one in tensors], [*own, *gradients[len(pairs) :]]
+        return [one.detach() for one in tensors], gradients
 
     def _gradients_of(
         self, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
@@ -388,6 +387,23 @@ def _kept(leaf: Any) -> Any:
     if isinstance(leaf, DeferredLogits):
         return _LeftOut(tuple(leaf.shape), leaf.dtype)
     return Tensor if isinstance(leaf, Tensor) else leaf
+
+
+def _leaves_under(outputs: Sequence[Tensor]) -> set[int]:
+    """The ids of the tensors that get gradients from these."""
+    found: set[int] = set()
+    waiting: list[Any] = [one.grad_fn for one in outputs if one.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return found
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:

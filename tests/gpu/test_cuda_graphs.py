@@ -138,6 +138,30 @@ def test_a_loss_of_ones_own_gets_its_gradients(loss_of: Callable[[Any], Tensor])
     assert train(model, loss_of) == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
+class TwoHeads(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        return {**super().forward(x, scale), "more": self.other(x)}
+
+
+def test_an_output_beside_the_loss_trains_its_own_parameters() -> None:
+    torch.manual_seed(3)
+    models = [TwoHeads().to(DEVICE)]
+    models.append(copy.deepcopy(models[0]))
+    found = captured(models[1])
+    for loss_of in (
+        lambda found: found["loss"],
+        lambda found: found["loss"] + found["more"].square().mean(),
+        lambda found: found["more"].square().mean(),
+    ):
+        expected = train(models[0], loss_of)
+        assert train(models[1], loss_of) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert found.num_captured == 1
+
+
 def test_passes_within_passes_and_second_backward_passes() -> None:
     def run(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(2)
