@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import decisions
-from deepytorch_core.nn.deferred_logits import DeferredLogits, steps
+from deepytorch_core.nn.deferred_logits import DeferredLogits, steps, too_late
 from deepytorch_core.nn.kernels import (
     STOCK,
     Kernel,
@@ -152,21 +152,14 @@ class _LossKernel(Kernel):
             watches = 0
         forward = HeadForward(head, type(self).loss_sum, watches=watches)
         own = {name: vars(target)[name] for name in _LOSS_NAMES if name in vars(target)}
-        vars(head)["forward"] = forward
+        give_back = stand_in(target, head, forward)
         target.loss_function = LossFromHidden(target.loss_function)
-        handles = [
-            target.register_forward_pre_hook(Arm(forward), with_kwargs=True),
-            target.register_forward_hook(Disarm(forward), always_call=True),
-            register_optimizer_step_post_hook(steps),
-        ]
 
         def undo() -> None:
-            for handle in handles:
-                handle.remove()
+            give_back()
             for name in _LOSS_NAMES:
                 vars(target).pop(name, None)
             vars(target).update(own)
-            vars(head).pop("forward", None)
 
         return undo
 
@@ -261,11 +254,7 @@ class HeadForward:
         armed, self.armed = self.armed, False
         late = made_at != steps.count or self._is_sharded()
         if late and not armed:
-            raise RuntimeError(
-                "the logits of this training step were left out, and can't be computed any more: "
-                "the head's weights have changed since or are sharded. Read them before "
-                "optimizer.step(), or switch kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
-            )
+            raise too_late()
         try:
             found: torch.Tensor = self.head(hidden)
             return found
@@ -320,6 +309,23 @@ class LeavesOut(Protocol):
     """What stands in a head's `forward`; `armed` says whether it may leave out the logits."""
 
     armed: bool
+
+
+def stand_in(owner: Any, head: nn.Module, forward: LeavesOut) -> Undo:
+    """Put `forward` in the head's place, armed during `owner`'s own; returns what undoes it."""
+    vars(head)["forward"] = forward
+    handles = [
+        owner.register_forward_pre_hook(Arm(forward), with_kwargs=True),
+        owner.register_forward_hook(Disarm(forward), always_call=True),
+        register_optimizer_step_post_hook(steps),
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        vars(head).pop("forward", None)
+
+    return undo
 
 
 class Arm:

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch_core.nn.deferred_logits import DeferredLogits, steps
+from deepytorch_core.nn.deferred_logits import DeferredLogits, steps, too_late
 from deepytorch_core.nn.kernels import (
     Kernel,
     Place,
@@ -32,7 +31,7 @@ from deepytorch_core.nn.kernels import (
 )
 from deepytorch_core.nn.loss import IGNORED_LABEL
 
-from ._causal_loss import Arm, Disarm
+from ._causal_loss import stand_in
 
 KIND = "masked_loss"
 # What the heads of BERT and RoBERTa, and of their kin, are called.
@@ -163,19 +162,7 @@ class MaskedTokensLoss(Kernel):
         head: Any = _head_of(target)
         vocabulary = target.vocabulary if isinstance(target, _ProbeModel) else _vocabulary(target)
         forward = MaskedHead(head, vocabulary)
-        vars(head)["forward"] = forward
-        handles = [
-            target.register_forward_pre_hook(Arm(forward), with_kwargs=True),
-            target.register_forward_hook(Disarm(forward), always_call=True),
-            register_optimizer_step_post_hook(steps),
-        ]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-            vars(head).pop("forward", None)
-
-        return undo
+        return stand_in(target, head, forward)
 
 
 class MaskedHead:
@@ -236,10 +223,6 @@ class MaskedHead:
 
     def _logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
         if made_at != steps.count:
-            raise RuntimeError(
-                "the logits of this training step were left out, and can't be computed any more: "
-                "the head's weights have changed since. Read them before optimizer.step(), or "
-                "switch kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
-            )
+            raise too_late()
         found: torch.Tensor = self._stock(hidden)
         return found

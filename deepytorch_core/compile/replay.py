@@ -26,7 +26,7 @@ from deepytorch_core import guard
 from deepytorch_core.compile import graphs, module_state
 from deepytorch_core.compile.module_state import PLAIN
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
-from deepytorch_core.nn.deferred_logits import DeferredLogits, steps
+from deepytorch_core.nn.deferred_logits import DeferredLogits, steps, too_late
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Call:
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str = "cuda") -> Call:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> Call:
         """The call; raises NotCapturedError for arguments that a graph could not be given anew.
 
         `kind`: of the device that tensors have to be on.
@@ -196,11 +196,7 @@ class Replay:
     def _read(self, call: Call, number: Tensor | None, leaf: int, made_at: int) -> Tensor:
         """Logits that the pass left out."""
         if made_at != steps.count:
-            raise RuntimeError(
-                "the logits of this training step were left out, and can't be computed any more: "
-                "the weights have changed since. Read them before optimizer.step(), or switch "
-                "kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
-            )
+            raise too_late()
         found = self._once_more(call, number, call.tensors)[leaf]
         logits: Tensor = found.materialized() if isinstance(found, DeferredLogits) else found
         return logits

@@ -33,6 +33,16 @@ class Steps:
 steps = Steps()
 """The process's: logits can't be computed any more after a step."""
 
+
+def too_late() -> RuntimeError:
+    """The error of who reads logits after the weights that they come from."""
+    return RuntimeError(
+        "the logits of this training step were left out, and can't be computed any more: the "
+        "weights have changed since or are sharded. Read them before optimizer.step(), or switch "
+        "kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
+    )
+
+
 _DESCRIPTIONS = {
     getattr(torch.Tensor, name).__get__
     for name in (
