@@ -16,6 +16,7 @@ would need the other ranks.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -184,7 +185,7 @@ class HeadForward:
         self.head = head
         self.loss_sum = loss_sum
         self.watches = watches
-        self.parameters = list(head.parameters())
+        self.weights = Weights(head)
         self.armed = False
         self.dropped = False
 
@@ -237,22 +238,17 @@ class HeadForward:
         now = list(self.head.parameters())
         if any(hasattr(one, "ds_id") for one in now):
             self._drop("ZeRO-3 partitions the head, and its hooks read the logits")
-        elif len(now) != len(self.parameters):
+        elif len(now) != len(self.weights):
             self._drop("the head's parameters are parts of a flat one (FSDP1)")
-        elif self._is_sharded() and self.watches > 0:
+        elif self.weights.are_others() and self.watches > 0:
             # Reading logits later would need the other ranks.
             self._drop("the head's parameters are sharded; kernels=on leaves their logits out")
         return self.dropped
 
-    def _is_sharded(self) -> bool:
-        """FSDP2 trains other parameter objects than those that it was given."""
-        pairs = zip(self.head.parameters(), self.parameters, strict=False)
-        return any(now is not then for now, then in pairs)
-
     def logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
-        late = made_at != steps.count or self._is_sharded()
+        late = made_at != steps.count or self.weights.are_others()
         if late and not armed:
             raise too_late()
         try:
@@ -303,6 +299,34 @@ class LossFromHidden:
 
     def _stock(self, logits: Any, labels: Any, vocab_size: Any, **given: Any) -> torch.Tensor:
         return self.original(logits=logits, labels=labels, vocab_size=vocab_size, **given)
+
+
+class Weights:
+    """Which parameters a head had, without keeping them.
+
+    ZeRO-3, FSDP1 and FSDP2 train other ones than those that they were given. CUDA graphs are made
+    with other ones too, but in the same memory (`deepytorch_core.compile.recorder`).
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head = head
+        self._then = [weakref.ref(one) for one in head.parameters()]
+
+    def __len__(self) -> int:
+        return len(self._then)
+
+    def are_others(self) -> bool:
+        """Whether the head has any that it did not have, in other memory."""
+        now = list(self._head.parameters())
+        return len(now) != len(self) or any(map(_is_other, now, self._then))
+
+
+def _is_other(now: nn.Parameter, then: weakref.ref[nn.Parameter]) -> bool:
+    before = then()
+    if now is before:
+        return False
+    plain = before is not None and type(now) is type(before) is nn.Parameter
+    return not plain or now.data_ptr() != before.data_ptr() or now.shape != before.shape
 
 
 class LeavesOut(Protocol):

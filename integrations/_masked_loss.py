@@ -31,7 +31,7 @@ from deepytorch_core.nn.kernels import (
 )
 from deepytorch_core.nn.loss import IGNORED_LABEL
 
-from ._causal_loss import stand_in
+from ._causal_loss import Weights, stand_in
 
 KIND = "masked_loss"
 # What the heads of BERT and RoBERTa, and of their kin, are called.
@@ -176,12 +176,12 @@ class MaskedHead:
     def __init__(self, head: nn.Module, vocabulary: int) -> None:
         self.head = head
         self.vocabulary = vocabulary
-        self.parameters = list(head.parameters())
+        self.weights = Weights(head)
         self.armed = False
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        bound = _most_targets if self.armed else None
-        if bound is None or args or kwargs or torch.compiler.is_compiling() or self._is_sharded():
+        bound = None if torch.compiler.is_compiling() or not self.armed else _most_targets
+        if bound is None or args or kwargs or self.weights.are_others():
             return self._stock(hidden, *args, **kwargs)
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
@@ -198,12 +198,6 @@ class MaskedHead:
     def _stock(self) -> Callable[..., Any]:
         stock: Callable[..., Any] = type(self.head).forward.__get__(self.head)
         return stock
-
-    def _is_sharded(self) -> bool:
-        """ZeRO-3, FSDP1 and FSDP2 train other parameters than those that it was given."""
-        now = list(self.head.parameters())
-        same = len(now) == len(self.parameters)
-        return not same or any(a is not b for a, b in zip(now, self.parameters, strict=True))
 
     def _loss(
         self, hidden: torch.Tensor, bound: int, targets: torch.Tensor, ignore_index: int

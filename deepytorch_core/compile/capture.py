@@ -114,14 +114,27 @@ class Capture:
         self._is_on = is_on
         self._forward: Callable[..., Any] = root.forward
         self._own = vars(root).get("forward")
-        self._replays: dict[Any, Replay | None] = {}
+        self._replays: dict[Any, Replay | str] = {}  # or why there is none
         self._met: set[Any] = set()
         self._misses = 0
         self._num_watched = 0
         self._num_failures = 0
+        self._last_miss = "its passes were not met"
         self._pending: weakref.ref[Token] | None = None
         self._states = module_state.States(root)
         self._recorder = Recorder(next(root.parameters()).device)
+
+    @property
+    def has_replays(self) -> bool:
+        """Whether some kind of call is replayed."""
+        return any(isinstance(one, Replay) for one in self._replays.values())
+
+    @property
+    def problem(self) -> str | None:
+        """Why no call is replayed, if none is."""
+        if self.failure is None and not self.has_replays:
+            return self._last_miss
+        return self.failure
 
     def install(self) -> None:
         """Put a `Replayed` before the module's forward."""
@@ -190,10 +203,7 @@ class Capture:
 
     def _replay(self, key: Any, call: Call) -> Replay | None:
         if key in self._replays:
-            replay = self._replays[key]
-            if replay is None:
-                self._miss("its calls can't be replayed")
-            return replay
+            return self._known(self._replays[key])
         is_new = key not in self._met
         if is_new and len(self._replays) >= CAPTURED_AT_ONCE:
             if len(self._met) < 8 * MOST_KINDS:
@@ -203,9 +213,17 @@ class Capture:
         if len(self._replays) >= MOST_KINDS:
             self._miss(f"it is called in more than {MOST_KINDS} ways")
             return None
-        self._replays[key] = None
-        self._replays[key] = self._captured(call)
-        return self._replays[key]
+        try:
+            self._replays[key] = self._captured(call)
+        except NotCapturedError as error:
+            self._replays[key] = str(error)
+        return self._known(self._replays[key])
+
+    def _known(self, replay: Replay | str) -> Replay | None:
+        if isinstance(replay, Replay):
+            return replay
+        self._miss(replay)
+        return None
 
     def _captured(self, call: Call) -> Replay:
         hooked = module_state.hooked(self._root)
@@ -236,12 +254,13 @@ class Capture:
             module_state.put_back(attributes)
             why = str(error) if isinstance(error, NotCapturedError) else guard.first_line(error)
             self._num_failures += 1
-            if self._num_failures >= MOST_FAILURES and not any(self._replays.values()):
+            if self._num_failures >= MOST_FAILURES and not self.has_replays:
                 self._give_up(why)
             raise NotCapturedError(why) from error
 
     def _miss(self, why: str) -> None:
         self._misses += 1
+        self._last_miss = why
         if self._misses >= MOST_MISSES:
             self._give_up(why)
 

@@ -118,7 +118,7 @@ class Capturing:
         try:
             names = {False: LAUNCHED, True: REPLAYED}
             times = ranks.slowest({names[way]: rows for way, rows in self._samples.items()})
-            problem = ranks.first_problem(self._capture.failure)
+            problem = ranks.first_problem(self._capture.problem)
         except RuntimeError as error:
             self._finish(LAUNCHED, str(error))
             return

@@ -83,9 +83,11 @@ class Recorder:
         """
         outer = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream), _no_waiting():
-            yield
-        outer.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream), _no_waiting():
+                yield
+        finally:  # a pass that failed may still run, in memory that others get from here on
+            outer.wait_stream(self._stream)
 
     def record(self, run: Callable[[], _Result]) -> tuple[Graph, _Result]:
         """A graph of what `run` launches, and its result, whose tensors every replay fills.
