@@ -325,8 +325,9 @@ def _is_other(now: nn.Parameter, then: weakref.ref[nn.Parameter]) -> bool:
     before = then()
     if now is before:
         return False
-    plain = before is not None and type(now) is type(before) is nn.Parameter
-    return not plain or now.data_ptr() != before.data_ptr() or now.shape != before.shape
+    if before is None or not type(now) is type(before) is nn.Parameter:
+        return True
+    return now.data_ptr() != before.data_ptr() or now.shape != before.shape
 
 
 class LeavesOut(Protocol):
