@@ -176,10 +176,11 @@ class Capture:
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The pass as it is; and why it can't be replayed, from the operations in it.
 
-        Extra passes of a module that communicates would leave other ranks waiting.
+        Extra passes of a module that communicates would leave other ranks waiting. Code that Dynamo
+        meets under a dispatch mode is never compiled again, so all runs eagerly here.
         """
         self._num_watched += 1
-        with Watch() as watch:
+        with torch.compiler.set_stance("force_eager"), Watch() as watch:
             result = self._forward(*args, **kwargs)
         if watch.problem is not None:
             self._give_up(watch.problem)

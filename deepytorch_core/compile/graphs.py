@@ -237,7 +237,7 @@ def _copies(args: Sequence[Any]) -> tuple[list[torch.Tensor | None], list[Any]]:
         own.requires_grad_()
         leaves.append(own)
         # Compiled code relies on which inputs are leaves, and on their strides.
-        passed.append(own if arg.is_leaf else own.clone() if is_dense(own) else own.view_as(own))
+        passed.append(own if arg.is_leaf else own.clone() if _is_dense(own) else own.view_as(own))
     return leaves, passed
 
 
@@ -254,7 +254,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether a clone has the same strides."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -6,10 +6,11 @@ can't be seen are globals and closures of functions.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,8 +70,10 @@ class _Walk:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._containers: list[tuple[Any, tuple[Any, ...]]] = []
-        self._tensors: list[tuple[torch.Tensor, int, bool]] = []
+        self._empty: list[Any] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._lists: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
         self._settings = _settings()
         self.facts: list[Hashable] = [*self._settings]
         self._seen: set[int] = set()
@@ -80,22 +83,31 @@ class _Walk:
                 self._look_at(module, name, value)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    self._tensors.append((tensor, tensor.data_ptr(), tensor.requires_grad))
+                    self._tensors.append(tensor)
                     self.facts.append((tensor.data_ptr(), tensor.requires_grad, tensor.dtype))
+        self._sizes = self._sizes_now()
+        self._items = list(self._items_now())
+        self._places = self._places_now()
 
     def is_current(self) -> bool:
-        """Whether all is as it was, object for object."""
+        """Whether all is as it was, object for object. Asked at every pass of a training."""
         return (
             self._settings == _settings()
-            and all(
-                len(container) == len(values) and all(map(operator.is_, _items(container), values))
-                for container, values in self._containers
-            )
-            and all(
-                tensor.data_ptr() == place and tensor.requires_grad == trained
-                for tensor, place, trained in self._tensors
-            )
+            and not any(self._empty)
+            and self._sizes == self._sizes_now()
+            and all(map(operator.is_, self._items_now(), self._items))
+            and self._places == self._places_now()
         )
+
+    def _sizes_now(self) -> list[int]:
+        return list(map(len, itertools.chain(self._dicts, self._lists)))
+
+    def _items_now(self) -> Iterator[Any]:
+        of_dicts = itertools.chain.from_iterable(map(dict.values, self._dicts))
+        return itertools.chain(of_dicts, itertools.chain.from_iterable(self._lists))
+
+    def _places_now(self) -> list[tuple[int, bool]]:
+        return [(one.data_ptr(), one.requires_grad) for one in self._tensors]
 
     def _look_at(self, module: nn.Module, name: str, value: Any) -> None:
         if name.endswith("_hooks") or "_hooks_" in name:
@@ -127,8 +139,14 @@ class _Walk:
                 self._look_into(item, depth - 1)
 
     def _keep(self, container: Any) -> None:
-        if container is not None:
-            self._containers.append((container, tuple(_items(container))))
+        if container is None:
+            return
+        if not container:
+            self._empty.append(container)
+        elif isinstance(container, dict):
+            self._dicts.append(container)
+        else:
+            self._lists.append(container)
 
 
 def _settings() -> tuple[Hashable, ...]:

@@ -213,7 +213,7 @@ class Replay:
 
     def _run(self, given: tuple[Any, Any]) -> tuple[list[Any], TreeSpec]:
         args, kwargs = given
-        with _without_cached_casts():
+        with _own_casts():
             return tree_flatten(self._forward(*args, **kwargs))
 
     def _rehearse(
@@ -410,33 +410,24 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies, in few allocations and launches: gradients are many small tensors."""
+    """Copies, in few launches: gradients are many small tensors. Times one is exact."""
     there = [one for one in tensors if one is not None]
     copies: dict[int, Tensor] = {}
     for dtype in {one.dtype for one in there}:
-        # Each begins at a multiple of 512 bytes, as if it was allocated alone.
         mine = [one for one in there if one.dtype == dtype]
-        step = 512 // dtype.itemsize
-        sizes = [-(-one.numel() // step) * step for one in mine]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=mine[0].device)
-        views = [
-            part.as_strided(one.shape, one.stride())
-            if graphs.is_dense(one)
-            else part[: one.numel()].view(one.shape)
-            for part, one in zip(torch.split(flat, sizes), mine, strict=True)
-        ]
-        torch._foreach_copy_(views, mine)
-        copies.update({id(one): view for one, view in zip(mine, views, strict=True)})
+        made = torch._foreach_mul(mine, 1.0)
+        copies.update({id(one): copy for one, copy in zip(mine, made, strict=True)})
     return [None if one is None else copies[id(one)] for one in tensors]
 
 
 @contextlib.contextmanager
-def _without_cached_casts() -> Iterator[None]:
-    """Autocast keeps cast weights for a step; a graph would keep those of its capture for good."""
-    before = torch.is_autocast_cache_enabled()
+def _own_casts() -> Iterator[None]:
+    """Autocast keeps cast weights for a step: a graph makes its own, and nobody else uses those.
+
+    The cache is not switched off: compiled code would be compiled anew for that.
+    """
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()

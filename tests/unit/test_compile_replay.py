@@ -171,9 +171,52 @@ def test_compile_hostile_replacement_of_a_part_replayed() -> None:
 
 class Counting(Policy):
     name = "counting"
+    num_compiles = num_runs = 0
 
     def compile_graph(self, graph: Any, inputs: Any) -> Any:
-        return graph.forward
+        Counting.num_compiles += 1
+
+        def run(*args: Any) -> Any:
+            Counting.num_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies.names()
+    monkeypatch.setattr(policies, "_table", dict(policies._table))
+    register_policy(Counting)
+
+
+@pytest.mark.usefixtures("counting")
+def test_compile_is_what_replays_are_made_of() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+    engine.compile(model, policy="counting")
+
+    def step() -> int:
+        before = Counting.num_runs
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return Counting.num_runs - before
+
+    for _ in range(3):
+        step()
+    num_compiles = Counting.num_compiles
+    found = capture.Capture(model, is_on=lambda: True)
+    found.install()
+    for _ in range(capture.WATCHED_CALLS):
+        step()
+    assert min(step() for _ in range(6)) >= 4
+    assert found.num_captured == 1
+    assert Counting.num_compiles == num_compiles
+    found.remove()
+    engine.undo(model)
+    torch._dynamo.reset()
 
 
 class Clock:
@@ -193,6 +236,7 @@ class Clock:
         self.now += self.replayed_s if trial is not None and trial._on else self.launched_s
 
 
+@pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize(
     ("replayed_s", "chosen", "reason"),
     [(0.5, "replayed", "faster than launched"), (2.0, "launched", "launched is faster")],
@@ -200,9 +244,6 @@ class Clock:
 def test_compile_tries_replayed_passes_after_compiling(
     replayed_s: float, chosen: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    policies.names()
-    monkeypatch.setattr(policies, "_table", dict(policies._table))
-    register_policy(Counting)
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
     monkeypatch.setattr(compilation, "Recorder", Emulated)
     options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
