@@ -201,7 +201,7 @@ def test_compile_is_what_replays_are_made_of() -> None:
         before = Counting.num_runs
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.randn(4, 8)).float().square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return Counting.num_runs - before
 
     for _ in range(3):
