@@ -80,6 +80,7 @@ class PackedForward:
         # Of the calls under way, the innermost last: the packing and the row's tokens, or None.
         self._calls: list[tuple[Packing, int, bool] | None] = []
         self._said: set[str] = set()
+        self._full: tuple[int, int] | None = None
 
     def install(self, outer: torch.nn.Module) -> Callable[[], None]:
         """Put the hooks on `outer`; returns what takes them off again."""
@@ -122,9 +123,13 @@ class PackedForward:
             self._expect(packing.num_targets if obstacle is None else None)
         if packing is None or obstacle is not None:
             self._stay_padded(obstacle)
-        if packing is None or obstacle is not None or (packing.is_full and not self.shapes.limit):
+        if packing is None or obstacle is not None:
             self._calls.append(None)
             return args, kwargs
+        if self._stays(packing):
+            # A mask of ones would make models look for a zero, and wait for the device.
+            self._calls.append(None)
+            return (), {name: value for name, value in call.items() if name != "attention_mask"}
         packed = self.pack(call, packing)
         self._calls.append((packing, packed["input_ids"].shape[1], "labels" in packed))
         _packed_attention.enter_packed()
@@ -142,6 +147,12 @@ class PackedForward:
             return output
         packing, row, with_loss = call
         return _unpacked_output.unpacked(output, packing, row, lazily=with_loss)
+
+    def _stays(self, packing: Packing) -> bool:
+        """Whether the batch has no padding; where shapes are few, batches of one shape alone."""
+        if packing.is_full and self._full is None:
+            self._full = packing.shape
+        return packing.is_full and (not self.shapes.limit or packing.shape == self._full)
 
     def _expect(self, num_targets: int | None) -> None:
         self.most_targets = None if num_targets is None else _masked_loss.most_targets(num_targets)
@@ -185,8 +196,11 @@ class PackedForward:
         device = ids.device
         shape = self.shapes.fit(packing.num_tokens, packing.shape[0], packing.longest)
         filling = shape.num_tokens - packing.num_tokens
-        empty = shape.num_sequences - len(packing.lengths) - (1 if filling else 0)
-        lengths = (0, *packing.lengths, *([0] * empty), *([filling] if filling else []))
+        lengths = [0, *packing.lengths]
+        if filling:
+            whole, rest = divmod(filling, shape.max_length)
+            lengths += [shape.max_length] * whole + [rest]
+        lengths += [0] * (shape.num_sequences + 1 - len(lengths))
         bounds = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device, non_blocking=True)
         packed = {key: value for key, value in call.items() if value is not None}
         packed["input_ids"] = _filled(packing.pack(ids), filling, 0)

@@ -3,7 +3,7 @@
 Packed batches differ in their number of tokens. Eager code doesn't mind, and `torch.compile` makes
 code for all of them after the second. CUDA graphs and code compiled with static shapes do mind:
 for them the totals are rounded up to a handful of sizes, and what is left over is filled with
-tokens that form a sequence of their own and are trained on nothing.
+tokens that form sequences of their own and are trained on nothing.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class Shapes:
     def fit(self, num_tokens: int, num_sequences: int, longest: int) -> Shape:
         """The shape for a batch of so many tokens and sequences.
 
-        With a limit, its `num_sequences` is one more than any batch has, for the filling.
+        With a limit, its `num_sequences` are as many as any batch has, and enough for the filling
+        in sequences of `max_length` at most.
         """
         self.num_tokens = num_tokens
         self._longest = max(self._longest, longest)
-        self._num_sequences = max(self._num_sequences, num_sequences + 1)
+        self._num_sequences = max(self._num_sequences, num_sequences)
         is_watching = len(self._watched) < _NUM_WATCHED
         if is_watching:
             self._watched.append(num_tokens)
         if self.limit is None:
             return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
-        rows = self._num_sequences - 1
-        largest = _rounded(max(rows * self._longest, num_tokens))
+        largest = _rounded(max(self._num_sequences * self._longest, num_tokens))
         if not self._sizes and len(self._watched) == _NUM_WATCHED:
             self._sizes = _least_filling(self._watched, self.limit - 1, largest)
         sizes = [] if is_watching else self._sizes
@@ -77,8 +77,9 @@ class Shapes:
         self.limit = limit
 
     def _shape(self, num_tokens: int) -> Shape:
-        # The filling is a sequence too, and how long it can be is known: one length for all.
-        return Shape(num_tokens, self._num_sequences, _power_of_two(num_tokens))
+        # Attention is launched for the longest sequence, so the filling is none that is longer.
+        longest = _power_of_two(self._longest)
+        return Shape(num_tokens, self._num_sequences + -(-num_tokens // longest), longest)
 
 
 def _least_filling(batches: list[int], num_sizes: int, largest: int) -> list[int]:

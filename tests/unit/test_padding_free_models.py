@@ -135,10 +135,18 @@ def test_padding_free_training_is_padded_training(name: str) -> None:
     if name.startswith("bert"):
         given["token_type_ids"] = batch_of(name)["input_ids"] % 2
     assert_same_training(model, stock, given)
+    padded = batch_of(name, lengths=(6, 6))
+    full, fewer = ({k: v[:, :n].contiguous() for k, v in padded.items()} for n in (6, 5))
+    assert_same_training(model, stock, full)
+    assert watch.num_tokens == 12
     # With tokens that fill the row up to few sizes.
     assert _padding_free.use_few_shapes(model, 4, max_length=40)
     assert_same_training(model, stock, batch_of(name))
     assert watch.num_tokens == 256  # five rows of 40 tokens, rounded up
+    assert_same_training(model, stock, full)
+    assert watch.num_tokens == 12  # one shape without padding is as good as few
+    assert_same_training(model, stock, fewer)
+    assert watch.num_tokens == 256
 
 
 def test_padding_free_models_run_stock_when_they_do_not_train() -> None:
