@@ -31,10 +31,18 @@ class Capturing:
     Args:
         root: the model inside its wrappers.
         tokens: what a step's time is divided by, asked after the step.
+        switch: told before each step whether it may be replayed.
     """
 
-    def __init__(self, root: nn.Module, *, tokens: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        tokens: Callable[[], int],
+        switch: Callable[[bool], None] = lambda is_on: None,
+    ) -> None:
         self.is_settled = False
+        self._switch = switch
         self._root = root
         self._tokens = tokens
         self._what = f"CUDA graphs of {type(root).__name__}"
@@ -45,6 +53,11 @@ class Capturing:
         self._num_captured = 0
         self._samples: dict[bool, list[float]] = {False: [], True: []}
         self._counts: list[int] = []
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether that is what was decided."""
+        return self.is_settled and self._on
 
     def undo(self) -> None:
         """Give the model everything back."""
@@ -155,6 +168,7 @@ class Capturing:
 
     def _use(self, is_on: bool) -> None:
         self._on = is_on
+        self._switch(is_on)
         sizes = capture.sizes_of(self._root)
         if sizes is not None:
             sizes.use_few(is_on)

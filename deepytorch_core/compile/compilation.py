@@ -83,6 +83,8 @@ class Compilation:
         self._lower: Callable[[], None] = lambda: None
         self._handle: Any = None
         self._capturing: Capturing | None = None
+        # Why eager steps are to stay, and times, if replays may turn that round.
+        self._open: tuple[str, Mapping[str, float]] | None = None
         if policy != EAGER:
             hook = _Hook(self)
             # Before the hooks that pack batches: it decides how.
@@ -116,7 +118,7 @@ class Compilation:
         if self._capturing is not None:
             self._capturing.on_forward(self._is_whole)
             if self._capturing.is_settled:
-                self._stop()
+                self._on_captured(self._capturing.is_replayed)
         else:
             self._on_step()
         self._tokens = _tokens(args, kwargs)
@@ -295,6 +297,33 @@ class Compilation:
     def _finish(
         self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None
     ) -> None:
+        if chosen == EAGER and times_ms and self._may_capture():
+            # Where launches take the time, what a GPU saves shows only when steps are replayed.
+            self._open = reason, times_ms
+        else:
+            self._conclude(chosen, reason, times_ms)
+        if self._may_capture():
+            self._capturing = Capturing(
+                self._root, tokens=self._trained_tokens, switch=self._switch
+            )
+        else:
+            self._stop()
+
+    def _switch(self, is_replayed: bool) -> None:
+        if self._open is not None:
+            self._on = is_replayed
+
+    def _on_captured(self, is_replayed: bool) -> None:
+        if self._open is not None:
+            reason, times_ms = self._open
+            if is_replayed:
+                self._conclude(self._chosen(), "faster than eager when replayed", times_ms)
+            else:
+                self._conclude(EAGER, reason, times_ms)
+            self._open = None
+        self._stop()
+
+    def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
         dropped = {
             f"{one.region.name} ({name})" if len(self.regions) > 1 else name: why
             for one in self.regions
@@ -312,10 +341,6 @@ class Compilation:
                     one.remove()
             self._on = True
         self._lower()
-        if self._may_capture():
-            self._capturing = Capturing(self._root, tokens=self._trained_tokens)
-        else:
-            self._stop()
 
     def _may_capture(self) -> bool:
         is_long = self._steps is None or self._steps >= LEAST_CAPTURED_STEPS
