@@ -56,6 +56,12 @@ def expect(bound: int | None) -> None:
     _most_targets = bound
 
 
+def is_used(model: nn.Module) -> bool:
+    """Whether the model's head runs on its targets alone, where their number is known."""
+    head = _head_of(model)
+    return head is not None and isinstance(vars(head).get("forward"), MaskedHead)
+
+
 @contextmanager
 def _expecting(bound: int) -> Iterator[None]:
     before = _most_targets

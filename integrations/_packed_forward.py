@@ -23,6 +23,8 @@ from . import _masked_loss, _packed_attention, _unpacked_output
 from ._contract import IntegrationError
 from ._padding_free import BATCH_KEY
 
+# Parts of a row, in which the share of its tokens that are targets is counted.
+_SHARES = 16
 # Arguments with one entry a token, which are packed.
 _PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids")
 
@@ -70,6 +72,10 @@ class PackedForward:
         self, model: Any, outer: torch.nn.Module, conventions: Conventions, *, strict: bool
     ) -> None:
         self.shapes = Shapes()
+        self.num_tokens: int | None = None
+        """Of the last batch, without what it was filled up with."""
+        self.are_few = False
+        """Whether the last batch has one of few shapes."""
         self.most_targets: int | None = None
         """A bound on the targets of the batch under way."""
         self._model = model
@@ -81,6 +87,7 @@ class PackedForward:
         self._calls: list[tuple[Packing, int, bool] | None] = []
         self._said: set[str] = set()
         self._full: tuple[int, int] | None = None
+        self._target_share = 0  # the largest so far, in parts of a row's tokens
 
     def install(self, outer: torch.nn.Module) -> Callable[[], None]:
         """Put the hooks on `outer`; returns what takes them off again."""
@@ -120,18 +127,23 @@ class PackedForward:
         if obstacle is None:
             packing = self._packing(call, planned)
             obstacle = packing.obstacle
-            self._expect(packing.num_targets if obstacle is None else None)
         if packing is None or obstacle is not None:
             self._stay_padded(obstacle)
         if packing is None or obstacle is not None:
             self._calls.append(None)
+            self.num_tokens, self.are_few = None, False
             return args, kwargs
+        self.num_tokens, self.are_few = packing.num_tokens, bool(self.shapes.limit)
         if self._stays(packing):
             # A mask of ones would make models look for a zero, and wait for the device.
             self._calls.append(None)
+            self._expect(packing, packing.num_tokens)
             return (), {name: value for name, value in call.items() if name != "attention_mask"}
         packed = self.pack(call, packing)
-        self._calls.append((packing, packed["input_ids"].shape[1], "labels" in packed))
+        self.are_few = self.shapes.are_few
+        row = packed["input_ids"].shape[1]
+        self._calls.append((packing, row, "labels" in packed))
+        self._expect(packing, row)
         _packed_attention.enter_packed()
         return (), packed
 
@@ -140,7 +152,8 @@ class PackedForward:
         if getattr(outer, "_is_replica", False):
             return output
         call = self._calls.pop() if self._calls else None
-        self._expect(None)
+        self.most_targets = None
+        _masked_loss.expect(None)
         _packed_attention.leave_packed()
         self._attentions.use_packed()
         if call is None or output is None:
@@ -154,8 +167,19 @@ class PackedForward:
             self._full = packing.shape
         return packing.is_full and (not self.shapes.limit or packing.shape == self._full)
 
-    def _expect(self, num_targets: int | None) -> None:
-        self.most_targets = None if num_targets is None else _masked_loss.most_targets(num_targets)
+    def _expect(self, packing: Packing, row: int) -> None:
+        """Tell the head how many targets a row of so many tokens has at most.
+
+        Where shapes are few, the bound goes by the row's shape, so that there are few of it too.
+        """
+        bound = packing.num_targets
+        if bound is None or not _masked_loss.is_used(self._model):
+            return
+        if self.shapes.limit:
+            share = -(-_SHARES * bound // max(1, packing.num_tokens))
+            self._target_share = max(self._target_share, share)
+            bound = max(bound, -(-row * self._target_share // _SHARES))
+        self.most_targets = _masked_loss.most_targets(bound)
         _masked_loss.expect(self.most_targets)
 
     def _packing(self, call: dict[str, Any], planned: Packing | None) -> Packing:

@@ -168,9 +168,14 @@ class _Sizes:
         self._shapes.use_few(_NUM_SIZES if is_on else None)
 
     @property
+    def are_few(self) -> bool:
+        forward = self._forward()
+        return forward is not None and forward.are_few
+
+    @property
     def num_tokens(self) -> int | None:
         forward = self._forward()
-        return forward.shapes.num_tokens if forward is not None else None
+        return forward.num_tokens if forward is not None else None
 
     @property
     def state(self) -> int | None:

@@ -50,6 +50,10 @@ class Sizes(Protocol):
         """From now on fill batches up to a few sizes, or take them as they are."""
 
     @property
+    def are_few(self) -> bool:
+        """Whether the last batch has one of the few sizes, or they are still to be chosen."""
+
+    @property
     def num_tokens(self) -> int | None:
         """Of the last batch, without what it was filled up with."""
 
@@ -150,13 +154,14 @@ class Capture:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's pass: replayed, or as it is."""
-        if not self._is_used() or self._is_pending():
+        sizes = sizes_of(self._root)
+        is_early = sizes is not None and not sizes.are_few
+        if is_early or not self._is_used() or self._is_pending():
             return self._forward(*args, **kwargs)
         if self._num_watched < WATCHED_CALLS:
             return self._watched(args, kwargs)
         try:
             call = Call.of(args, kwargs, self._recorder.kind)
-            sizes = sizes_of(self._root)
             state = self._states.now()
             if self._states.count > MOST_STATES:
                 self._give_up("it changes attributes of its modules again and again")

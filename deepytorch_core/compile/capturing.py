@@ -59,6 +59,11 @@ class Capturing:
         """Whether that is what was decided."""
         return self.is_settled and self._on
 
+    @property
+    def num_captured(self) -> int:
+        """How many kinds of calls were captured."""
+        return 0 if self._capture is None else self._capture.num_captured
+
     def undo(self) -> None:
         """Give the model everything back."""
         self._use(False)
@@ -89,7 +94,7 @@ class Capturing:
         device = next(self._root.parameters()).device
         guard.synchronize(device)
         seconds = time.perf_counter() - self._began
-        captured = self._capture.num_captured if self._capture is not None else 0
+        captured = self.num_captured
         if not is_whole or captured != self._num_captured:
             seconds = math.inf
         self._num_captured = captured

@@ -110,6 +110,12 @@ class Compilation:
         """Whether nothing is measured any more."""
         return self._handle is None
 
+    @property
+    def num_made(self) -> int:
+        """How many pieces of code and graphs were made so far: new ones take their time."""
+        captured = 0 if self._capturing is None else self._capturing.num_captured
+        return self._count() + captured
+
     def on_forward(self, args: Any, kwargs: Any) -> None:
         """Called before each forward pass of the model."""
         if not torch.is_grad_enabled():

@@ -45,8 +45,9 @@ class Shapes:
                 "tokens of the longest sequence"
             )
         self.limit = limit
-        self.num_tokens: int | None = None
-        """Of the last batch, without its filling."""
+        self.are_few = limit is not None
+        """Whether the last batch has one of the few shapes."""
+        self._waits = False
         self._longest = max_length or 0
         self._watched: list[int] = []
         self._sizes: list[int] = []
@@ -58,23 +59,28 @@ class Shapes:
         With a limit, its `num_sequences` are as many as any batch has, and enough for the filling
         in sequences of `max_length` at most.
         """
-        self.num_tokens = num_tokens
+        limit = self.limit
         self._longest = max(self._longest, longest)
         self._num_sequences = max(self._num_sequences, num_sequences)
         is_watching = len(self._watched) < _NUM_WATCHED
         if is_watching:
             self._watched.append(num_tokens)
-        if self.limit is None:
+        self.are_few = limit is not None and not (is_watching and self._waits)
+        if limit is None or not self.are_few:
             return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
         largest = _rounded(max(self._num_sequences * self._longest, num_tokens))
         if not self._sizes and len(self._watched) == _NUM_WATCHED:
-            self._sizes = _least_filling(self._watched, self.limit - 1, largest)
+            self._sizes = _least_filling(self._watched, limit - 1, largest)
         sizes = [] if is_watching else self._sizes
         return self._shape(min((size for size in sizes if size >= num_tokens), default=largest))
 
     def use_few(self, limit: int | None) -> None:
-        """From the next batch on choose among so many shapes, knowing those before; None: any."""
+        """From the next batch on choose among so many shapes, knowing those before; None: any.
+
+        Until 12 batches are known, they are taken as they are.
+        """
         self.limit = limit
+        self._waits = True
 
     def _shape(self, num_tokens: int) -> Shape:
         # Attention is launched for the longest sequence, so the filling is none that is longer.

@@ -91,6 +91,7 @@ def measured(times: list[float], losses: list[float]) -> dict[str, Any]:
         "units": 1000,
         "losses": losses,
         "peak_memory_gb": 1.0,
+        "warmup_memory_gb": 1.5,
         "warmup_s": 2.0,
         "warmup_steps": 9,
         "parameters": 10**6,

@@ -173,7 +173,17 @@ def test_padding_free_shapes_become_few_when_asked() -> None:
     seen |= {shapes.fit(sum(lengths), 4, max(lengths)) for lengths in batches}
     assert len(seen) <= 6, "and one for what is larger than all before"
     shapes.use_few(None)
-    assert shapes.fit(37, 3, 20).num_tokens == shapes.num_tokens == 37
+    assert shapes.fit(37, 3, 20).num_tokens == 37
+    assert not shapes.are_few
+
+
+def test_padding_free_shapes_that_are_few_from_now_on_are_chosen_after_twelve_batches() -> None:
+    shapes = Shapes()
+    shapes.use_few(3)
+    found = [shapes.fit(100 + step, 4, 60) for step in range(13)]
+    assert [shape.num_tokens for shape in found[:11]] == [100 + step for step in range(11)]
+    assert found[12].num_tokens % 64 == 0
+    assert shapes.are_few
 
 
 def examples() -> list[dict[str, Any]]:

@@ -113,6 +113,7 @@ def _arm(found: Sequence[Record]) -> dict[str, Any]:
         "samples_us": [one["step_time_us"] for one in found],
         "units_per_s": round(units / (sum(times) / 1e6), 1),
         "peak_memory_gb": max(one["peak_memory_gb"] for one in found),
+        "warmup_memory_gb": max(one["warmup_memory_gb"] for one in found),
         "warmup_s": max(one["warmup_s"] for one in found),
         "warmup_steps": max(one["warmup_steps"] for one in found),
         # JSON has no word for what is no number.
@@ -166,7 +167,8 @@ def lines(record: Record) -> list[str]:
     for name, arm in record["arms"].items():
         found.append(
             f"{name:<28} {arm['step_time_us'] / 1e3:10.2f} ms a step {arm['units_per_s']:12,.0f} "
-            f"{record['unit']}/s {arm['peak_memory_gb']:8.2f} GB, warm-up {arm['warmup_s']:.0f} s"
+            f"{record['unit']}/s {arm['peak_memory_gb']:8.2f} GB, warm-up {arm['warmup_s']:.0f} s "
+            f"and {arm['warmup_memory_gb']:.2f} GB"
         )
     claim = f"; claimed for the modelled product {record['claim']}x" if record["claim"] else ""
     for label, key, more in (

@@ -65,9 +65,12 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
     while not _is_settled(trained.model) and done < MAX_WARMUP_STEPS:
         trained.train(done)
         done += 1
-    for number in range(len(trained.units)):  # each shape once more, compiled as it now is
-        trained.train(number)
+    done += _meet_all_shapes(trained, device)
     warmup_s = time.perf_counter() - begin
+    warmup_memory_gb = _memory_gb(device)
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     dist.barrier()
     clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
     numbers = iter(range(job.steps))
@@ -78,6 +81,7 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
         "units": sum(units),
         "losses": [float(loss) for loss in losses],
         "memory_gb": _memory_gb(device),
+        "warmup_memory_gb": warmup_memory_gb,
         "warmup_s": warmup_s,
     }
     store.set(f"share/{rank}", json.dumps(share))
@@ -85,7 +89,7 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
         keys = [f"share/{one}" for one in range(job.world_size)]
         store.wait(keys, timedelta(seconds=job.timeout_s))
         shares = [json.loads(value) for value in store.multi_get(keys)]
-        emit({"record": _record(job, trained, done + len(trained.units), shares)})
+        emit({"record": _record(job, trained, done, shares)})
     dist.barrier()
 
 
@@ -100,14 +104,33 @@ def swap_kernels(
     apply_kernels(setting, config.current().kernels)
 
 
+def _meet_all_shapes(trained: Trained, device: torch.device) -> int:
+    """Train on each batch again until no rank makes new code for one; returns the steps."""
+    for repeat in range(_MOST_REPEATS):
+        before = _num_made(trained.model)
+        for number in range(len(trained.units)):
+            trained.train(number)
+        is_new = torch.tensor([float(_num_made(trained.model) != before)], device=device)
+        dist.all_reduce(is_new, op=dist.ReduceOp.MAX)
+        if repeat and not is_new.item():
+            break
+    return (repeat + 1) * len(trained.units)
+
+
+def _num_made(model: nn.Module) -> int:
+    compilation = compilation_of(model)
+    return 0 if compilation is None else compilation.num_made
+
+
 def _is_settled(model: nn.Module) -> bool:
     compilation = compilation_of(model)
     return compilation is None or compilation.is_settled
 
 
 def _memory_gb(device: torch.device) -> float:
+    """At most taken so far; of a GPU what torch holds, as graphs' memory is never free."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        return torch.cuda.max_memory_reserved(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
@@ -124,6 +147,7 @@ def _record(
         "units": sum(share["units"] for share in shares),
         "losses": [sum(losses) / len(losses) for losses in curves],
         "peak_memory_gb": round(max(share["memory_gb"] for share in shares), 3),
+        "warmup_memory_gb": round(max(share["warmup_memory_gb"] for share in shares), 3),
         "warmup_s": round(max(share["warmup_s"] for share in shares), 1),
         "warmup_steps": warmup_steps,
         "parameters": trained.parameters,
