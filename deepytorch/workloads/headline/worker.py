@@ -29,6 +29,8 @@ from deepytorch_core.nn.kernels import Setting, apply_kernels
 CHECKED_STEPS = 6
 # Compiling decides within 62 steps and graphs within 70 more; a tuned arm may compile for shapes.
 MAX_WARMUP_STEPS = 160
+# Over the batches, after that.
+_MOST_REPEATS = 4
 
 
 @dataclass(frozen=True)
