@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import ItemsView, ValuesView
+from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from deepytorch_core.data import Packing
+from deepytorch_core.nn.deferred_logits import DeferredLogits
 
 _FLAT_FIELDS = ("router_logits",)  # [batch * width, ...] where others have [batch, width, ...]
 
@@ -71,10 +72,32 @@ class _Lazy(OrderedDict[str, Any]):
         pending = vars(self).get("_pending", {})
         if name in pending:
             packing, row = pending.pop(name)
-            pad = _padded_flat if name in _FLAT_FIELDS else _padded
-            value = pad(OrderedDict.__getitem__(self, name), packing, row)
+            stand_in = vars(self).get("_stand_ins", {}).pop(name, None)
+            if stand_in is None:
+                pad = _padded_flat if name in _FLAT_FIELDS else _padded
+                value = pad(OrderedDict.__getitem__(self, name), packing, row)
+            else:
+                value = stand_in.materialized()  # with the hooks that were put on it
             OrderedDict.__setitem__(self, name, value)
             vars(self)[name] = value
+
+    def _seen(self, name: str) -> Any:
+        """The field for whoever goes through all of them: it is padded when that one uses it."""
+        value = OrderedDict.__getitem__(self, name)
+        packing, row = vars(self).get("_pending", {}).get(name, (None, 0))
+        is_packed = isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, row)
+        if packing is None or not is_packed or not value.requires_grad or name in _FLAT_FIELDS:
+            return self[name]
+        stand_ins = vars(self).setdefault("_stand_ins", {})
+        if name not in stand_ins:
+            stand_ins[name] = DeferredLogits.make(
+                functools.partial(packing.unpack, value),
+                shape=(*packing.shape, *value.shape[2:]),
+                dtype=value.dtype,
+                device=value.device,
+                source=None,
+            )
+        return stand_ins[name]
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -101,13 +124,25 @@ class _Lazy(OrderedDict[str, Any]):
         return OrderedDict.get(self, key, default)
 
     def values(self) -> Any:
-        return ValuesView(self)
+        return _Values(self)
 
     def items(self) -> Any:
-        return ItemsView(self)
+        return _Items(self)
 
     def __reduce__(self) -> Any:
-        return _plain, (type(self).__mro__[2], dict(self.items()))
+        return _plain, (type(self).__mro__[2], {name: self[name] for name in self})
+
+
+class _Values(ValuesView[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        output: Any = self._mapping
+        return (output._seen(name) for name in output)
+
+
+class _Items(ItemsView[str, Any]):
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        output: Any = self._mapping
+        return ((name, output._seen(name)) for name in output)
 
 
 def _plain(model_output: type, fields: dict[str, Any]) -> Any:

@@ -8,11 +8,13 @@ then, by the head's stock forward, so every reader gets what stock gives.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.hooks import RemovableHandle
 
 from deepytorch_core.nn.loss import IGNORED_LABEL
 
@@ -50,10 +52,8 @@ _DESCRIPTIONS = {
         "dtype",
         "device",
         "ndim",
-        "requires_grad",
         "is_leaf",
         "layout",
-        "grad_fn",
     )
 } | {
     torch.Tensor.size,
@@ -62,6 +62,17 @@ _DESCRIPTIONS = {
     torch.Tensor.is_floating_point,
     torch.Tensor.__len__,
 }
+
+
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class _Later:
+    """The `grad_fn` of what is not computed yet."""
+
+    def name(self) -> str:
+        return type(self).__name__
 
 
 class DeferredLogits(torch.Tensor):
@@ -76,6 +87,7 @@ class DeferredLogits(torch.Tensor):
 
     source: Any
     cross_entropy: Callable[[torch.Tensor, int], torch.Tensor] | None
+    _hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _compute: Callable[[], torch.Tensor]
     _autocast: tuple[str, torch.dtype] | None
     _made: torch.Tensor | None
@@ -98,6 +110,7 @@ class DeferredLogits(torch.Tensor):
         deferred.cross_entropy = cross_entropy
         deferred._compute = compute
         deferred._made = None
+        deferred._hooks = OrderedDict() if torch.is_grad_enabled() else None
         kind = device.type
         enabled = torch.is_autocast_enabled(kind)
         deferred._autocast = (kind, torch.get_autocast_dtype(kind)) if enabled else None
@@ -109,7 +122,16 @@ class DeferredLogits(torch.Tensor):
             kind, dtype = self._autocast or ("cpu", None)
             with torch.autocast(kind, dtype=dtype, enabled=self._autocast is not None):
                 self._made = self._compute()
+            if self._made.requires_grad:
+                self._made.register_hook(self._run_hooks)
         return self._made.to(_dtype_of(self))
+
+    def _run_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What `register_hook` was given before there was a gradient."""
+        for hook in list((self._hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(self.materialized())
@@ -129,6 +151,15 @@ class DeferredLogits(torch.Tensor):
         if func in _DESCRIPTIONS and isinstance(args[0], DeferredLogits):
             return _plain(args[0], func, *args[1:], **kwargs)
         if args and isinstance(args[0], DeferredLogits):
+            hooks = args[0]._hooks
+            if func == _REQUIRES_GRAD:
+                return hooks is not None
+            if func == _GRAD_FN:
+                return None if hooks is None else _Later()
+            if func is torch.Tensor.register_hook and hooks is not None:
+                handle = RemovableHandle(hooks)
+                hooks[handle.id] = args[1]
+                return handle
             dtype = _cast(func, args[1:], kwargs)
             if dtype is not None:
                 return _recast(args[0], dtype)

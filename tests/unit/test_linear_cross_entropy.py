@@ -169,7 +169,8 @@ def test_kernels_deferred_logits_are_not_computed_to_be_described_or_cast() -> N
     assert logits.shape == expected.shape
     assert (logits.dtype, logits.device, logits.ndim) == (torch.float32, expected.device, 2)
     assert (logits.numel(), len(logits), logits.size(1)) == (expected.numel(), TOKENS, VOCABULARY)
-    assert not logits.requires_grad
+    assert logits.requires_grad
+    assert logits.grad_fn is not None
     half = logits.to(torch.bfloat16)
     assert isinstance(half, DeferredLogits)
     assert (half.dtype, half.source) == (torch.bfloat16, "source")
@@ -177,6 +178,22 @@ def test_kernels_deferred_logits_are_not_computed_to_be_described_or_cast() -> N
     assert logits.float() is logits
     assert not computed
     assert torch.equal(half.materialized(), expected.bfloat16())
+
+
+def test_kernels_deferred_logits_hook_their_gradient_before_they_are_computed() -> None:
+    logits, _, computed = deferred()
+    seen: list[torch.Tensor] = []
+    logits.register_hook(seen.append)
+    removed = logits.register_hook(lambda gradient: 1 / 0)
+    logits.register_hook(lambda gradient: 2 * gradient)
+    removed.remove()
+    assert not computed
+    made = logits * 1.0
+    made.register_hook(lambda gradient: torch.full_like(gradient, 3.0))
+    made.sum().backward()
+    assert torch.equal(seen[0], torch.full((TOKENS, VOCABULARY), 3.0))
+    with torch.no_grad():
+        assert not deferred()[0].requires_grad
 
 
 def test_kernels_deferred_logits_are_what_stock_gives_to_whoever_reads() -> None:

@@ -212,6 +212,15 @@ def test_padding_free_output_is_unpacked_when_it_is_read() -> None:
         for ours, theirs in zip(read.hidden_states, padded.hidden_states, strict=True):
             torch.testing.assert_close(ours[real], theirs[real])
     assert not waiting
+    # Who goes through all fields, as DeepSpeed does for its hooks, makes none of them.
+    seen: list[Tensor] = []
+    through = model(**batch)
+    for value in through.values():
+        if value.grad_fn is not None:
+            value.register_hook(seen.append)
+    assert "logits" in vars(through)["_pending"]
+    through.logits[real].sum().backward()
+    assert seen[0].shape == padded.logits.shape
     output.logits = None
     assert output.logits is None
     assert "logits=" in repr(again)
