@@ -100,7 +100,8 @@ class Recorder:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
             ):
-                result = run()
+                with _as_rehearsed():
+                    result = run()
         except Exception:
             self._leave()
             raise
@@ -157,6 +158,21 @@ class Recorder:
         finally:
             for own, name, parameter, _ in places:
                 own[name] = parameter
+
+
+@contextlib.contextmanager
+def _as_rehearsed() -> Iterator[None]:
+    """While open, modules that ask are told that nothing is captured.
+
+    They ask so as not to wait for the GPU, as transformers' masks do, and go another way then, for
+    which compiled code would be compiled anew within the capture. The rehearsal has not waited.
+    """
+    stock = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = stock
 
 
 @contextlib.contextmanager

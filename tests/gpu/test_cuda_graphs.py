@@ -229,6 +229,21 @@ class DrawsOnTheHost(Net):
         return super().forward(x, scale if float(torch.rand(())) < 0.5 else 2 * scale)
 
 
+class Asks(Net):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        return super().forward(x, 2 * scale if torch.cuda.is_current_stream_capturing() else scale)
+
+
+def test_a_captured_pass_goes_the_way_that_was_rehearsed() -> None:
+    torch.manual_seed(3)
+    model = Asks().to(DEVICE)
+    other = copy.deepcopy(model)
+    expected = train(model)
+    found = captured(other)
+    assert train(other) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert found.has_replays
+
+
 class WritesToItsInput(Net):
     def forward(self, x: Tensor, scale: float = 1.0) -> Any:
         return super().forward(x.add_(1.0), scale)
