@@ -31,6 +31,7 @@ GPU_ONLY = (
     "test_why_a_module_is_left_alone",
     "test_replayed_steps_train_under_ddp",
     "test_a_recurrent_network_keeps_its_weights_elsewhere",
+    "test_a_captured_pass_goes_the_way_that_was_rehearsed",
 )
 
 
