@@ -160,6 +160,9 @@ class Capture:
             return self._forward(*args, **kwargs)
         if self._num_watched < WATCHED_CALLS:
             return self._watched(args, kwargs)
+        if not self._recorder.reclaim(self._root.parameters()):
+            self._miss("somebody keeps the gradients of the last step")
+            return self._forward(*args, **kwargs)
         try:
             call = Call.of(args, kwargs, self._recorder.kind)
             state = self._states.now()

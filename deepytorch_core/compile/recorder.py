@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from deepytorch_core import guard
+from deepytorch_core.compile.loans import Loans
 
 _Result = TypeVar("_Result")
 
@@ -46,6 +47,7 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._last: torch.cuda.Stream | None = None
+        self._loans = Loans()
 
     def lacks_memory(self) -> str | None:
         """Why there is no room for the memory of graphs beside that of passes without; or None.
@@ -97,14 +99,17 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # other threads, such as a data loader's, may do what they want
         try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+            with (
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+                ),
+                _as_rehearsed(),
             ):
-                with _as_rehearsed():
-                    result = run()
+                result = run()
         except Exception:
             self._leave()
             raise
+        self._loans.keep(graph)
         return graph, result
 
     def _leave(self) -> None:
@@ -114,6 +119,25 @@ class Recorder:
         generator.graphsafe_set_state(generator.clone_state())
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool)
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether everybody has given back in time so far."""
+        return not self._loans.is_overdue
+
+    def lend(self, tensor: Tensor) -> Tensor:
+        """The same memory for somebody else, who gives it back by letting go of it."""
+        lent = self.borrowed(tensor)
+        self._loans.note(lent)
+        return lent
+
+    def reclaim(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Before graphs write to lent memory: see to it that nobody has it any more.
+
+        Gradients of `parameters` that lie there get memory of their own. Returns whether that was
+        all of it.
+        """
+        return self._loans.reclaim(parameters)
 
     @staticmethod
     def borrowed(tensor: Tensor) -> Tensor:

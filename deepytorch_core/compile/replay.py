@@ -3,7 +3,9 @@
 Small models keep a GPU waiting for launches; a replay launches once. What a graph reads and writes
 lies at fixed addresses in memory of its own, so inputs are copied in, and outputs and gradients are
 copied out: nothing that a replay gives is written to later. Passes of different sizes share that
-memory, as only one is under way at a time.
+memory, as only one is under way at a time. A large model's gradients are not copied but lent, as
+DDP and optimizers are done with them before the next pass; where they are not, that one is not
+replayed before they have other memory (`loans`).
 
 Method: CUDA graphs as in `torch.cuda.make_graphed_callables`, whose results are overwritten by the
 next call; tensors that don't own their memory as in torch's own CUDA graph trees.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +27,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepytorch_core import guard
 from deepytorch_core.compile import graphs, module_state
+from deepytorch_core.compile.loans import copies_of
 from deepytorch_core.compile.module_state import PLAIN
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.nn.deferred_logits import DeferredLogits, steps, too_late
+
+# Gradients of parameters that together are so large are not copied out.
+LENT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ class Replay:
                 del tensors, found
             graphs.rewind(numbers)
             self._capture(given, leaves)
+        self._lent = self._lendable()
         self._check(call, given, expected)
         self._let_go()
 
@@ -154,7 +162,17 @@ class Replay:
                 if static is not None:
                     static.zero_() if seed is None else static.copy_(seed)
             self._backward_graph.replay()
-            return _copied(self._gradients)
+            return self._given()
+
+    def _given(self) -> list[Tensor | None]:
+        """Gradients for the engine: those of large models in the graph's memory, others copied."""
+        own = {id(one): one for one in self._gradients if one is not None}
+        lendable = self._lent if self._recorder.may_lend else set()
+        lent = {key: self._recorder.lend(one) for key, one in own.items() if key in lendable}
+        left = [one for key, one in own.items() if key not in lent]
+        copied = {id(one): copy for one, copy in zip(left, copies_of(left), strict=True)}
+        given = lent | copied
+        return [None if one is None else given[id(one)] for one in self._gradients]
 
     def run_again(
         self, call: Call, number: Tensor | None, seeds: Sequence[Tensor | None]
@@ -313,12 +331,27 @@ class Replay:
                 return problem
         return None
 
+    def _lendable(self) -> set[int]:
+        """The ids of gradients that parameters may have as they are: each in memory of its own."""
+        there = [one for one in self._gradients if one is not None]
+        of_parameters = {id(one) for one in self._gradients[: len(self._parameters)]}
+        places = Counter(one.untyped_storage().data_ptr() for one in there)
+        alone = [
+            one
+            for one in there
+            if id(one) in of_parameters and places[one.untyped_storage().data_ptr()] == 1
+        ]
+        is_large = sum(one.numel() * one.element_size() for one in alone) >= LENT_BYTES
+        return {id(one) for one in alone} if is_large else set()
+
     def _let_go(self) -> None:
         """Keep the addresses and leave the memory to the next capture: replays take turns."""
         self._outputs = [self._recorder.borrowed(one) for one in self._outputs]
-        self._gradients = [
-            None if one is None else self._recorder.borrowed(one) for one in self._gradients
-        ]
+        borrowed = {
+            id(one): self._recorder.borrowed(one) for one in self._gradients if one is not None
+        }
+        self._gradients = [None if one is None else borrowed[id(one)] for one in self._gradients]
+        self._lent = {id(borrowed[key]) for key in self._lent}
 
     def _result(self, tensors: Sequence[Tensor], call: Call, number: Tensor | None) -> Any:
         found = iter(tensors)
@@ -407,17 +440,6 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [
         one for one in leaves if isinstance(one, Tensor) and not isinstance(one, DeferredLogits)
     ]
-
-
-def _copied(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies, in few launches: gradients are many small tensors. Times one is exact."""
-    there = [one for one in tensors if one is not None]
-    copies: dict[int, Tensor] = {}
-    for dtype in {one.dtype for one in there}:
-        mine = [one for one in there if one.dtype == dtype]
-        made = torch._foreach_mul(mine, 1.0)
-        copies.update({id(one): copy for one, copy in zip(mine, made, strict=True)})
-    return [None if one is None else copies[id(one)] for one in tensors]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ tests/unit/test_compile_replay.py runs these on the CPU, where a graph is a func
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepytorch_core.compile import capture, capturing
+from deepytorch_core.compile import capture, capturing, loans, replay
 from deepytorch_core.compile.capture import Capture
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 
@@ -199,6 +200,91 @@ def test_inputs_get_gradients() -> None:
             model(x)["loss"].backward()
         found.append(x.grad)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def lending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "LENT_BYTES", 1)
+
+
+def lent_of(found: Capture) -> int:
+    return len(found._recorder._loans._lent)
+
+
+@pytest.mark.usefixtures("lending")
+@pytest.mark.parametrize("zeroes", ["before", "between", "after", "every second", "in place"])
+def test_lent_gradients_are_added_up_and_thrown_away_at_any_time(zeroes: str) -> None:
+    def run(model: nn.Module) -> list[float]:
+        torch.manual_seed(5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for number in range(8):
+            if zeroes == "before":
+                optimizer.zero_grad()
+            loss = model(torch.randn(7, 16, device=DEVICE))["loss"]
+            if zeroes in ("between", "in place"):
+                optimizer.zero_grad(set_to_none=zeroes == "between")
+            loss.backward()
+            if zeroes == "every second" and number % 2 == 0:
+                continue
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            if zeroes in ("after", "every second"):
+                optimizer.zero_grad()
+            seen += [loss.item(), *(one.sum().item() for one in model.parameters())]
+        return seen
+
+    expected = run(made())
+    model = made()
+    found = captured(model)
+    assert run(model) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert (found.failure, found.num_captured, found.has_replays) == (None, 1, True)
+    assert found._recorder.may_lend
+
+
+@pytest.mark.usefixtures("lending")
+def test_lent_gradients_that_somebody_keeps_stay_what_they_are() -> None:
+    model = made()
+    found = captured(model)
+    x = torch.randn(7, 16, device=DEVICE)
+    for _ in range(4):
+        model.zero_grad()
+        model(x)["loss"].backward()
+    gradient = model.up.weight.grad
+    assert gradient is not None
+    kept = gradient.view(-1)
+    value = kept.clone()
+    assert lent_of(found) > 0
+    for _ in range(3):
+        model.zero_grad()
+        model(2 * x)["loss"].backward()
+        assert torch.equal(kept, value)
+    assert not found._recorder.may_lend
+    del kept, gradient
+    model.zero_grad()
+    model(2 * x)["loss"].backward()
+    assert lent_of(found) == 0, "from then on they are copied"
+
+
+@pytest.mark.usefixtures("lending")
+def test_lent_gradients_outlive_their_graphs() -> None:
+    model = made()
+    found: Any = captured(model)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    values = [one.clone() for one in gradients]
+    assert lent_of(found) == len(gradients)
+    found.remove()
+    del found
+    gc.collect()
+    others = [torch.full((1000,), 7.0, device=DEVICE) for _ in range(100)]
+    assert all(torch.equal(one, value) for one, value in zip(gradients, values, strict=True))
+    del others, gradients
+    model.zero_grad()
+    loans._bury([], [])
+    assert not loans._buried
 
 
 class Waits(Net):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,15 @@ from torch.utils._pytree import tree_leaves
 import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core import config, decisions
-from deepytorch_core.compile import capture, capturing, compilation, policies, recorder
+from deepytorch_core.compile import (
+    capture,
+    capturing,
+    compilation,
+    loans,
+    policies,
+    recorder,
+    replay,
+)
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.config import Options
 
@@ -52,7 +61,7 @@ for _module in (cases, masked):
         {
             name: value
             for name, value in vars(_module).items()
-            if name.startswith("test_") and name not in GPU_ONLY
+            if name == "lending" or (name.startswith("test_") and name not in GPU_ONLY)
         }
     )
 
@@ -79,6 +88,15 @@ class Emulated(recorder.Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._loans = loans.Loans()
+
+    def lend(self, tensor: Tensor) -> Tensor:
+        own = tensor.untyped_storage()
+        there = (ctypes.c_char * own.nbytes()).from_address(own.data_ptr())
+        flat = torch.frombuffer(there, dtype=tensor.dtype)
+        lent = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._loans.note(lent)
+        return lent
 
     def lacks_memory(self) -> str | None:
         return None
@@ -104,7 +122,9 @@ class Emulated(recorder.Recorder):
             with _placed(module, leaf_of):
                 return run()
 
-        return Again(again, result), result
+        graph = Again(again, result)
+        self._loans.keep(graph)
+        return graph, result
 
     @staticmethod
     def borrowed(tensor: Tensor) -> Tensor:
@@ -131,8 +151,11 @@ def _placed(module: nn.Module, leaf_of: dict[int, nn.Parameter]) -> Iterator[Non
             own.update(parameters)
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True, params=[1, 1 << 30], ids=["lent", "copied"])
+def emulated(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(replay, "LENT_BYTES", request.param)
     monkeypatch.setattr(capture, "Recorder", Emulated)
     options = Options(profile=str(tmp_path / "profile.json"), log="error")
     monkeypatch.setattr(config, "_current", options)

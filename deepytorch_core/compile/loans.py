@@ -1,0 +1,79 @@
+"""Gradients that lie in the memory of CUDA graphs, and who still has them.
+
+A copy of a large model's gradients takes time, and as much memory as they do. DDP copies them into
+its buckets as it is, and an optimizer is done with them before the next pass: so they are lent.
+Before graphs write there again, gradients that are still there are moved, in place: whoever has the
+tensor keeps its content. An alias of it that somebody else has is waited for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Loans:
+    """Which tensors over the graphs' memory others have. Graphs outlive them, and so the memory."""
+
+    def __init__(self) -> None:
+        self.is_overdue = False
+        """Whether somebody else than a parameter ever had a loan for too long."""
+        self._lent: list[StorageWeakRef] = []
+        self._graphs: list[object] = []
+        weakref.finalize(self, _bury, self._lent, self._graphs).atexit = False
+
+    def keep(self, graph: object) -> None:
+        """Another graph whose memory is lent."""
+        self._graphs.append(graph)
+
+    def note(self, lent: Tensor) -> None:
+        """Another loan."""
+        reference = StorageWeakRef(lent.untyped_storage())  # type: ignore[no-untyped-call]
+        self._lent.append(reference)
+
+    def reclaim(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """See `Recorder.reclaim`."""
+        self._lent[:] = _living(self._lent)
+        if not self._lent:
+            return True
+        places = {one.cdata for one in self._lent}
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        there = [one for one in gradients if _place(one) in places]
+        for gradient, copy in zip(there, copies_of(there), strict=True):
+            gradient.data = copy
+        self._lent[:] = _living(self._lent)
+        self.is_overdue |= bool(self._lent)
+        return not self._lent
+
+
+_Burial = tuple[list[StorageWeakRef], list[object]]
+_buried: list[_Burial] = []
+
+
+def _bury(lent: list[StorageWeakRef], graphs: list[object]) -> None:
+    """Keep graphs that nobody needs while somebody still has some of their memory."""
+    _buried.append((lent, graphs))
+    _buried[:] = [one for one in _buried if _living(one[0])]
+
+
+def _living(lent: list[StorageWeakRef]) -> list[StorageWeakRef]:
+    return [one for one in lent if not one.expired()]  # type: ignore[no-untyped-call]
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, in few launches: gradients are many small tensors. Times one is exact."""
+    copies: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for dtype in {one.dtype for one in tensors}:
+            mine = [one for one in tensors if one.dtype == dtype]
+            made = torch._foreach_mul(mine, 1.0)
+            copies.update({id(one): copy for one, copy in zip(mine, made, strict=True)})
+    return [copies[id(one)] for one in tensors]
