@@ -134,15 +134,21 @@ class _Lazy(OrderedDict[str, Any]):
 
 
 class _Values(ValuesView[Any]):
+    def __init__(self, output: _Lazy) -> None:
+        super().__init__(output)
+        self._output = output
+
     def __iter__(self) -> Iterator[Any]:
-        output: Any = self._mapping
-        return (output._seen(name) for name in output)
+        return (self._output._seen(name) for name in self._output)
 
 
 class _Items(ItemsView[str, Any]):
+    def __init__(self, output: _Lazy) -> None:
+        super().__init__(output)
+        self._output = output
+
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        output: Any = self._mapping
-        return ((name, output._seen(name)) for name in output)
+        return ((name, self._output._seen(name)) for name in self._output)
 
 
 def _plain(model_output: type, fields: dict[str, Any]) -> Any:

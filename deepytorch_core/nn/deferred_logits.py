@@ -64,8 +64,9 @@ _DESCRIPTIONS = {
 }
 
 
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_GRAD_FN, _REQUIRES_GRAD = (
+    getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "requires_grad")
+)
 
 
 class _Later:
@@ -123,7 +124,7 @@ class DeferredLogits(torch.Tensor):
             with torch.autocast(kind, dtype=dtype, enabled=self._autocast is not None):
                 self._made = self._compute()
             if self._made.requires_grad:
-                self._made.register_hook(self._run_hooks)
+                self._made.register_hook(self._run_hooks)  # type: ignore[no-untyped-call]
         return self._made.to(_dtype_of(self))
 
     def _run_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
