@@ -155,10 +155,11 @@ def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:
         from deepytorch_core import compile as engine
 
         found = engine.compilation_of(arm.model)
-    number = 0
+    number = counted = 0
     while number < WARMUP_STEPS or (
-        found is not None and not found.is_settled and number < MOST_WARMUP_STEPS
+        found is not None and not found.is_settled and counted < MOST_WARMUP_STEPS
     ):
+        counted += found is None or not found.is_waiting
         arm.step()
         number += 1
     guard.synchronize(arm.device)

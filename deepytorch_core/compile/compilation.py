@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import config, console, decisions, guard
-from deepytorch_core.compile import capture, policies, regions, timeouts, turns
+from deepytorch_core.compile import ahead, capture, policies, regions, timeouts, turns
+from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.capturing import Capturing
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.recorder import Recorder
@@ -73,6 +74,7 @@ class Compilation:
         self._is_patient = is_patient and steps is None
         self._first = EAGER_STEPS  # step that may be compiled
         self._on = False
+        self._helpers: Ahead | None = None
         self._number = -1  # of the training step
         self._began: float | None = None
         self._is_whole = True
@@ -111,6 +113,11 @@ class Compilation:
         return self._handle is None
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether steps run eagerly while other processes compile."""
+        return self._helpers is not None
+
+    @property
     def num_made(self) -> int:
         """How many pieces of code and graphs were made so far: new ones take their time."""
         captured = 0 if self._capturing is None else self._capturing.num_captured
@@ -131,7 +138,7 @@ class Compilation:
         self._is_whole = True
 
     def _on_step(self) -> None:
-        is_waiting = EAGER_STEPS < self._number < self._first
+        is_waiting = EAGER_STEPS < self._number < self._first or self._helpers is not None
         if (self._on or self.policy == AUTO) and not is_waiting:
             self._sample()
         self._number += 1
@@ -168,6 +175,8 @@ class Compilation:
             self._wait()
         elif number == self._first:
             self._start_compiling()
+        elif number > self._first and self._helpers is not None:
+            self._await(self._helpers)
         elif number > self._first:
             measured = number - self._first - COMPILED_STEPS
             if turns.is_look(measured):
@@ -228,11 +237,37 @@ class Compilation:
                 return
             share = max(EXPECTED_COMPILE_S, LARGEST_SHARE * whole_s)
             self._budget_s = min(self._budget_s, share)
-        self._install({})
+        if self._may_be_helped():
+            tried = policies.automatic(self._device)[0].name
+            self._helpers = Ahead(self._device, tried)
+        self._install({}, in_parts=self._helpers is not None)
         if not self.regions:
             self._finish(EAGER, NOTHING)
             return
+        if self._helpers is not None:
+            for one in self.regions:
+                one.prepare(self._helpers)
         self._lower = timeouts.hold_off(self._budget_s * len(self.regions))
+        self._on = True
+
+    def _may_be_helped(self) -> bool:
+        """Whether other processes compile. Ranks together would not be done at the same time."""
+        is_whole = [one.modules for one in regions.find(self._root)] == [(self._root,)]
+        alone = guard.Ranks(self._what).size == 1 and len(policies.automatic(self._device)) == 1
+        return is_whole and alone and ahead.why_not(self._root, self._device) is None
+
+    def _await(self, helpers: Ahead) -> None:
+        """Train eagerly until the helpers are done; then compile as if it began now."""
+        self._on = False
+        if not helpers.is_over(self._budget_s):
+            return
+        helpers.close()
+        self._helpers = None
+        for why in dict.fromkeys(helpers.failures):
+            console.say(f"{self._what}: a part is compiled while the training waits: {why}")
+        for one in self.regions:
+            one.restart()
+        self._first = self._number
         self._on = True
 
     def _agreed_step_s(self) -> float:
@@ -242,9 +277,13 @@ class Compilation:
         except RuntimeError:
             return 0.0
 
-    def _install(self, known: Mapping[str, list[str]]) -> None:
+    def _install(self, known: Mapping[str, list[str]], *, in_parts: bool = False) -> None:
         """Compile the regions from now on; with the policies known to be good, or all."""
-        for region in regions.find(self._root):
+        found = regions.find(self._root)
+        was_in_parts = bool(known) and not any(one.name in known for one in found)
+        if in_parts or was_in_parts:
+            found = regions.parts(self._root)
+        for region in found:
             if self.policy != AUTO:
                 tried = [policies.get(self.policy)]
             elif region.name in known:
@@ -255,6 +294,8 @@ class Compilation:
                 compiled = CompiledRegion(
                     region, tried, budget_s=self._budget_s, is_on=lambda: self._on
                 )
+                if was_in_parts:
+                    compiled.restart()
                 compiled.install()
                 self.regions.append(compiled)
 
@@ -371,6 +412,9 @@ class Compilation:
         }
 
     def _stop(self) -> None:
+        if self._helpers is not None:
+            self._helpers.close()
+            self._helpers = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from deepytorch_core import guard
 from deepytorch_core.compile import breaks, graphs
+from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
 from deepytorch_core.console import say
@@ -75,6 +76,20 @@ class CompiledRegion:
         self._is_dynamic: bool | None = None
         self._num_compiling_calls = 0
         self._graph_error: Exception | None = None
+        self._ahead: Ahead | None = None
+        self._at_once = False
+        self._compiled = self._compile()
+
+    def prepare(self, ahead: Ahead) -> None:
+        """Leave the next graphs to helpers, and run them eagerly, until `restart`."""
+        self._ahead = ahead
+
+    def restart(self) -> None:
+        """Capture all graphs anew, and take what was compiled for them `ahead.at_once`."""
+        self._ahead = None
+        self._at_once = True
+        self.told = Told()
+        self._num_compiling_calls = 0
         self._compiled = self._compile()
 
     def install(self) -> None:
@@ -139,12 +154,16 @@ class CompiledRegion:
         place = breaks.of(graph)
         if place is not None and place not in self.told.breaks:
             self.told.breaks.append(place)
+        if self._ahead is not None:
+            self._ahead.submit(graph)
+            return graph.forward
         if self.told.compile_s > self._budget_s:
             self.give_up(f"its compile budget of {self._budget_s:g} s is spent")
             return graph.forward
-        compiled, dropped = graphs.compile_with(
-            self._policies, graph, inputs, may_try=self._may_try
-        )
+        with at_once() if self._at_once else contextlib.nullcontext():
+            compiled, dropped = graphs.compile_with(
+                self._policies, graph, inputs, may_try=self._may_try
+            )
         return graphs.Graph(
             graph,
             compiled=compiled,

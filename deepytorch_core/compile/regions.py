@@ -52,6 +52,33 @@ def find(model: nn.Module) -> list[Region]:
     return sorted(regions, key=lambda region: -sum(map(_size, region.modules)))
 
 
+def parts(root: nn.Module) -> list[Region]:
+    """The regions of a model that `find` takes as a whole, if it is to be compiled part by part.
+
+    Parts of at most a quarter; what is too small to be worth a compile of its own is left out.
+    """
+    whole = _size(root)
+    groups: dict[object, list[tuple[str, nn.Module]]] = {}
+    for name, module in _parts(root, "", whole // 4, whole // 64):
+        groups.setdefault(signature(module), []).append((name, module))
+    return [Region(some[0][0], tuple(one for _, one in some)) for some in groups.values()]
+
+
+def _parts(
+    module: nn.Module, prefix: str, most: int, least: int
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path, size = (f"{prefix}.{name}" if prefix else name), _size(child)
+        if least <= size <= most and _can_be_region(child) and _runs(child):
+            yield path, child
+        elif size >= least:
+            yield from _parts(child, path, most, least)
+
+
+def _runs(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
 def signature(module: nn.Module) -> object:
     """Equal for modules that can share a compile: classes, shapes, dtypes and plain attributes."""
     return tuple(

@@ -63,8 +63,9 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     losses = [trained.train(number) for number in range(CHECKED_STEPS)]
-    done = CHECKED_STEPS
-    while not _is_settled(trained.model) and done < MAX_WARMUP_STEPS:
+    done, counted = CHECKED_STEPS, CHECKED_STEPS
+    while not _is_settled(trained.model) and counted < MAX_WARMUP_STEPS:
+        counted += not _is_waiting(trained.model)
         trained.train(done)
         done += 1
     done += _meet_all_shapes(trained, device)
@@ -104,6 +105,11 @@ def swap_kernels(
         model=model, optimizers=[optimizer], device=device, autocast=dtype if autocast else None
     )
     apply_kernels(setting, config.current().kernels)
+
+
+def _is_waiting(model: nn.Module) -> bool:
+    compilation = compilation_of(model)
+    return compilation is not None and compilation.is_waiting
 
 
 def _meet_all_shapes(trained: Trained, device: torch.device) -> int:

@@ -1,0 +1,312 @@
+"""Compiling in other processes while the training goes on eagerly.
+
+A large model takes a compiler minutes, in one thread of Python. So each graph that was captured of
+it goes to a helper process (`helper`), several at a time, which compiles it and leaves the result
+in torch's caches on disk. Once all are done the graphs are captured again, and found there. What a
+helper could not do, or did under other settings, is compiled in this process as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from deepytorch_core import config
+
+# Modules with parameters, from which on a model takes minutes.
+LARGE_MODEL = 250
+# Each takes a core while it compiles, and memory on the GPU to ask for what it can do.
+MOST_HELPERS = 4
+CORES_OF_A_HELPER = 4
+HELPER_BYTES = 1 << 30
+# Threads of a helper's own that make kernels of its code.
+_KERNEL_THREADS = "4"
+
+
+def why_not(root: nn.Module, device: torch.device) -> str | None:
+    """Why the model is compiled in this process alone; None if helpers are worth it."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    size = sum(1 for one in root.modules() if one._parameters)
+    if device.type != "cuda":
+        return "its device has no compiler that takes so long"
+    if size < LARGE_MODEL:
+        return "it is small"
+    if _num_helpers() < 2:
+        return "there are too few cores"
+    if torch.cuda.mem_get_info(device)[0] < 2 * _num_helpers() * HELPER_BYTES:
+        return "there is too little memory left on the GPU"
+    caches = (functorch.enable_autograd_cache, inductor.fx_graph_cache)
+    return None if all(caches) else "torch's caches are switched off"
+
+
+def _num_helpers() -> int:
+    return min(MOST_HELPERS, len(os.sched_getaffinity(0)) // CORES_OF_A_HELPER)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process goes by when it compiles, besides the graph."""
+
+    inductor: dict[str, Any]
+    functorch: dict[str, Any]
+    autocast: tuple[str, bool, torch.dtype]
+    precision: str
+    cudnn_tf32: bool
+    namesake: str
+    """The module that pickle takes torch's memory formats for members of: the first with a `torch`.
+
+    The caches' keys are pickles.
+    """
+
+    @classmethod
+    def now(cls, device: torch.device) -> Settings:
+        """This process's."""
+        import torch._functorch.config as functorch
+        import torch._inductor.config as inductor
+
+        kind = device.type
+        return cls(
+            inductor.save_config_portable(),
+            functorch.save_config_portable(),
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+            _namesake(),
+        )
+
+    def resemble(self) -> None:
+        """Make this process one that compiles as that one does; for good."""
+        if torch.get_float32_matmul_precision() != self.precision:  # setting it leaves a trace
+            torch.set_float32_matmul_precision(self.precision)
+        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+        if _namesake() != self.namesake:
+            first = sys.modules.get(self.namesake) or types.ModuleType(self.namesake)
+            vars(first).setdefault("torch", torch)
+            others = {name: one for name, one in sys.modules.items() if name != self.namesake}
+            sys.modules.clear()
+            sys.modules.update({self.namesake: first} | others)
+
+
+def _namesake() -> str:
+    find: Any = vars(pickle)["whichmodule"]
+    return str(find(torch.contiguous_format, "torch.contiguous_format"))
+
+
+class Ahead:
+    """The helpers of one model, and what they have to do.
+
+    Args:
+        device: the model's.
+        policy: what compiles, by name.
+    """
+
+    def __init__(self, device: torch.device, policy: str) -> None:
+        self.failures: list[str] = []
+        """Why graphs were not sent or not compiled."""
+        self._device = device
+        self._policy = policy
+        self._began = time.perf_counter()
+        self._jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._num_open = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def submit(self, graph: GraphModule) -> None:
+        """Have a helper compile `graph`, which Dynamo has just captured."""
+        try:
+            job = _packed(graph, self._policy, Settings.now(self._device))
+        except Exception as error:  # whatever in a graph can't be sent
+            self.failures.append(f"{type(error).__name__}: {error}")
+            return
+        with self._lock:
+            self._num_open += 1
+        self._jobs.put(job)
+        if len(self._threads) < _num_helpers():
+            # A daemon: the end of the training does not wait for it.
+            self._threads.append(threading.Thread(target=self._serve, daemon=True))
+            self._threads[-1].start()
+
+    def is_over(self, limit_s: float) -> bool:
+        """Whether nothing is left to be waited for."""
+        return self._num_open == 0 or time.perf_counter() - self._began > limit_s
+
+    def close(self) -> None:
+        """Stop the helpers, whatever they do."""
+        with self._lock:
+            if self._num_open:
+                self.failures.append(f"helpers have not done {self._num_open} graphs in time")
+            self._is_closed = True
+            for process in self._processes:
+                process.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _serve(self) -> None:
+        """In a thread: give jobs to one helper, one after the other."""
+        process: subprocess.Popen[bytes] | None = None
+        while (job := self._jobs.get()) is not None:
+            if process is None or process.poll() is not None:
+                process = self._started()
+            if process is None:
+                return
+            why = _asked(process, job)
+            with self._lock:
+                self._num_open -= 1
+                if why and not self._is_closed:
+                    self.failures.append(why)
+        if process is not None:
+            process.wait()
+
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        environment = config.child_environment(
+            DEEPYTORCH_ENABLED="0",
+            TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+            TORCHINDUCTOR_COMPILE_THREADS=_KERNEL_THREADS,
+        )
+        with self._lock:
+            if self._is_closed:
+                return None
+            process = subprocess.Popen(
+                [sys.executable, "-m", "deepytorch_core.compile.helper"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if config.current().log == "debug" else subprocess.DEVNULL,
+                env=environment,
+            )
+            self._processes.append(process)
+            return process
+
+
+def _asked(process: subprocess.Popen[bytes], job: bytes) -> str:
+    """Why a helper failed, or nothing."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(struct.pack("!q", len(job)) + job)
+        process.stdin.flush()
+        size = process.stdout.read(8)
+    except OSError:
+        size = b""
+    if len(size) < 8:
+        return f"a helper ended with status {process.wait()}"
+    return process.stdout.read(struct.unpack("!q", size)[0]).decode()
+
+
+def _packed(graph: GraphModule, policy: str, settings: Settings) -> bytes:
+    """What `helper` takes: the graph, what its inputs are, and settings.
+
+    Raises whatever pickle does, and TypeError for inputs that are no tensors of fixed sizes.
+    """
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    facts = [_Input.of(node.meta["example_value"]) for node in places]
+    sources = [getattr(node, "_dynamo_source", None) for node in places]
+    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
+    pickled = GraphPickler.dumps((graph, facts), options)
+    return pickle.dumps((pickled, sources, policy, settings))
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What a graph takes: a tensor that has everything but memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_parameter: bool
+
+    @classmethod
+    def of(cls, value: Any) -> _Input:
+        """That of an example; raises TypeError if it is no tensor of a fixed size."""
+        if not isinstance(value, torch.Tensor) or any(
+            not isinstance(size, int) for size in (*value.shape, *value.stride())
+        ):
+            raise TypeError("it is compiled for sizes that change")
+        return cls(
+            tuple(value.shape),
+            tuple(value.stride()),
+            value.dtype,
+            value.device,
+            value.requires_grad,
+            isinstance(value, nn.Parameter),
+        )
+
+    def made(self) -> torch.Tensor:
+        """Such a tensor. Nothing is computed with it."""
+        value = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        value.untyped_storage().resize_(0)
+        if self.is_parameter:
+            return nn.Parameter(value, self.requires_grad)
+        return value.requires_grad_(self.requires_grad)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """While open, backward passes are compiled with their forward passes, not when they are run.
+
+    Helpers run none; and since the caches go by it, nor may who is to find what they have made.
+    """
+    import torch._functorch.config as functorch
+
+    with functorch.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
+def compile_packed(job: bytes) -> None:
+    """In a helper: what `Ahead.submit` has sent. The caches on disk are the result."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from deepytorch_core.compile import graphs, policies
+
+    pickled, sources, policy, settings = pickle.loads(job)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    loaded: Any = GraphPickler.loads(pickled, mode)
+    graph, facts = loaded
+    inputs = [one.made() for one in facts]
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, value, source in zip(places, inputs, sources, strict=True):
+        node.meta["example_value"] = mode.from_tensor(value, static_shapes=True)
+        node._dynamo_source = source
+    kind, enabled, dtype = settings.autocast
+    settings.resemble()
+    own = {"compile_threads": inductor.compile_threads}
+    with (
+        inductor.patch({**settings.inductor, **own}),
+        functorch.patch(settings.functorch),
+        at_once(),
+        tracing(TracingContext(mode)),
+        torch.autocast(kind, dtype=dtype, enabled=enabled),
+    ):
+        # As the process that asks does it: keys of the caches go by the smallest difference.
+        _, dropped = graphs.compile_with(
+            [policies.get(policy)], graph, inputs, may_try=lambda number, seconds: True
+        )
+    if dropped:
+        raise RuntimeError(dropped[policy])

@@ -1,0 +1,44 @@
+"""A process that compiles graphs for another one; see `ahead`.
+
+Jobs come in on stdin and answers go out on stdout, each after its length. An empty answer means
+that the job was done; any other says why not.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import threading
+import time
+
+
+def main() -> None:
+    """Serve until there are no more jobs, or the one who asks is gone."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    while len(size := sys.stdin.buffer.read(8)) == 8:
+        answer = _done(sys.stdin.buffer.read(struct.unpack("!q", size)[0])).encode()
+        answers.write(struct.pack("!q", len(answer)) + answer)
+        answers.flush()
+
+
+def _done(job: bytes) -> str:
+    from deepytorch_core.compile.ahead import compile_packed
+
+    try:
+        compile_packed(job)
+    except Exception as error:  # whatever a compiler may raise
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

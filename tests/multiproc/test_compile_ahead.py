@@ -1,0 +1,149 @@
+"""Graphs that other processes compile while the training goes on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import deepytorch
+from deepytorch_core import compile as engine
+from deepytorch_core import config, decisions
+from deepytorch_core.compile import ahead, regions
+from deepytorch_core.compile.ahead import Ahead
+from deepytorch_core.config import Options
+
+pytestmark = pytest.mark.timeout(300)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """One helper, for any model."""
+    monkeypatch.setattr(ahead, "_num_helpers", lambda: 1)
+    monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
+    options = Options(profile=str(tmp_path / "p.json"), log="error", compile_budget_s=200.0)
+    monkeypatch.setattr(config, "_current", options)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Part(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, inner), nn.Linear(inner, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+class Whole(nn.Module):
+    """Parts of which no two can share a compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Part(8), Part(12)])
+        self.middle = Part(16)
+        self.up = nn.ModuleList([Part(20), Part(24)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (*self.down, self.middle, *self.up):
+            x = part(x)
+        return x
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    torch.manual_seed(number)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(6, 8)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_a_training_goes_on_while_helpers_compile_it() -> None:
+    torch.manual_seed(0)
+    model = Whole()
+    stock = copy.deepcopy(model)
+    assert [one.name for one in regions.find(model)] == ["Whole"]
+    assert len(regions.parts(model)) == 5
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, stock)]
+    deepytorch.compile(model)
+    found: Any = engine.compilation_of(model)
+    counters.clear()
+    waited = number = 0
+    while not found.is_settled and number < 50_000:
+        mine, other = (step(m, o, number) for m, o in zip((model, stock), optimizers, strict=True))
+        assert mine == pytest.approx(other, rel=3e-2)  # bf16 in another order
+        waited += found.is_waiting
+        number += 1
+        time.sleep(0.002 if found.is_waiting else 0.0)
+    assert waited > 10
+    assert found.is_settled
+    assert counters["aot_autograd"]["autograd_cache_hit"] >= 5
+    assert not counters["aot_autograd"]["autograd_cache_miss"]
+    (made,) = [one for one in decisions.made() if one["what"] == "compile of Whole"][-1:]
+    assert made["chosen"] in ("inductor", "eager"), made
+    for mine_, other_ in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine_, other_, rtol=5e-2, atol=5e-3)
+    engine.undo(model)
+
+
+def submitted(graph_of: Any) -> Ahead:
+    helpers = Ahead(CPU, "inductor")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        helpers.submit(graph)
+        return graph.forward
+
+    graph_of(backend)
+    return helpers
+
+
+def wait(helpers: Ahead, limit_s: float = 100.0) -> None:
+    while not helpers.is_over(limit_s):
+        time.sleep(0.05)
+
+
+def test_what_a_helper_cannot_do_is_told() -> None:
+    def run(backend: Any) -> None:
+        function = torch.compile(lambda x: x * 2, backend=backend, dynamic=True)
+        function(torch.randn(7))
+
+    helpers = submitted(run)
+    wait(helpers)
+    helpers.close()
+    assert helpers.failures == ["TypeError: it is compiled for sizes that change"]
+
+
+def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model() -> None:
+    def run(backend: Any) -> None:
+        torch.compile(nn.Linear(3, 3), backend=backend)(torch.randn(7, 3))
+
+    helpers = submitted(run)
+    while not helpers._processes:
+        time.sleep(0.01)
+    helpers._processes[0].kill()
+    wait(helpers)
+    assert helpers.failures == ["a helper ended with status -9"]
+    torch._dynamo.reset()
+    torch.compile(nn.Linear(4, 3), backend=lambda graph, _: (helpers.submit(graph), graph)[1])(
+        torch.randn(7, 4)
+    )
+    assert not helpers.is_over(100.0)
+    assert helpers.is_over(0.0)
+    helpers.close()
+    assert helpers.failures[1:] == ["helpers have not done 1 graphs in time"]
+    for thread in helpers._threads:
+        thread.join(30.0)
+    assert all(one.poll() is not None for one in helpers._processes)
