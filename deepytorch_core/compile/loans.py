@@ -26,9 +26,9 @@ class Loans:
         self._graphs: list[object] = []
         weakref.finalize(self, _bury, self._lent, self._graphs).atexit = False
 
-    def keep(self, graph: object) -> None:
-        """Another graph whose memory is lent."""
-        self._graphs.append(graph)
+    def keep(self, graphs: Iterable[object]) -> None:
+        """More graphs whose memory is lent."""
+        self._graphs.extend(graphs)
 
     def note(self, lent: Tensor) -> None:
         """Another loan."""

@@ -109,7 +109,6 @@ class Recorder:
         except Exception:
             self._leave()
             raise
-        self._loans.keep(graph)
         return graph, result
 
     def _leave(self) -> None:
@@ -124,6 +123,10 @@ class Recorder:
     def may_lend(self) -> bool:
         """Whether everybody has given back in time so far."""
         return not self._loans.is_overdue
+
+    def keep(self, graphs: Iterable[Graph]) -> None:
+        """From now on memory of these may be lent: they stay as long as somebody has some of it."""
+        self._loans.keep(graphs)
 
     def lend(self, tensor: Tensor) -> Tensor:
         """The same memory for somebody else, who gives it back by letting go of it."""

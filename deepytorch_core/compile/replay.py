@@ -137,6 +137,7 @@ class Replay:
         self._lent = self._lendable()
         self._check(call, given, expected)
         self._let_go()
+        recorder.keep((self._forward_graph, self._backward_graph))
 
     def __call__(self, call: Call, token: Token) -> Any:
         """Replay on the call's inputs. Returns what the module would, connected to autograd."""

@@ -122,9 +122,7 @@ class Emulated(recorder.Recorder):
             with _placed(module, leaf_of):
                 return run()
 
-        graph = Again(again, result)
-        self._loans.keep(graph)
-        return graph, result
+        return Again(again, result), result
 
     @staticmethod
     def borrowed(tensor: Tensor) -> Tensor:
