@@ -86,7 +86,8 @@ class _Lazy(OrderedDict[str, Any]):
         value = OrderedDict.__getitem__(self, name)
         packing, row = vars(self).get("_pending", {}).get(name, (None, 0))
         is_packed = isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, row)
-        if packing is None or not is_packed or not value.requires_grad or name in _FLAT_FIELDS:
+        has_gradient = isinstance(value, DeferredLogits) or (is_packed and value.requires_grad)
+        if packing is None or not is_packed or not has_gradient or name in _FLAT_FIELDS:
             return self[name]
         stand_ins = vars(self).setdefault("_stand_ins", {})
         if name not in stand_ins:

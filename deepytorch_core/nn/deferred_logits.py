@@ -52,6 +52,7 @@ _DESCRIPTIONS = {
         "dtype",
         "device",
         "ndim",
+        "requires_grad",
         "is_leaf",
         "layout",
     )
@@ -64,9 +65,10 @@ _DESCRIPTIONS = {
 }
 
 
-_GRAD_FN, _REQUIRES_GRAD = (
-    getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "requires_grad")
-)
+# What says that a gradient may be hooked. `requires_grad` says no, as whoever goes by it, such as
+# FSDP2, looks into the tensor next.
+_grad_fn: Any = torch.Tensor.grad_fn
+_GRAD_FN = _grad_fn.__get__
 
 
 class _Later:
@@ -153,8 +155,6 @@ class DeferredLogits(torch.Tensor):
             return _plain(args[0], func, *args[1:], **kwargs)
         if args and isinstance(args[0], DeferredLogits):
             hooks = args[0]._hooks
-            if func == _REQUIRES_GRAD:
-                return hooks is not None
             if func == _GRAD_FN:
                 return None if hooks is None else _Later()
             if func is torch.Tensor.register_hook and hooks is not None:
