@@ -129,15 +129,16 @@ class PackedForward:
             obstacle = packing.obstacle
         if packing is None or obstacle is not None:
             self._stay_padded(obstacle)
-        if packing is None or obstacle is not None:
             self._calls.append(None)
             self.num_tokens, self.are_few = None, False
             return args, kwargs
         self.num_tokens, self.are_few = packing.num_tokens, bool(self.shapes.limit)
         if self._stays(packing):
-            # A mask of ones would make models look for a zero, and wait for the device.
             self._calls.append(None)
             self._expect(packing, packing.num_tokens)
+            if not self.shapes.limit:
+                return args, kwargs
+            # To be replayed: a mask of ones would make models look for a zero, and so wait.
             return (), {name: value for name, value in call.items() if name != "attention_mask"}
         packed = self.pack(call, packing)
         self.are_few = self.shapes.are_few
