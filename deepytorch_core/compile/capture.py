@@ -51,7 +51,7 @@ class Sizes(Protocol):
 
     @property
     def are_few(self) -> bool:
-        """Whether the last batch has one of the few sizes, or they are still to be chosen."""
+        """Whether the last batch has one of the few sizes: until they are chosen, none has."""
 
     @property
     def num_tokens(self) -> int | None:

@@ -168,8 +168,15 @@ class Replay:
     def _given(self) -> list[Tensor | None]:
         """Gradients for the engine: those of large models in the graph's memory, others copied."""
         own = {id(one): one for one in self._gradients if one is not None}
-        lendable = self._lent if self._recorder.may_lend else set()
-        lent = {key: self._recorder.lend(one) for key, one in own.items() if key in lendable}
+        # Hooks may hand gradients to other streams, which read them when others have let go.
+        lent = {
+            id(one): self._recorder.lend(one)
+            for parameter, one in zip(self._parameters, self._gradients, strict=False)
+            if one is not None
+            and id(one) in self._lent
+            and self._recorder.may_lend
+            and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        }
         left = [one for key, one in own.items() if key not in lent]
         copied = {id(one): copy for one, copy in zip(left, copies_of(left), strict=True)}
         given = lent | copied

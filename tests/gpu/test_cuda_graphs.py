@@ -267,6 +267,20 @@ def test_lent_gradients_that_somebody_keeps_stay_what_they_are() -> None:
 
 
 @pytest.mark.usefixtures("lending")
+def test_gradients_that_hooks_see_are_not_lent() -> None:
+    model = made()
+    model.up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.down.weight.register_hook(lambda gradient: None)
+    found = captured(model)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    assert found.has_replays
+    trained = [one for one in model.parameters() if one.grad is not None]
+    assert lent_of(found) == len(trained) - 2
+
+
+@pytest.mark.usefixtures("lending")
 def test_lent_gradients_outlive_their_graphs() -> None:
     model = made()
     found: Any = captured(model)
