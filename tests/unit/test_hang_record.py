@@ -264,6 +264,10 @@ def test_asking_harms_no_process_that_runs_python() -> None:
     child, reading = forked(busy)
     try:
         number = int(os.read(reading, 100))
+        # It says the number before it starts its threads.
+        deadline = time.monotonic() + 60
+        while "(recurse)" not in stacks.ask(child, number, limit_s=20):
+            assert time.monotonic() < deadline
         for _ in range(100):
             assert "(recurse)" in stacks.ask(child, number, limit_s=20)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
