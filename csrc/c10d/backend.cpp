@@ -180,11 +180,11 @@ dpt_status Backend::start_on_delegate(void* context, void* call, dpt_error* erro
   return start_by_nodes(context, call, nullptr, error);
 }
 
-dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_error*) {
+dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_error* error) {
   auto* submitted = static_cast<Submitted*>(call);
+  const at::Device device = submitted->device();
   try {
     const Call& what = submitted->call;
-    const at::Device device = submitted->device();
     const std::string device_type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
     Backend& backend = submitted->backend;
     std::optional<DelegatedStream::Call> starting;
@@ -202,7 +202,7 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.
     submitted->failure = std::current_exception();
-    return DPT_ERR_DELEGATE;
+    return describe_caught(device, error);
   }
 }
 

@@ -195,7 +195,9 @@ class Backend : public c10d::Backend {
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
-  static int is_delegate_waiting(void* context);
+  static dpt_waits is_delegate_waiting(void* context);
+  // In a handler of whatever the stock backend threw: what the core is told of it.
+  static dpt_status describe_caught(const at::Device& device, dpt_error* error);
   static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status execute_on_delegate(void* context,
                                         const dpt_request* request,

@@ -66,17 +66,17 @@ DelegatedStream::Call::Call(DelegatedStream& of, const c10::Device& device) : of
   ++of_.calls_;
 }
 
-bool DelegatedStream::is_waiting() {
-  if (calls_ > 0) return true;
+dpt_waits DelegatedStream::is_waiting() {
+  if (calls_ > 0) return DPT_WAITS_IN_START;
   const std::lock_guard lock(mutex_);
   // What a graph captures does not run now.
-  if (!stream_ || api_->stream_capture(stream_->native_handle()) != 0) return false;
+  if (!stream_ || api_->stream_capture(stream_->native_handle()) != 0) return DPT_WAITS_NOT;
   if (asked_ && asked_->query()) {
     asked_.reset();
-    return false;
+    return DPT_WAITS_NOT;
   }
   if (!asked_) asked_ = event_on(*stream_);
-  return true;
+  return DPT_WAITS_ON_STREAM;
 }
 
 DeviceWork::DeviceWork(int rank,

@@ -63,9 +63,7 @@ class DelegatedStream {
     DelegatedStream& of_;
   };
 
-  // Whether the stock backend is starting one, or the stream has not come yet to where it was at an
-  // earlier question.
-  bool is_waiting();
+  dpt_waits is_waiting();
 
  private:
   const dpt_api* api_;

@@ -1,6 +1,7 @@
 // Requests of the core's own on the stock backend: how the tuner learns what gloo and NCCL take.
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 
@@ -107,38 +108,55 @@ void copy_message(const char* what, dpt_error* error) {
 
 }  // namespace
 
-int Backend::is_delegate_waiting(void* context) {
+dpt_status Backend::describe_caught(const at::Device& device, dpt_error* error) {
   try {
-    return static_cast<int>(static_cast<Backend*>(context)->delegated_.is_waiting());
+    throw;
+  } catch (const c10::DistBackendError& caught) {
+    // NCCL's own. What else it raises, for arguments that it refuses say, it does on every rank.
+    copy_message(caught.what(), error);
+    return device.is_cuda() ? DPT_ERR_DELEGATE_BROKE : DPT_ERR_DELEGATE;
+  } catch (const std::exception& caught) {
+    copy_message(caught.what(), error);
+  } catch (...) {
+    copy_message("an exception of an unknown type", error);
+  }
+  return DPT_ERR_DELEGATE;
+}
+
+dpt_waits Backend::is_delegate_waiting(void* context) {
+  try {
+    return static_cast<Backend*>(context)->delegated_.is_waiting();
   } catch (const std::exception&) {
-    return 0;  // the device is in trouble of its own, which the program hears of
+    return DPT_WAITS_NOT;  // the device is in trouble of its own, which the program hears of
   }
 }
 
 dpt_status Backend::execute_on_delegate(void* context,
                                         const dpt_request* request,
                                         dpt_error* error) {
+  const bool on_device = request->on_device != 0;
+  const at::Device device(on_device ? at::kCUDA : at::kCPU);
   try {
-    const bool on_device = request->on_device != 0;
     const bool sums = request->reduce_op == DPT_SUM || request->reduce_op == DPT_NO_REDUCE;
     if (request->dtype != (on_device ? DPT_BFLOAT16 : DPT_FLOAT32) || !sums) {
       throw std::invalid_argument(
           "the tuner times sums of float32, on devices of bfloat16, and nothing else");
     }
-    const BackendPtr stock =
-        static_cast<Backend*>(context)->delegate_for(on_device ? "cuda" : "cpu");
+    Backend& backend = *static_cast<Backend*>(context);
     if (!on_device) {
-      start_request(*stock, *request)->wait();
+      start_request(*backend.delegate_for("cpu"), *request)->wait();
       return DPT_OK;
     }
+    const DelegatedStream::Call starting(backend.delegated_,
+                                         static_cast<Submitted*>(request->call)->device());
+    const BackendPtr stock = backend.delegate_for("cuda");
     const c10::StreamGuard guard(*static_cast<Submitted*>(request->call)->stream);
     const WorkPtr work = start_request(*stock, *request);
     // The stream waits for it, not this thread. What ran on that stream itself has no work.
     if (work) work->synchronize();
     return DPT_OK;
-  } catch (const std::exception& caught) {
-    copy_message(caught.what(), error);
-    return DPT_ERR_DELEGATE;
+  } catch (...) {
+    return describe_caught(device, error);
   }
 }
 

@@ -453,11 +453,14 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
   }
   count_delegated(request.collective, plan, request.count * size_of(request.dtype));
   dpt_error error{};
+  Segment* const watched = request.on_device != 0 ? segment_.get() : nullptr;
+  before_delegate(watched);
   const bool by_nodes = std::string_view(plan.algorithm) == "hierarchical";
-  const dpt_status status =
+  dpt_status status =
       by_nodes ? delegate_.start_by_nodes(
                      delegate_.context, request.call, nodes_->layout.node_of.data(), &error)
                : delegate_.start(delegate_.context, request.call, &error);
+  status = after_delegate(watched, status, error);
   if (status != DPT_OK) throw Error(status, error.message);
   return DPT_DELEGATED;
 }

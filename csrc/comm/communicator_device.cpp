@@ -311,14 +311,20 @@ bool Communicator::watch_delegate() {
     if (failure_ && failure_->status() == DPT_ERR_ABORTED)
       return true;  // who ended it himself knows
   }
-  bool waits = false;
-  DeviceGroup::outside_capture([&] { waits = delegate_.is_waiting(delegate_.context) != 0; });
-  if (!lost_.keeps_waiting(waits, std::chrono::steady_clock::now())) return false;
+  dpt_waits waits = DPT_WAITS_NOT;
+  DeviceGroup::outside_capture([&] { waits = delegate_.is_waiting(delegate_.context); });
+  const auto now = std::chrono::steady_clock::now();
+  if (!lost_.keeps_waiting(waits != DPT_WAITS_NOT, now)) return false;
   const std::string reason = "an operation of group " + group_name_ +
                              " that NCCL carries out on rank " +
                              std::to_string(global_ranks_[rank_]) + " waits in vain: " + who;
   fail(DPT_ERR_PEER_LOST, reason);
-  if (!raise_errors_) end_process(reason);
+  // What is being started never comes back, so there is no next call that could raise.
+  if (waits == DPT_WAITS_IN_START) {
+    end_process(reason, Instead::kNothing);
+  } else if (!raise_errors_) {
+    end_process(reason);
+  }
   return true;
 }
 

@@ -8,6 +8,7 @@
 
 #include "base/error.hpp"
 #include "base/log.hpp"
+#include "comm/lost_rank.hpp"
 #include "comm/measure.hpp"
 #include "comm/race.hpp"
 #include "tuner/choose_device.hpp"
@@ -115,7 +116,9 @@ class Trial {
       return true;
     }
     dpt_error error{};
-    if (delegate_->execute(delegate_->context, &request, &error) == DPT_OK) return true;
+    before_delegate(&context_.segment);
+    const dpt_status status = delegate_->execute(delegate_->context, &request, &error);
+    if (after_delegate(&context_.segment, status, error) == DPT_OK) return true;
     log(LogLevel::kDebug, std::string("the stock backend is no candidate: ") + error.message);
     return false;
   }

@@ -20,16 +20,20 @@ std::function<void(const std::string&)>& replacement() {
 
 }  // namespace
 
-void end_process(const std::string& reason) {
+void end_process(const std::string& reason, Instead instead) {
   {
     const std::lock_guard lock(mutex);
     if (replacement()) return replacement()(reason);
   }
-  std::fprintf(stderr,
-               "deepytorch: %s. The GPU has not got that operation's results, so this process ends "
-               "now, before anything is computed or saved from them; with "
-               "DEEPYTORCH_ERROR_HANDLING=raise the group's next call raises instead.\n",
-               reason.c_str());
+  const char* const why =
+      instead == Instead::kRaise
+          ? "The GPU has not got that operation's results, so this process ends now, before "
+            "anything "
+            "is computed or saved from them; with DEEPYTORCH_ERROR_HANDLING=raise the group's next "
+            "call raises instead."
+          : "The program's thread is inside NCCL, which nothing else can end, so this process ends "
+            "now.";
+  std::fprintf(stderr, "deepytorch: %s. %s\n", reason.c_str(), why);
   std::fflush(stderr);
   std::this_thread::sleep_for(kGrace);
   std::abort();

@@ -6,9 +6,12 @@
 
 namespace dpt {
 
+// What a program can ask for in place of its end.
+enum class Instead { kRaise, kNothing };
+
 // Prints the reason and, after some seconds in which other threads may still say more, aborts the
 // process. Called from the watchdog's thread.
-void end_process(const std::string& reason);
+void end_process(const std::string& reason, Instead instead = Instead::kRaise);
 
 // For tests: called in place of that; nullptr restores it.
 void replace_end_process(std::function<void(const std::string& reason)> instead);

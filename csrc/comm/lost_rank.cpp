@@ -4,6 +4,19 @@
 #include "transport/shm/segment.hpp"
 
 namespace dpt {
+namespace {
+
+// NCCL's messages end with what it comes from, and begin with where in the source it happened.
+std::string in_short(const std::string& message) {
+  static constexpr std::string_view kMark = "Last error:\n";
+  const size_t mark = message.find(kMark);
+  const size_t begin = mark == std::string::npos ? 0 : mark + kMark.size();
+  const size_t end = message.find('\n', begin);
+  const std::string line = message.substr(begin, end == std::string::npos ? end : end - begin);
+  return line.empty() ? message.substr(0, message.find('\n')) : line;
+}
+
+}  // namespace
 
 LostRank::Patience& LostRank::patience() {
   static Patience patience;
@@ -11,29 +24,51 @@ LostRank::Patience& LostRank::patience() {
 }
 
 void LostRank::look(const Segment& segment, Time now) {
-  if (since_) return;
+  if (since_ && how_ != How::kStockFailed) return;
+  if (!look_for_gone(segment, now)) look_for_failed(segment, now);
+}
+
+bool LostRank::look_for_gone(const Segment& segment, Time now) {
   try {
     segment.throw_if_aborted();
   } catch (const Error& error) {
-    if (error.status() == DPT_ERR_PEER_LOST) note(error.what(), true, now);
-    return;
+    if (error.status() == DPT_ERR_PEER_LOST) note(error.what(), How::kDied, now);
+    return true;
   }
   for (int rank = 0; rank < segment.size(); ++rank) {
     if (!segment.has_left(rank)) continue;
     note("rank " + std::to_string(segment.global_rank(rank)) +
              " has left the group (destroy_process_group, or its program's end)",
-         false,
+         How::kLeft,
          now);
-    return;
+    return true;
   }
+  return false;
 }
 
-void LostRank::note(const std::string& who, bool died, Time now) {
+// It lives, and may yet succeed in another attempt.
+void LostRank::look_for_failed(const Segment& segment, Time now) {
+  for (int rank = 0; rank < segment.size(); ++rank) {
+    const std::string why = segment.stock_failure(rank);
+    if (why.empty() || rank == segment.rank()) continue;
+    const std::string who = "rank " + std::to_string(segment.global_rank(rank));
+    if (!since_) note(who + " could not go on with it: " + why, How::kStockFailed, now);
+    return;
+  }
+  since_.reset();
+  failed_ = false;
+  const std::lock_guard lock(mutex_);
+  who_.clear();
+}
+
+void LostRank::note(const std::string& who, How how, Time now) {
   {
     const std::lock_guard lock(mutex_);
-    who_ = who;
+    // Why it is gone says more than that it is.
+    who_ = failed_ ? who_ + "; then " + who : who;
   }
-  died_ = died;
+  how_ = how;
+  failed_ |= how == How::kStockFailed;
   since_ = now;
 }
 
@@ -43,7 +78,7 @@ std::string LostRank::who() const {
 }
 
 bool LostRank::is_long_gone(Time now) const {
-  return since_ && now - *since_ >= patience().arrival;
+  return since_ && how_ != How::kStockFailed && now - *since_ >= patience().arrival;
 }
 
 bool LostRank::keeps_waiting(bool waits, Time now) {
@@ -52,7 +87,20 @@ bool LostRank::keeps_waiting(bool waits, Time now) {
     return false;
   }
   if (!waits_since_) waits_since_ = now;
-  return now - *waits_since_ >= (died_ ? patience().with_dead : patience().with_left);
+  const auto enough = failed_              ? patience().with_failed
+                      : how_ == How::kDied ? patience().with_dead
+                                           : patience().with_left;
+  return now - *waits_since_ >= enough;
+}
+
+void before_delegate(Segment* segment) {
+  if (segment != nullptr) segment->note_stock_failure("");
+}
+
+dpt_status after_delegate(Segment* segment, dpt_status status, const dpt_error& error) {
+  if (status != DPT_ERR_DELEGATE_BROKE) return status;
+  if (segment != nullptr) segment->note_stock_failure(in_short(error.message));
+  return DPT_ERR_DELEGATE;
 }
 
 }  // namespace dpt

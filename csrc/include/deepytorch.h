@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 6
+#define DPT_ABI_VERSION 7
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -30,7 +30,9 @@ typedef enum dpt_status {
   DPT_ERR_SYSTEM = 6,      /* a system call failed */
   DPT_ERR_INTERRUPTED = 7, /* the caller's `interrupted` said so (Ctrl-C) */
   DPT_ERR_DELEGATE = 8,    /* the delegate failed; it keeps its own exception */
-  DPT_ERR_INTERNAL = 9
+  DPT_ERR_INTERNAL = 9,
+  DPT_ERR_DELEGATE_BROKE = 10 /* as DPT_ERR_DELEGATE, from a delegate on a device: `message` says
+                                 why, and other ranks may wait in it for this one without end */
 } dpt_status;
 
 typedef enum dpt_data_type {
@@ -141,6 +143,14 @@ typedef enum dpt_outcome {
 
 typedef void (*dpt_done)(void* context, dpt_status status, const char* message);
 
+/* Whether what the delegate does on a device may wait for another rank. */
+typedef enum dpt_waits {
+  DPT_WAITS_NOT = 0,
+  DPT_WAITS_ON_STREAM = 1, /* the device has not come yet to where the program's stream was at an
+                              earlier question */
+  DPT_WAITS_IN_START = 2   /* the program's thread is starting an operation; nothing ends that */
+} dpt_waits;
+
 /* The stock backend (gloo, NCCL): one more candidate, and the one that can do everything. `call` is
  * the request's. */
 typedef struct dpt_delegate {
@@ -157,10 +167,8 @@ typedef struct dpt_delegate {
   /* As `start`, in stages within nodes and between them: all_reduce, all_gather and reduce_scatter
    * of equal parts. `node_of` is each rank's node, of equally many ranks each. NULL: it can't. */
   dpt_status (*start_by_nodes)(void* context, void* call, const int* node_of, dpt_error* error);
-  /* Asked by another thread, again and again once a rank is lost: not 0 while an operation is being
-   * started on a device, or the device has not come yet to where the program's stream was at an
-   * earlier question. NULL: it can't tell. */
-  int (*is_waiting)(void* context);
+  /* Asked by another thread, again and again once a rank is lost. NULL: it can't tell. */
+  dpt_waits (*is_waiting)(void* context);
 } dpt_delegate;
 
 /* The rendezvous store. `get` waits up to timeout_ms and returns DPT_ERR_TIMEOUT when the key is

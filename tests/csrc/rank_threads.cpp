@@ -61,7 +61,7 @@ dpt_delegate RecordingDelegate::table() {
   const auto record = [](void* context, void* call, dpt_error* error) {
     auto* self = static_cast<RecordingDelegate*>(context);
     self->calls.push_back(static_cast<const dpt_request*>(call)->collective);
-    std::strncpy(error->message, "the delegate's own words", sizeof error->message - 1);
+    std::strncpy(error->message, self->message.c_str(), sizeof error->message - 1);
     return self->status;
   };
   const auto run = [](void* context, const dpt_request* request, dpt_error*) {

@@ -31,8 +31,9 @@ struct RecordingDelegate {
   std::vector<dpt_collective> calls;
   std::vector<int> node_of;  // of the last call that was to go by nodes
   dpt_status status = DPT_OK;
+  std::string message = "the delegate's own words";       // with any other status
   std::function<dpt_status(const dpt_request&)> execute;  // empty: the tuner has no such candidate
-  std::atomic<int> is_waiting = 0;                        // for a rank, on the device
+  std::atomic<dpt_waits> is_waiting = DPT_WAITS_NOT;      // for a rank, on the device
   dpt_delegate table();
 };
 

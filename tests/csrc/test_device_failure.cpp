@@ -69,6 +69,13 @@ class DeviceFailure : public ::testing::Test {
     }
   }
 
+  void await_end() const {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (ends_ == 0 && std::chrono::steady_clock::now() < limit) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+
   const char* expected_ = "rank 1 did not come in time";
   std::atomic<int> ends_ = 0;
 };
@@ -121,14 +128,65 @@ TEST_F(DeviceFailure, WhatTheDelegateCarriesOutWaitsForALostRankInVain) {
     run_ranks(2, [&](Rank& rank) {
       EXPECT_EQ(sum(rank), has_kernels ? DPT_COMPLETED : DPT_DELEGATED);
       if (rank.rank() == 1) return;
-      rank.delegate().is_waiting = 1;
-      const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-      while (ends_ == 0 && std::chrono::steady_clock::now() < limit) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      }
+      rank.delegate().is_waiting = DPT_WAITS_ON_STREAM;
+      await_end();
     });
     EXPECT_EQ(ends_, 1) << "with kernels: " << has_kernels;
   }
+  LostRank::patience() = {};
+}
+
+// A rank that can't start NCCL hears of it at once, and the others sit in NCCL's start.
+TEST_F(DeviceFailure, WhoWaitsForARankWhoseDelegateFailedIsToldWhy) {
+  expected_ = "waits in vain: rank 1 could not go on with it: No space left on device (28)";
+  LostRank::patience().with_failed = std::chrono::milliseconds(300);
+  fake_devices().peer_access = false;
+  fake_devices().unmappable_rank = 1;
+  for (const bool raise_errors : {false, true}) {
+    ends_ = 0;
+    const auto wait_for_the_other = [&](Rank& rank) {
+      if (rank.rank() == 0) {
+        EXPECT_EQ(sum(rank), DPT_DELEGATED);
+        // Where the program's thread is inside NCCL, nothing can be raised.
+        rank.delegate().is_waiting = raise_errors ? DPT_WAITS_IN_START : DPT_WAITS_ON_STREAM;
+        return await_end();
+      }
+      rank.delegate().status = DPT_ERR_DELEGATE_BROKE;
+      rank.delegate().message =
+          "NCCL error in: a.cpp:1\nncclSystemError: A call failed.\nLast error:\n"
+          "No space left on device (28)\n";
+      try {
+        sum(rank);
+        ADD_FAILURE() << "the delegate has failed";
+      } catch (const Failure& failure) {
+        EXPECT_EQ(failure.status, DPT_ERR_DELEGATE);
+        EXPECT_THAT(failure.what(), HasSubstr("NCCL error in: a.cpp:1"));
+      }
+      await_end();
+    };
+    run_ranks(2, wait_for_the_other, {.raise_errors = raise_errors});
+    EXPECT_EQ(ends_, 1) << "raise_errors: " << raise_errors;
+  }
+  LostRank::patience() = {};
+}
+
+TEST_F(DeviceFailure, ADelegateThatFailedMayBeTriedAgain) {
+  LostRank::patience().with_failed = std::chrono::milliseconds(300);
+  fake_devices().peer_access = false;
+  fake_devices().unmappable_rank = 1;
+  std::barrier both(2);
+  run_ranks(2, [&](Rank& rank) {
+    rank.delegate().status = DPT_ERR_DELEGATE_BROKE;
+    EXPECT_THROW(sum(rank), Failure);
+    both.arrive_and_wait();
+    rank.delegate().status = DPT_OK;
+    EXPECT_EQ(sum(rank), DPT_DELEGATED);
+    rank.delegate().is_waiting = DPT_WAITS_ON_STREAM;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    rank.delegate().is_waiting = DPT_WAITS_NOT;
+    both.arrive_and_wait();
+  });
+  EXPECT_EQ(ends_, 0);
   LostRank::patience() = {};
 }
 
@@ -146,7 +204,7 @@ TEST(LostRank, IsWaitedForOnceNothingElseCanBe) {
   for (const bool died : {true, false}) {
     LostRank lost;
     EXPECT_FALSE(lost.is_long_gone(now));
-    lost.note("rank 1 is gone", died, now);
+    lost.note("rank 1 is gone", died ? LostRank::How::kDied : LostRank::How::kLeft, now);
     EXPECT_EQ(lost.who(), "rank 1 is gone");
     EXPECT_FALSE(lost.is_long_gone(now));
     EXPECT_TRUE(lost.is_long_gone(now + seconds(2)));
@@ -157,6 +215,18 @@ TEST(LostRank, IsWaitedForOnceNothingElseCanBe) {
     EXPECT_EQ(lost.keeps_waiting(true, now + seconds(42)), died);
     EXPECT_TRUE(lost.keeps_waiting(true, now + seconds(52)));
   }
+}
+
+TEST(LostRank, SaysFirstWhatARankFailedAtBeforeItLeft) {
+  const LostRank::Time now{};
+  LostRank lost;
+  lost.note("rank 1 could not go on", LostRank::How::kStockFailed, now);
+  EXPECT_FALSE(lost.is_long_gone(now + std::chrono::seconds(2))) << "it lives";
+  lost.note("rank 1 has left", LostRank::How::kLeft, now);
+  EXPECT_EQ(lost.who(), "rank 1 could not go on; then rank 1 has left");
+  EXPECT_TRUE(lost.is_long_gone(now + std::chrono::seconds(2)));
+  EXPECT_FALSE(lost.keeps_waiting(true, now));
+  EXPECT_TRUE(lost.keeps_waiting(true, now + std::chrono::seconds(10)));
 }
 
 }  // namespace

@@ -84,6 +84,7 @@ ENDED = Told("deepytorch: group 0 on rank 0: rank 1 (pid 3) died", 3.0, ended=Tr
     [
         (Case("SIGKILL", "nccl", "collective"), ""),
         (Case("no descriptors", "nccl", "init"), ""),
+        (Case("no descriptors", "gpu", "init"), ""),
         (Case("SIGKILL", "gpu", "collective"), "error was promised: ends"),
         (Case("SIGSTOP 5 s", "nccl", "collective"), "recovers was promised: ends"),
         (Case("SIGKILL", "nccl", "destroy"), "leaves was promised: ends"),
@@ -95,6 +96,12 @@ def test_a_process_that_ends_is_as_good_as_an_error_for_nccl(case: Case, wrong: 
     assert result.outcome == "ends"
     assert bool(result.wrong) == bool(wrong)
     assert wrong in "; ".join(result.wrong)
+
+
+def test_who_can_tell_of_its_error_need_not_end() -> None:
+    assert not Case("no descriptors", "shm", "init").may_end
+    assert not Case("no descriptors", "gpu", "between").may_end
+    assert not Case("SIGKILL", "cpu-reduce", "init").may_end
 
 
 def test_a_process_that_ended_is_quoted(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ namespace dpt {
 namespace {
 
 constexpr int kMaxRanks = 128;
-constexpr uint32_t kMagic = 0x64707432;  // "dpt2": version of this layout
+constexpr uint32_t kMagic = 0x64707433;  // "dpt3": version of this layout
 constexpr size_t kPage = 4096;
 
 struct alignas(kCacheLine) Line {
@@ -37,6 +37,8 @@ struct alignas(kCacheLine) RankState {
   alignas(kCacheLine) OpHeader header[2];
   Line doorbell;
   Line asleep;  // threads of this rank that sleep on its doorbell
+  std::atomic<uint32_t> stock_failed;
+  char stock_failure[236];  // of which the last stays zero
 };
 
 void cpu_relax() {
@@ -390,6 +392,21 @@ void Segment::leave() {
   shared_->ranks[rank_].left.store(1, std::memory_order_release);
   futex_wake_all(&shared_->epoch.value);
   for (int rank = 0; rank < size_; ++rank) ring(rank);
+}
+
+void Segment::note_stock_failure(const std::string& why) {
+  RankState& mine = shared_->ranks[rank_];
+  if (why.empty()) {
+    if (mine.stock_failed.load(std::memory_order_relaxed) != 0) mine.stock_failed = 0;
+    return;
+  }
+  std::strncpy(mine.stock_failure, why.c_str(), sizeof mine.stock_failure - 1);
+  mine.stock_failed.store(1, std::memory_order_release);
+}
+
+std::string Segment::stock_failure(int rank) const {
+  const RankState& state = shared_->ranks[rank];
+  return state.stock_failed.load(std::memory_order_acquire) != 0 ? state.stock_failure : "";
 }
 
 void Segment::beat() {

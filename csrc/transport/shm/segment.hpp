@@ -143,6 +143,11 @@ class Segment {
   void leave();
   bool has_left(int rank) const;
 
+  // Why this rank's stock backend gave up on a device, where others may wait in it for this rank;
+  // empty: it works (again). From one thread at a time.
+  void note_stock_failure(const std::string& why);
+  std::string stock_failure(int rank) const;
+
   // NOTE [Heartbeat] Each process's watchdog beats for its rank several times a second, whatever
   // the program does meanwhile. Silence tells a stopped or frozen process from one that is busy; it
   // is a hint for messages, never a death: what is stopped may go on.

@@ -21,11 +21,13 @@ _STOPPED_S = 5
 _JUMP_S = 3600
 _CLONE_NEWNS = 0x00020000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_MNT_DETACH = 2
 # What a process that may not map any more can still take: less than any buffer of ours.
 _REST_BYTES = 256 << 10
 
 _taken: list[int] = []  # descriptors that fill the gaps
 _hoarded: list[Any] = []  # tensors that fill a GPU
+_filled: list[str] = []  # folders that a full disk stands in for
 FOR_GOOD = {
     *("no memory", "no GPU memory", "no descriptors"),
     *("disk full", "/dev/shm full", "clock jump"),
@@ -94,6 +96,9 @@ def back_to_plenty() -> None:
         resource.setrlimit(limit, (hard, hard))
     while _taken:
         os.close(_taken.pop())
+    while _filled:
+        # Files that are open there keep it alive, out of sight.
+        _check(_libc().umount2(_filled.pop().encode(), _MNT_DETACH), "umount")
     if _hoarded:
         import torch
 
@@ -103,12 +108,17 @@ def back_to_plenty() -> None:
 
 def fill(folder: str) -> None:
     """Puts a full disk in the place of `folder`, for this process alone."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = _libc()
     _check(libc.unshare(_CLONE_NEWNS), "unshare")
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
     _check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, b"size=4k"), f"mount {folder}")
     with open(f"{folder}/full", "wb", buffering=0) as file:
         file.write(bytes(4096))
+    _filled.append(folder)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _check(result: int, what: str) -> None:

@@ -44,7 +44,7 @@ class Settings:
         return self.case.fault not in inject.INJECT
 
     def stderr_of(self, rank: int) -> Path:
-        """What a rank wrote that may end with its process; see `cases.Path.may_end`."""
+        """What a rank wrote that may end with its process; see `cases.Case.may_end`."""
         return self.folder / f"stderr-{rank}"
 
     def is_over(self) -> bool:
@@ -86,7 +86,7 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     case = settings.case
     path = PATHS[case.path]
-    if path.may_end:
+    if case.may_end:
         _write_errors_to(settings.stderr_of(rank))
     told = Told()
     with contextlib.ExitStack() as stack:

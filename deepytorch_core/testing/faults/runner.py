@@ -97,7 +97,7 @@ def run(case: Case, slot: int | None = None) -> Result:
                     path.ranks,
                     settings,
                     timeout_s=_LIMIT_S,
-                    expect_exit=set(range(path.ranks)) if path.may_end else gone,
+                    expect_exit=set(range(path.ranks)) if case.may_end else gone,
                     env=_environment(fault, path, folder, slot),
                     fresh=True,
                     placement=None if network is None else _placement(network, path),
@@ -153,7 +153,7 @@ def judge(case: Case, told: list[Told]) -> Result:
         device_mapped_mib=max((each.device_mapped_mib for each in told), default=0.0),
     )
     wrong = result.wrong
-    as_good = {result.outcome, "error"} if ended and path.may_end else {result.outcome}
+    as_good = {result.outcome, "error"} if ended and case.may_end else {result.outcome}
     if case.outcome != "either" and case.outcome not in as_good:
         wrong.append(f"{case.outcome} was promised: {result.outcome} {errors}")
     if errors and len(errors) < len(told):
