@@ -146,6 +146,11 @@ void register_comm(py::module_& m) {
       py::arg("description"),
       "What the flight record shall call a group.");
   m.def(
+      "pause_flight_record",
+      [](bool paused) { FlightRecord::instance().pause(paused); },
+      py::arg("paused"),
+      "Leaves operations out of the flight record, to measure what it costs.");
+  m.def(
       "flight_record_fd",
       [] { return FlightRecord::instance().fd(); },
       "Descriptor of this process's flight record; -1: it has none.");

@@ -357,8 +357,9 @@ void Communicator::run(const Pending& pending, bool in_caller) {
   } catch (const Error& error) {
     fail_operation(error, wait);
   }
-  const std::chrono::duration<double, std::micro> elapsed =
-      std::chrono::steady_clock::now() - start;
+  const auto end = std::chrono::steady_clock::now();
+  FlightRecord::instance().end(pending.recorded, FlightRecord::kEnded, end);
+  const std::chrono::duration<double, std::micro> elapsed = end - start;
   statistics_->add(operation.collective,
                    pending.plan.algorithm,
                    pending.plan.reason.c_str(),

@@ -194,13 +194,13 @@ FlightRecord::Entry* FlightRecord::entry_of(uint64_t number) const {
 
 uint64_t FlightRecord::begin(int group, const dpt_request& request) {
   Group* const mine = group_of(group);
-  if (mine == nullptr) return 0;
+  if (mine == nullptr || paused_.load(std::memory_order_relaxed)) return 0;
   std::atomic<uint64_t>& counter = is_message(request) ? mine->messages : mine->collectives;
   const uint64_t sequence = counter.fetch_add(1, std::memory_order_relaxed) + 1;
   const uint64_t number = header_->next.fetch_add(1, std::memory_order_relaxed) + 1;
   Entry& entry = entries_[(number - 1) % kEntries];
-  entry.number.store(0, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // the zero comes before what follows
+  entry.number.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);  // the zero comes before what follows
   entry.sequence = sequence;
   entry.entered_ns = now_ns(CLOCK_MONOTONIC);
   entry.ended_ns.store(0, std::memory_order_relaxed);
@@ -225,10 +225,12 @@ void FlightRecord::note(uint64_t number, How how) {
   if (Entry* const entry = entry_of(number)) entry->how.store(how, std::memory_order_relaxed);
 }
 
-void FlightRecord::end(uint64_t number, State state) {
+void FlightRecord::end(uint64_t number, State state, std::optional<Time> at) {
   Entry* const entry = entry_of(number);
   if (entry == nullptr || entry->state.load(std::memory_order_relaxed) != kEntered) return;
-  entry->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+  const int64_t now = at ? std::chrono::nanoseconds(at->time_since_epoch()).count()
+                         : now_ns(CLOCK_MONOTONIC);
+  entry->ended_ns.store(now, std::memory_order_relaxed);
   entry->state.store(state, std::memory_order_release);
 }
 

@@ -13,9 +13,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -60,8 +62,13 @@ class FlightRecord {
   // A call of this process. Returns the operation's number, for what follows; 0: not recorded.
   uint64_t begin(int group, const dpt_request& request);
   void note(uint64_t number, How how);
-  // Only the first end counts.
-  void end(uint64_t number, State state);
+  // Only the first end counts. `at`: where the clock has been read already, which is a third of
+  // what a record costs; on Linux this one is the monotonic clock.
+  using Time = std::chrono::steady_clock::time_point;
+  void end(uint64_t number, State state, std::optional<Time> at = std::nullopt);
+
+  // Operations that begin meanwhile are not recorded: to measure what recording costs.
+  void pause(bool paused) { paused_ = paused; }
 
   // Of the memfd; -1: the system gave none, and nothing is recorded.
   int fd() const { return fd_; }
@@ -117,6 +124,7 @@ class FlightRecord {
   Entry* entry_of(uint64_t number) const;
 
   std::mutex mutex_;  // guards the tables' changes
+  std::atomic<bool> paused_{false};
   int fd_ = -1;
   char* memory_ = nullptr;
   Header* header_ = nullptr;

@@ -2,8 +2,7 @@
 
     python tests/faults/record_cost.py --json build/record.jsonl
 
-Two groups of the same two ranks take turns. The record has room for 256 groups, and one of the two
-is made when it is full: its operations are the same but are not recorded.
+Two ranks of one group; short blocks of operations that are recorded and that are not take turns.
 """
 
 from __future__ import annotations
@@ -22,46 +21,35 @@ from deepytorch_core.bench import record
 from deepytorch_core.testing import spawn_ranks
 
 SIZES = (256, 4096, 65536, 1 << 20)
-BLOCK_S = 0.02
-PAIRS = 200
+BLOCK_S = 0.005
+PAIRS = 1000
 
 
 def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
     """For each size the times of neighbouring blocks, recorded : not recorded."""
     from deepytorch_core import _core
-    from deepytorch_core.hang import record as flight
 
-    def groups_in_record() -> int:
-        return len(flight.read_descriptor(_core.flight_record_fd()).groups)
-
-    everybody = list(range(world_size))
-    recorded = dist.new_group(everybody)
-    while True:
-        before = groups_in_record()
-        other = dist.new_group(everybody)
-        if groups_in_record() == before:
-            break
     found = []
     for size in SIZES:
         value = torch.ones(size // 4)
 
-        def block(group: Any, calls: int, value: torch.Tensor = value) -> float:
+        def block(recorded: bool, calls: int, value: torch.Tensor = value) -> float:
+            _core.pause_flight_record(not recorded)
             begin = time.perf_counter()
             for _ in range(calls):
-                dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+                dist.all_reduce(value, op=dist.ReduceOp.AVG)
             return time.perf_counter() - begin
 
-        for group in (recorded, other):
-            block(group, 50)
-        took = torch.tensor(block(recorded, 100) / 100)
+        block(True, 100)
+        took = torch.tensor(block(True, 100) / 100)
         dist.all_reduce(took, op=dist.ReduceOp.AVG)
         calls = max(10, int(BLOCK_S / took.item()))
         ratios, times = [], []
         for pair in range(PAIRS):
-            order = (recorded, other) if pair % 2 else (other, recorded)
-            seconds = {group: block(group, calls) for group in order}
-            ratios.append(seconds[recorded] / seconds[other])
-            times.append(seconds[other] / calls)
+            order = (True, False) if pair % 2 else (False, True)
+            seconds = {recorded: block(recorded, calls) for recorded in order}
+            ratios.append(seconds[True] / seconds[False])
+            times.append(seconds[False] / calls)
         quartiles = statistics.quantiles(ratios, n=4)
         found.append(
             {
