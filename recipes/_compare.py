@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch.distributed as dist
 from rich.table import Table
 
 import deepytorch
+from deepytorch.recipes import _rounding
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._rounding import Drift
 from deepytorch.recipes._run import Process, console
 
 ARMS = ("stock", "ours")
@@ -82,11 +84,16 @@ class Spread:
 class Comparison:
     """Every sample of both arms; all losses are means over all ranks' tokens."""
 
-    backends: dict[str, str]
+    backends: dict[str, str]  # of stock, ours and perhaps _rounding.ARM
     unit: str = "tokens"
-    losses: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
-    step_time_s: dict[str, list[float]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
-    num_units: dict[str, list[int]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    losses: dict[str, list[float]] = field(init=False)
+    step_time_s: dict[str, list[float]] = field(init=False)
+    num_units: dict[str, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.losses = {arm: [] for arm in self.backends}
+        self.step_time_s = {arm: [] for arm in self.backends}
+        self.num_units = {arm: [] for arm in self.backends}
 
     def add(self, arm: str, loss: float, seconds: float, num_units: int) -> None:
         """Append one step of ``arm``; ``num_units`` counts all ranks' units."""
@@ -143,10 +150,16 @@ class Comparison:
         starts = range(0, len(stock) - 1, 2)
         return [sum(stock[i : i + 2]) / sum(ours[i : i + 2]) for i in starts]
 
+    def drift(self, arm: str) -> Drift:
+        """How the curve of ``arm`` lies apart from stock's."""
+        return Drift.of(self.losses[arm], self.losses["stock"])
+
     def verdict(self, tolerance: float) -> str | None:
         """None when the losses agree, else the sentence that says by how much they do not."""
         if self.loss_difference <= tolerance:
             return None
+        if _rounding.ARM in self.backends:
+            return self.drift("ours").verdict(self.drift(_rounding.ARM), tolerance)
         return (
             f"the loss curves of stock and deepytorch differ by {self.loss_difference:.3g}, more "
             f"than loss_tolerance={tolerance:g}: the two runs are not equivalent"
@@ -172,8 +185,9 @@ class Comparison:
                     "step_time_s": self.step_time_s[arm],
                     "num_tokens": self.num_units[arm],
                 }
-                for arm in ARMS
+                for arm in self.backends
             },
+            "drift": {arm: asdict(self.drift(arm)) for arm in self.backends if arm != "stock"},
         }
 
 
@@ -197,6 +211,7 @@ def write_results(
         **comparison.to_dict(),
         "native_calls": report.native_calls,
         "delegated_calls": report.delegated_calls,
+        "decisions": [str(decision) for decision in report.decisions],
         "machine": record.machine_info(),
         "versions": record.versions(),
         "commit": record.commit(),
@@ -218,6 +233,10 @@ def plot(comparison: Comparison, path: Path) -> None:
     steps = range(1, len(comparison.losses["stock"]) + 1)
     stock_name, our_name = comparison.backends["stock"], comparison.backends["ours"]
     curves.plot(steps, comparison.losses["stock"], color="0.6", linewidth=4, label=stock_name)
+    if _rounding.ARM in comparison.losses:
+        again = comparison.losses[_rounding.ARM]
+        label = f"{stock_name}, weights differ by rounding"
+        curves.plot(steps, again, color="C1", linewidth=0.8, label=label)
     curves.plot(steps, comparison.losses["ours"], color="C0", linewidth=1.2, label=our_name)
     curves.set(
         xlabel="optimizer step",
@@ -241,27 +260,22 @@ def print_table(comparison: Comparison, run_dir: Path, tolerance: float) -> None
     """Print what was found and where the files are."""
     table = Table(title="stock and deepytorch on the same data, seed and initial weights")
     table.add_column()
-    for arm in ARMS:
+    arms = list(comparison.backends)
+    for arm in arms:
         table.add_column(f"{arm} ({comparison.backends[arm]})", justify="right")
-    steps = {arm: Spread.of(comparison.timed_steps(arm)) for arm in ARMS}
-
-    def row(label: str, values: dict[str, str]) -> None:
-        table.add_row(label, *(values[arm] for arm in ARMS))
-
-    row("first loss", {arm: f"{comparison.losses[arm][0]:.6f}" for arm in ARMS})
-    row("final loss", {arm: f"{comparison.losses[arm][-1]:.6f}" for arm in ARMS})
-    row("step time, median", {arm: f"{steps[arm].median * 1e3:.1f} ms" for arm in ARMS})
-    row(
-        "step time, quartiles",
-        {arm: f"{steps[arm].low * 1e3:.1f} to {steps[arm].high * 1e3:.1f} ms" for arm in ARMS},
-    )
-    row(f"{comparison.unit}/s", {arm: f"{comparison.units_per_s(arm):,.0f}" for arm in ARMS})
+    steps = {arm: Spread.of(comparison.timed_steps(arm)) for arm in arms}
+    times = (f"{each.low * 1e3:.1f} to {each.high * 1e3:.1f} ms" for each in steps.values())
+    table.add_row("first loss", *(f"{comparison.losses[arm][0]:.6f}" for arm in arms))
+    table.add_row("final loss", *(f"{comparison.losses[arm][-1]:.6f}" for arm in arms))
+    table.add_row("step time, median", *(f"{steps[arm].median * 1e3:.1f} ms" for arm in arms))
+    table.add_row("step time, quartiles", *times)
+    table.add_row(f"{comparison.unit}/s", *(f"{comparison.units_per_s(arm):,.0f}" for arm in arms))
     console.print(table)
 
     ratio, report = Spread.of(comparison.ratios), deepytorch.report()
     nothing = "" if report.native_calls else ": both arms ran the stock collectives"
     for label, text in (
-        ("loss difference", f"at most {comparison.loss_difference:.3g} (limit {tolerance:g})"),
+        ("loss difference", _difference_text(comparison, tolerance)),
         (
             "step ratio",
             f"{ratio.median:.3f}x stock/ours, median; middle half {ratio.low:.3f} to "
@@ -277,3 +291,14 @@ def print_table(comparison: Comparison, run_dir: Path, tolerance: float) -> None
         ("checkpoint", str(run_dir / "checkpoint")),
     ):
         console.print(f"{label:<16}{text}", markup=False, highlight=False)
+
+
+def _difference_text(comparison: Comparison, tolerance: float) -> str:
+    most = f"at most {comparison.loss_difference:.3g}"
+    if _rounding.ARM not in comparison.backends:
+        return f"{most} (limit {tolerance:g})"
+    ours, again = comparison.drift("ours"), comparison.drift(_rounding.ARM)
+    return (
+        f"{most}; in the second half {ours.size:.3g} on average, where rounding alone "
+        f"makes {again.size:.3g}"
+    )

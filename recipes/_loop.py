@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deepytorch.recipes import _checkpoint, _compare, _elastic, _memory
+from deepytorch.recipes import _checkpoint, _compare, _elastic, _memory, _rounding
 from deepytorch.recipes._batches import BatchT
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes._options import RunOptions
@@ -148,20 +148,28 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
         "stock": Trainer(task, config, process, group=stock_group, ours=False),
         "ours": Trainer(task, config, process, group=our_group),
     }
+    if config.rounding_arm:
+        # A group of its own: DDP's buckets of two models may come in any order.
+        group = dist.new_group(backend=stock_backend(process.device), group_desc="stock again")
+        make_model = _rounding.nudged(task.make_model, config.seed)
+        again = replace(task, make_model=make_model)
+        trainers[_rounding.ARM] = Trainer(again, config, process, group=group, ours=False)
     run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
     logs = {
         arm: ScalarLog(run_dir / "tensorboard" / arm if process.is_main else None)
-        for arm in _compare.ARMS
+        for arm in trainers
     }
     comparison = _compare.Comparison(
-        backends={"stock": dist.get_backend(stock_group), "ours": dist.get_backend(our_group)},
+        backends={arm: dist.get_backend(trainer.group) for arm, trainer in trainers.items()},
         unit=task.unit,
     )
     with StepProgress(config.steps, enabled=process.is_main) as progress:
         for step in range(1, config.steps + 1):
             micro_batches = [next(task.batches) for _ in range(config.accumulation)]
-            for arm in _compare.order_of(step):
-                torch.manual_seed(config.seed + step)  # both arms see the same dropout
+            # What is compared in losses alone comes last: before each of the two in turn.
+            others = trainers.keys() - _compare.ARMS
+            for arm in (*_compare.order_of(step), *others):
+                torch.manual_seed(config.seed + step)  # all arms see the same dropout
                 with _compare.timed(process.device) as timer:
                     result = trainers[arm].step(micro_batches)
                 loss = result.loss_share.cpu()

@@ -38,6 +38,7 @@ class RunOptions:
     resume: str | None = None
     wandb: bool = False
     loss_tolerance: float = 1e-4
+    rounding_arm: bool = False
 
     def __post_init__(self) -> None:
         self.require_positive(*_POSITIVE)

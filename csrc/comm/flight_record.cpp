@@ -228,8 +228,8 @@ void FlightRecord::note(uint64_t number, How how) {
 void FlightRecord::end(uint64_t number, State state, std::optional<Time> at) {
   Entry* const entry = entry_of(number);
   if (entry == nullptr || entry->state.load(std::memory_order_relaxed) != kEntered) return;
-  const int64_t now = at ? std::chrono::nanoseconds(at->time_since_epoch()).count()
-                         : now_ns(CLOCK_MONOTONIC);
+  const int64_t now =
+      at ? std::chrono::nanoseconds(at->time_since_epoch()).count() : now_ns(CLOCK_MONOTONIC);
   entry->ended_ns.store(now, std::memory_order_relaxed);
   entry->state.store(state, std::memory_order_release);
 }

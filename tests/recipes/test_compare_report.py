@@ -4,12 +4,19 @@
 import math
 
 import pytest
+import torch
 
 from deepytorch.recipes._compare import Comparison, Spread, order_of, plot
+from deepytorch.recipes._rounding import nudged
 
 
-def comparison(stock_losses, our_losses, *, stock_s=2.0, our_s=1.0):
-    result = Comparison(backends={"stock": "gloo", "ours": "deepytorch"})
+def comparison(stock_losses, our_losses, again_losses=None, *, stock_s=2.0, our_s=1.0):
+    backends = {"stock": "gloo", "ours": "deepytorch"}
+    if again_losses is not None:
+        backends["again"] = "gloo"
+    result = Comparison(backends=backends)
+    for again in again_losses or []:
+        result.add("again", again, stock_s, 100)
     for stock, ours in zip(stock_losses, our_losses, strict=True):
         result.add("stock", stock, stock_s, 100)
         result.add("ours", ours, our_s, 100)
@@ -68,6 +75,49 @@ def test_a_nan_never_passes(losses):
     assert comparison(losses, losses).verdict(1e-4) is not None
 
 
-def test_plot_is_written(tmp_path):
-    plot(comparison([3.0, 2.0], [3.0, 2.0]), tmp_path / "compare.png")
+NOISE = [0.01, -0.02, 0.015, -0.005] * 10
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [
+        ([-each for each in NOISE], None),
+        ([1.8 * each for each in NOISE], None),
+        ([3 * each for each in NOISE], "lie 0.0375 apart in the second half"),
+        ([abs(each) * 1.5 for each in NOISE], "mean difference +0.0187"),
+        ([math.nan] * 40, "not equivalent"),
+        ([*NOISE[:-1], math.nan], "not equivalent"),
+    ],
+)
+def test_long_curves_may_lie_apart_as_far_as_rounding_drives_them(ours, says):
+    stock = [3.0 - 0.01 * step for step in range(40)]
+
+    def near(noise):
+        return [loss + each for loss, each in zip(stock, noise, strict=True)]
+
+    verdict = comparison(stock, near(ours), near(NOISE)).verdict(1e-4)
+    assert (verdict is None) == (says is None)
+    assert says is None or says in verdict
+
+
+def test_equal_curves_need_no_noise_to_hide_in():
+    assert comparison([3.0, 2.0], [3.0, 2.0], [3.0, 2.0]).verdict(1e-4) is None
+    assert comparison([3.0, 2.0], [3.0, 2.1], [3.0, 2.0]).verdict(1e-4) is not None
+
+
+def test_a_nudge_is_the_same_each_time_and_as_small_as_rounding():
+    def make():
+        torch.manual_seed(3)
+        return torch.nn.Linear(64, 64)
+
+    stock, again, once_more = make(), nudged(make, 1)(), nudged(make, 1)()
+    assert torch.equal(again.weight, once_more.weight)
+    changed = (again.weight != stock.weight).float().mean()
+    assert changed > 0.3
+    torch.testing.assert_close(again.weight, stock.weight, rtol=2.5e-7, atol=0)
+
+
+@pytest.mark.parametrize("again", [None, [3.0, 2.0]])
+def test_plot_is_written(tmp_path, again):
+    plot(comparison([3.0, 2.0], [3.0, 2.0], again), tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

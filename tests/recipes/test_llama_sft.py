@@ -106,7 +106,8 @@ def test_checkpoint_and_alpaca_data_train_alone(trained, tmp_path, capsys):
 
 
 def test_compare_finds_equal_losses(tmp_path):
-    done = run("--compare", *TINY, "steps=8", f"output_dir={tmp_path}", launcher=TORCHRUN)
+    settings = (*TINY, "steps=8", "rounding_arm=true", f"output_dir={tmp_path}")
+    done = run("--compare", *settings, launcher=TORCHRUN)
     run_dir = only_run_dir(tmp_path)
     result = json.loads((run_dir / "compare.json").read_text())
     assert result["loss_difference"] <= 1e-4
@@ -115,6 +116,8 @@ def test_compare_finds_equal_losses(tmp_path):
     assert result["order"][:2] == [["stock", "ours"], ["ours", "stock"]]
     assert result["arms"]["stock"]["backend"] == "gloo"
     assert result["arms"]["ours"]["backend"] == "deepytorch"
+    assert result["arms"]["again"]["backend"] == "gloo"
+    assert 0 < result["drift"]["again"]["size"] < 1e-3
     for arm in result["arms"].values():
         assert len(arm["losses"]) == len(arm["step_time_s"]) == len(arm["num_tokens"]) == 8
         assert arm["losses"][-1] < arm["losses"][0] - 0.3
