@@ -163,10 +163,16 @@ class PackedForward:
         return _unpacked_output.unpacked(output, packing, row, lazily=with_loss)
 
     def _stays(self, packing: Packing) -> bool:
-        """Whether the batch has no padding; where shapes are few, batches of one shape alone."""
+        """Whether the batch has no padding; where shapes are few, batches of one shape alone.
+
+        Those of causal models are packed then: without a mask they look for packed rows, and so
+        wait for the GPU, and they return their cache.
+        """
         if packing.is_full and self._full is None:
             self._full = packing.shape
-        return packing.is_full and (not self.shapes.limit or packing.shape == self._full)
+        if not self.shapes.limit:
+            return packing.is_full
+        return packing.shape == self._full and packing.is_full and not self.conventions.shifted
 
     def _expect(self, packing: Packing, row: int) -> None:
         """Tell the head how many targets a row of so many tokens has at most.

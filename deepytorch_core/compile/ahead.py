@@ -9,7 +9,7 @@ helper could not do, or did under other settings, is compiled in this process as
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import pickle
 import queue
 import struct
@@ -26,7 +26,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from deepytorch_core import config
+from deepytorch_core import config, topology
+from deepytorch_core.compile import switches
 
 # Modules with parameters, from which on a model takes minutes.
 LARGE_MODEL = 250
@@ -34,6 +35,16 @@ LARGE_MODEL = 250
 MOST_HELPERS = 4
 CORES_OF_A_HELPER = 4
 HELPER_BYTES = 1 << 30
+# Of what the training has taken at most, that must be free beside them: batches differ.
+SPARE_MEMORY = 0.25
+# A helper without work ends after so long.
+_IDLE_S = 5.0
+_POLL_S = 0.5
+# Modules are found where this process finds them, and not in the current folder before all others.
+_HELPER = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from deepytorch_core.compile import helper; helper.main()"
+)
 # Threads of a helper's own that make kernels of its code.
 _KERNEL_THREADS = "4"
 
@@ -50,14 +61,17 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
         return "it is small"
     if _num_helpers() < 2:
         return "there are too few cores"
-    if torch.cuda.mem_get_info(device)[0] < 2 * _num_helpers() * HELPER_BYTES:
+    if not sys.executable or getattr(sys, "frozen", False):
+        return "there is no Python to start others with"
+    spare = SPARE_MEMORY * torch.cuda.max_memory_reserved(device)
+    if torch.cuda.mem_get_info(device)[0] < 2 * _num_helpers() * HELPER_BYTES + spare:
         return "there is too little memory left on the GPU"
     caches = (functorch.enable_autograd_cache, inductor.fx_graph_cache)
     return None if all(caches) else "torch's caches are switched off"
 
 
 def _num_helpers() -> int:
-    return min(MOST_HELPERS, len(os.sched_getaffinity(0)) // CORES_OF_A_HELPER)
+    return min(MOST_HELPERS, topology.discover().cores.usable // CORES_OF_A_HELPER)
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,8 @@ class Settings:
     inductor: dict[str, Any]
     functorch: dict[str, Any]
     autocast: tuple[str, bool, torch.dtype]
-    precision: str
-    cudnn_tf32: bool
+    switches: dict[str, Any]
+    current_gpu: int | None
     namesake: str
     """The module that pickle takes torch's memory formats for members of: the first with a `torch`.
 
@@ -86,16 +100,16 @@ class Settings:
             inductor.save_config_portable(),
             functorch.save_config_portable(),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32,
+            switches.now(),
+            torch.cuda.current_device() if kind == "cuda" else None,
             _namesake(),
         )
 
     def resemble(self) -> None:
         """Make this process one that compiles as that one does; for good."""
-        if torch.get_float32_matmul_precision() != self.precision:  # setting it leaves a trace
-            torch.set_float32_matmul_precision(self.precision)
-        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+        switches.resemble(self.switches)
+        if self.current_gpu is not None:  # machines may have different ones
+            torch.cuda.set_device(self.current_gpu)
         if _namesake() != self.namesake:
             first = sys.modules.get(self.namesake) or types.ModuleType(self.namesake)
             vars(first).setdefault("torch", torch)
@@ -123,11 +137,11 @@ class Ahead:
         self._device = device
         self._policy = policy
         self._began = time.perf_counter()
-        self._jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._num_open = 0
         self._is_closed = False
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._num_serving = 0
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def submit(self, graph: GraphModule) -> None:
@@ -139,11 +153,11 @@ class Ahead:
             return
         with self._lock:
             self._num_open += 1
-        self._jobs.put(job)
-        if len(self._threads) < _num_helpers():
-            # A daemon: the end of the training does not wait for it.
-            self._threads.append(threading.Thread(target=self._serve, daemon=True))
-            self._threads[-1].start()
+            self._jobs.put(job)
+            if self._num_serving < _num_helpers():
+                self._num_serving += 1
+                # A daemon: the end of the training does not wait for it.
+                threading.Thread(target=self._serve, daemon=True).start()
 
     def is_over(self, limit_s: float) -> bool:
         """Whether nothing is left to be waited for."""
@@ -157,26 +171,37 @@ class Ahead:
             self._is_closed = True
             for process in self._processes:
                 process.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
 
     def _serve(self) -> None:
-        """In a thread: give jobs to one helper, one after the other."""
+        """In a thread: give jobs to one helper, one after the other, as long as there are some."""
         process: subprocess.Popen[bytes] | None = None
-        while (job := self._jobs.get()) is not None:
-            if process is None or process.poll() is not None:
-                process = self._started()
-            if process is None:
-                return
-            why = _asked(process, job)
+        while (job := self._next_job()) is not None:
+            try:
+                if process is None or process.poll() is not None:
+                    process = self._started()
+                why = _asked(process, job)
+            except OSError as error:
+                why = f"a helper could not be started: {error}"
             with self._lock:
                 self._num_open -= 1
                 if why and not self._is_closed:
                     self.failures.append(why)
         if process is not None:
-            process.wait()
+            process.communicate()  # at the end of what it reads it ends
 
-    def _started(self) -> subprocess.Popen[bytes] | None:
+    def _next_job(self) -> bytes | None:
+        """The next one; None where nobody has asked for one for a while, or wants any more."""
+        deadline = time.monotonic() + _IDLE_S
+        while not self._is_closed:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=_POLL_S)
+            with self._lock:
+                if time.monotonic() > deadline and self._jobs.empty():
+                    self._num_serving -= 1
+                    return None
+        return None
+
+    def _started(self) -> subprocess.Popen[bytes]:
         environment = config.child_environment(
             DEEPYTORCH_ENABLED="0",
             TORCH_DEVICE_BACKEND_AUTOLOAD="0",
@@ -184,9 +209,9 @@ class Ahead:
         )
         with self._lock:
             if self._is_closed:
-                return None
+                raise OSError("it is too late")
             process = subprocess.Popen(
-                [sys.executable, "-m", "deepytorch_core.compile.helper"],
+                [sys.executable, "-c", _HELPER, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if config.current().log == "debug" else subprocess.DEVNULL,
@@ -221,8 +246,10 @@ def _packed(graph: GraphModule, policy: str, settings: Settings) -> bytes:
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     facts = [_Input.of(node.meta["example_value"]) for node in places]
     sources = [getattr(node, "_dynamo_source", None) for node in places]
+    # The caches ask of methods whether they are a tensor's, that is, whether there is an example.
+    known = ["example_value" in node.meta for node in graph.graph.nodes]
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
-    pickled = GraphPickler.dumps((graph, facts), options)
+    pickled = GraphPickler.dumps((graph, facts, known), options)
     return pickle.dumps((pickled, sources, policy, settings))
 
 
@@ -288,9 +315,12 @@ def compile_packed(job: bytes) -> None:
     pickled, sources, policy, settings = pickle.loads(job)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     loaded: Any = GraphPickler.loads(pickled, mode)
-    graph, facts = loaded
+    graph, facts, known = loaded
     inputs = [one.made() for one in facts]
-    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    nodes = list(graph.graph.nodes)
+    for node in itertools.compress(nodes, known):
+        node.meta["example_value"] = None
+    places = [node for node in nodes if node.op == "placeholder"]
     for node, value, source in zip(places, inputs, sources, strict=True):
         node.meta["example_value"] = mode.from_tensor(value, static_shapes=True)
         node._dynamo_source = source

@@ -150,10 +150,18 @@ class Capture:
             del vars(self._root)["forward"]
             if self._own is not None:
                 vars(self._root)["forward"] = self._own
-        self._replays.clear()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of all graphs; gradients in their memory get their own."""
+        if self._replays:
+            self._recorder.reclaim(self._root.parameters())
+            self._replays.clear()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's pass: replayed, or as it is."""
+        if self.failure is not None and not self._is_pending():
+            self._drop()
         sizes = sizes_of(self._root)
         is_early = sizes is not None and not sizes.are_few
         if is_early or not self._is_used() or self._is_pending():
@@ -264,6 +272,8 @@ class Capture:
             why = str(error) if isinstance(error, NotCapturedError) else guard.first_line(error)
             self._num_failures += 1
             if self._num_failures >= MOST_FAILURES and not self.has_replays:
+                self._give_up(why)
+            if self._recorder.is_spoiled:
                 self._give_up(why)
             raise NotCapturedError(why) from error
 

@@ -344,7 +344,7 @@ class Compilation:
     def _finish(
         self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None
     ) -> None:
-        if chosen == EAGER and times_ms and self._may_capture():
+        if reason == UNDECIDED and times_ms and self._may_capture():
             # Where launches take the time, what a GPU saves shows only when steps are replayed.
             self._open = reason, times_ms
         else:

@@ -20,6 +20,7 @@ class Loans:
     """Which tensors over the graphs' memory others have. Graphs outlive them, and so the memory."""
 
     def __init__(self) -> None:
+        _forget_the_dead()
         self.is_overdue = False
         """Whether somebody else than a parameter ever had a loan for too long."""
         self._lent: list[StorageWeakRef] = []
@@ -37,12 +38,13 @@ class Loans:
 
     def reclaim(self, parameters: Iterable[nn.Parameter]) -> bool:
         """See `Recorder.reclaim`."""
+        _forget_the_dead()
         self._lent[:] = _living(self._lent)
         if not self._lent:
             return True
         places = {one.cdata for one in self._lent}
         gradients = [one.grad for one in parameters if one.grad is not None]
-        there = [one for one in gradients if _place(one) in places]
+        there = [one for one in gradients if one.layout == torch.strided and _place(one) in places]
         for gradient, copy in zip(there, copies_of(there), strict=True):
             gradient.data = copy
         self._lent[:] = _living(self._lent)
@@ -57,6 +59,10 @@ _buried: list[_Burial] = []
 def _bury(lent: list[StorageWeakRef], graphs: list[object]) -> None:
     """Keep graphs that nobody needs while somebody still has some of their memory."""
     _buried.append((lent, graphs))
+    _forget_the_dead()
+
+
+def _forget_the_dead() -> None:
     _buried[:] = [one for one in _buried if _living(one[0])]
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch_core.compile import switches
+
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """What is compared by value; everything else is who it is."""
 
@@ -154,7 +156,7 @@ def _settings() -> tuple[Hashable, ...]:
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        switches.matmul_precision(),
     )
 
 

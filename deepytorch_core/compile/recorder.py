@@ -33,6 +33,10 @@ class Graph(Protocol):
         """Do it again: the same operations at the same addresses."""
 
 
+# Torch's allocator of pinned memory still asks these whether a stream is theirs.
+_spoiled: list[Graph] = []
+
+
 class Recorder:
     """Records passes of one module.
 
@@ -41,6 +45,8 @@ class Recorder:
     """
 
     kind = "cuda"
+    is_spoiled = False
+    """Whether a capture could not even be ended: torch can't begin another one then."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -97,6 +103,7 @@ class Recorder:
         Raises whatever `run` and CUDA raise; nothing is left in the capture then.
         """
         graph = torch.cuda.CUDAGraph()
+        outer, device = torch.cuda.current_stream(self.device), torch.cuda.current_device()
         mode = "thread_local"  # other threads, such as a data loader's, may do what they want
         try:
             with (
@@ -107,6 +114,13 @@ class Recorder:
             ):
                 result = run()
         except Exception:
+            if torch.cuda.current_stream(self.device) != outer:
+                # What CUDA forbids in a capture, such as waiting in a library of the program's, has
+                # ended it: torch's context manager has failed too, in the middle.
+                torch.cuda.set_stream(outer)
+                torch.cuda.set_device(device)
+                self.is_spoiled = True
+                _spoiled.append(graph)
             self._leave()
             raise
         return graph, result

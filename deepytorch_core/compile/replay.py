@@ -340,14 +340,21 @@ class Replay:
         return None
 
     def _lendable(self) -> set[int]:
-        """The ids of gradients that parameters may have as they are: each in memory of its own."""
+        """The ids of gradients that parameters may have as they are: each in memory of its own.
+
+        Not those that lie where the outputs' gradients do, or parameters: that is no graph's.
+        """
+        others = (*self._seeds, *self._static, *self._parameters, *self._buffers)
+        taken = {one.untyped_storage().data_ptr() for one in others if one is not None}
         there = [one for one in self._gradients if one is not None]
         of_parameters = {id(one) for one in self._gradients[: len(self._parameters)]}
         places = Counter(one.untyped_storage().data_ptr() for one in there)
         alone = [
             one
             for one in there
-            if id(one) in of_parameters and places[one.untyped_storage().data_ptr()] == 1
+            if id(one) in of_parameters
+            and places[one.untyped_storage().data_ptr()] == 1
+            and one.untyped_storage().data_ptr() not in taken
         ]
         is_large = sum(one.numel() * one.element_size() for one in alone) >= LENT_BYTES
         return {id(one) for one in alone} if is_large else set()

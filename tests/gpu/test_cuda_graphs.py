@@ -6,6 +6,7 @@ tests/unit/test_compile_replay.py runs these on the CPU, where a graph is a func
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,10 @@ class Net(nn.Module):
 def made(dropout: float = 0.0) -> Net:
     torch.manual_seed(3)
     return Net(dropout).to(DEVICE)
+
+
+def placed(model: nn.Module) -> nn.Module:
+    return model.to(DEVICE)
 
 
 def captured(model: nn.Module) -> Capture:
@@ -290,15 +295,132 @@ def test_lent_gradients_outlive_their_graphs() -> None:
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     values = [one.clone() for one in gradients]
     assert lent_of(found) == len(gradients)
+    aliases = [one.view(-1) for one in gradients[:2]]
     found.remove()
     del found
     gc.collect()
     others = [torch.full((1000,), 7.0, device=DEVICE) for _ in range(100)]
     assert all(torch.equal(one, value) for one, value in zip(gradients, values, strict=True))
-    del others, gradients
-    model.zero_grad()
-    loans._bury([], [])
-    assert not loans._buried
+    for one, value in zip(aliases, values, strict=False):
+        assert torch.equal(one, value.view(-1))
+    kept = [each for each in loans._buried if loans._living(each[0])]
+    assert kept, "somebody still has some of the memory"
+    del others, aliases, one
+    loans.Loans()
+    assert not any(each is other for each in kept for other in loans._buried)
+
+
+class Offset(Net):
+    """The gradient of its offset is the loss's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        found = super().forward(x, scale)
+        return {**found, "loss": found["loss"] + self.offset}
+
+
+@pytest.mark.usefixtures("lending")
+def test_a_gradient_that_is_the_losses_is_not_lent() -> None:
+    model: Any = placed(Offset())
+    found: Any = captured(model)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    (gradient,) = [one.grad for name, one in model.named_parameters() if name == "offset"]
+    assert gradient is not None
+    alone = gradient.view(-1)
+    assert lent_of(found) > 0
+    found.remove()
+    del found
+    gc.collect()
+    others = [torch.full((), 7.0, device=DEVICE) for _ in range(2000)]
+    assert (gradient.item(), alone.item()) == (1.0, 1.0)
+    del others
+
+
+class BesideSparse(nn.Module):
+    """A table whose gradient is sparse, looked up outside of the module's pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.table = nn.Embedding(50, 16, sparse=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+@pytest.mark.usefixtures("lending")
+def test_a_sparse_gradient_is_nothing_that_was_lent() -> None:
+    model: Any = placed(BesideSparse())
+    found = captured(model)
+    for _ in range(6):
+        out = model(model.table(torch.randint(0, 50, (7,), device=DEVICE)))
+        model.zero_grad()
+        out["loss"].backward()
+    assert found.has_replays
+    assert lent_of(found) > 0
+    assert model.table.weight.grad.is_sparse
+
+
+@pytest.mark.usefixtures("lending")
+def test_graphs_that_are_not_used_any_more_are_let_go() -> None:
+    model = made()
+    found = captured(model)
+    x = torch.randn(7, 16, device=DEVICE)
+    for _ in range(5):
+        model.zero_grad()
+        model(x)["loss"].backward()
+    kept = [one.grad.detach() for one in model.parameters() if one.grad is not None]
+    assert found.has_replays
+    for _ in range(40):
+        model.zero_grad()
+        model(x)["loss"].backward()
+    assert found.failure is not None
+    assert "keeps the gradients" in found.failure
+    assert not found.has_replays
+    del kept
+
+
+def test_precision_may_have_been_set_in_the_newer_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise RuntimeError("a mix of the older and the newer way")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    model = made()
+    found = captured(model)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    assert found.has_replays
+
+
+class WaitsUnseen(Net):
+    """Torch can't see that it waits: a library does."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        ctypes.CDLL("libcuda.so.1").cuCtxSynchronize()
+        return super().forward(x, scale)
+
+
+def test_a_capture_that_cuda_ends_leaves_the_training_where_it_was() -> None:
+    model: Any = placed(WaitsUnseen())
+    found = captured(model)
+    stream = torch.cuda.current_stream()
+    for _ in range(6):
+        model.zero_grad()
+        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+        assert torch.cuda.current_stream() == stream
+    assert not found.has_replays
+    assert found.failure is not None
+    other = made()
+    assert captured(other).failure is None
+    other(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    torch.cuda.synchronize()
+    torch.empty(1000, pin_memory=True)
 
 
 class Waits(Net):

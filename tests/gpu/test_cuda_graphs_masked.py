@@ -77,3 +77,41 @@ def test_a_masked_language_model_trains_replayed(kernels: str, reads: bool) -> N
     assert found.failure is None
     assert found.num_captured > 2
     assert losses == pytest.approx(expected, rel=2e-2, abs=2e-2)
+
+
+def causal() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    settings = LlamaConfig(
+        **shape, num_attention_heads=2, num_key_value_heads=2, vocab_size=301, use_cache=True
+    )
+    return LlamaForCausalLM(settings).to(DEVICE).train()
+
+
+@pytest.mark.parametrize("make", [lambda: made(0.0), causal], ids=["masked", "causal"])
+def test_full_batches_are_replayed_too(make: Any) -> None:
+    from deepytorch.integrations.transformers import pack_batches
+
+    def some(number: int) -> dict[str, torch.Tensor]:
+        if number < 14:  # from which it learns that lengths differ
+            return batch(number)
+        ids = torch.randint(4, 301, (6, LENGTH), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+    model = make()
+    stock = copy.deepcopy(model)
+    numbers: Any = range(STEPS)
+    loaders = [DataLoader(numbers, collate_fn=lambda one: some(one[0])) for _ in range(2)]
+    expected = train(stock, loaders[0])
+    assert pack_batches(model, "on", loaders=[loaders[1]])
+    sizes: Any = capture.sizes_of(model)
+    sizes.use_few(True)
+    found = Capture(model, is_on=lambda: True)
+    found.install()
+    losses = train(model, loaders[1])
+    assert found.failure is None
+    assert found.has_replays
+    assert found._misses == 0
+    assert losses == pytest.approx(expected, rel=2e-2, abs=2e-2)
