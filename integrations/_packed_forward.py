@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepytorch_core import decisions
-from deepytorch_core.data import Packing, Shapes, plan
+from deepytorch_core.data import Packing, Shapes, full, plan
 
 from . import _masked_loss, _packed_attention, _unpacked_output
 from ._contract import IntegrationError
@@ -116,11 +116,16 @@ class PackedForward:
         is_packed = call.get("cu_seq_lens_q") is not None
         if not self._model.training and not is_packed:
             self._attentions.use_stock()
+        if planned is None and self._is_bare(call):
+            masked = {**call, "attention_mask": torch.ones_like(call["input_ids"])}
+            if _obstacle(masked) is None:
+                call, planned = masked, full(call["input_ids"])
         generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
         is_padded = call.get("attention_mask") is not None and not is_packed and not generates
         if not self._model.training or not is_padded:
             # What somebody else has packed our attention takes as it is.
             self._calls.append(None)
+            self.num_tokens, self.are_few = None, bool(self.shapes.limit)
             return args, kwargs
         obstacle = _obstacle(call)
         packing = None
@@ -161,6 +166,20 @@ class PackedForward:
             return output
         packing, row, with_loss = call
         return _unpacked_output.unpacked(output, packing, row, lazily=with_loss)
+
+    def _is_bare(self, call: dict[str, Any]) -> bool:
+        """Whether it is a batch without a mask, to be replayed by a causal model; see `_stays`."""
+        ids, others = call.get("input_ids"), ("attention_mask", "position_ids", "cu_seq_lens_q")
+        return (
+            bool(self.shapes.limit)
+            and self.conventions.shifted
+            and self._model.training
+            and torch.is_grad_enabled()
+            and isinstance(ids, Tensor)
+            and ids.dim() == 2
+            and ids.numel() > 0
+            and all(call.get(name) is None for name in others)
+        )
 
     def _stays(self, packing: Packing) -> bool:
         """Whether the batch has no padding; where shapes are few, batches of one shape alone.

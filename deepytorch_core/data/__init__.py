@@ -6,6 +6,7 @@ from deepytorch_core.data.cache import posterior as posterior
 from deepytorch_core.data.cache import sample_posterior as sample_posterior
 from deepytorch_core.data.collator import PaddingFreeCollator as PaddingFreeCollator
 from deepytorch_core.data.packing import Packing as Packing
+from deepytorch_core.data.packing import full as full
 from deepytorch_core.data.packing import plan as plan
 from deepytorch_core.data.partition import TokenCost as TokenCost
 from deepytorch_core.data.shapes import Shapes as Shapes

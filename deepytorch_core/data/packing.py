@@ -171,6 +171,12 @@ def plan(attention_mask: Tensor, labels: Tensor | None = None, *, shifted: bool 
     return packing
 
 
+def full(ids: Tensor) -> Packing:
+    """The packing of a batch [batch, width] that has no padding. Never waits for the device."""
+    batch, width = ids.shape
+    return Packing(torch.arange(ids.numel(), device=ids.device), (width,) * batch, (batch, width))
+
+
 def _shifted(labels: Tensor) -> Tensor:
     """[batch, width]: each token's target, which is the label after it."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)

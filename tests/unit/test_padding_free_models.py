@@ -144,7 +144,8 @@ def test_padding_free_training_is_padded_training(name: str) -> None:
     assert_same_training(model, stock, batch_of(name))
     assert watch.num_tokens == 256  # five rows of 40 tokens, rounded up
     assert_same_training(model, stock, full)
-    assert watch.num_tokens == 12  # one shape without padding is as good as few
+    # One shape without padding is as good as few, but causal models can't be replayed with it.
+    assert watch.num_tokens == (12 if "bert" in name else 256)
     assert_same_training(model, stock, fewer)
     assert watch.num_tokens == 256
 
