@@ -211,7 +211,7 @@ def write_results(
         **comparison.to_dict(),
         "native_calls": report.native_calls,
         "delegated_calls": report.delegated_calls,
-        "decisions": [str(decision) for decision in report.decisions],
+        "decisions": [one for one in report.decisions if "what" in one],  # of what computes
         "machine": record.machine_info(),
         "versions": record.versions(),
         "commit": record.commit(),
