@@ -135,7 +135,7 @@ class _LossKernel(Kernel):
         head = owner.get_output_embeddings()
         if "forward" in vars(head):
             return "the head's forward is replaced already"
-        if head._forward_hooks or head._forward_pre_hooks:
+        if is_hooked(head):
             return "somebody has a hook on the head, to see its logits"
         for one in head.parameters():
             if one.is_meta:
@@ -207,7 +207,7 @@ class HeadForward:
             return self._watched(type(self.head).forward(self.head, hidden))
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
-        made_at = steps.count
+        made_at = steps.count, self.weights.versions()
         return DeferredLogits.make(
             lambda: self.logits(hidden, made_at),
             shape=(*hidden.shape[:-1], self.head.out_features),
@@ -243,12 +243,15 @@ class HeadForward:
         elif self.weights.are_others() and self.watches > 0:
             # Reading logits later would need the other ranks.
             self._drop("the head's parameters are sharded; kernels=on leaves their logits out")
+        elif not self.weights.are_others() and is_hooked(self.head):
+            self._drop("somebody has a hook on the head, to see its logits")
         return self.dropped
 
-    def logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, made_at: tuple[int, list[int]]) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
-        late = made_at != steps.count or self.weights.are_others()
+        now = steps.count, self.weights.versions()
+        late = made_at != now or self.weights.are_others()
         if late and not armed:
             raise too_late()
         try:
@@ -301,6 +304,12 @@ class LossFromHidden:
         return self.original(logits=logits, labels=labels, vocab_size=vocab_size, **given)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody sees what goes in or comes out, or its gradients."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(module).get(name) for name in names)
+
+
 class Weights:
     """Which parameters a head had, without keeping them.
 
@@ -312,8 +321,15 @@ class Weights:
         self._head = head
         self._then = [weakref.ref(one) for one in head.parameters()]
 
+    def __reduce__(self) -> Any:
+        return Weights, (self._head,)  # a copy is of the copied head, with its own
+
     def __len__(self) -> int:
         return len(self._then)
+
+    def versions(self) -> list[int]:
+        """How often each was written to, but by fused optimizers."""
+        return [one._version for one in self._head.parameters()]
 
     def are_others(self) -> bool:
         """Whether the head has any that it did not have, in other memory."""

@@ -31,7 +31,7 @@ from deepytorch_core.nn.kernels import (
 )
 from deepytorch_core.nn.loss import IGNORED_LABEL
 
-from ._causal_loss import Weights, stand_in
+from ._causal_loss import Weights, is_hooked, stand_in
 
 KIND = "masked_loss"
 # What the heads of BERT and RoBERTa, and of their kin, are called.
@@ -157,7 +157,7 @@ class MaskedTokensLoss(Kernel):
         if "forward" in vars(head):
             return "the head's forward is replaced already"
         for one in head.modules():
-            if one._forward_hooks or one._forward_pre_hooks:
+            if is_hooked(one):
                 return "somebody has a hook on the head, to see its logits"
         for one in head.parameters():
             if one.is_meta or hasattr(one, "ds_id") or hasattr(one, "device_mesh"):
@@ -187,7 +187,8 @@ class MaskedHead:
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         bound = None if torch.compiler.is_compiling() or not self.armed else _most_targets
-        if bound is None or args or kwargs or self.weights.are_others():
+        refused = self.weights.are_others() or any(map(is_hooked, self.head.modules()))
+        if bound is None or args or kwargs or refused:
             return self._stock(hidden, *args, **kwargs)
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)

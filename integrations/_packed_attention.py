@@ -40,6 +40,11 @@ def register(stock: str) -> str:
     return name
 
 
+def is_ours(name: str | None) -> bool:
+    """Whether an attention's name is one that `register` has made."""
+    return bool(name) and str(name).startswith(_PREFIX)
+
+
 @contextmanager
 def packed_forward() -> Iterator[None]:
     """While open, a model's forward pass gets one packed row."""

@@ -7,6 +7,7 @@ model runs with its own attention on the padded batch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -49,10 +50,13 @@ class PlanningCollate:
         batch = self.collate(features)
         if not isinstance(batch, MutableMapping) or BATCH_KEY in batch:
             return batch
-        ids, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", "labels"))
-        if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+        given = [batch.get(key) for key in ("input_ids", "attention_mask", "labels")]
+        # Without labels it is for `generate` or another model, which would refuse the plan.
+        tensors = [one for one in given if isinstance(one, Tensor)]
+        if len(tensors) < len(given):
             return batch
-        if ids.shape == mask.shape and isinstance(labels, Tensor | None):
+        ids, mask, labels = tensors
+        if ids.shape == mask.shape:
             batch[BATCH_KEY] = plan(mask, labels, shifted=self.shifted)
         return batch
 
@@ -83,6 +87,12 @@ class PackedForward:
         self._strict = strict
         self._names = list(inspect.signature(outer.forward).parameters)
         self._attentions = Attentions(model)
+        self._hooks = [
+            (name or type(model).__name__, hooks)
+            for name, one in model.named_modules()
+            if one is not outer
+            for hooks in (one._forward_pre_hooks, one._forward_hooks)
+        ]
         # Of the calls under way, the innermost last: the packing and the row's tokens, or None.
         self._calls: list[tuple[Packing, int, bool] | None] = []
         self._said: set[str] = set()
@@ -94,7 +104,10 @@ class PackedForward:
         self._attentions.use_packed()
         handles = (
             outer.register_forward_pre_hook(self._before, with_kwargs=True),
-            outer.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            # First of all: the others see the padded batch's output.
+            outer.register_forward_hook(
+                self._after, prepend=True, with_kwargs=True, always_call=True
+            ),
         )
 
         def remove() -> None:
@@ -114,6 +127,7 @@ class PackedForward:
             return args, kwargs  # of nn.DataParallel, whose threads share these hooks
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         is_packed = call.get("cu_seq_lens_q") is not None
+        self._attentions.follow()
         if not self._model.training and not is_packed:
             self._attentions.use_stock()
         if planned is None and self._is_bare(call):
@@ -127,7 +141,7 @@ class PackedForward:
             self._calls.append(None)
             self.num_tokens, self.are_few = None, bool(self.shapes.limit)
             return args, kwargs
-        obstacle = _obstacle(call)
+        obstacle = _obstacle(call) or self._foreign_hook()
         packing = None
         if obstacle is None:
             packing = self._packing(call, planned)
@@ -146,6 +160,7 @@ class PackedForward:
             # To be replayed: a mask of ones would make models look for a zero, and so wait.
             return (), {name: value for name, value in call.items() if name != "attention_mask"}
         packed = self.pack(call, packing)
+        self._attentions.use_packed()
         self.are_few = self.shapes.are_few
         row = packed["input_ids"].shape[1]
         self._calls.append((packing, row, "labels" in packed))
@@ -192,6 +207,14 @@ class PackedForward:
         if not self.shapes.limit:
             return packing.is_full
         return packing.shape == self._full and packing.is_full and not self.conventions.shifted
+
+    def _foreign_hook(self) -> str | None:
+        """Why the batch must stay padded: somebody looks into the model, and would see one row."""
+        for name, hooks in self._hooks:
+            for hook in hooks.values() if hooks else ():
+                if _is_foreign(hook):
+                    return f"{_name_of(hook)} is a hook on {name}, which would see one packed row"
+        return None
 
     def _expect(self, packing: Packing, row: int) -> None:
         """Tell the head how many targets a row of so many tokens has at most.
@@ -307,6 +330,13 @@ class Attentions:
         for config, name in self._stock:
             config._attn_implementation_internal = name_for(name or "eager")
 
+    def follow(self) -> None:
+        """Notice what others have chosen since, as `set_attn_implementation` does."""
+        for place, (config, name) in enumerate(self._stock):
+            now = config._attn_implementation_internal
+            if now != name and not _packed_attention.is_ours(now):
+                self._stock[place] = (config, now)
+
     def use_packed(self) -> None:
         """Have the model take either its own attention or ours, by what a call brings."""
         self.use(_packed_attention.register)
@@ -326,6 +356,26 @@ class Attentions:
             self.use_stock()
 
 
+# Whose hooks take a row as they take a batch: wrappers', and those that ask for gradients.
+_WRAPPERS = ("torch", "deepspeed", "accelerate", "transformers", "peft", "deepytorch")
+
+
+def _is_foreign(hook: Any) -> bool:
+    module = getattr(_function_of(hook), "__module__", None) or ""
+    return not module.startswith(_WRAPPERS) or "neftune" in f"{module} {_name_of(hook)}".lower()
+
+
+def _name_of(hook: Any) -> str:
+    function = _function_of(hook)
+    return getattr(function, "__qualname__", None) or type(hook).__name__
+
+
+def _function_of(hook: Any) -> Any:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return hook if hasattr(hook, "__qualname__") else type(hook)
+
+
 def _filled(row: Tensor, filling: int, value: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, filling), value=value) if filling else row
 
@@ -338,6 +388,9 @@ def _obstacle(call: dict[str, Any]) -> str | None:
     mask = call["attention_mask"]
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return f"attention_mask isn't a tensor of shape {tuple(ids.shape)} like input_ids"
+    positions = call.get("position_ids")
+    if positions is not None and positions.dim() > 2:
+        return "position_ids have more than one number for a token"
     labels = call.get("labels")
     if labels is not None and tuple(labels.shape) != tuple(ids.shape):
         return f"labels have the shape {tuple(labels.shape)}, input_ids have {tuple(ids.shape)}"

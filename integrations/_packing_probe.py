@@ -50,10 +50,9 @@ def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Co
         raise Unsupported(f"{type(model).__name__} has an attention of its own")
     if getattr(model.config, "is_encoder_decoder", False):
         raise Unsupported("it is an encoder and a decoder, which see each other")
-    scaling = getattr(model.config, "rope_parameters", None) or {}
-    rope = scaling.get("rope_type") if isinstance(scaling, dict) else None
-    if rope in _MASKED_BY_LENGTH:
-        raise Unsupported(f"its position encoding ({rope}) depends on the padded length")
+    for rope in _ropes(model):
+        if rope in _MASKED_BY_LENGTH:
+            raise Unsupported(f"its position encoding ({rope}) depends on the padded length")
     attentions = Attentions(model)
     with _evaluating(model), torch.no_grad():
         try:
@@ -67,6 +66,21 @@ def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Co
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "")
             raise Unsupported(f"a packed row fails: {type(error).__name__}: {reason}") from error
+
+
+def _ropes(model: Any) -> Iterator[Any]:
+    """The kinds of rotary positions, by what the configuration and the modules say."""
+    waiting = [getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):  # one for each kind of layer may lie within
+            yield from (
+                one[name] for name in ("rope_type", "type") if isinstance(one.get(name), str)
+            )
+            waiting += one.values()
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        yield from kinds.values() if isinstance(kinds, dict) else (kinds,)
 
 
 def _may_compute_in(model: Any, precision: torch.dtype) -> list[torch.dtype]:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -47,10 +48,38 @@ def unpacked(output: Any, packing: Packing, row: int, *, lazily: bool) -> Any:
 
 def _padded(value: Any, packing: Packing, row: int) -> Any:
     if isinstance(value, Tensor):
-        return packing.unpack(value) if tuple(value.shape[:2]) == (1, row) else value
+        is_packed = tuple(value.shape[:2]) == (1, row)
+        return _watched(packing.unpack(value), packing) if is_packed else value
     if type(value) in (tuple, list):
         return type(value)(_padded(one, packing, row) for one in value)
     return value
+
+
+class _NoGradientAtPadding(torch.autograd.Function):
+    """The same tensor. A loss that takes it at padding got zeros where stock has other values."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return padded.view_as(padded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        used = (gradient != 0).flatten(2).any(dim=2).flatten()
+        torch._assert_async(  # without waiting for a device
+            ~used.index_fill(0, places, False).any(),
+            "padding_free: the loss takes what the model gives at padding, where it is zero now: "
+            "leave padding out by attention_mask, or set padding_free=off",
+        )
+        return gradient, None
+
+
+def _watched(padded: Tensor, packing: Packing) -> Tensor:
+    if not padded.requires_grad or packing.is_full or padded.dim() < 3:
+        return padded
+    watched: Tensor = _NoGradientAtPadding.apply(padded, packing.indices)  # type: ignore[no-untyped-call]
+    return watched
 
 
 def _padded_flat(value: Any, packing: Packing, row: int) -> Any:
@@ -67,6 +96,12 @@ class _Lazy(OrderedDict[str, Any]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Not the base's, which would register a way through pytrees that forgets `_pending`.
         pytree.register_pytree_node(cls, _flatten, _unflatten)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Whoever makes another one from its fields, as FSDP1 does, gets a plain one."""
+        if args or kwargs:
+            return cls.__mro__[2](*args, **kwargs)
+        return super().__new__(cls)
 
     def _settle(self, name: str) -> None:
         pending = vars(self).get("_pending", {})
@@ -92,7 +127,7 @@ class _Lazy(OrderedDict[str, Any]):
         stand_ins = vars(self).setdefault("_stand_ins", {})
         if name not in stand_ins:
             stand_ins[name] = DeferredLogits.make(
-                functools.partial(packing.unpack, value),
+                functools.partial(_padded, value, packing, row),
                 shape=(*packing.shape, *value.shape[2:]),
                 dtype=value.dtype,
                 device=value.device,
@@ -123,6 +158,9 @@ class _Lazy(OrderedDict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         self._settle(key)
         return OrderedDict.get(self, key, default)
+
+    def copy(self) -> Any:
+        return self.__reduce__()[0](*self.__reduce__()[1])
 
     def values(self) -> Any:
         return _Values(self)

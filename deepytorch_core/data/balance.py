@@ -153,6 +153,7 @@ class TokenBalancedBatchSampler(BatchSampler):
         self._why_off = self._find_why_off(normalization)
         self.batch_size = batch_size if self._why_off else None  # type: ignore[assignment]
         self._done = 0
+        self._resume_from = 0  # of the next iteration alone
         self._drawn_from: torch.Tensor | None = None
         self._reported = False
         if self._why_off:
@@ -165,6 +166,8 @@ class TokenBalancedBatchSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw another order, as `DistributedSampler.set_epoch` does."""
+        if epoch != self.epoch:
+            self._resume_from = 0
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -177,7 +180,8 @@ class TokenBalancedBatchSampler(BatchSampler):
         return self._num_slots() * (self._dealing.num_ranks if self.rank is None else 1)
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, self._done = self._done, 0
+        first, self._resume_from = self._resume_from, 0
+        self._done = first
         generator = getattr(self.sampler, "generator", None)
         if generator is not None:
             if first and self._drawn_from is not None:
@@ -249,7 +253,7 @@ class TokenBalancedBatchSampler(BatchSampler):
                 "the same, or start the epoch again"
             )
         self.set_epoch(state["epoch"])
-        self._done = state["batches"] % max(1, self._num_slots())
+        self._done = self._resume_from = state["batches"] % max(1, self._num_slots())
         self._drawn_from = state["generator"]
 
     def _find_why_off(self, normalization: Normalization) -> str | None:

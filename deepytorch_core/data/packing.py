@@ -52,6 +52,10 @@ class Packing:
             self.num_targets,
         )
 
+    def __getitem__(self, part: Any) -> Packing:
+        """For who slices all that a batch holds: a part of it is planned anew."""
+        return _padded((0, 0), "a part of a batch")
+
     def __repr__(self) -> str:
         why = f", stays padded: {self.obstacle}" if self.obstacle else ""
         return f"Packing({self.num_tokens} tokens of {self.shape}{why})"

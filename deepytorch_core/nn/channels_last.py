@@ -44,6 +44,9 @@ def why_not(model: nn.Module) -> str | None:
     weights = [one.weight for one in convolutions]
     if any(w.is_contiguous(memory_format=_TO) and not w.is_contiguous() for w in weights):
         return "it is in channels_last already"
+    if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in model.parameters()):
+        # An optimizer that steps within the backward pass, for one.
+        return "somebody has hooks on its gradients, so a step can't be tried"
     if any(isinstance(one, nn.SyncBatchNorm) for one in model.modules()):
         return "SyncBatchNorm communicates, so a step can't be tried"
     return None

@@ -161,6 +161,8 @@ class DeferredLogits(torch.Tensor):
                 handle = RemovableHandle(hooks)
                 hooks[handle.id] = args[1]
                 return handle
+            if func is torch.Tensor.clone and len(args) == 1 and not kwargs:
+                return _copied(args[0])
             dtype = _cast(func, args[1:], kwargs)
             if dtype is not None:
                 return _recast(args[0], dtype)
@@ -215,6 +217,18 @@ def _recast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits:
         device=_plain(deferred, torch.Tensor.device.__get__),
         source=deferred.source,
     )
+
+
+def _copied(deferred: DeferredLogits) -> DeferredLogits:
+    """Another one: DDP clones all outputs where it looks for unused parameters."""
+    with torch.enable_grad():
+        return DeferredLogits.make(
+            lambda: deferred.materialized().clone(),
+            shape=_plain(deferred, torch.Tensor.size),
+            dtype=_dtype_of(deferred),
+            device=_plain(deferred, torch.Tensor.device.__get__),
+            source=deferred.source,
+        )
 
 
 def _as_rows(func: Callable[..., Any], deferred: DeferredLogits, args: Sequence[Any]) -> bool:

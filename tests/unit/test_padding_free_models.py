@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import transformers as hf
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from deepytorch.integrations import _contract, _padding_free
+from deepytorch.integrations import _contract, _packing_probe, _padding_free
 from deepytorch_core import decisions
 from deepytorch_core.data import PaddingFreeCollator, plan
 
@@ -110,6 +112,8 @@ def assert_same_training(model: Any, stock: Any, batch: dict[str, Any], **more: 
 
 class Watch:
     """How many tokens the first layer with weights saw at its last call."""
+
+    __module__ = "deepytorch.tests"  # another's hook would keep the padding
 
     def __init__(self, model: Any) -> None:
         self.num_tokens = 0
@@ -426,3 +430,65 @@ def test_what_is_no_transformers_model_is_left_alone() -> None:
     assert not _padding_free.use_few_shapes(model, 4, max_length=8)
     with pytest.raises(_contract.IntegrationError, match="there is no transformers model"):
         _padding_free.attach(model, "on", adapter="test")
+
+
+class Noise:
+    """As NEFTune's: scaled by the tokens of a row."""
+
+    def __call__(self, module: Any, args: Any, output: Tensor) -> Tensor:
+        return output + 5 / output.size(1) ** 0.5
+
+
+def test_what_looks_into_the_model_keeps_the_padding() -> None:
+    stock = build("llama")
+    model = copy.deepcopy(stock)
+    assert _padding_free.attach(model, "auto", adapter="test")
+    for one in (model, stock):
+        one.get_input_embeddings().register_forward_hook(Noise())
+    assert_same_training(model, stock, batch_of())
+    assert "Noise is a hook on model.embed_tokens" in str(decisions.made()[-1]["reason"])
+
+
+def test_another_attention_that_is_chosen_later_is_packed_over() -> None:
+    stock = build("llama")
+    model = copy.deepcopy(stock)
+    assert _padding_free.attach(model, "on", adapter="test")
+    watch = Watch(model)
+    for name in ("eager", "sdpa", "sdpa"):
+        for one in (model, stock):
+            one.set_attn_implementation(name)
+        assert_same_training(model, stock, batch_of())
+        assert watch.num_tokens == 30
+    for one in (model, stock):
+        one.set_attn_implementation("eager")
+        one.eval()
+    shown = [one(**batch_of(), output_attentions=True).attentions for one in (model, stock)]
+    torch.testing.assert_close(shown[0], shown[1])
+
+
+def test_a_loss_that_takes_padding_is_refused() -> None:
+    model = build("llama")
+    assert _padding_free.attach(model, "on", adapter="test")
+    batch = batch_of()
+    real = (batch["attention_mask"] != 0).unsqueeze(-1)
+    model(**batch).logits.mul(real).square().sum().backward()
+    with pytest.raises(RuntimeError, match="the loss takes what the model gives at padding"):
+        model(**batch).logits.exp().sum().backward()
+
+
+def test_an_output_can_be_made_anew_from_its_fields() -> None:
+    model = build("llama")
+    assert _padding_free.attach(model, "on", adapter="test")
+    batch = batch_of()
+    size = (*batch["input_ids"].shape, model.config.vocab_size)
+    for made in (dataclasses.replace, type(model(**batch)).copy, lambda one: one | {}):
+        assert tuple(made(model(**batch)).logits.shape) == size
+
+
+def test_positions_that_depend_on_the_padded_length_keep_it() -> None:
+    model = build("llama")
+    vars(model.config)["rope_parameters"] = {"full_attention": {"rope_type": "dynamic"}}
+    assert not _padding_free.attach(model, "auto", adapter="test")
+    assert "depends on the padded length" in str(decisions.made()[-1]["reason"])
+    older = SimpleNamespace(rope_scaling={"type": "longrope"})
+    assert "longrope" in list(_packing_probe._ropes(SimpleNamespace(config=older, modules=list)))

@@ -277,3 +277,22 @@ def test_it_serves_a_data_loader_with_workers() -> None:
     sampler = balanced(torch.tensor(long_tailed(20)), 2, num_replicas=2, rank=0)
     loader = DataLoader(range(20), batch_sampler=sampler, num_workers=1)  # type: ignore[arg-type]
     assert [batch.tolist() for batch in loader] == list(sampler)
+
+
+def test_an_iteration_that_is_left_early_is_not_gone_on_with() -> None:
+    lengths = [(7 * number) % 13 + 1 for number in range(32)]
+    sampler = TokenBalancedBatchSampler(
+        lengths, 4, normalization="global_tokens", num_replicas=2, rank=0
+    )
+    whole = list(sampler)
+    next(iter(sampler))
+    assert list(sampler) == whole
+    for _ in zip(range(len(sampler)), sampler, strict=False):
+        pass  # as many as there are: nobody hears that it was the last
+    assert list(sampler) == whole
+    sampler.load_state_dict({**sampler.state_dict(), "batches": 2})
+    assert list(sampler) == whole[2:]
+    assert list(sampler) == whole
+    sampler.load_state_dict({**sampler.state_dict(), "batches": 2})
+    sampler.set_epoch(sampler.epoch + 1)
+    assert len(list(sampler)) == len(whole)
