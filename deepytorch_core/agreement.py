@@ -21,6 +21,17 @@ _READY_LIMIT_S = 960.0
 _YES = "yes"
 
 
+def numbered(store: Any, name: str, rank: int) -> Any:
+    """A key space of its own for the next exchange called `name`.
+
+    Counted in the store: processes that share it may have had others before, each its own.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    number = store.add(f"{name}/calls/{rank}", 1)
+    return PrefixStore(f"{name}/{number}", store)
+
+
 def agree(
     store: Any,
     *,

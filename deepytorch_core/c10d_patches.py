@@ -29,7 +29,6 @@ from deepytorch_core.patching import Patches
 # What the caller had asked for, for default groups that we changed.
 _asked_for: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # Default groups set up so far in this process: a key space of its own for each decision.
-_num_decisions = 0
 _announced: set[str] = set()
 _keep_asked: ContextVar[bool] = ContextVar("keep_asked", default=False)
 
@@ -86,11 +85,8 @@ def decide(store: Any, *, rank: int, size: int) -> str | None:
     """Let all ranks agree to use deepytorch; None, or the reason why none of them will."""
     from torch._C._distributed_c10d import PrefixStore
 
-    global _num_decisions
-    _num_decisions += 1
-    own = PrefixStore(f"deepytorch/decision{_num_decisions}", store)
     reason = agreement.agree(
-        own,
+        agreement.numbered(store, "deepytorch/decision", rank),
         rank=rank,
         size=size,
         prepare=_why_not_ready,

@@ -15,15 +15,13 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import activation, config
+from deepytorch_core import activation, agreement, config
 from deepytorch_core.config import Options
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.patching import Patches
 
 # Ranks call an adapter at the same line of the same script.
 HERE_LIMIT_S = 60.0
-
-_num_joined: dict[str, int] = {}
 
 
 class IntegrationError(RuntimeError):
@@ -246,11 +244,8 @@ def _exchange(
     adapter: str, statement: Mapping[str, Any], connection: tuple[Any, int, int]
 ) -> list[dict[str, Any]]:
     """Every rank's statement, by rank."""
-    from torch._C._distributed_c10d import PrefixStore
-
     store, rank, size = connection
-    number = _num_joined[adapter] = _num_joined.get(adapter, 0) + 1
-    own = PrefixStore(f"deepytorch/{adapter}/{number}", store)
+    own = agreement.numbered(store, f"deepytorch/{adapter}", rank)
     own.set(str(rank), json.dumps(statement))
     keys = [str(other) for other in range(size)]
     try:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from deepytorch_core import decisions
-from deepytorch_core.agreement import agree
+from deepytorch_core.agreement import agree, numbered
 from deepytorch_core.compile import capture
 from deepytorch_core.console import say_once
 from deepytorch_core.data import Shapes
@@ -34,8 +34,6 @@ _WHAT = "padding-free"
 
 # Of packed rows whose passes are replayed: each is a graph more, fewer are more filling.
 _NUM_SIZES = 6
-
-_num_agreed = 0
 
 
 def attach(
@@ -223,16 +221,12 @@ def _agreed(prepare: Callable[[], str | None]) -> str | None:
     """What `prepare` says on the rank that says no, on every rank; None if all say yes."""
     from torch.distributed import distributed_c10d as c10d
 
-    global _num_agreed
     if not c10d.is_initialized():
         return prepare()
-    from torch._C._distributed_c10d import PrefixStore
-
-    _num_agreed += 1
-    store = PrefixStore(f"deepytorch/{_NAME}/{_num_agreed}", c10d._get_default_store())
+    rank = c10d.get_rank()
     return agree(
-        store,
-        rank=c10d.get_rank(),
+        numbered(c10d._get_default_store(), f"deepytorch/{_NAME}", rank),
+        rank=rank,
         size=c10d.get_world_size(),
         prepare=prepare,
         here_limit_s=_contract.HERE_LIMIT_S,

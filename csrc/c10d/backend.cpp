@@ -233,6 +233,17 @@ WorkPtr Backend::replay(const Call& call, const BackendPtr& delegate) {
   return call.replay(*delegate);
 }
 
+// Where gloo copies into the outputs, autograd hears of it: a graph that has saved one refuses its
+// backward pass.
+void Backend::note_written(const Call& call) {
+  const bool copies = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER ||
+                      call.collective == DPT_REDUCE_SCATTER;
+  if (!copies) return;
+  for (const at::Tensor& tensor : call.results) {
+    if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 WorkPtr Backend::submit(Call what) {
   if (comm_ == nullptr) {
     std::rethrow_exception(make_exception(
@@ -247,6 +258,7 @@ WorkPtr Backend::submit(Call what) {
   const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
   Call& call = submitted->call;
   if (call.results.empty()) call.results = call.outputs;
+  if (submitted->device().is_cpu()) note_written(call);
   if (submitted->device().is_cuda()) {
     return note_coalesced(submit_on_device(submitted, sequence), call);
   }
@@ -254,7 +266,9 @@ WorkPtr Backend::submit(Call what) {
 
   std::vector<at::Tensor> tensors = call.inputs;
   if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
-  const std::optional<std::string> not_native = why_not_host(tensors);
+  const std::optional<std::string> not_native = call.not_native != nullptr
+                                                    ? std::optional<std::string>(call.not_native)
+                                                    : why_not_host(tensors);
 
   using Direction = Contiguous::Direction;
   std::shared_ptr<Contiguous> inputs;

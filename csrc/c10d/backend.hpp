@@ -151,8 +151,9 @@ class Backend : public c10d::Backend {
     bool asynchronous = true;
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;
-    bool in_place = false;  // outputs are the inputs
-    bool uneven = false;    // the parts differ in size
+    bool in_place = false;             // outputs are the inputs
+    bool uneven = false;               // the parts differ in size
+    const char* not_native = nullptr;  // why the stock backend has to serve it
     c10d::ReduceOp reduce_op;
     dpt_reduce_op core_reduce_op = DPT_NO_REDUCE;
     int root = 0;
@@ -168,6 +169,7 @@ class Backend : public c10d::Backend {
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
   WorkPtr submit(Call call);
+  static void note_written(const Call& call);
   // The delegate's work as the caller gets it.
   WorkPtr watched(const Submitted& submitted);
   void inspect(const Call& call, uint64_t sequence);

@@ -289,7 +289,10 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
                    std::to_string(size_),
                    "), got ",
                    std::to_string(inputs.empty() ? 0 : inputs[0].size())});
-  check_same("reduce_scatter", inputs[0], outputs[0]);
+  const bool uneven = differ_in_size(inputs[0]);
+  check_dtypes("reduce_scatter", inputs[0], outputs[0]);
+  check_same(
+      "reduce_scatter", uneven ? std::vector<at::Tensor>{inputs[0][rank_]} : inputs[0], outputs[0]);
   return submit({.collective = DPT_REDUCE_SCATTER,
                  .op_type = c10d::OpType::REDUCE_SCATTER,
                  .title = "deepytorch:reduce_scatter",
@@ -297,6 +300,7 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
                  .asynchronous = options.asyncOp,
                  .inputs = inputs[0],
                  .outputs = outputs,
+                 .not_native = uneven ? "parts of different sizes" : nullptr,
                  .reduce_op = options.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),
                  .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {

@@ -59,7 +59,8 @@ WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, u
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const bool takes_parts = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER;
   const bool exchanges = call.collective == DPT_ALL_TO_ALL;
-  const char* const not_native = why_not_plain(tensors, device);
+  const char* const not_native =
+      call.not_native != nullptr ? call.not_native : why_not_plain(tensors, device);
   std::vector<void*> inputs;
   std::vector<void*> outputs;
   if (not_native == nullptr) {  // sparse ones, for one, have none

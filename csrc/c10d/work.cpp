@@ -4,6 +4,8 @@
 #include <ATen/core/ivalue_inl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <array>
 #include <optional>
 
 #include "convert.hpp"
@@ -18,6 +20,16 @@ constexpr std::chrono::milliseconds kSignalSlice{100};
 
 c10::intrusive_ptr<c10::ivalue::Future> make_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+}
+
+// Whether the stock backend failed because another rank did not do its part, and not because of
+// what it was asked for.
+bool is_of_waiting(const std::string& message) {
+  static constexpr std::array<const char*, 8> kWords = {
+      "imed out", "imeout", "onnect", "closed", "pipe", "ocket", "abort", "peer"};
+  return std::any_of(kWords.begin(), kWords.end(), [&](const char* word) {
+    return message.find(word) != std::string::npos;
+  });
 }
 
 }  // namespace
@@ -53,6 +65,7 @@ std::exception_ptr with_explanation(const Explain& explain, const std::exception
     const auto* const of_torch = dynamic_cast<const c10::Error*>(&caught);
     const std::string message =
         of_torch != nullptr ? of_torch->what_without_backtrace() : caught.what();
+    if (!is_of_waiting(message)) return failure;
     const std::string sentence = explain(message);
     if (sentence.empty()) return failure;
     const std::string text = sentence + "\n" + message;

@@ -34,13 +34,9 @@ class Ranks:
         """
         if self.size == 1:
             return [value]
-        from torch._C._distributed_c10d import PrefixStore
-
-        own = PrefixStore(f"deepytorch/guard/{self._what}", self._c10d._get_default_store())
-        # Counted in the store: it may be another one than the last time.
-        number = own.add(f"calls/{self.rank}", 1)
+        store, name = self._c10d._get_default_store(), f"deepytorch/guard/{self._what}"
         texts = agreement.gather(
-            PrefixStore(str(number), own),
+            agreement.numbered(store, name, self.rank),
             rank=self.rank,
             size=self.size,
             value=json.dumps(value),

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from deepytorch.integrations._contract import IntegrationError, Joined, join, require
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
 from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
-from deepytorch_core import activation, config
+from deepytorch_core import activation, agreement, config
 
 _ADAPTER = "horovod"
 _RENDEZVOUS_S = 300.0
@@ -315,7 +315,7 @@ def _placement() -> Placement:
     launched = config.launched()
     node = (launched.node if launched is not None else None) or socket.gethostname()
     own, count = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(f"deepytorch/horovod/nodes/{next(_numbers)}", c10d._get_default_store())
+    store = agreement.numbered(c10d._get_default_store(), "deepytorch/horovod/nodes", own)
     store.set(str(own), node)
     nodes = [store.get(str(other)).decode() for other in range(count)]
     return Placement.among(own, nodes)

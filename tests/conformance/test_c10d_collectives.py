@@ -155,6 +155,47 @@ def reduce_scatter_in_place(group: Group, rank: int, size: int) -> Any:
     return results
 
 
+def reduce_scatter_of_parts_that_differ(group: Group, rank: int, size: int) -> Any:
+    parts = [torch.arange(2.0 + peer) + rank for peer in range(size)]
+    output = torch.zeros(2 + rank)
+    dist.reduce_scatter(output, parts, group=group)
+    return output
+
+
+def what_autograd_hears_of(group: Group, rank: int, size: int) -> Any:
+    """Whether outputs count as written to: a graph that has saved one may not use it then."""
+    one, all_of_them = torch.ones(3), torch.ones(3 * size)
+    parts = [torch.ones(3) for _ in range(size)]
+    calls: list[tuple[list[torch.Tensor], Callable[[], object]]] = [
+        ([all_of_them], lambda: dist.all_gather_into_tensor(all_of_them, one, group=group)),
+        (parts, lambda: dist.all_gather(parts, one, group=group)),
+        ([one], lambda: dist.reduce_scatter(one, parts, group=group)),
+        ([one], lambda: dist.reduce_scatter_tensor(one, all_of_them, group=group)),
+        ([one], lambda: dist.all_reduce(one, group=group)),
+        ([one], lambda: dist.broadcast(one, 0, group=group)),
+    ]
+    heard = []
+    for outputs, call in calls:
+        before = [tensor._version for tensor in outputs]
+        call()
+        heard += [tensor._version > then for tensor, then in zip(outputs, before, strict=True)]
+    return heard
+
+
+def what_gloo_refuses(group: Group, rank: int, size: int) -> Any:
+    """In its own words: nobody has to look for a hang."""
+    said = []
+    for tensor, op in (
+        (torch.tensor([255, 3], dtype=torch.uint8), dist.ReduceOp.AVG),
+        (torch.ones(3), dist.ReduceOp.BAND),
+    ):
+        try:
+            dist.all_reduce(tensor, op, group=group)
+        except RuntimeError as error:
+            said.append(str(error).splitlines()[0])
+    return said
+
+
 def broadcast(group: Group, rank: int, size: int) -> Any:
     results = []
     for root in range(size):
@@ -304,6 +345,9 @@ CASES: list[Case] = [
     reduce_scatter_of_strided_inputs,
     reduce_scatter_in_place,
     reduce_scatter_tensor,
+    reduce_scatter_of_parts_that_differ,
+    what_autograd_hears_of,
+    what_gloo_refuses,
     broadcast,
     reduce,
     gather,

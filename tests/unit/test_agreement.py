@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from deepytorch_core.agreement import agree
+from deepytorch_core.agreement import agree, numbered
 
 Prepare = Callable[[], str | None]
 
@@ -80,3 +80,13 @@ def test_a_rank_that_takes_long_to_prepare_is_waited_for() -> None:
         assert not early.done()
         may_go.set()
         assert (early.result(60), late.result(60)) == (None, None)
+
+
+def test_what_a_rank_did_elsewhere_before_does_not_count() -> None:
+    numbered(HashStore(), "decision", 0)  # a world of its own, say
+    shared = HashStore()
+    for _ in range(2):
+        first, second = (numbered(shared, "decision", rank) for rank in range(2))
+        first.set("here", "1")
+        assert second.get("here") == b"1"
+    assert not numbered(shared, "decision", 0).check(["here"])
