@@ -208,26 +208,30 @@ class HeadForward:
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
         made_at = steps.count, self.weights.versions()
-        return DeferredLogits.make(
+        deferred = DeferredLogits.make(
             lambda: self.logits(hidden, made_at),
             shape=(*hidden.shape[:-1], self.head.out_features),
             dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
             device=hidden.device,
             source=(self.head, hidden, None),
         )
+        deferred.hooks = "never"
+        return deferred
 
     def _watched(self, logits: torch.Tensor) -> DeferredLogits:
         def read() -> torch.Tensor:
             self._drop("somebody reads the logits of training steps")
             return logits
 
-        return DeferredLogits.make(
+        watched = DeferredLogits.make(
             read,
             shape=logits.shape,
             dtype=logits.dtype,
             device=logits.device,
             source=(self.head, None, logits),
         )
+        watched.hooks = "now"
+        return watched
 
     def _drop(self, reason: str) -> None:
         if not self.dropped:

@@ -192,7 +192,7 @@ class MaskedHead:
             return self._stock(hidden, *args, **kwargs)
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
-        return DeferredLogits.make(
+        deferred = DeferredLogits.make(
             functools.partial(self._logits, hidden, steps.count),
             shape=(*hidden.shape[:-1], self.vocabulary),
             dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
@@ -200,6 +200,8 @@ class MaskedHead:
             source=None,
             cross_entropy=functools.partial(self._loss, hidden, bound),
         )
+        deferred.hooks = "never"
+        return deferred
 
     @property
     def _stock(self) -> Callable[..., Any]:

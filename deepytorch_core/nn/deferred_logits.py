@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -83,12 +83,16 @@ class DeferredLogits(torch.Tensor):
 
     Attributes:
         source: what the loss is computed from in place of the logits, for whoever made this.
+        hooks: what becomes of a hook on their gradient: it is put on them when they are computed
+            ("later"), computes them ("now"), or is refused, as the loss was computed without them
+            ("never").
         cross_entropy: computes `torch.nn.functional.cross_entropy` of these logits as rows of
             [tokens, vocabulary], from targets [tokens] and the target to ignore, without making
             them; None if it needs them.
     """
 
     source: Any
+    hooks: Literal["later", "now", "never"]
     cross_entropy: Callable[[torch.Tensor, int], torch.Tensor] | None
     _hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None
     _compute: Callable[[], torch.Tensor]
@@ -110,6 +114,7 @@ class DeferredLogits(torch.Tensor):
             DeferredLogits, tuple(shape), dtype=dtype, device=device, requires_grad=False
         )
         deferred.source = source
+        deferred.hooks = "later"
         deferred.cross_entropy = cross_entropy
         deferred._compute = compute
         deferred._made = None
@@ -158,6 +163,8 @@ class DeferredLogits(torch.Tensor):
             if func == _GRAD_FN:
                 return None if hooks is None else _Later()
             if func is torch.Tensor.register_hook and hooks is not None:
+                if args[0].hooks != "later" and not _is_deepspeeds(args[1]):
+                    return _hooked(args[0], args[1])
                 handle = RemovableHandle(hooks)
                 hooks[handle.id] = args[1]
                 return handle
@@ -210,25 +217,47 @@ def _cast(
 def _recast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits:
     if dtype == _dtype_of(deferred):
         return deferred
-    return DeferredLogits.make(
-        deferred.materialized,
-        shape=_plain(deferred, torch.Tensor.size),
-        dtype=dtype,
-        device=_plain(deferred, torch.Tensor.device.__get__),
-        source=deferred.source,
-    )
+    return _derived(deferred, deferred.materialized, dtype=dtype)
 
 
 def _copied(deferred: DeferredLogits) -> DeferredLogits:
     """Another one: DDP clones all outputs where it looks for unused parameters."""
     with torch.enable_grad():
-        return DeferredLogits.make(
-            lambda: deferred.materialized().clone(),
-            shape=_plain(deferred, torch.Tensor.size),
-            dtype=_dtype_of(deferred),
-            device=_plain(deferred, torch.Tensor.device.__get__),
-            source=deferred.source,
+        return _derived(deferred, lambda: deferred.materialized().clone())
+
+
+def _derived(
+    deferred: DeferredLogits,
+    compute: Callable[[], torch.Tensor],
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DeferredLogits:
+    """Other logits that are computed from these."""
+    made = DeferredLogits.make(
+        compute,
+        shape=shape or _plain(deferred, torch.Tensor.size),
+        dtype=dtype or _dtype_of(deferred),
+        device=_plain(deferred, torch.Tensor.device.__get__),
+        source=deferred.source,
+    )
+    made.hooks = deferred.hooks
+    return made
+
+
+def _is_deepspeeds(hook: Any) -> bool:
+    """DeepSpeed hooks all outputs with gradients, to be told that the backward pass has begun."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).startswith("deepspeed")
+
+
+def _hooked(deferred: DeferredLogits, hook: Callable[..., Any]) -> Any:
+    if deferred.hooks == "never":
+        raise RuntimeError(
+            "register_hook: the loss of this step was computed without these logits, so their "
+            "gradient would never come: switch kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
         )
+    return deferred.materialized().register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _as_rows(func: Callable[..., Any], deferred: DeferredLogits, args: Sequence[Any]) -> bool:
@@ -241,14 +270,13 @@ def _as_rows(func: Callable[..., Any], deferred: DeferredLogits, args: Sequence[
 
 def _flattened(deferred: DeferredLogits) -> DeferredLogits:
     *tokens, vocabulary = _plain(deferred, torch.Tensor.size)
-    return DeferredLogits.make(
+    rows = _derived(
+        deferred,
         lambda: deferred.materialized().view(-1, vocabulary),
         shape=(math.prod(tokens), vocabulary),
-        dtype=_dtype_of(deferred),
-        device=_plain(deferred, torch.Tensor.device.__get__),
-        source=deferred.source,
-        cross_entropy=deferred.cross_entropy,
     )
+    rows.cross_entropy = deferred.cross_entropy
+    return rows
 
 
 def _loss(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -199,8 +199,16 @@ class DistributedMixin:
             self._should_synchronize = True
 
     def step(self, closure: Any = None) -> Any:
-        """Reduce what is not reduced yet, and make the optimizer's step."""
-        if self._should_synchronize:
+        """Reduce what is not reduced yet, and make the optimizer's step.
+
+        Where there is a `closure`, its gradients are reduced each time that it is evaluated, and
+        its loss is the mean of the ranks', so that all of them decide alike (LBFGS).
+        """
+        if closure is not None and self._should_synchronize and self._is_distributed():
+            if self._reducer.in_backward:
+                self.synchronize()
+            closure = self._reducing(closure)
+        elif self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients again: "
@@ -210,6 +218,16 @@ class DistributedMixin:
             self.synchronize()
         self._synchronized = False
         return super().step(closure)  # type: ignore[misc]
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self.synchronize()
+            if not isinstance(loss, torch.Tensor):
+                return loss
+            return _ops.allreduce(loss.detach(), process_set=self._reducer.process_set)
+
+        return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Raises AssertionError between backward and step."""

@@ -379,8 +379,7 @@ def test_graphs_that_are_not_used_any_more_are_let_go() -> None:
     for _ in range(40):
         model.zero_grad()
         model(x)["loss"].backward()
-    assert found.failure is not None
-    assert "keeps the gradients" in found.failure
+    assert "keeps the gradients" in (found.failure or "")
     assert not found.has_replays
     del kept
 
@@ -411,15 +410,12 @@ def test_a_capture_that_cuda_ends_leaves_the_training_where_it_was() -> None:
     found = captured(model)
     stream = torch.cuda.current_stream()
     for _ in range(6):
-        model.zero_grad()
         model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
         assert torch.cuda.current_stream() == stream
-    assert not found.has_replays
-    assert found.failure is not None
+    assert (found.failure is not None, found.has_replays) == (True, False)
     other = made()
     assert captured(other).failure is None
     other(torch.randn(7, 16, device=DEVICE))["loss"].backward()
-    torch.cuda.synchronize()
     torch.empty(1000, pin_memory=True)
 
 

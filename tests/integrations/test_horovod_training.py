@@ -360,3 +360,29 @@ def test_a_root_that_joined_is_an_error_on_every_rank() -> None:
     joined, other = spawn_ranks(wait_for_the_joined, 2, backend="deepytorch", fresh=True)
     assert joined == "broadcast from rank 0, which has joined"
     assert "aborted" in other
+
+
+def with_closure(rank: int, world_size: int) -> list[float]:
+    hvd.init()
+    model = small_model()
+    stock = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+    optimizer = hvd.DistributedOptimizer(stock, named_parameters=model.named_parameters())
+    losses = []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure)))
+    for name, parameter in model.named_parameters():
+        assert_same_on_all_ranks(parameter.detach(), name)
+    return losses
+
+
+def test_closures_that_are_evaluated_again_and_again_keep_the_ranks_alike() -> None:
+    first, second = spawn_ranks(with_closure, 2)
+    assert first == second
+    assert first[-1] < 2.0

@@ -348,3 +348,31 @@ def test_kernels_in_a_trainer_with_metrics(tmp_path: Path) -> None:
     assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     assert seen["Ours"].shape == seen["Stock"].shape == (8, 11, VOCABULARY)
     assert abs(seen["Ours"] - seen["Stock"]).max() < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_hook_on_the_gradient_of_logits_runs_or_is_refused(mode: str) -> None:
+    stock = build("llama").train()
+    model = copy.deepcopy(stock)
+    swap(model, mode)
+    given = batch()
+    found = []
+    for one in (model, stock):
+        output = one(**given)
+        if one is model and mode == "on":
+            with pytest.raises(RuntimeError, match="computed without these logits"):
+                output.logits.register_hook(lambda gradient: 0.1 * gradient)
+            return
+        output.logits.register_hook(lambda gradient: 0.1 * gradient)
+        output.loss.backward()
+        found.append(one.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_hook_on_the_head_that_comes_later_sees_the_logits() -> None:
+    model = build("llama").train()
+    swap(model)
+    seen: list[Any] = []
+    model.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out.shape))
+    model(**batch())
+    assert seen == [(*batch()["input_ids"].shape, model.config.vocab_size)]

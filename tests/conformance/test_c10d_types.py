@@ -1,0 +1,131 @@
+"""Every element type with every reduction, averages and factors, against references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepytorch_core.testing import spawn_ranks
+
+BACKEND = "deepytorch"
+
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+OPS = {
+    "SUM": lambda stack: stack.sum(0),
+    "AVG": lambda stack: stack.sum(0) / stack.shape[0],
+    "PRODUCT": lambda stack: stack.prod(0),
+    "MIN": lambda stack: stack.amin(0),
+    "MAX": lambda stack: stack.amax(0),
+    "BAND": lambda stack: _fold(torch.bitwise_and, stack),
+    "BOR": lambda stack: _fold(torch.bitwise_or, stack),
+    "BXOR": lambda stack: _fold(torch.bitwise_xor, stack),
+}
+
+
+def _fold(function: Callable[..., torch.Tensor], stack: torch.Tensor) -> torch.Tensor:
+    result = stack[0]
+    for each in stack[1:]:
+        result = function(result, each)
+    return result
+
+
+def _inputs(dtype: torch.dtype, world_size: int) -> torch.Tensor:
+    numbers = torch.randint(0, 3, (world_size, 501))
+    return numbers.bool() if dtype == torch.bool else numbers.to(dtype)
+
+
+def _try(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def every_type_and_op(rank: int, world_size: int) -> list[str]:
+    """Where gloo has an answer, ours is the same; where it has none, ours is right or an error."""
+    gloo = dist.new_group(backend="gloo")
+    served = []
+    for dtype in DTYPES:
+        for name, reference in OPS.items():
+            label = f"{name} of {dtype}"
+            op = getattr(dist.ReduceOp, name)
+            torch.manual_seed(0)
+            inputs = _inputs(dtype, world_size)
+            ours, theirs = inputs[rank].clone(), inputs[rank].clone()
+            our_error = _try(lambda ours=ours, op=op: dist.all_reduce(ours, op))
+            their_error = _try(lambda theirs=theirs, op=op: dist.all_reduce(theirs, op, group=gloo))
+            if their_error is None:
+                assert our_error is None, f"{label}: gloo can, deepytorch cannot: {our_error}"
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=label)
+            elif our_error is None:
+                expected = reference(inputs).to(dtype)
+                torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2, msg=label)
+            if our_error is None:
+                served.append(label)
+    return served
+
+
+def test_every_type_and_op() -> None:
+    served = spawn_ranks(every_type_and_op, 3, backend=BACKEND)
+    assert served[0] == served[1] == served[2]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+            assert f"{name} of {dtype}" in served[0]
+
+
+def averages_and_factors(rank: int, world_size: int) -> None:
+    stack = torch.arange(world_size * 1001, dtype=torch.float32).reshape(world_size, 1001)
+    mean = stack[rank].clone()
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    torch.testing.assert_close(mean, stack.mean(0))
+    shard = torch.zeros(1001)
+    dist.reduce_scatter_tensor(
+        shard, stack[rank].repeat(world_size).contiguous(), dist.ReduceOp.AVG
+    )
+    torch.testing.assert_close(shard, stack.mean(0))
+    scaled = stack[rank].clone()
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.25))
+    torch.testing.assert_close(scaled, stack.sum(0) / 4)
+    dist.reduce_scatter_tensor(
+        shard, stack[rank].repeat(world_size).contiguous(), dist._make_nccl_premul_sum(0.5)
+    )
+    torch.testing.assert_close(shard, stack.sum(0) / 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_average_and_factors(world_size: int) -> None:
+    spawn_ranks(averages_and_factors, world_size, backend=BACKEND)
+
+
+def moves_of_every_type(rank: int, world_size: int) -> None:
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        inputs = _inputs(dtype, world_size)
+        gathered = torch.zeros_like(inputs)  # stacked: a dimension more than what is gathered
+        dist.all_gather_into_tensor(gathered, inputs[rank])
+        copy = inputs[rank].clone()
+        dist.broadcast(copy, group_src=world_size - 1)
+        assert torch.equal(gathered, inputs), dtype
+        assert torch.equal(copy, inputs[-1]), dtype
+
+
+def test_every_type_moves() -> None:
+    spawn_ranks(moves_of_every_type, 2, backend=BACKEND)
