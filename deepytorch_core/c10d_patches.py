@@ -28,7 +28,6 @@ from deepytorch_core.patching import Patches
 
 # What the caller had asked for, for default groups that we changed.
 _asked_for: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-# Default groups set up so far in this process: a key space of its own for each decision.
 _announced: set[str] = set()
 _keep_asked: ContextVar[bool] = ContextVar("keep_asked", default=False)
 

@@ -207,7 +207,7 @@ class HeadForward:
             return self._watched(type(self.head).forward(self.head, hidden))
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
-        made_at = steps.count, self.weights.versions()
+        made_at = self.weights.moment()
         deferred = DeferredLogits.make(
             lambda: self.logits(hidden, made_at),
             shape=(*hidden.shape[:-1], self.head.out_features),
@@ -251,11 +251,10 @@ class HeadForward:
             self._drop("somebody has a hook on the head, to see its logits")
         return self.dropped
 
-    def logits(self, hidden: torch.Tensor, made_at: tuple[int, list[int]]) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, made_at: Moment) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
-        now = steps.count, self.weights.versions()
-        late = made_at != now or self.weights.are_others()
+        late = made_at != self.weights.moment() or self.weights.are_others()
         if late and not armed:
             raise too_late()
         try:
@@ -314,6 +313,9 @@ def is_hooked(module: nn.Module) -> bool:
     return any(vars(module).get(name) for name in names)
 
 
+Moment = tuple[int, list[int]]
+
+
 class Weights:
     """Which parameters a head had, without keeping them.
 
@@ -331,9 +333,9 @@ class Weights:
     def __len__(self) -> int:
         return len(self._then)
 
-    def versions(self) -> list[int]:
-        """How often each was written to, but by fused optimizers."""
-        return [one._version for one in self._head.parameters()]
+    def moment(self) -> Moment:
+        """Another one once they have changed: by an optimizer, which may be fused, or by hand."""
+        return steps.count, [one._version for one in self._head.parameters()]
 
     def are_others(self) -> bool:
         """Whether the head has any that it did not have, in other memory."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepytorch_core.nn.deferred_logits import DeferredLogits, steps, too_late
+from deepytorch_core.nn.deferred_logits import DeferredLogits, too_late
 from deepytorch_core.nn.kernels import (
     Kernel,
     Place,
@@ -31,7 +31,7 @@ from deepytorch_core.nn.kernels import (
 )
 from deepytorch_core.nn.loss import IGNORED_LABEL
 
-from ._causal_loss import Weights, is_hooked, stand_in
+from ._causal_loss import Moment, Weights, is_hooked, stand_in
 
 KIND = "masked_loss"
 # What the heads of BERT and RoBERTa, and of their kin, are called.
@@ -193,7 +193,7 @@ class MaskedHead:
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
         deferred = DeferredLogits.make(
-            functools.partial(self._logits, hidden, steps.count),
+            functools.partial(self._logits, hidden, self.weights.moment()),
             shape=(*hidden.shape[:-1], self.vocabulary),
             dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
             device=hidden.device,
@@ -224,8 +224,8 @@ class MaskedHead:
         rows = hidden.flatten(0, -2).index_select(0, places)
         return F.cross_entropy(self._stock(rows), chosen, ignore_index=ignore_index)
 
-    def _logits(self, hidden: torch.Tensor, made_at: int) -> torch.Tensor:
-        if made_at != steps.count:
+    def _logits(self, hidden: torch.Tensor, made_at: Moment) -> torch.Tensor:
+        if made_at != self.weights.moment():
             raise too_late()
         found: torch.Tensor = self._stock(hidden)
         return found

@@ -357,12 +357,14 @@ class Attentions:
 
 
 # Whose hooks take a row as they take a batch: wrappers', and those that ask for gradients.
-_WRAPPERS = ("torch", "deepspeed", "accelerate", "transformers", "peft", "deepytorch")
+_WRAPPERS = {"torch", "deepspeed", "accelerate", "transformers", "peft"}
+_WRAPPERS |= {"deepytorch", "deepytorch_core"}
 
 
 def _is_foreign(hook: Any) -> bool:
     module = getattr(_function_of(hook), "__module__", None) or ""
-    return not module.startswith(_WRAPPERS) or "neftune" in f"{module} {_name_of(hook)}".lower()
+    is_wrappers = module.partition(".")[0] in _WRAPPERS
+    return not is_wrappers or "neftune" in f"{module} {_name_of(hook)}".lower()
 
 
 def _name_of(hook: Any) -> str:

@@ -160,7 +160,8 @@ class _Lazy(OrderedDict[str, Any]):
         return OrderedDict.get(self, key, default)
 
     def copy(self) -> Any:
-        return self.__reduce__()[0](*self.__reduce__()[1])
+        make, fields = self.__reduce__()
+        return make(*fields)
 
     def values(self) -> Any:
         return _Values(self)

@@ -28,9 +28,8 @@ void end_process(const std::string& reason, Instead instead) {
   const char* const why =
       instead == Instead::kRaise
           ? "The GPU has not got that operation's results, so this process ends now, before "
-            "anything "
-            "is computed or saved from them; with DEEPYTORCH_ERROR_HANDLING=raise the group's next "
-            "call raises instead."
+            "anything is computed or saved from them; with DEEPYTORCH_ERROR_HANDLING=raise the "
+            "group's next call raises instead."
           : "The program's thread is inside NCCL, which nothing else can end, so this process ends "
             "now.";
   std::fprintf(stderr, "deepytorch: %s. %s\n", reason.c_str(), why);

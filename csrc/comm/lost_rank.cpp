@@ -55,7 +55,9 @@ void LostRank::look_for_failed(const Segment& segment, Time now) {
     if (!since_) note(who + " could not go on with it: " + why, How::kStockFailed, now);
     return;
   }
+  if (!since_) return;
   since_.reset();
+  waits_since_.reset();
   failed_ = false;
   const std::lock_guard lock(mutex_);
   who_.clear();

@@ -6,6 +6,7 @@ know nothing (which kernels attention may use), for the rest they would only be 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,13 +78,6 @@ def _switches() -> dict[str, _Switch]:
     ]
     for of, name in attributes:
         label = f"{getattr(of, '__name__', type(of).__name__)}.{name}"
-        switches[label] = (_getter(of, name), _setter(of, name))
+        get, put = (functools.partial(each, of, name) for each in (getattr, setattr))
+        switches[label] = get, put
     return switches
-
-
-def _getter(of: Any, name: str) -> Callable[[], Any]:
-    return lambda: getattr(of, name)
-
-
-def _setter(of: Any, name: str) -> Callable[[Any], None]:
-    return lambda value: setattr(of, name, value)

@@ -56,6 +56,8 @@ class Packing:
         """For who slices all that a batch holds: a part of it is planned anew."""
         return _padded((0, 0), "a part of a batch")
 
+    __iter__ = None  # or it would go by __getitem__, without an end
+
     def __repr__(self) -> str:
         why = f", stays padded: {self.obstacle}" if self.obstacle else ""
         return f"Packing({self.num_tokens} tokens of {self.shape}{why})"

@@ -45,6 +45,14 @@ def made(dropout: float = 0.0) -> Net:
     return Net(dropout).to(DEVICE)
 
 
+def passes(model: nn.Module, number: int, x: Tensor | None = None) -> None:
+    """So many training passes, each with its own gradients; of random inputs, or of `x`."""
+    for _ in range(number):
+        model.zero_grad()
+        given = torch.randn(7, 16, device=DEVICE) if x is None else x
+        model(given)["loss"].backward()
+
+
 def placed(model: nn.Module) -> nn.Module:
     return model.to(DEVICE)
 
@@ -252,9 +260,7 @@ def test_lent_gradients_that_somebody_keeps_stay_what_they_are() -> None:
     model = made()
     found = captured(model)
     x = torch.randn(7, 16, device=DEVICE)
-    for _ in range(4):
-        model.zero_grad()
-        model(x)["loss"].backward()
+    passes(model, 4, x)
     gradient = model.up.weight.grad
     assert gradient is not None
     kept = gradient.view(-1)
@@ -277,9 +283,7 @@ def test_gradients_that_hooks_see_are_not_lent() -> None:
     model.up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     model.down.weight.register_hook(lambda gradient: None)
     found = captured(model)
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    passes(model, 4)
     assert found.has_replays
     trained = [one for one in model.parameters() if one.grad is not None]
     assert lent_of(found) == len(trained) - 2
@@ -289,9 +293,7 @@ def test_gradients_that_hooks_see_are_not_lent() -> None:
 def test_lent_gradients_outlive_their_graphs() -> None:
     model = made()
     found: Any = captured(model)
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    passes(model, 4)
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     values = [one.clone() for one in gradients]
     assert lent_of(found) == len(gradients)
@@ -326,9 +328,7 @@ class Offset(Net):
 def test_a_gradient_that_is_the_losses_is_not_lent() -> None:
     model: Any = placed(Offset())
     found: Any = captured(model)
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    passes(model, 4)
     (gradient,) = [one.grad for name, one in model.named_parameters() if name == "offset"]
     assert gradient is not None
     alone = gradient.view(-1)
@@ -371,14 +371,10 @@ def test_graphs_that_are_not_used_any_more_are_let_go() -> None:
     model = made()
     found = captured(model)
     x = torch.randn(7, 16, device=DEVICE)
-    for _ in range(5):
-        model.zero_grad()
-        model(x)["loss"].backward()
+    passes(model, 5, x)
     kept = [one.grad.detach() for one in model.parameters() if one.grad is not None]
     assert found.has_replays
-    for _ in range(40):
-        model.zero_grad()
-        model(x)["loss"].backward()
+    passes(model, 40, x)
     assert "keeps the gradients" in (found.failure or "")
     assert not found.has_replays
     del kept
@@ -391,9 +387,7 @@ def test_precision_may_have_been_set_in_the_newer_way(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
     model = made()
     found = captured(model)
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.randn(7, 16, device=DEVICE))["loss"].backward()
+    passes(model, 4)
     assert found.has_replays
 
 

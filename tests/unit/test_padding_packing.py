@@ -252,3 +252,12 @@ def test_the_padding_free_collator_says_what_is_wrong(feature: dict[str, Any], s
         PaddingFreeCollator(max_length=8)([feature])
     with pytest.raises(ValueError, match="return_tensors='np'"):
         PaddingFreeCollator(return_tensors="np")
+
+
+def test_a_part_of_a_plan_is_no_plan_and_nobody_goes_through_it() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    part = plan(mask)[:1]
+    assert part.obstacle is not None
+    assert part.shape != (1, 3)
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(plan(mask))
