@@ -31,7 +31,7 @@ class RunOptions:
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     gradient_checkpointing: bool = False
     kernels: Literal["auto", "on", "off"] = "off"
-    compile: Literal["auto", "off"] = "off"
+    compile: Literal["auto", "inductor", "off"] = "off"
     evaluate_every: int = 0
     save_every: int = 0
     keep_checkpoints: int = 1

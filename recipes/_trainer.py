@@ -90,7 +90,8 @@ class Trainer(Generic[BatchT]):
                 self._choose_layout(model, task)
         self.engine = start_engine(model, self._make_optimizer, options, process, group=group)
         if ours and options.compile != "off":
-            deepytorch.compile(model, steps=options.steps * options.accumulation)
+            steps = options.steps * options.accumulation
+            deepytorch.compile(model, policy=options.compile, steps=steps)
         self.loss_share = task.make_loss(self.engine.wrapped, ours)
         self.schedule = LambdaLR(
             self.engine.optimizer, warmup_then_cosine(options.warmup_steps, options.steps)

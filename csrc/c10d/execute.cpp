@@ -108,13 +108,21 @@ void copy_message(const char* what, dpt_error* error) {
 
 }  // namespace
 
+// What NCCL or the device fails with may be this rank's alone. What else is raised, for arguments
+// that are refused say, is so on every rank.
 dpt_status Backend::describe_caught(const at::Device& device, dpt_error* error) {
-  try {
-    throw;
-  } catch (const c10::DistBackendError& caught) {
-    // NCCL's own. What else it raises, for arguments that it refuses say, it does on every rank.
+  const auto broke = [&](const std::exception& caught) {
     copy_message(caught.what(), error);
     return device.is_cuda() ? DPT_ERR_DELEGATE_BROKE : DPT_ERR_DELEGATE;
+  };
+  try {
+    throw;
+  } catch (const c10::DistError& caught) {
+    return broke(caught);
+  } catch (const c10::OutOfMemoryError& caught) {
+    return broke(caught);
+  } catch (const c10::AcceleratorError& caught) {
+    return broke(caught);
   } catch (const std::exception& caught) {
     copy_message(caught.what(), error);
   } catch (...) {

@@ -129,6 +129,7 @@ class Communicator {
   // host memory, which share its signals.
   void run_in_turn(const dpt_request& request, const std::function<void(const WaitContext&)>& task);
   void settle_on_device(const dpt_request& request, size_t bytes);
+  void refuse_without_descriptors(const WaitContext& wait);
   void join_devices(const dpt_request& request);
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
   // Whether every rank's delegate can, and the nodes are alike.

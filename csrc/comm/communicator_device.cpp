@@ -1,6 +1,7 @@
 // The communicator's part on GPUs: joining their memory at the first operation, then one kernel per
 // operation on the caller's stream, or copies through the host's memory behind it.
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "base/env.hpp"
@@ -175,6 +176,7 @@ void Communicator::join_devices(const dpt_request& request) {
   if (device_) return;
   run_in_turn(request, [&](const WaitContext& wait) {
     ensure_connected(wait, *store_);
+    refuse_without_descriptors(wait);
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
     state->why_not = nodes_ ? "ranks on several nodes have no GPU kernels yet" : no_transport_;
@@ -195,6 +197,17 @@ void Communicator::join_devices(const dpt_request& request) {
     Fabric::instance().on_tick(
         segment_.get(), [this, judged = false]() mutable { judged = judged || watch_device(); });
   });
+}
+
+// NCCL opens many more than shared memory takes. Where it fails on one rank the others wait for
+// that rank in its start, and without a segment nothing would tell them.
+void Communicator::refuse_without_descriptors(const WaitContext& wait) {
+  const std::string mark = "(errno " + std::to_string(EMFILE) + ")";
+  if (segment_ || no_transport_.find(mark) == std::string::npos) return;
+  fail_operation(Error(DPT_ERR_SYSTEM,
+                       no_transport_ + ". NCCL can't start without file descriptors: raise " +
+                           "`ulimit -n` there"),
+                 wait);
 }
 
 bool Communicator::can_go_by_nodes(const WaitContext& wait) const {

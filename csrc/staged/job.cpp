@@ -9,7 +9,7 @@ namespace dpt::staged {
 namespace {
 
 // More chunks than this fill the device's queue of commands, which would hold up the caller.
-constexpr size_t kMostChunks = 128;
+constexpr size_t kMostChunks = 256;
 
 // Ranks that are in the same operation get the same.
 uint32_t describe(const dpt_request& request, const Job& job) {

@@ -4,7 +4,7 @@
 #include <bit>
 
 #include "base/error.hpp"
-#include "host/reduce.hpp"
+#include "host/reduce_for_device.hpp"
 #include "staged/sanitizer.hpp"
 #include "staged/workers.hpp"
 
@@ -287,13 +287,13 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
     for (int rank = 0; rank < shape.ranks; ++rank) {
       at.sources.push_back(board_.input(rank, slot) + share.begin);
     }
-    reduce({.dtype = job.dtype,
-            .op = job.op,
-            .sources = at.sources.data(),
-            .num_sources = shape.ranks,
-            .factors = at.factors.empty() ? nullptr : at.factors.data(),
-            .count = (share.end - share.begin) / size_of(job.dtype),
-            .destination = board_.result(slot) + share.begin});
+    reduce_for_device({.dtype = job.dtype,
+                       .op = job.op,
+                       .sources = at.sources.data(),
+                       .num_sources = shape.ranks,
+                       .factors = at.factors.empty() ? nullptr : at.factors.data(),
+                       .count = (share.end - share.begin) / size_of(job.dtype),
+                       .destination = board_.result(slot) + share.begin});
   }
   // Whoever counts last sees what all others wrote, and has nobody beside it.
   Word& counted = board_.counted(slot);

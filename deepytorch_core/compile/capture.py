@@ -157,6 +157,7 @@ class Capture:
         if self._replays:
             self._recorder.reclaim(self._root.parameters())
             self._replays.clear()
+            self._recorder.let_go()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's pass: replayed, or as it is."""

@@ -31,6 +31,11 @@ class Loans:
         """More graphs whose memory is lent."""
         self._graphs.extend(graphs)
 
+    def let_go(self) -> None:
+        """Of all graphs, which nobody runs again. With this object they might stay very long."""
+        _bury(self._lent, list(self._graphs))
+        self._graphs.clear()
+
     def note(self, lent: Tensor) -> None:
         """Another loan."""
         reference = StorageWeakRef(lent.untyped_storage())  # type: ignore[no-untyped-call]

@@ -142,6 +142,10 @@ class Recorder:
         """From now on memory of these may be lent: they stay as long as somebody has some of it."""
         self._loans.keep(graphs)
 
+    def let_go(self) -> None:
+        """Nobody runs the graphs again: their memory is free once nobody has any of it."""
+        self._loans.let_go()
+
     def lend(self, tensor: Tensor) -> Tensor:
         """The same memory for somebody else, who gives it back by letting go of it."""
         lent = self.borrowed(tensor)

@@ -137,6 +137,8 @@ def _cuda_efficient(
             "compute capability 8.0 or more; train in mixed precision, or set padding_free=off"
         )
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
+    # Rounded up it may be more than there are tokens, which the kernel's backward refuses.
+    longest = min(max_length, query.shape[0])
     out: Tensor = torch.ops.aten._efficient_attention_forward(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -144,8 +146,8 @@ def _cuda_efficient(
         None,
         cu_seq_lens,
         cu_seq_lens,
-        max_length,
-        max_length,
+        longest,
+        longest,
         dropout,
         1 if after == 0 else 0,  # masked from the upper left, or not at all
         True,

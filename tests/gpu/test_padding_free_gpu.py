@@ -12,6 +12,8 @@ from deepytorch_core.testing import needs_gpus
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
 
 LENGTHS = (33, 128, 1, 90, 57)
+# The longest, rounded up to a power of two, is more than all tokens together.
+ONE_LONG = (300, 5)
 # Of the largest gradient of a parameter: what rounding leaves, with matrices multiplied in TF32.
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 # Of the loss, so that gradients in float16 are no numbers below its normal range.
@@ -34,19 +36,21 @@ def _bert() -> Any:
     return BertForMaskedLM(BertConfig(vocab_size=512, num_attention_heads=4, **shape, **off))
 
 
-def _batch() -> dict[str, torch.Tensor]:
+def _batch(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(4, 512, (len(LENGTHS), max(LENGTHS)), generator=generator)
-    mask = (torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]).long()
+    ids = torch.randint(4, 512, (len(lengths), max(lengths)), generator=generator)
+    mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
     batch = {"input_ids": ids * mask, "attention_mask": mask}
     batch["labels"] = ids.masked_fill(mask == 0, -100)
     return {name: value.cuda() for name, value in batch.items()}
 
 
-def _loss_and_gradients(model: Any, autocast: torch.dtype | None) -> list[torch.Tensor]:
+def _loss_and_gradients(
+    model: Any, lengths: tuple[int, ...], autocast: torch.dtype | None
+) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
-        loss = model(**_batch()).loss
+        loss = model(**_batch(lengths)).loss
     (loss * SCALE).backward()
     return [loss.detach(), *(one.grad.detach().clone() for one in model.parameters())]
 
@@ -54,8 +58,9 @@ def _loss_and_gradients(model: Any, autocast: torch.dtype | None) -> list[torch.
 @pytest.mark.parametrize("make", [_llama, _bert])
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("lengths", [LENGTHS, ONE_LONG])
 def test_a_packed_row_trains_like_the_padded_batch(
-    make: Any, dtype: torch.dtype, compiled: bool
+    make: Any, dtype: torch.dtype, compiled: bool, lengths: tuple[int, ...]
 ) -> None:
     from deepytorch.integrations.transformers import pack_batches, undo
 
@@ -66,14 +71,14 @@ def test_a_packed_row_trains_like_the_padded_batch(
         model = model.to(dtype)
     elif dtype == torch.float16:
         autocast = dtype
-    stock = _loss_and_gradients(model, autocast)
+    stock = _loss_and_gradients(model, lengths, autocast)
     assert pack_batches(model, "on")
     if compiled:
         import deepytorch
 
         deepytorch.compile(model, policy="inductor")
     for _ in range(3 if compiled else 1):
-        ours = _loss_and_gradients(model, autocast)
+        ours = _loss_and_gradients(model, lengths, autocast)
     assert undo(model)
     assert abs(float(ours[0]) - float(stock[0])) <= LIMITS[dtype] * float(stock[0])
     for theirs, mine in zip(stock[1:], ours[1:], strict=True):
