@@ -1,5 +1,6 @@
 #include "algorithms/block_sizes.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/error.hpp"
@@ -10,7 +11,32 @@ namespace {
 // What the leader publishes before the sizes: empty, or which ranks do not agree.
 constexpr size_t kVerdictBytes = 256;
 
+bool has_blocks(Collective collective) {
+  return collective == DPT_ALL_GATHER || collective == DPT_ALL_TO_ALL;
+}
+
+// What a rank says: what it sends, which in an all_gather is one block, and what it expects of
+// each.
+struct Words {
+  Words(Collective collective, size_t ranks)
+      : per_rank(collective == DPT_ALL_TO_ALL ? ranks : 1), of_rank(per_rank + ranks) {}
+  size_t per_rank;
+  size_t of_rank;
+  size_t bytes_of_rank() const { return of_rank * sizeof(uint64_t); }
+};
+
 }  // namespace
+
+bool BlockSizes::fit(Collective collective, const NodeLayout& layout) {
+  if (!has_blocks(collective)) return true;
+  const size_t ranks = layout.size();
+  const Words words(collective, ranks);
+  size_t most = 0;
+  for (const auto& on_node : layout.ranks) most = std::max(most, on_node.size());
+  return kVerdictBytes + ranks * words.per_rank * sizeof(uint64_t) <= Segment::kSmallBytes &&
+         words.bytes_of_rank() <= Segment::kSmallBytes &&
+         most * words.bytes_of_rank() <= kMostNodeWords;
+}
 
 BlockSizes BlockSizes::meet(const RunContext& context) {
   const Operation& operation = context.operation;
@@ -18,17 +44,17 @@ BlockSizes BlockSizes::meet(const RunContext& context) {
   Segment& segment = context.segment;
   BlockSizes sizes;
   sizes.even_ = operation.bytes();
-  if (operation.collective != DPT_ALL_GATHER && operation.collective != DPT_ALL_TO_ALL) {
+  if (!has_blocks(operation.collective)) {
     enter_nodes(context);
     return sizes;
   }
   const int parity = context.header_parity();
   const size_t ranks = layout.size();
-  const size_t per_rank = operation.collective == DPT_ALL_TO_ALL ? ranks : 1;
-  // Of each rank: what it sends, then what it expects of each.
-  const size_t words_of_rank = per_rank + ranks;
-  const size_t bytes_of_rank = words_of_rank * sizeof(uint64_t);
-  DPT_CHECK(kVerdictBytes + ranks * per_rank * sizeof(uint64_t) <= Segment::kSmallBytes);
+  DPT_CHECK(fit(operation.collective, layout));
+  const Words of(operation.collective, ranks);
+  const size_t per_rank = of.per_rank;
+  const size_t words_of_rank = of.of_rank;
+  const size_t bytes_of_rank = of.bytes_of_rank();
   auto* mine = reinterpret_cast<uint64_t*>(segment.small(context.me(), parity));
   for (size_t i = 0; i < per_rank; ++i) mine[i] = operation.input_bytes(static_cast<int>(i));
   for (size_t i = 0; i < ranks; ++i) {

@@ -9,11 +9,13 @@
 
 namespace dpt {
 
-// Most ranks of an all_to_all: all blocks' sizes must fit into a small buffer.
-constexpr int kMostBlockRanks = 88;
-
 class BlockSizes {
  public:
+  // Whether ranks that lie so can tell each other: all blocks' sizes must fit into a small buffer,
+  // and those of a node's ranks into what it says at the meeting. An all_to_all of up to 90 ranks
+  // with as many on each node does.
+  static bool fit(Collective collective, const NodeLayout& layout);
+
   // In place of enter_nodes. Error(DPT_ERR_MISMATCH), on every rank alike, names two ranks that do
   // not agree.
   static BlockSizes meet(const RunContext& context);

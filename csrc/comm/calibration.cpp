@@ -167,6 +167,10 @@ GroupTuning::Proposal GroupTuning::propose(const Operation& operation,
   // A profile is of a machine, and says nothing of the network between several.
   if (tune_ != DPT_TUNE_FORCE && group_.nodes == 1) {
     entry = decisions.in_profile(profile_, group_, collective, bucket);
+    // Plans for GPUs are checked where they are made.
+    std::erase_if(entry, [&](const Measurement& each) {
+      return !group_.on_device() && !could_be_candidate(each.candidate, collective, group_.nodes);
+    });
     if (complete(entry)) {
       offer(entry, "in the profile", "profile " + profile_);
       return proposal;

@@ -179,8 +179,8 @@ std::string Communicator::why_not_native(const Operation& operation) const {
   if (nodes_ && nodes_->num_nodes() > kMostNodes) {
     return "more than " + std::to_string(kMostNodes) + " nodes";
   }
-  if (nodes_ && operation.collective == DPT_ALL_TO_ALL && nodes_->layout.size() > kMostBlockRanks) {
-    return "an all_to_all of more than " + std::to_string(kMostBlockRanks) + " ranks between nodes";
+  if (nodes_ && !BlockSizes::fit(operation.collective, nodes_->layout)) {
+    return std::string("an ") + name_of(operation.collective) + " of so many ranks between nodes";
   }
   return "";
 }

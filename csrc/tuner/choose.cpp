@@ -121,6 +121,12 @@ std::vector<Candidate> candidates(const ChooseRequest& request) {
   return found;
 }
 
+bool could_be_candidate(const Candidate& candidate, Collective collective, int nodes) {
+  if (is_delegate(candidate)) return true;
+  const char* own = nodes > 1 ? "hierarchical" : chunked_algorithm(collective);
+  return std::strcmp(candidate.algorithm, own) == 0 && candidate.chunk_bytes >= kLeastChunk;
+}
+
 Decision decide(const Entry& entry, const Limits& limits, const std::string& found) {
   const Measurement* best = winner(entry, limits);
   if (best == nullptr) return {};

@@ -40,6 +40,10 @@ Plan choose(const ChooseRequest& request);
 // leaders carries it.
 bool is_small_between_nodes(const ChooseRequest& request);
 
+// Whether `candidates` could ever name this one for a collective of tensors on the CPU. Profiles
+// may be of another build, or written by people.
+bool could_be_candidate(const Candidate& candidate, Collective collective, int nodes);
+
 // The plans worth trying for a request that is cut into chunks, without the delegate: first the
 // rule of thumb's, then from small chunks to large ones. At most five.
 std::vector<Candidate> candidates(const ChooseRequest& request);

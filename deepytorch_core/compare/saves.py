@@ -23,6 +23,7 @@ from deepytorch_core.patching import Patches
 
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 _WRITES = os.O_WRONLY | os.O_RDWR
+_NO_FOLDER = -1  # what Python's audit events say where a path is no name within an open folder
 _Function = Callable[..., Any]
 
 
@@ -30,8 +31,8 @@ class Saves:
     """Put in place for the life of the process by `install`; `redirected` is what was moved."""
 
     def __init__(self, plan: Plan) -> None:
-        self._view = plan.workspace
-        self._outside = plan.outside
+        self._view = os.path.realpath(plan.workspace)
+        self._outside = os.path.realpath(plan.outside)
         self._began = time.time()
         self._patches = Patches()
         self._is_copying = False
@@ -57,9 +58,9 @@ class Saves:
 
     def place(self, path: str) -> str:
         """Where weights go that the script writes to `path`."""
-        path = os.path.abspath(path)
+        path = workspace.located(path)
         if self._is_scratch(path):
-            workspace.before_write(path, self._view, keeps_content=False)
+            self._make_own(path, keeps_content=False)
             return path
         moved = os.path.join(self._outside, path.lstrip(os.sep))
         os.makedirs(os.path.dirname(moved), exist_ok=True)
@@ -96,15 +97,16 @@ class Saves:
     def _moving(self, original: _Function) -> _Function:
         def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             found = self._found(source)
-            if found is not source:
-                target = self.place(os.fspath(target))
+            is_weights = os.fsdecode(target).endswith(_WEIGHTS)
+            if not kwargs and not self._is_copying and (found is not source or is_weights):
+                target = self.place(os.fsdecode(target))
             return original(found, target, *args, **kwargs)
 
         return move
 
     def _found(self, path: Any) -> Any:
         if self.redirected and isinstance(path, str | os.PathLike):
-            return self.redirected.get(os.path.abspath(path), path)
+            return self.redirected.get(workspace.located(os.fsdecode(path)), path)
         return path
 
     def _safetensors(self, module: ModuleType) -> None:
@@ -120,27 +122,32 @@ class Saves:
             if isinstance(path, str | os.PathLike) and flags & _WRITES and not self._is_copying:
                 self._opening(os.fsdecode(path), flags)
         elif event == "os.mkdir":
-            path = os.path.abspath(os.fsdecode(args[0]))
+            path = workspace.located(os.fsdecode(args[0]))
             if not self._is_scratch(path) and not os.path.exists(path):
                 self.made_folders.append(path)
         elif event in ("os.remove", "shutil.rmtree"):
-            path = args[0]
-            if isinstance(path, str | os.PathLike) and os.path.isabs(os.fspath(path)):
-                self._refuse_loss(os.fsdecode(path), "delete")
+            path, folder = args[:2]
+            # What is in a tree is named within its folder: the tree is judged as a whole.
+            if isinstance(path, str | bytes | os.PathLike) and folder in (None, _NO_FOLDER):
+                self._refuse_loss(workspace.located(os.fsdecode(path)), "delete")
 
     def _opening(self, path: str, flags: int) -> None:
+        path = workspace.located(path)
+        self._make_own(path, keeps_content=not flags & os.O_TRUNC)
+        if flags & os.O_TRUNC:
+            self._refuse_loss(path, "overwrite")
+
+    def _make_own(self, path: str, *, keeps_content: bool) -> None:
         self._is_copying = True
         try:
-            workspace.before_write(path, self._view, keeps_content=not flags & os.O_TRUNC)
+            workspace.before_write(path, self._view, keeps_content=keeps_content)
         finally:
             self._is_copying = False
-        if flags & os.O_TRUNC:
-            self._refuse_loss(os.path.abspath(path), "overwrite")
 
     def _refuse_loss(self, path: str, verb: str) -> None:
-        # Deletions within a folder give bare names: a tree is judged as a whole, by its path.
         if self._is_scratch(path) or not self._holds_old_weights(path):
             return
+        path = os.path.realpath(path)
         raise CompareError(
             f"the script would {verb} {path}, which was there before the comparison: give it "
             "another folder for its output, or one below the folder it is started in"

@@ -67,9 +67,19 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def before_write(path: str, view: str, *, keeps_content: bool) -> None:
-    """Put a file of its own in place of a link in `view` that is about to be written to."""
-    place = os.path.abspath(path)
+def located(path: str) -> str:
+    """Where `path` itself lies, behind links to folders; a link at its end is not followed."""
+    folder, name = os.path.split(path.rstrip(os.sep))
+    if name in ("", os.curdir, os.pardir):
+        return os.path.realpath(path)
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def before_write(place: str, view: str, *, keeps_content: bool) -> None:
+    """Put a file of its own in place of a link in `view` that is about to be written to.
+
+    Both paths are `located`.
+    """
     if not (place.startswith(view + os.sep) and os.path.islink(place) and os.path.isfile(place)):
         return
     # Renamed into place, so that other ranks never see a part of it.

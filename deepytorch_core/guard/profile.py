@@ -52,8 +52,13 @@ def fingerprint(module: nn.Module) -> str:
 
 def entries() -> list[dict[str, Any]]:
     """All decisions of the profile, the oldest first."""
-    found = _read().get("decisions", [])
-    return [one for one in found if isinstance(one, dict) and "chosen" in one and "for" in one]
+    return [one for one in _of(_read()) if isinstance(one.get("chosen"), str)]
+
+
+def _of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is a decision at all; people may write to the file."""
+    found = document.get("decisions", [])
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("for"), dict)]
 
 
 def find(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -69,7 +74,7 @@ def keep(wanted: Mapping[str, Any], decision: Mapping[str, Any]) -> None:
     document = _read()
     if document.get("format", _FORMAT) != _FORMAT:
         return
-    others = [entry for entry in document.get("decisions", []) if entry.get("for") != dict(wanted)]
+    others = [entry for entry in _of(document) if entry["for"] != dict(wanted)]
     document = {"format": _FORMAT, "groups": [], **document}
     document["decisions"] = [*others, {"for": dict(wanted), **decision}][-_MOST_DECISIONS:]
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -92,7 +97,7 @@ def _read() -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or not isinstance(document.get("decisions", []), list):
             raise ValueError("it is no object with a list of decisions")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         say_once(f"the profile {path} can't be read, nothing is taken from it: {error}")
         return {}
     return document if document.get("format") == _FORMAT else {"format": document.get("format")}

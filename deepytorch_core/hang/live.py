@@ -80,6 +80,8 @@ def join(store: Any, *, rank: int, size: int, life: object) -> None:
         try:
             # Whoever comes first names the job.
             job = own.compare_set("job", "", job).decode()
+            # Of a group that was before over the same store, operations had the same numbers.
+            own = PrefixStore(str(own.add(f"joined/{rank}", 1)), own)
             own.set(f"who/{rank}", json.dumps([pid, processes.start_time(pid), _node()]))
         except (RuntimeError, NotImplementedError) as error:  # a store with fewer functions
             say(f"hangs can't be explained over this store: {error}", level="debug")

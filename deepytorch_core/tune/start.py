@@ -12,7 +12,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config, decisions
+from deepytorch_core import config, decisions, guard
+from deepytorch_core.console import say
 from deepytorch_core.tune import in_force, stored
 from deepytorch_core.tune.knobs import DEFAULTS, checked, in_words
 
@@ -74,7 +75,11 @@ def _look_up(size: int) -> str:
     """What rank 0's profile has, as JSON; an empty object for nothing."""
     if config.current().tune != "auto" or not _script:
         return json.dumps({})
-    found = stored.look_up(_script, world_size=size, local_world_size=config.local_world_size())
+    try:
+        found = stored.look_up(_script, world_size=size, local_world_size=config.local_world_size())
+    except Exception as error:  # the other ranks wait for an answer, whatever a profile holds
+        say(f"settings of {stored.WHAT} are left out: {guard.first_line(error)}", level="warning")
+        return json.dumps({})
     if found is None or found.setting == DEFAULTS:
         return json.dumps({})
     settings = dict(found.setting)

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <regex>
 #include <thread>
 
 #include "comm/decisions.hpp"
@@ -287,6 +288,25 @@ TEST_F(Calibration, KeepsTimesInTheProfile) {
   Decisions::instance().reset();
   run_ranks(2, [](Rank& rank) { sum_ones(rank); }, {.tune = DPT_TUNE_FORCE, .profile = profile_});
   EXPECT_EQ(decision(2).decision.source, "measured now");
+}
+
+// Such times come from another build, or from people.
+TEST_F(Calibration, WhatCannotServeInAProfileIsMeasuredAnew) {
+  run_ranks(2, [](Rank& rank) { sum_ones(rank); }, {.tune = DPT_TUNE_AUTO, .profile = profile_});
+  const std::string good = read_profile(profile_);
+  for (const auto& [what, other] :
+       {std::pair{R"("algorithm": "pipelined")", R"("algorithm": "exchange")"},
+        std::pair{R"("algorithm": "pipelined")", R"("algorithm": "hierarchical")"},
+        std::pair{R"("algorithm": "pipelined")", R"("algorithm": "two_shot")"},
+        std::pair{R"("chunk_bytes": )", R"("chunk_bytes": 0)"}}) {
+    const std::regex pattern(std::string(what) +
+                             (std::string(other).ends_with("0") ? "[0-9]+" : ""));
+    std::ofstream(profile_) << std::regex_replace(good, pattern, other);
+    ASSERT_NE(read_profile(profile_), good);
+    Decisions::instance().reset();
+    run_ranks(2, [](Rank& rank) { sum_ones(rank); }, {.tune = DPT_TUNE_AUTO, .profile = profile_});
+    EXPECT_EQ(decision(2).decision.source, "measured now") << other;
+  }
 }
 
 TEST_F(Calibration, AProfileWithoutTheDelegateDoesNotServeOneThatCompetes) {

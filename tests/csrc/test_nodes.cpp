@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "algorithms/block_sizes.hpp"
 #include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
 #include "elements.hpp"
@@ -46,6 +47,30 @@ TEST(NodeLayout, NoTwoNodesSendToTheSameAtATime) {
     }
     EXPECT_THAT(receivers, ::testing::UnorderedElementsAre(0, 1, 2, 3, 4));
   }
+}
+
+NodeLayout nodes_of(const std::vector<int>& sizes) {
+  NodeLayout layout;
+  int rank = 0;
+  for (const int size : sizes) {
+    layout.ranks.emplace_back();
+    for (int local = 0; local < size; ++local) {
+      layout.node_of.push_back(static_cast<int>(layout.ranks.size()) - 1);
+      layout.local_of.push_back(local);
+      layout.ranks.back().push_back(rank++);
+    }
+  }
+  return layout;
+}
+
+TEST(BlockSizes, FitWhereANodeCanSayThem) {
+  EXPECT_TRUE(BlockSizes::fit(DPT_ALL_GATHER, nodes_of({63, 63})));
+  EXPECT_FALSE(BlockSizes::fit(DPT_ALL_GATHER, nodes_of({64, 64})));
+  EXPECT_FALSE(BlockSizes::fit(DPT_ALL_GATHER, nodes_of({82, 18})));
+  EXPECT_TRUE(BlockSizes::fit(DPT_ALL_TO_ALL, nodes_of({45, 45})));
+  EXPECT_FALSE(BlockSizes::fit(DPT_ALL_TO_ALL, nodes_of({64, 8})));
+  EXPECT_FALSE(BlockSizes::fit(DPT_ALL_TO_ALL, nodes_of({46, 45})));
+  EXPECT_TRUE(BlockSizes::fit(DPT_ALL_REDUCE, nodes_of({512, 512})));
 }
 
 // Around a cache line, past the leaders' exchange, and past several chunks.

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -239,6 +240,14 @@ TEST(TcpDialing, FindsThePeerAmongStrangers) {
   thread.join();
   EXPECT_EQ(one.error + other.error, "");
   ASSERT_THAT(one.sockets[3], SizeIs(3));
+  // A peer that is stopped takes no data, which is no reason to give it up.
+  for (size_t i = 0; i < 3; ++i) {
+    unsigned limit_ms = 0;
+    socklen_t length = sizeof limit_ms;
+    const int fd = one.sockets[3][i].get();
+    ASSERT_EQ(getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, &length), 0);
+    EXPECT_EQ(limit_ms != 0, i == 2) << "only the control socket, which is the last";
+  }
   // The sockets of the two sides belong together in order.
   for (size_t i = 0; i < 3; ++i) {
     const char sent = static_cast<char>('a' + i);

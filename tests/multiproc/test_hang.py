@@ -157,6 +157,25 @@ def test_the_error_begins_with_the_sentence() -> None:
         assert len(of_one.splitlines()) > 1, kind
 
 
+def time_out_twice(rank: int, world_size: int) -> list[str]:
+    texts = []
+    for late in (2, 3):  # in groups that are alike, over one store
+        with job(rank, world_size, "again", timeout_s=1, collectives="native") as group:
+            waiting = [str(one) for one in MEMBERS if one != late]
+            done = rank_store(f"done/again-{late}")
+            if str(rank) in waiting:
+                texts.append(error_of(lambda: dist.all_reduce(torch.ones(10), group=group)))
+                done.set(str(rank), "")
+            done.wait(waiting)
+    return texts
+
+
+def test_a_second_group_over_the_same_store_has_a_verdict_of_its_own() -> None:
+    first, second = spawn_ranks(time_out_twice, 4, backend=None, timeout_s=60)[1]
+    assert first.startswith("rank 2 (node ")
+    assert second.startswith("rank 3 (node ")
+
+
 def exit_early(rank: int, world_size: int) -> str:
     with job(rank, world_size, "exit", collectives="stock") as group:
         if rank == CULPRIT:

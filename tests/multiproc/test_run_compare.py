@@ -79,10 +79,15 @@ arguments = TrainingArguments(
 )
 Trainer(model, arguments, train_dataset=rows).train()
 """
-# Removes checkpoints that were there before; it may catch the first refusal, not the second.
+# Writes over checkpoints that were there before, in two ways, and removes them; it may catch the
+# first refusal, not the second.
 DELETES = """
 import os, shutil, sys
+import torch
 
+torch.save({}, sys.argv[1] + "/old.pt")
+torch.save({}, "draft")
+os.replace("draft", sys.argv[1] + "/old.pt")
 try:
     os.remove(sys.argv[1] + "/old.pt")
 except RuntimeError as error:
@@ -196,11 +201,13 @@ def test_a_trainer_that_rotates_checkpoints(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("without_torchrun")
-def test_a_checkpoint_that_was_there_is_not_deleted(project: Project) -> None:
+@pytest.mark.parametrize("given", ["", "../elsewhere", "linked/elsewhere"])
+def test_a_checkpoint_that_was_there_is_not_deleted(project: Project, given: str) -> None:
     project.elsewhere.mkdir()
+    (project.folder / "linked").symlink_to(project.elsewhere.parent)
     weights = project.elsewhere / "old.pt"
     weights.write_text("old")
-    done = project.compare(DELETES)
+    done = project.compare(DELETES, given=given)
     assert done.exit_code == 1
     message = str(done.exception)
     assert "failed with exit status 1 under the arm 'stock'" in message

@@ -153,10 +153,10 @@ def test_what_happens_in_a_view_stays_there(
     monkeypatch.chdir(view)
     assert (Path(os.getcwd()).parent / "beside").read_text() == "beside"
     assert Path("../beside").read_text() == "beside"
-    workspace.before_write("a", str(view), keeps_content=True)
+    workspace.before_write(workspace.located("a"), str(view), keeps_content=True)
     with open("a", "a") as file:
         file.write(" and new")
-    workspace.before_write("deep/d", str(view), keeps_content=False)
+    workspace.before_write(workspace.located("deep/d"), str(view), keeps_content=False)
     Path("deep/d").write_text("new")
     os.remove("b")
     os.replace("a", "deep/er/c")

@@ -340,7 +340,17 @@ def test_guard_lets_errors_of_the_stock_way_out() -> None:
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1, "decisions": 3}', '{"format": 99}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": 1, "decisions": 3}',
+        '{"format": 1, "decisions": ["x", {"chosen": "x", "for": "x"}, {"chosen": [], "for": {}}]}',
+        '{"format": 1, "decisions": ' + 100_000 * "[",
+        '{"format": 99}',
+    ],
+)
 def test_guard_believes_no_broken_profile(own_profile: Path, text: str) -> None:
     own_profile.write_text(text)
     assert guard.profile.find({"what": "x"}) is None

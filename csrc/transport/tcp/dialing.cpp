@@ -53,9 +53,12 @@ UniqueFd make_socket(int family, const TcpSettings& settings) {
   return fd;
 }
 
-void prepare_for_data(int fd) {
+// Only the control socket gives a peer up that does not answer: to Linux a peer that is stopped,
+// and so takes no data, is as silent as one that is gone, but what the control socket carries
+// always fits into the peer's buffer.
+void prepare(int fd, bool is_control) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeoutMs);
+  if (is_control) set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeoutMs);
   set_option(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kNotSentBytes);
 }
 
@@ -198,7 +201,7 @@ class Dialer {
     if (peer == found_.end()) throw Error(DPT_ERR_SYSTEM, "a rank that has no business here");
     UniqueFd& place = peer->second[dialog.handshake.socket()];
     if (place.get() >= 0) throw Error(DPT_ERR_SYSTEM, "it has called before");
-    prepare_for_data(dialog.fd.get());
+    prepare(dialog.fd.get(), dialog.handshake.socket() + 1 == dialing_.own.sockets);
     place = std::move(dialog.fd);
     --missing_;
   }
