@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endless batches of one rank, whose order depends on the seed alone and can be continued."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._config import RankError, RecipeError
 
 T = TypeVar("T")
 
@@ -66,6 +69,7 @@ class EndlessBatches(Generic[BatchT]):
             num_workers=num_workers,
             # Else each new iterator draws from torch's own numbers, and a resumed run has one more.
             generator=torch.Generator(),
+            worker_init_fn=_only_its_rank_ends_it,
         )
         self._position = 0
         self._batches: Iterator[BatchT] | None = None
@@ -78,7 +82,11 @@ class EndlessBatches(Generic[BatchT]):
             self._order.start = self._position
             self._batches = iter(self._loader)
         self._position += 1
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except RecipeError as error:
+            # No other rank has these examples; from a worker it comes with a traceback as its text.
+            raise RankError(str(error).rpartition("RecipeError: ")[2].strip()) from error
 
     @property
     def position(self) -> int:
@@ -101,8 +109,14 @@ class EndlessBatches(Generic[BatchT]):
 
         With the next examples of the same epoch, which has ``epoch_examples``. Where the batches
         here don't end at the same places, an epoch may end elsewhere, and less than a batch of each
-        rank is seen again.
+        rank is seen again. Raises RecipeError when there are fewer examples than that.
         """
+        if epoch_examples > self._order.num_examples:
+            raise RecipeError(
+                f"cannot resume: the data has {self._order.num_examples} examples, and an epoch of "
+                f"the checkpoint had {epoch_examples}: give the data that it was trained on, or "
+                "start a new run"
+            )
         epoch, number = divmod(position, epoch_examples // (batch_size * world_size))
         if epoch_examples % self._at_once == 0:
             self._order.per_epoch = epoch_examples // self._at_once
@@ -119,19 +133,34 @@ class _Order(Sampler[list[tuple[int, int]]]):
     ) -> None:
         self.start = 0
         self.per_epoch = num_examples // (batch_size * world_size)
-        self._num_examples, self._batch_size = num_examples, batch_size
+        self.num_examples, self._batch_size = num_examples, batch_size
         self._rank, self._world_size, self._seed = rank, world_size, seed
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, first = divmod(self.start, self.per_epoch)
         while True:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            order = torch.randperm(self._num_examples, generator=generator).tolist()
+            order = torch.randperm(self.num_examples, generator=generator).tolist()
             own = order[self._rank :: self._world_size]
             for number in range(first, self.per_epoch):
                 chosen = own[number * self._batch_size : (number + 1) * self._batch_size]
                 yield [(index, epoch) for index in chosen]
             epoch, first = epoch + 1, 0
+
+
+def _only_its_rank_ends_it(worker: int) -> None:
+    """Keep SIGTERM from a worker unless its rank sends it, as it does at its own end.
+
+    Who stops a job may tell all of its processes, and the rank needs its workers to finish a step.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def watch() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class _Drawn(Dataset[Any]):

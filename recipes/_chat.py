@@ -24,6 +24,8 @@ from deepytorch.recipes._run import console
 
 __all__ = ["Conversation", "Message", "encode", "encode_all", "load_conversations", "prompt_of"]
 
+_MARK = "\ue000answer\ue000"  # private characters, so no template has it
+
 
 class Encoding(Protocol):
     """The options that decide how text becomes examples."""
@@ -52,12 +54,17 @@ def plain_text(conversation: Conversation, *, answered: bool) -> list[tuple[str,
             system = ""
         else:
             pieces.append((message.content, True))
-    return pieces if answered or not pieces[-1][1] else pieces[:-1]
+    return pieces if answered or not pieces or not pieces[-1][1] else pieces[:-1]
 
 
 def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
-    """What a model is given to write the last answer; special tokens are part of it."""
+    """What a model is given to write the last answer; special tokens are part of it.
+
+    Empty where nobody spoke before the answer.
+    """
     asked = conversation[:-1] if conversation[-1].role == "assistant" else conversation
+    if not asked:
+        return ""
     if tokenizer.chat_template is None:
         text = "".join(piece for piece, _ in plain_text(asked, answered=False))
         return (tokenizer.bos_token or "") + text
@@ -76,7 +83,7 @@ def encode(conversation: Conversation, tokenizer: Any, options: Encoding) -> tup
     if tokenizer.chat_template is None:
         ids, trained = _encode_plain(conversation, tokenizer)
     else:
-        ids, trained = _encode_chat(conversation, tokenizer)
+        ids, trained = _encode_chat(conversation, tokenizer, masked=not options.train_on_prompt)
     if options.train_on_prompt:
         trained = [True] * len(ids)
     labels = [one if wanted else IGNORED_LABEL for one, wanted in zip(ids, trained, strict=True)]
@@ -95,16 +102,22 @@ def _encode_plain(conversation: Conversation, tokenizer: Any) -> tuple[list[int]
     return ids, trained
 
 
-def _encode_chat(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _encode_chat(
+    conversation: Conversation, tokenizer: Any, *, masked: bool
+) -> tuple[list[int], list[bool]]:
     messages = [vars(message) for message in conversation]
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
         found = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         return list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]]
-    # The template does not say which part is the answer: look for it in the text it makes.
+    # The template does not say which part is the answer.
     text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    spans = _answers(text, conversation, tokenizer.eos_token)
+    spans = [
+        _answer(text, messages, index, tokenizer)
+        for index, message in enumerate(conversation)
+        if masked and message.role == "assistant"
+    ]
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     trained = [
         any(start < last and first < end for start, end in spans)
@@ -113,25 +126,53 @@ def _encode_chat(conversation: Conversation, tokenizer: Any) -> tuple[list[int],
     return list(found["input_ids"]), trained
 
 
-def _answers(text: str, conversation: Conversation, eos: str) -> list[tuple[int, int]]:
-    """Where the answers lie in the rendered text, each with the end token behind it."""
-    spans, cursor = [], 0
-    for message in conversation:
-        content = message.content.strip()
-        start = text.find(content, cursor)
-        if start < 0:
-            raise RecipeError(
-                f"the tokenizer's chat template changes what the {message.role} says "
-                f"({content[:40]!r}), so answers can't be told from questions: add "
-                "{% generation %} marks to the template, or set train_on_prompt=true"
-            )
-        cursor = start + len(content)
-        if message.role == "assistant":
-            behind = text[cursor:].lstrip()
-            if behind.startswith(eos):
-                cursor = text.index(eos, cursor) + len(eos)
-            spans.append((start, cursor))
-    return spans
+def _answer(
+    text: str, messages: list[dict[str, Any]], index: int, tokenizer: Any
+) -> tuple[int, int]:
+    """Where an answer lies in the rendered text, with the end token behind it.
+
+    The template may say the same words, so they are not looked for: a mark in the answer's place
+    shows where it goes.
+    """
+
+    def render(some: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        rendered: str = tokenizer.apply_chat_template(
+            some, tokenize=False, add_generation_prompt=prompt
+        )
+        return rendered
+
+    content = messages[index]["content"]
+    marked = [*messages[:index], {**messages[index], "content": _MARK}]
+    before, _, behind = render([*marked, *messages[index + 1 :]]).partition(_MARK)
+    for said in (content, content.strip()):
+        if text == before + said + behind:
+            end_of_turn = render(marked).partition(_MARK)[2]
+            end = len(before + said) + _end_token(end_of_turn, behind, tokenizer)
+            return len(before), end
+    # A template that takes answers apart, for the thoughts in them, may still say where they begin.
+    if index > 0:
+        prompt, turn = render(messages[:index], prompt=True), render(messages[: index + 1]).rstrip()
+        if prompt != render(messages[:index]) and turn.startswith(prompt) and text.startswith(turn):
+            return len(prompt), len(turn)
+    raise RecipeError(
+        f"the tokenizer's chat template changes what the assistant says ({content[:40]!r}), so "
+        "answers can't be told from questions: add {% generation %} marks to the template, or set "
+        "train_on_prompt=true"
+    )
+
+
+def _end_token(end_of_turn: str, behind: str, tokenizer: Any) -> int:
+    """How many characters the token takes that ends a turn, with the space before it.
+
+    It stands at the end of the last turn too, where the mark of a next one does not.
+    """
+    closing, rest = end_of_turn.lstrip(), behind.lstrip()
+    found = [
+        len(token)
+        for token in tokenizer.get_added_vocab()
+        if closing.startswith(token) and rest.startswith(token)
+    ]
+    return len(behind) - len(rest) + max(found) if found else 0
 
 
 def encode_all(

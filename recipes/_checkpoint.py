@@ -3,13 +3,15 @@
 
 A checkpoint is written beside its place and moved there when every rank's part is on the disk, so
 what has the name is whole; an older one goes only after that. ``manifest.json`` says how many
-ranks wrote it, and the SHA-256 of every file.
+ranks wrote it, and the SHA-256 of every file. Those of a course of training that was left, by going
+on from an older one, are moved to ``checkpoints/abandoned/``.
 """
 
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,9 +23,11 @@ import torch.distributed as dist
 
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._engines import Engine
-from deepytorch.recipes._run import Process, everyones
+from deepytorch.recipes._run import Process, everyones, runs
 
-_PREFIX = "step-"
+FOLDER = "checkpoints"  # in a run's folder
+
+_NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _MANIFEST = "manifest.json"
 
@@ -48,22 +52,27 @@ def save(
     keep: int,
     facts: Facts,
     written: Written,
+    previous: int | None = None,
 ) -> str | None:
     """Write the checkpoint of ``state["step"]``; None, or why it could not be written.
 
     Collective. ``state`` is this rank's: of tensors, numbers, texts and lists. ``facts`` are of the
     whole run and go into the manifest. The newest ``keep`` checkpoints stay; if writing fails on
-    any rank, all older ones stay and nothing else is left.
+    any rank, all older ones stay and nothing else is left. ``previous`` is the step of the
+    checkpoint that this one goes on from: any other beyond it is abandoned.
     """
-    place = folder / f"{_PREFIX}{state['step']:08d}"
+    step = state["step"]
+    place = folder / f"step-{step:08d}"
     partial = place.with_name(place.name + _PARTIAL)
     problem = _attempt(lambda: _begin(partial) if process.is_main else None, process)
     if problem is None:
         problem = _attempt(lambda: _write(engine, state, partial, process), process)
-    if problem is None and process.is_main:
-        manifest = {**facts, "step": state["step"], **asdict(written)}
-        problem = _caught(lambda: _finish(partial, place, manifest))
-    problem = everyones(problem, process)
+    if problem is None:
+        manifest = {**facts, "step": step, **asdict(written)}
+        after = step - 1 if previous is None else previous
+        problem = _attempt(
+            lambda: _finish(partial, place, manifest, after) if process.is_main else None, process
+        )
     if process.is_main:
         if problem is not None:
             # torch does not say that a disk is full, only where it stopped.
@@ -79,11 +88,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.name.startswith(_PREFIX) and not path.name.endswith(_PARTIAL)
-    )
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)
 
 
 def find(resume: str, output_dir: str, name: str) -> Path | None:
@@ -93,19 +98,23 @@ def find(resume: str, output_dir: str, name: str) -> Path | None:
     a path without a checkpoint.
     """
     if resume == "auto":
-        runs = sorted(Path(output_dir).glob(f"{name}-*"), key=lambda path: path.stat().st_mtime)
-        found = [checkpoints(run / "checkpoints") for run in runs]
+        found = [checkpoints(run / FOLDER) for run in runs(output_dir, name)]
         return next((own[-1] for own in reversed(found) if own), None)
-    path = Path(resume)
+    path = Path(resume).resolve()
     if (path / _MANIFEST).is_file():
         return path
-    own = checkpoints(path / "checkpoints")
+    own = checkpoints(path / FOLDER)
     if not own:
         raise RecipeError(
             f"resume={resume} is no checkpoint and no run with one: give a run's folder (its "
             "checkpoints/ has step-... in it), or resume=auto"
         )
     return own[-1]
+
+
+def run_of(path: Path) -> Path | None:
+    """The folder of the run that the checkpoint ``path`` is in; None if it lies elsewhere."""
+    return path.parents[1] if path.parent.name == FOLDER else None
 
 
 def written(path: Path) -> Written:
@@ -125,17 +134,22 @@ def load(engine: Engine, path: Path, process: Process, *, facts: Facts) -> dict[
     Raises RecipeError, on every rank, for files that are missing or changed, and for a checkpoint
     of other ``facts``, or of another number of ranks where the engine can't have that.
     """
+    saved_by = 0
     state: dict[str, Any] = {}
 
-    def read() -> None:
+    def check() -> None:
+        nonlocal saved_by
         saved_by = _check(path, engine, process, facts)
+
+    def read() -> None:
         engine.load(path, process.rank, saved_by)
         own = process.rank if process.rank < saved_by else 0
         state.update(torch.load(path / f"rank-{own}.pt", weights_only=True))
         if own != process.rank:
             state.pop("random", None)
 
-    problem = _attempt(read, process)
+    # All ranks know that the files are whole before any takes part in loading them.
+    problem = _attempt(check, process) or _attempt(read, process)
     if problem is not None:
         raise RecipeError(f"cannot resume from {path}: {problem}")
     return state
@@ -174,14 +188,23 @@ def _write(engine: Engine, state: dict[str, Any], partial: Path, process: Proces
     torch.save(state, partial / f"rank-{process.rank}.pt")
 
 
-def _finish(partial: Path, place: Path, facts: dict[str, Any]) -> None:
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _finish(partial: Path, place: Path, facts: dict[str, Any], previous: int) -> None:
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     facts["files"] = {str(path.relative_to(partial)): _digest(path) for path in files}
     (partial / _MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(place, ignore_errors=True)  # of a run that was resumed from an older one
+    for left in checkpoints(place.parent):
+        if _step_of(left) > previous:
+            aside = place.parent / "abandoned" / left.name
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(exist_ok=True)
+            left.rename(aside)
     partial.rename(place)
 
 
@@ -231,7 +254,8 @@ def _attempt(action: Any, process: Process) -> str | None:
 def _caught(action: Any) -> str | None:
     try:
         action()
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        # torch reports a full disk as a RuntimeError of its zip writer.
+    except Exception as error:
+        # torch reports a full disk as a RuntimeError of its zip writer, and a damaged file as
+        # whatever its bytes lead to; a rank that raised alone would leave the others waiting.
         return " ".join(str(error).split()) or type(error).__name__
     return None

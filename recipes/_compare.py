@@ -288,7 +288,6 @@ def print_table(comparison: Comparison, run_dir: Path, tolerance: float) -> None
         ("plot", str(run_dir / "compare.png")),
         ("samples", str(run_dir / "compare.json")),
         ("scalars", str(run_dir / "tensorboard")),
-        ("checkpoint", str(run_dir / "checkpoint")),
     ):
         console.print(f"{label:<16}{text}", markup=False, highlight=False)
 

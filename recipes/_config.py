@@ -96,6 +96,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse_scalar(key: str, text: str) -> Any:
+    text = text.strip()
+    if "#" in text and text[0] not in "'\"":
+        return text  # nobody writes comments on a command line; YAML would cut "runs #2" at one
     return _parse_yaml(text, f"{key}={text} is not a valid value")
 
 
@@ -136,6 +139,8 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
             pass
     elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
+    elif hint is str and isinstance(value, str) and value.startswith("~/"):
+        return str(Path(value).expanduser())  # the shell does so only where it sees the ~
     elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
     raise RecipeError(f"{key} must be a {hint.__name__}, not {value!r}")

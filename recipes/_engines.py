@@ -276,13 +276,16 @@ class _Parts:
 
     def __init__(self, folder: Path, rank: int, saved_by: int) -> None:
         self._rank, self._size = rank, dist.get_world_size()
-        as_many = self._size == saved_by
+        self._as_many = self._size == saved_by
         # All of them only where they are needed, and then page by page.
         self._states = [
             torch.load(
-                folder / f"shard-{part}.pt", map_location="cpu", weights_only=True, mmap=not as_many
+                folder / f"shard-{part}.pt",
+                map_location="cpu",
+                weights_only=True,
+                mmap=not self._as_many,
             )
-            for part in ([rank] if as_many else range(saved_by))
+            for part in ([rank] if self._as_many else range(saved_by))
         ]
         self.own: State = self._states[0]
 
@@ -293,7 +296,7 @@ class _Parts:
         parts: list[Any] = self._states
         for key in keys:
             parts = [part[key] for part in parts]
-        if len(parts) > 1 and isinstance(like, DTensor):
+        if not self._as_many and isinstance(like, DTensor):
             # As torch.chunk divides the first dimension, which is how fully_shard does.
             begin = min(self._rank * -(-like.shape[0] // self._size), like.shape[0])
             return torch.cat(parts)[begin : begin + like.to_local().shape[0]].clone()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from deepytorch.recipes._config import RecipeError
 
@@ -100,9 +100,12 @@ class FolderImages:
         return as_tensor(crop), label
 
 
-def folder_images(folder: Path, image_size: int, seed: int) -> tuple[FolderImages, FolderImages]:
+def folder_images(
+    folder: Path, image_size: int, seed: int, held_out: int
+) -> tuple[FolderImages, FolderImages]:
     """Training images and every twentieth image of each class, kept out of training.
 
+    Of those at most ``held_out``, of classes by chance; none where each class has one image.
     Raises RecipeError for a folder without classes or with an empty class.
     """
     if not folder.is_dir():
@@ -119,9 +122,10 @@ def folder_images(folder: Path, image_size: int, seed: int) -> tuple[FolderImage
         files = image_files(folder / name)
         for number, path in enumerate(files):
             (kept if len(files) > 1 and number % 20 == 0 else trained).append((path, label))
+    random.Random(seed).shuffle(kept)
     return (
-        FolderImages(trained, classes, image_size, seed),
-        FolderImages(kept, classes, image_size, seed, augment=False),
+        FolderImages(sorted(trained + kept[held_out:]), classes, image_size, seed),
+        FolderImages(kept[:held_out], classes, image_size, seed, augment=False),
     )
 
 
@@ -129,19 +133,35 @@ def image_files(folder: Path) -> list[Path]:
     """The images in a folder, by name. RecipeError if there is none."""
     if not folder.is_dir():
         raise RecipeError(f"{folder} is no folder of images")
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    files = sorted(path for path in folder.iterdir() if is_image(path))
     if not files:
         raise RecipeError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
     return files
 
 
+def is_image(path: Path) -> bool:
+    """Whether the name is an image's."""
+    return path.suffix.lower() in SUFFIXES
+
+
 def read_image(path: Path) -> Image.Image:
-    """The image as RGB; RecipeError names a file that is none."""
+    """The image as it is looked at, in RGB; RecipeError names a file that is none."""
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+            return _as_rgb(ImageOps.exif_transpose(image))
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise RecipeError(f"{path} cannot be read as an image: {error}") from error
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """8 bits a channel, what is transparent over white."""
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion cuts off at 255.
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from deepytorch.recipes import _checkpoint, _compare, _elastic, _memory, _rounding
 from deepytorch.recipes._batches import BatchT
@@ -79,13 +80,16 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
         if path is None and process.is_main:
             console.print("resume=auto  no checkpoint yet: starting a new run")
     if path is not None:
-        config = _elastic.fit(config, _checkpoint.written(path), process, path)
+        written = on_main(lambda: _checkpoint.written(path), process)
+        config = _elastic.fit(config, written, process, path)
     trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
     start, run_dir = 0, None
     if path is not None:
-        start, run_dir = _resume(recipe, trainer, task, path), path.parents[1]
+        start, run_dir = _resume(recipe, trainer, task, path), _checkpoint.run_of(path)
+    previous = 0 if run_dir is None else start
     if run_dir is None:
         run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
+    course = _Course(recipe, trainer, task, run_dir, previous=previous)
     log = _open_log(config, run_dir, process)
     meter = _Meter(task.unit, trainer.flops_per_unit, process)
     with (
@@ -106,35 +110,48 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
             log.write(step, loss=loss, learning_rate=result.learning_rate, **meter.scalars())
             if task.held_out and config.evaluate_every and step % config.evaluate_every == 0:
                 log.write(step, held_out_loss=trainer.evaluate(task.held_out))
-            due = config.save_every and step % config.save_every == 0 and step < config.steps
+            # The last one too: what is exported may not fit on the disk.
+            due = config.save_every and (step % config.save_every == 0 or step == config.steps)
             if due or end:
-                problem = _save(recipe, trainer, task, run_dir, step)
+                problem = course.save(step)
                 if end:
                     log.close()
                     return _ended_early(problem, run_dir, step, process)
                 if problem is not None and process.is_main:
-                    console.print(f"step {step}: no checkpoint: {problem}; training goes on")
+                    told_why = f"step {step}: no checkpoint: {problem}; training goes on"
+                    console.print(told_why, markup=False)
     if task.held_out:
         held_out = trainer.evaluate(task.held_out)
         log.write(config.steps, held_out_loss=held_out)
         if process.is_main:
             console.print(f"held out    loss {held_out:.4f} on data left out of training")
     log.close()
-    finish(task, trainer, run_dir, process)
+    try:
+        finish(task, trainer, run_dir, process)
+    except RecipeError as error:
+        raise RecipeError(f"{error}. {course.rescue(max(start, config.steps))}") from error
     return 0
 
 
 def finish(task: Task[BatchT], trainer: Trainer[BatchT], run_dir: Path, process: Process) -> None:
-    """Export the model and show a sample, on rank 0."""
-    model: Any = trainer.model
-    if trainer.engine.sharded:
-        weights = trainer.engine.full_state()
-        if process.is_main:
+    """Export the model and show a sample, on rank 0; RecipeError on all if that fails."""
+    weights = trainer.engine.full_state() if trainer.engine.sharded else None
+
+    def export() -> None:
+        model: Any = trainer.model
+        if weights is not None:
             model = task.make_model()
             model.load_state_dict(weights, strict=False)
             if _memory.has_room_for(model, process.device):
                 model.to(process.device)
-    on_main(lambda: task.export(model, run_dir), process)
+        try:
+            task.export(model, run_dir)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # A full disk is one or the other, depending on who writes.
+            reason = " ".join(str(error).split())
+            raise RecipeError(f"cannot write the trained model to {run_dir}: {reason}") from error
+
+    on_main(export, process)
     if process.is_main:
         console.print(f"scalars     {run_dir / 'tensorboard'}", highlight=False)
     wait_for_all(process)  # the others wait for the sample before the group goes away
@@ -181,8 +198,9 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
         log.close()
     finish(task, trainers["ours"], run_dir, process)
     verdict = comparison.verdict(config.loss_tolerance)
+    options = asdict(config)
+    on_main(lambda: _compare.write_results(recipe, comparison, run_dir, options, process), process)
     if process.is_main:
-        _compare.write_results(recipe, comparison, run_dir, asdict(config), process)
         _compare.print_table(comparison, run_dir, config.loss_tolerance)
         if verdict is not None:
             sys.stderr.write(f"{recipe}: {verdict}\n")
@@ -197,26 +215,48 @@ def _open_log(config: RunOptions, run_dir: Path, process: Process) -> ScalarLog:
     return opened[0] if opened else ScalarLog(None)
 
 
-def _save(
-    recipe: str, trainer: Trainer[BatchT], task: Task[BatchT], run_dir: Path, step: int
-) -> str | None:
-    process, config = trainer.process, trainer.options
-    state = {
-        "step": step,
-        "schedule": trainer.schedule.state_dict(),
-        "position": task.batches.position,
-        "epoch_examples": task.batches.epoch_examples,
-        "random": _checkpoint.random_state(process.device),
-    }
-    return _checkpoint.save(
-        trainer.engine,
-        state,
-        run_dir / "checkpoints",
-        process,
-        keep=config.keep_checkpoints,
-        facts={"recipe": recipe, "engine": config.engine},
-        written=_checkpoint.Written(process.world_size, config.batch_size, config.accumulation),
-    )
+class _Course:
+    """What training has come to, as checkpoints of which each goes on from the ``previous``."""
+
+    def __init__(
+        self, recipe: str, trainer: Trainer[Any], task: Task[Any], run_dir: Path, *, previous: int
+    ) -> None:
+        self._recipe, self._trainer, self._task = recipe, trainer, task
+        self._run_dir, self._previous = run_dir, previous
+
+    def save(self, step: int) -> str | None:
+        """Write a checkpoint; None, or why it could not be written. Collective."""
+        trainer, batches = self._trainer, self._task.batches
+        process, config = trainer.process, trainer.options
+        state = {
+            "step": step,
+            "schedule": trainer.schedule.state_dict(),
+            "position": batches.position,
+            "epoch_examples": batches.epoch_examples,
+            "random": _checkpoint.random_state(process.device),
+        }
+        problem = _checkpoint.save(
+            trainer.engine,
+            state,
+            self._run_dir / _checkpoint.FOLDER,
+            process,
+            keep=config.keep_checkpoints,
+            facts={"recipe": self._recipe, "engine": config.engine},
+            written=_checkpoint.Written(process.world_size, config.batch_size, config.accumulation),
+            previous=self._previous,
+        )
+        if problem is None:
+            self._previous = step
+        return problem
+
+    def rescue(self, step: int) -> str:
+        """How to go on where the model could not be exported after ``step``. Collective."""
+        problem = None if self._previous == step else self.save(step)
+        if problem is None:
+            return f"It is kept as a checkpoint: mend that, then resume={self._run_dir} exports it"
+        if self._previous:
+            return f"Mend that, then resume={self._run_dir} goes on after step {self._previous}"
+        return f"It is lost, since there is no checkpoint either ({problem}): use save_every"
 
 
 def _resume(recipe: str, trainer: Trainer[BatchT], task: Task[BatchT], path: Path) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal language models from a hub id or a path, in Hugging Face's own formats."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,24 @@ from deepytorch.recipes._hub import loading_options, reason
 from deepytorch.recipes._run import console
 
 
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a hub id or a checkpoint path; padding falls back to the end token."""
+def load_tokenizer(model: str, *, causal: bool = True) -> Any:
+    """The tokenizer of a hub id or a checkpoint path, with a token to pad with.
+
+    Raises RecipeError when it cannot be read, or lacks the end token that a causal model learns.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **loading_options(model))
     except (OSError, ValueError) as error:
         raise RecipeError(_cannot_load("tokenizer", model, error)) from error
-    if tokenizer.eos_token_id is None:
+    if causal and tokenizer.eos_token_id is None:
         raise RecipeError(f"the tokenizer of model={model} has no end token to train the model on")
     if tokenizer.pad_token_id is None:
-        # Labels are masked by position, so even the end token is safe here; others who load the
-        # tokenizer may mask by id, so it is the last choice.
-        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+        # Labels are masked by position, so even a token that ends texts is safe here; others who
+        # load the tokenizer may mask by id, so it is the last choice.
+        pad_token = tokenizer.unk_token or tokenizer.eos_token or tokenizer.sep_token
+        if pad_token is None:
+            raise RecipeError(f"the tokenizer of model={model} has no token to pad with: add one")
+        tokenizer.pad_token = pad_token
     return tokenizer
 
 
@@ -67,34 +74,53 @@ def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
     """Write safetensors, configuration and tokenizer: from_pretrained(path) loads them."""
     bars: Any = logging
     bars.disable_progress_bar()  # at the end of training it would read as another training bar
-    try:
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    except OSError as error:
-        raise RecipeError(f"cannot write the checkpoint {path}: {error}") from error
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def print_sample(
     model: Any, tokenizer: Any, conversation: Conversation, num_tokens: int, path: Path
 ) -> None:
-    """Print, and write to ``path``, what the model answers to a question left out of training."""
-    prompt = prompt_of(conversation, tokenizer)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
+    """Print, and write to ``path``, what the model answers to a question left out of training.
+
+    By then the model is trained and saved, so a sample that fails is only said.
+    """
+    try:
+        prompt = prompt_of(conversation, tokenizer)
+        if not prompt:
+            raise RecipeError("the conversation left out of training has no question")
+        prompt, answer = _sample(model, tokenizer, prompt, num_tokens)
+        path.write_text(f"{prompt}{answer}\n", encoding="utf-8")
+    except Exception as error:
+        console.print(
+            f"sample      none: {str(error) or type(error).__name__}", markup=False, highlight=False
+        )
+        return
+    text = Text(prompt, style="dim").append(answer, style="bold not dim")
+    console.print(Panel(text, title="sample: the answer to a question left out of training"))
+
+
+def _sample(model: Any, tokenizer: Any, prompt: str, num_tokens: int) -> tuple[str, str]:
+    """What is left of the prompt where the model has few positions, and the answer to it."""
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    room = max(1, positions - num_tokens)
+    if ids.shape[1] > room:
+        ids = ids[:, -room:]
+        prompt = tokenizer.decode(ids[0])
+    ids = ids.to(model.device)
     was_training = model.training
     model.eval()
     torch.manual_seed(0)
     with torch.no_grad():
         output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=num_tokens,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(num_tokens, positions - room),
             do_sample=True,  # a young model repeats itself when it always takes the likeliest
             temperature=0.7,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
     model.train(was_training)
-    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    path.write_text(f"{prompt}{answer}\n", encoding="utf-8")
-    text = Text(prompt, style="dim").append(answer, style="bold not dim")
-    console.print(Panel(text, title="sample: the answer to a question left out of training"))
+    return prompt, tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

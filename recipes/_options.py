@@ -42,6 +42,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         self.require_positive(*_POSITIVE)
+        if self.learning_rate is not None:
+            self.require_positive("learning_rate")
         if self.engine == "megatron" and self.precision == "fp16":
             raise RecipeError("engine=megatron has no precision=fp16: use bf16, or engine=ddp")
         if self.engine == "megatron" and self.device == "cpu":
@@ -62,5 +64,5 @@ class RunOptions:
     def require_positive(self, *keys: str) -> None:
         """RecipeError naming the first of ``keys`` that is not above 0."""
         for key in keys:
-            if getattr(self, key) <= 0:
+            if not getattr(self, key) > 0:  # nor is nan
                 raise RecipeError(f"{key} must be greater than 0, not {getattr(self, key)}")

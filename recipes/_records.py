@@ -4,6 +4,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def _records(path: Path) -> list[tuple[str, Any]]:
         records = _parquet(path)
     else:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"cannot read data={path}: {error}") from error
         records = list(_lines(text, path) if path.suffix == ".jsonl" else _list(text, path))
@@ -68,7 +69,8 @@ def _records(path: Path) -> list[tuple[str, Any]]:
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines: JSON's strings may hold the other characters that it cuts at.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"line {number}", _parsed(json.loads, line, path, number)
 
@@ -81,14 +83,15 @@ def _list(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             f"{path} must hold a JSON list of records, not a {type(loaded).__name__} "
             "(one record a line is read from a file that ends in .jsonl)"
         )
-    records = _parsed(json.loads, text, path, 1)
+    # First the syntax alone: only a record's own line says where a number is too long.
+    records = _parsed(partial(json.loads, parse_int=len), text, path, 1)
     decoder, end, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
-    for index, record in enumerate(records):
+    for index in range(len(records)):
         while text[end] in " \t\r\n,":
             end += 1
         line, counted = line + text.count("\n", counted, end), end
+        record, end = _parsed(partial(decoder.raw_decode, idx=end), text, path, line)
         yield f"line {line}, record {index}", record
-        _, end = decoder.raw_decode(text, end)
 
 
 def _parsed(parse: Callable[[str], Any], text: str, path: Path, first_line: int) -> Any:
@@ -99,6 +102,8 @@ def _parsed(parse: Callable[[str], Any], text: str, path: Path, first_line: int)
         raise RecipeError(
             f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number too long, lists too deep
+        raise RecipeError(f"{path} cannot be read at line {first_line}: {error}") from error
 
 
 def _parquet(path: Path) -> list[tuple[str, Any]]:
@@ -155,7 +160,7 @@ def _sharegpt(record: Any, where: str) -> Conversation:
         here = f"{where}, turn {number}"
         _require_object(turn, here)
         role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise RecipeError(f'{here}: "from" is {role!r}; known: {", ".join(ROLES)}')
         if not isinstance(content, str):
             raise RecipeError(f'{here}: "value" must be a text, not a {type(content).__name__}')

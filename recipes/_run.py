@@ -3,6 +3,7 @@
 
 import gc
 import importlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,15 @@ def make_run_dir(output_dir: str, name: str) -> Path:
             raise RecipeError(f"cannot create the run directory {path}: {error}") from error
         return path
     raise RecipeError(f"{output_dir} has too many runs named {name}-{stamp}")
+
+
+def runs(output_dir: str, name: str) -> list[Path]:
+    """The folders that `make_run_dir` has made, the one changed last at the end."""
+    start = Path(output_dir) / f"{name}-"
+    whole = re.compile(re.escape(start.name) + r"\d{8}-\d{6}(-\d\d?)?")
+    there = start.parent.iterdir() if start.parent.is_dir() else ()
+    found = [path for path in there if whole.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 class StepProgress:

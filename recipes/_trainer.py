@@ -78,7 +78,9 @@ class Trainer(Generic[BatchT]):
         if options.gradient_checkpointing:
             enable_checkpointing(model)
         self.flops_per_unit = task.flops_of(model) if task.flops_of else 0.0
-        self.learning_rate = options.learning_rate or task.learning_rate
+        self.learning_rate = task.learning_rate
+        if options.learning_rate is not None:
+            self.learning_rate = options.learning_rate
         if ours and options.engine in (
             "ddp",
             "megatron",

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: Config, process: Process) -> Task[Batch]:
     """The data, the model and the loss."""
-    tokenizer = load_tokenizer(config.model) if config.model else masking_tokenizer()
+    tokenizer = load_tokenizer(config.model, causal=False) if config.model else masking_tokenizer()
     if tokenizer.mask_token_id is None:
         raise RecipeError(f"model={config.model} has no mask token: it is no masked model")
     texts = read_texts(config.data)

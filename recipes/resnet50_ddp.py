@@ -73,7 +73,9 @@ def prepare(config: Config, process: Process) -> Task[ImageBatch]:
         trained: Any = PhotographParts(image, config.image_size, config.seed, _PHOTOGRAPH_CROPS)
         kept: Any = PhotographParts(image, config.image_size, _HELD_OUT_SEED, config.held_out)
     else:
-        trained, kept = _images.folder_images(Path(config.data), config.image_size, config.seed)
+        trained, kept = _images.folder_images(
+            Path(config.data), config.image_size, config.seed, config.held_out
+        )
     if process.is_main:
         text = f"{trained.size} images of {len(trained.classes)} classes, {kept.size} held out"
         console.print(f"data        {text}", highlight=False)
@@ -87,8 +89,8 @@ def prepare(config: Config, process: Process) -> Task[ImageBatch]:
         seed=config.seed,
         num_workers=config.num_workers,
     )
-    shown = [kept.draw(index, 0) for index in range(min(kept.size, config.held_out))]
-    held_out = [_images.collate_images(shown)]
+    shown = [kept.draw(index, 0) for index in range(kept.size)]
+    held_out = [_images.collate_images(shown)] if shown else []
 
     def make_model() -> nn.Module:
         torch.manual_seed(config.seed)
@@ -96,7 +98,8 @@ def prepare(config: Config, process: Process) -> Task[ImageBatch]:
 
     def export(model: nn.Module, run_dir: Path) -> None:
         torch.save(model.state_dict(), run_dir / "model.pt")
-        say_accuracy(model, held_out[0], trained.classes, run_dir / "sample.png")
+        if held_out:
+            say_accuracy(model, held_out[0], trained.classes, run_dir / "sample.png")
 
     return Task(
         make_model=make_model,

@@ -13,6 +13,7 @@ text encoder too; Stable Diffusion 1.5, 2.x and SDXL. Options:
 configs/stable_diffusion_dreambooth.yaml.
 """
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -246,21 +247,31 @@ def instance_images(config: Config) -> list[torch.Tensor]:
 
 def class_images(config: Config, parts: Parts, process: Process) -> list[torch.Tensor]:
     """The prior: the images in ``class_data``; each rank makes its share of what is missing."""
-    if config.class_data is not None:
-        folder = Path(config.class_data)
-    else:
-        folder = Path(config.output_dir) / f"{config.name}-class-{config.image_size}px"
+    folder = class_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
-    there = {path.name for path in folder.iterdir() if path.suffix in _images.SUFFIXES}
+    there = {path.name for path in folder.iterdir() if _images.is_image(path)}
     wait_for_all(process)  # or a quick rank's images would be counted by a slow one
-    missing = range(len(there), config.num_class_images)[process.rank :: process.world_size]
-    for number in missing:
+    free = [one for one in range(config.num_class_images) if f"made-{one:04d}.png" not in there]
+    missing = free[: max(0, config.num_class_images - len(there))]
+    for number in missing[process.rank :: process.world_size]:
         (image,) = generate(parts, config, config.class_prompt, [number])
-        image.save(folder / f"made-{number:04d}.png")
+        # Named when it is whole: a run that is killed leaves no half image to train on.
+        partial = folder / f"made-{number:04d}.partial"
+        image.save(partial, format="PNG")
+        partial.replace(partial.with_suffix(".png"))
     wait_for_all(process)
     files = _images.image_files(folder)[: config.num_class_images]
     size = config.image_size
     return [_images.as_tensor(_images.centre_crop(_images.read_image(one), size)) for one in files]
+
+
+def class_folder(config: Config) -> Path:
+    """``class_data``, or one in ``output_dir`` of its own for whatever makes other images."""
+    if config.class_data is not None:
+        return Path(config.class_data)
+    made_by = (config.class_prompt, config.model, config.architecture, config.sample_steps)
+    digest = hashlib.sha256(repr(made_by).encode()).hexdigest()[:8]
+    return Path(config.output_dir) / f"{config.name}-class-{config.image_size}px-{digest}"
 
 
 @torch.no_grad()

@@ -131,6 +131,10 @@ void FlightRecord::note_peer(int64_t global_rank, int64_t pid) {
 int FlightRecord::open_group(const std::string& name, const std::vector<int64_t>& global_ranks) {
   if (header_ == nullptr) return -1;
   const std::lock_guard lock(mutex_);
+  // One that is still open is of a job of this process that is over: whoever held it kept it.
+  for (size_t i = 0; i < kGroups; ++i) {
+    if (groups_[i].open != 0 && holds(groups_[i].name, name)) groups_[i].open = 0;
+  }
   // A closed group keeps its place as long as there are others.
   int free = -1;
   for (size_t i = 0; i < kGroups; ++i) {
@@ -141,7 +145,6 @@ int FlightRecord::open_group(const std::string& name, const std::vector<int64_t>
   }
   if (free < 0) return -1;
   Group& group = groups_[free];
-  const bool same = holds(group.name, name);
   group.size = static_cast<int32_t>(global_ranks.size());
   group.first_rank = global_ranks.empty() ? 0 : global_ranks[0];
   group.stride = global_ranks.size() > 1 ? global_ranks[1] - global_ranks[0] : 1;
@@ -154,7 +157,7 @@ int FlightRecord::open_group(const std::string& name, const std::vector<int64_t>
     if (group.listed == static_cast<int32_t>(kListedRanks)) break;
     group.ranks[group.listed++] = static_cast<int32_t>(rank);
   }
-  if (!same) put(group.description, "");
+  put(group.description, "");
   put(group.name, name);
   group.collectives = 0;
   group.messages = 0;

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -35,6 +36,7 @@ _MOST_VERDICTS = 4
 # prints two lines when its time is up.
 _LISTEN_S = 1.0
 _END_LIMIT_S = 2.0
+_REACH_LIMIT_S = 2.0
 _MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
 # An older failure is not what is being told.
 _FRESH_S = 60.0
@@ -162,6 +164,11 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
         return ""
     from torch._C._distributed_c10d import PrefixStore
 
+    unreachable = _unreachable(home.store)
+    if unreachable:
+        here = _here(home)
+        found = verdict.judge(here, failed=failed)
+        return found.sentence if len(here) == home.size else unreachable
     # A connection of its own: another thread may be waiting in the store.
     store = PrefixStore(f"case/{case}", home.store.clone())
     if store.compare_set("judge", "", str(home.rank)).decode() != str(home.rank):
@@ -192,6 +199,31 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
         everything = [ranks[rank] for rank in sorted(ranks)]
         say(f"{sentence}\n{table.full(everything, found)}", level="error")
     return sentence
+
+
+def _unreachable(store: Any) -> str:
+    """What to say where the store's server does not answer; empty where it does.
+
+    Torch's own connection would be tried for as long as the store's timeout says, which is minutes.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return ""
+    try:
+        socket.create_connection((store.host, store.port), timeout=_REACH_LIMIT_S).close()
+    except ConnectionRefusedError:
+        gone = "the process that kept it has ended"
+    except OSError as error:
+        gone = f"its node, or the network to it, is gone ({error})"
+    else:
+        return ""
+    return (
+        f"the job's store at {store.host}:{store.port} does not answer: {gone}; other nodes can't "
+        "be asked"
+    )
 
 
 def _records(home: _Home) -> list[record.Record]:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from deepytorch.recipes._compare import Comparison, Spread, order_of, plot
+from deepytorch.recipes._compare import Comparison, Spread, order_of, plot, print_table
 from deepytorch.recipes._rounding import nudged
 
 
@@ -115,6 +115,12 @@ def test_a_nudge_is_the_same_each_time_and_as_small_as_rounding():
     changed = (again.weight != stock.weight).float().mean()
     assert changed > 0.3
     torch.testing.assert_close(again.weight, stock.weight, rtol=2.5e-7, atol=0)
+
+
+def test_table_names_what_every_recipe_writes(tmp_path, capsys):
+    print_table(comparison([3.0], [3.0]), tmp_path, 1e-4)
+    lines = [line for line in capsys.readouterr().out.splitlines() if str(tmp_path) in line]
+    assert [line.split()[0] for line in lines] == ["plot", "samples", "scalars"]
 
 
 @pytest.mark.parametrize("again", [None, [3.0, 2.0]])

@@ -73,6 +73,15 @@ def test_every_example_of_an_epoch_is_seen_once(world_size, repeated):
     assert not set(follow) & set(seen)  # another epoch
 
 
+def test_data_that_shrank_is_refused():
+    batches = batches_of(0, 2)
+    batches.continue_from(random.randrange(99), EXAMPLES, batch_size=2, world_size=1)
+    with pytest.raises(
+        RecipeError, match=f"the data has {EXAMPLES} examples, and an epoch of .* 54"
+    ):
+        batches.continue_from(random.randrange(99), 54, batch_size=2, world_size=1)
+
+
 def test_more_ranks_than_before_draw_numbers_of_their_own(tmp_path):
     options = RunOptions(name="r", seed=7)
     drawn = []

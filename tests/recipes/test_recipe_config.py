@@ -46,6 +46,20 @@ def test_command_line_wins_over_the_file(tmp_path):
     assert load_config(Config, path, ["name=42"]).name == "42"
 
 
+@pytest.mark.parametrize("text", ["runs #2", "#2", "42 # 3", "a#b", "'runs #2'"])
+def test_a_word_has_no_comments(text):
+    config = load_config(Config, DEFAULT_CONFIG, [f"output_dir={text}"])
+    assert config.output_dir == text.strip("'")
+
+
+def test_paths_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "mine.yaml"
+    path.write_text("output_dir: ~/x\n")
+    config = load_config(Config, path, ["data=~/y.json"])
+    assert (config.output_dir, config.data) == (f"{tmp_path}/x", f"{tmp_path}/y.json")
+
+
 def test_words_and_flags_mix():
     found = parse_arguments(
         ["steps=1", "--compare", "seed=2"], recipe="llama_sft", default=DEFAULT_CONFIG
@@ -67,6 +81,9 @@ def test_words_and_flags_mix():
         ("steps=1.5", "steps must be a int, not 1.5"),
         ("steps=true", "steps must be a int, not True"),
         ("steps=0", "steps must be greater than 0"),
+        ("learning_rate=0", "learning_rate must be greater than 0, not 0.0"),
+        ("learning_rate=-1", "learning_rate must be greater than 0, not -1.0"),
+        ("learning_rate=.nan", "learning_rate must be greater than 0, not nan"),
         ("learning_rate=fast", "learning_rate must be a float, not 'fast'"),
         ("precision=fp4", "precision must be one of fp32, bf16, fp16, fp8, not 'fp4'"),
         ("offload=optimizer", "offload=optimizer needs engine=deepspeed or engine=fsdp2"),

@@ -196,6 +196,17 @@ def test_alpaca_list_and_lines_are_read(tmp_path):
         ),
         ("d.jsonl", '{"instruction": "a", "output": "b"}\n\n{"in', "not valid JSON at line 3"),
         ("d.jsonl", '{"instruction": "a", "output": "b"}\n[]', "line 2: expected an object"),
+        (
+            "d.jsonl",
+            '{}\n{"id": ' + "1" * 5000 + "}",
+            "cannot be read at line 2: Exceeds the limit",
+        ),
+        ("d.json", '[{},\n{"id": ' + "1" * 5000 + "}]", "cannot be read at line 2: Exceeds the"),
+        (
+            "d.jsonl",
+            "{}\n" + "[" * 100_000 + "]" * 100_000,
+            "cannot be read at line 2: maximum rec",
+        ),
     ],
 )
 def test_bad_alpaca_data_is_named(tmp_path, name, text, message):
@@ -205,6 +216,18 @@ def test_bad_alpaca_data_is_named(tmp_path, name, text, message):
         read_alpaca(path)
     assert message in str(failure.value)
     assert str(path) in str(failure.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_lines_end_at_line_feeds_alone(tmp_path, encoding):
+    # JSON's strings may hold these as they are, though Python ends lines at them.
+    texts = [f"a{mark}b" for mark in "\x85\u2028\u2029"]
+    records = [json.dumps({"instruction": "q", "output": one}, ensure_ascii=False) for one in texts]
+    lines, whole = tmp_path / "data.jsonl", tmp_path / "data.json"
+    lines.write_bytes("\r\n\n".join(records).encode(encoding))
+    whole.write_bytes(f"[{','.join(records)}]".encode(encoding))
+    for path in (lines, whole):
+        assert [pair.response for pair in read_alpaca(path)] == texts
 
 
 def test_missing_data_file_is_named(tmp_path):
@@ -242,8 +265,10 @@ def test_marked_and_unmarked_templates_train_the_same_tokens():
 def test_a_template_that_rewrites_answers_is_an_error():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    with pytest.raises(RecipeError, match="chat template changes what the system says"):
+    with pytest.raises(RecipeError, match="chat template changes what the assistant says"):
         encode(CHAT, tokenizer, options(1000))
+    example, _ = encode(CHAT, tokenizer, options(1000, train_on_prompt=True))
+    assert tokenizer.decode(example.labels) == "BE SHORT.ONEONETWOTWO, TOO"
 
 
 def test_sharegpt_is_read_in_every_spelling(tmp_path):
@@ -278,6 +303,7 @@ def test_sharegpt_is_read_in_every_spelling(tmp_path):
             {"messages": [{"role": "robot", "content": ""}]},
             "turn 0: \"from\" is 'robot'; known: sy",
         ),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "turn 0: \"from\" is ['user']; known"),
         ({"messages": [{"role": "user", "content": 3}]}, 'turn 0: "value" must be a text'),
         ({"messages": [{"role": "user", "content": "hi"}]}, "no turn of the assistant"),
     ],

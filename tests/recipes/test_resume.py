@@ -51,28 +51,33 @@ def unbroken(tmp_path_factory):
     return found, _checkpoint.checkpoints(run_dir / "checkpoints")[-1]
 
 
+# A run that is killed as it shows a step, whose number is the first argument.
+KILLED = """
+import os, signal, sys
+from deepytorch.recipes import _run, bert_mlm
+
+def update(self, step, text):
+    if step == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+last = int(sys.argv.pop(1))
+_run.StepProgress.update = update
+bert_mlm.main()
+"""
+
+
 def test_killed_run_goes_on_with_the_same_losses(unbroken, tmp_path):
     expected, _ = unbroken
-    last = random.randint(3, STEPS - 1)
-    child = subprocess.Popen(
-        [sys.executable, "-u", "-m", bert_mlm.__name__, *TINY, f"output_dir={tmp_path}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    for line in child.stdout:
-        if line.startswith(f"step {last}/"):
-            child.send_signal(signal.SIGKILL)
-            break
-    child.stdout.close()
-    assert child.wait() == -signal.SIGKILL
+    last = random.randint(4, STEPS)
+    words = [str(last), *TINY, f"output_dir={tmp_path}"]
+    child = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr
     run_dir = only_run_dir(tmp_path)
     assert train(tmp_path, "resume=auto") == 0
     assert only_run_dir(tmp_path) == run_dir
     assert (run_dir / "checkpoint" / "model.safetensors").is_file()
     resumed = losses(run_dir)
-    assert STEPS in resumed
-    assert min(resumed) <= STEPS - 3 + 1
+    assert resumed.keys() >= set(range((last - 1) // 3 * 3 + 1, STEPS + 1))
     assert resumed == {step: expected[step] for step in resumed}, f"killed after step {last}"
 
 
@@ -126,7 +131,7 @@ class FakeEngine:
         self.weights = torch.load(folder / "state.pt", weights_only=True)
 
 
-def save(engine, step, folder, keep=1):
+def save(engine, step, folder, keep=1, previous=None):
     return _checkpoint.save(
         engine,
         {"step": step},
@@ -135,6 +140,7 @@ def save(engine, step, folder, keep=1):
         keep=keep,
         facts={"recipe": "r"},
         written=_checkpoint.Written(1, 2, 3),
+        previous=previous,
     )
 
 
@@ -156,6 +162,48 @@ def test_only_the_newest_are_kept(one_rank, tmp_path):
         "step-00000004",
         "step-00000005",
     ]
+
+
+def test_what_came_after_the_resumed_step_is_set_aside(one_rank, tmp_path):
+    steps = sorted(random.sample(range(2, 50), 4))
+    resumed, keep = random.choice(steps), random.randint(1, 5)
+    for step in steps:
+        assert save(FakeEngine(torch.zeros(2)), step, tmp_path, keep=5) is None
+    new = resumed + random.randint(1, 9)
+    assert "No space left" in save(FakeEngine(), new, tmp_path, keep=keep, previous=resumed)
+    assert [int(path.name[5:]) for path in _checkpoint.checkpoints(tmp_path)] == steps
+    assert save(FakeEngine(torch.ones(2)), new, tmp_path, keep=keep, previous=resumed) is None
+    left = [int(path.name[5:]) for path in _checkpoint.checkpoints(tmp_path)]
+    assert left == [*(step for step in steps if step <= resumed), new][-keep:]
+    weights = torch.load(_checkpoint.checkpoints(tmp_path)[-1] / "state.pt", weights_only=True)
+    assert torch.equal(weights, torch.ones(2))
+    aside = {int(path.name[5:]) for path in tmp_path.glob("abandoned/*")}
+    assert aside == {step for step in steps if step > resumed}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"PK\x03\x04", b"\x80\x02}q", random.randbytes(99)],
+    ids=["empty", "a cut archive", "a cut pickle", "anything"],
+)
+def test_what_a_rank_cannot_read_is_an_error_of_all(one_rank, tmp_path, monkeypatch, content):
+    assert save(FakeEngine(torch.ones(2)), 3, tmp_path) is None
+    (path,) = _checkpoint.checkpoints(tmp_path)
+    (path / "state.pt").write_bytes(content)
+    # Of each node only the first rank looks at all files.
+    monkeypatch.setattr(_checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 1)
+    with pytest.raises(RecipeError, match="cannot resume from"):
+        _checkpoint.load(FakeEngine(), path, process(), facts={})
+
+
+def test_nothing_is_loaded_where_another_rank_finds_damage(one_rank, tmp_path, monkeypatch):
+    assert save(FakeEngine(torch.ones(2)), 3, tmp_path) is None
+    (path,) = _checkpoint.checkpoints(tmp_path)
+    monkeypatch.setattr(_checkpoint, "everyones", lambda problem, process: "rank 1: damaged")
+    engine = FakeEngine()
+    with pytest.raises(RecipeError, match="rank 1: damaged"):
+        _checkpoint.load(engine, path, process(), facts={})
+    assert engine.weights is None
 
 
 def damage(path):

@@ -10,7 +10,12 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from peft import PeftModel
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertTokenizerFast,
+)
 
 from deepytorch.recipes import (
     _diffusion,
@@ -74,7 +79,7 @@ def test_folders_of_images_are_classes(tmp_path):
         (tmp_path / name).mkdir()
         for number in range(3):
             Image.new("RGB", (40, 30), colour).save(tmp_path / name / f"{number}.png")
-    trained, kept = _images.folder_images(tmp_path, 16, seed=0)
+    trained, kept = _images.folder_images(tmp_path, 16, seed=0, held_out=2)
     assert (trained.size, kept.size, trained.classes) == (4, 2, ["blue", "red"])
     pixels, label = trained.draw(0, 0)
     assert label == 0
@@ -86,7 +91,7 @@ def test_folders_of_images_are_classes(tmp_path):
         trained.draw(0, 0)
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecipeError, match="empty has no images"):
-        _images.folder_images(tmp_path, 16, seed=0)
+        _images.folder_images(tmp_path, 16, seed=0, held_out=2)
 
 
 def test_bert_learns_and_loads_in_plain_transformers(tmp_path):
@@ -97,6 +102,18 @@ def test_bert_learns_and_loads_in_plain_transformers(tmp_path):
     model = AutoModelForMaskedLM.from_pretrained(run_dir / "checkpoint")
     assert type(model).__name__ == "BertForMaskedLM"
     assert "hidden tokens are right" in (run_dir / "sample.txt").read_text()
+
+
+def test_a_bert_without_an_end_token_trains_from_its_folder(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nof\na\n")
+    tokenizer = BertTokenizerFast(str(source / "vocab.txt"))
+    tokenizer.save_pretrained(source)
+    config = bert_mlm.Config(hidden_size=32, num_layers=1, num_heads=2)
+    bert_mlm.build_model(config, tokenizer).save_pretrained(source)
+    run_dir = run(bert_mlm, tmp_path / "runs", f"model={source}", "steps=1", "max_length=32")
+    assert AutoTokenizer.from_pretrained(run_dir / "checkpoint").eos_token is None
 
 
 def test_adapter_and_merged_model_answer_alike(tmp_path):
@@ -158,7 +175,7 @@ def test_whole_unet_is_saved_as_a_pipeline(tmp_path):
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
     with Image.open(run_dir / "sample.png") as image:
         assert image.size == (4 * 32, 32)
-    made = tmp_path / "stable_diffusion_dreambooth-class-32px"
+    (made,) = tmp_path.glob("stable_diffusion_dreambooth-class-32px-*")
     assert len(list(made.glob("*.png"))) == 2
     # What was saved is what the same recipe can start from.
     words = [f"model={run_dir / 'pipeline'}", "steps=1", f"class_data={made}", *DIFFUSION]

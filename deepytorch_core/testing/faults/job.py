@@ -296,6 +296,8 @@ def _again(settings: Settings, rank: int, world_size: int) -> str:
     # Together: one that heard of the fault at once would only wait for one that timed out.
     (settings.folder / f"done-{rank}").touch()
     _until(lambda: all((settings.folder / f"done-{peer}").exists() for peer in survivors))
+    if settings.case.may_end:  # others than the victim too
+        survivors = [one for one in survivors if (settings.folder / f"done-{one}").exists()]
     try:
         group = Group(
             settings, survivors.index(rank), len(survivors), name="again", own_store=False

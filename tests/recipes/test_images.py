@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images of every kind as RGB, what is held out of a folder, and DreamBooth's class images."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from deepytorch.recipes import _images, resnet50_ddp, stable_diffusion_dreambooth
+from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._run import Process
+
+ORIENTATION = 0x0112
+UPSIDE_DOWN = 3
+
+
+def pixels(path):
+    return np.asarray(_images.read_image(path)).astype(int)
+
+
+def test_a_photograph_is_turned_as_its_camera_was(tmp_path):
+    seen = np.random.default_rng(3).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[ORIENTATION] = UPSIDE_DOWN
+    Image.fromarray(seen[::-1, ::-1]).save(tmp_path / "turned.png", exif=exif)
+    assert (pixels(tmp_path / "turned.png") == seen).all()
+
+
+def test_sixteen_bits_are_scaled_to_eight(tmp_path):
+    bright = np.random.default_rng(4).integers(0, 1 << 16, (6, 8), dtype=np.uint16)
+    bright[0, :2] = 0, (1 << 16) - 1
+    Image.fromarray(bright).save(tmp_path / "grey.png")
+    found = pixels(tmp_path / "grey.png")
+    assert (np.abs(found * 257 - bright[..., None]) < 257).all()
+    assert found[0, :2, 0].tolist() == [0, 255]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(tmp_path, mode):
+    image = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 2, 4))
+    image.convert(mode).save(tmp_path / "part.png")
+    found = pixels(tmp_path / "part.png")
+    assert (found[:, :2] == 0).all()
+    assert (found[:, 2:] == 255).all()
+
+
+def test_an_image_that_is_too_large_is_named(tmp_path, monkeypatch):
+    Image.new("RGB", (50, 50)).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(
+        RecipeError, match=r"large\.png cannot be read as an image: .* exceeds limit"
+    ):
+        _images.read_image(tmp_path / "large.png")
+
+
+def make_classes(folder, **sizes):
+    for name, size in sizes.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(size):
+            Image.new("RGB", (4, 4)).save(folder / name / f"{number:03d}.png")
+
+
+def test_every_class_can_be_held_out_and_the_rest_is_trained(tmp_path):
+    make_classes(tmp_path, cat=81, dog=81, owl=1)
+
+    def split(seed, held_out):
+        trained, kept = _images.folder_images(tmp_path, 4, seed, held_out)
+        assert sorted([*trained.files, *kept.files]) == sorted(set(trained.files) | set(kept.files))
+        assert len(trained.files) + len(kept.files) == 163
+        return kept.files
+
+    assert {label for seed in range(20) for _, label in split(seed, 3)} == {0, 1}
+    assert all(len(split(seed, 3)) == 3 for seed in range(3))
+    assert split(1, 3) == split(1, 3)
+    assert len(split(0, 64)) == 10
+
+
+def test_classes_of_one_image_hold_nothing_out(tmp_path, capsys):
+    make_classes(tmp_path / "data", cat=1, dog=1)
+    words = ["width=4", "image_size=24", "steps=1", "batch_size=2", "device=cpu", "warmup_steps=1"]
+    assert (
+        resnet50_ddp.main([*words, f"data={tmp_path / 'data'}", f"output_dir={tmp_path / 'runs'}"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "2 images of 2 classes, 0 held out" in said
+    assert "accuracy" not in said
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Numbers of the class images that were made, in place of making them."""
+    numbers = []
+
+    def generate(parts, config, prompt, seeds):
+        numbers.extend(seeds)
+        return [Image.new("RGB", (8, 8)) for _ in seeds]
+
+    monkeypatch.setattr(stable_diffusion_dreambooth, "generate", generate)
+    monkeypatch.setattr(stable_diffusion_dreambooth, "wait_for_all", lambda process: None)
+    return numbers
+
+
+def class_images(**words):
+    config = stable_diffusion_dreambooth.Config(image_size=8, num_class_images=4, **words)
+    process = Process(0, 1, torch.device("cpu"))
+    return stable_diffusion_dreambooth.class_images(config, SimpleNamespace(), process)
+
+
+def test_class_images_are_made_once_for_whatever_makes_others(tmp_path, made):
+    others = [{}, {"class_prompt": "a dog"}, {"model": "some/one"}, {"architecture": "sdxl"}]
+    for words in [*others, {"sample_steps": 3}]:
+        for expected in ([0, 1, 2, 3], []):
+            made.clear()
+            assert len(class_images(output_dir=str(tmp_path), **words)) == 4
+            assert made == expected
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_only_missing_class_images_are_made(tmp_path, made):
+    for number in range(3):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"IMG_{number}.JPG")
+    (tmp_path / "made-0000.png").write_bytes((tmp_path / "IMG_0.JPG").read_bytes())
+    assert len(class_images(class_data=str(tmp_path))) == 4
+    assert made == []
+    (tmp_path / "IMG_1.JPG").unlink()
+    (tmp_path / "made-0001.partial").touch()  # of a run that was killed
+    assert len(class_images(class_data=str(tmp_path))) == 4
+    assert made == [1]
