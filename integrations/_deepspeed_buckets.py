@@ -10,6 +10,7 @@ since torch has `all_gather_into_tensor`, and reads the size no more.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _NUM_REPEATS = 3
 # No further size is tried for one collective once this much time has been spent on it.
 _LIMIT_S = 1.0
 
+_ALL_REDUCE = "use_multi_rank_bucket_allreduce"
 _PREFETCH = ("stage3_prefetch_bucket_size", "prefetch_bucket_size")
 # What `deepytorch tune` calls them.
 _KNOBS = {
@@ -66,7 +68,8 @@ def fill_bucket_sizes(
     open_keys = _left_open(zero, stage)
     tuned = _tuned(zero, stage, open_keys)
     if tuned:
-        say_once(f"{', '.join(f'{key}={size}' for key, size in tuned.items())}: by deepytorch tune")
+        words = ", ".join(f"{key}={json.dumps(value)}" for key, value in tuned.items())
+        say_once(f"{words}: by deepytorch tune")
         zero = {**zero, **tuned}
         configuration = {**configuration, "zero_optimization": zero}
         open_keys = _left_open(zero, stage)
@@ -87,13 +90,20 @@ def fill_bucket_sizes(
 
 
 def _tuned(zero: Mapping[str, Any], stage: int, open_keys: list[str]) -> dict[str, int]:
-    """Of the sizes that are left open, what `deepytorch tune` found, or tries in this job."""
-    found = {}
+    """Of what is left open, what `deepytorch tune` found, or tries in this job."""
+    found: dict[str, int] = {}
     for key in ["reduce_bucket_size", *([_prefetch_key(zero)] if stage == 3 else [])]:
         fixed = "" if key in open_keys else f"DeepSpeed's configuration gives {key}"
         size = in_force.ask(_KNOBS[key], why_fixed=fixed)
         if size is not None:
             found[key] = size
+    if stage in (1, 2):
+        why_fixed = f"DeepSpeed's configuration gives {_ALL_REDUCE}" if _ALL_REDUCE in zero else ""
+        if not zero.get("reduce_scatter", True):
+            why_fixed = "DeepSpeed's configuration has reduce_scatter off"
+        to_owner = in_force.ask("zero_reduce_to_owner", why_fixed=why_fixed)
+        if to_owner is not None:
+            found[_ALL_REDUCE] = not to_owner
     return found
 
 

@@ -68,6 +68,9 @@ KNOBS: tuple[Knob, ...] = (
         least=1,
         most=1 << 40,
     ),
+    # 1: each gradient goes to the rank that owns it alone. Half the bytes of an all_reduce of all,
+    # in more operations, which one after the other use a link in one direction at a time.
+    Knob(name="zero_reduce_to_owner", layer=FRAMEWORK, values=(1,), least=0, most=1),
     Knob(
         name="chunk_bytes",
         layer=PLAN,

@@ -149,7 +149,7 @@ def test_a_script_is_tuned_and_its_next_run_starts_from_it(
     assert "2525" in "".join(capfd.readouterr().out.split())
 
 
-def different_profiles(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], list[str]]:
+def different_profiles(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], list[str]]:
     """Each rank has a profile of its own, as on several nodes; rank 0's counts."""
     path = Path(folder) / f"{rank}.json"
     config.set_current(config.Options(profile=str(path)))
@@ -158,7 +158,7 @@ def different_profiles(rank: int, world_size: int, folder: str) -> tuple[dict[st
     sys.argv[:] = [script]
     wanted = stored.key(script, world_size=world_size, local_world_size=1)
     sizes = {"fsdp2_prefetch": 2, "ddp_bucket_mb": 7 + rank, "zero_reduce_bucket": 1234}
-    setting = knobs.checked({**sizes, "zero_prefetch_bucket": 99})
+    setting = knobs.checked({**sizes, "zero_prefetch_bucket": 99, "zero_reduce_to_owner": 1})
     stored.keep(wanted, stored.Tuned(setting, "faster", {}), {})
     dist.init_process_group("deepytorch")
     chosen = [str(decision["chosen"]) for decision in decisions_of(stored.WHAT)]
@@ -171,7 +171,7 @@ def decisions_of(what: str) -> list[dict[str, Any]]:
     return [one for one in decisions.made() if what in one["what"]]
 
 
-def train_both() -> dict[str, int]:
+def train_both() -> dict[str, Any]:
     """The settings as torch's wrappers have them."""
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     own = DistributedDataParallel(nn.Linear(4, 4), bucket_cap_mb=3)
@@ -184,9 +184,20 @@ def train_both() -> dict[str, int]:
     given = {"zero_optimization": zero}
     filled = fill_bucket_sizes(given, model, config.current(), torch.device("cpu"))
     assert given == {"zero_optimization": zero}
+    owners = [
+        fill_bucket_sizes({"zero_optimization": zero}, model, config.current(), torch.device("cpu"))
+        for zero in (
+            {"stage": 1, "reduce_bucket_size": 7},
+            {"stage": 2, "reduce_bucket_size": 7, "use_multi_rank_bucket_allreduce": True},
+            {"stage": 2, "reduce_bucket_size": 7, "reduce_scatter": False},
+            zero,
+        )
+    ]
+    key = "use_multi_rank_bucket_allreduce"
     first: Any = layers[0]
     last: Any = layers[-1]
     return {
+        "all_reduce": [each["zero_optimization"].get(key) for each in owners],
         "ddp": ddp.bucket_bytes_cap >> 20,
         "own": own.bucket_bytes_cap >> 20,
         "reduce": filled["zero_optimization"]["reduce_bucket_size"],
@@ -199,8 +210,9 @@ def train_both() -> dict[str, int]:
 def test_rank_0s_profile_is_everybodys(folder: Path, tmp_path: Path) -> None:
     found = spawn(different_profiles, folder, str(tmp_path))
     settings = {"ddp_bucket_mb": 7, "fsdp2_prefetch": 2}
-    settings |= {"zero_reduce_bucket": 1234, "zero_prefetch_bucket": 99}
+    settings |= {"zero_reduce_bucket": 1234, "zero_prefetch_bucket": 99, "zero_reduce_to_owner": 1}
     # What the script gives itself stays.
     built = {"ddp": 7, "own": 3, "reduce": 1234, "prefetch": 7, "forward": 2, "backward": 2}
+    built["all_reduce"] = [False, True, None, None]
     words = ", ".join(f"{name}={value}" for name, value in settings.items())
     assert found == [({**settings, **built}, [words])] * 2
