@@ -15,6 +15,7 @@ arguments not yet interpreted or only just so, and the same in torch 2.11 to 2.1
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -84,14 +85,16 @@ def decide(store: Any, *, rank: int, size: int) -> str | None:
     """Let all ranks agree to use deepytorch; None, or the reason why none of them will."""
     from torch._C._distributed_c10d import PrefixStore
 
+    own = agreement.numbered(store, "deepytorch/decision", rank)
+    stock = config.current().collectives == "stock"
     reason = agreement.agree(
-        agreement.numbered(store, "deepytorch/decision", rank),
+        own,
         rank=rank,
         size=size,
-        prepare=_why_not_ready,
+        prepare=lambda: _other_options(own) or (None if stock else _why_not_ready()),
         here_limit_s=agreement.HERE_LIMIT_S,
     )
-    if reason is None:
+    if reason is None and not stock:
         from deepytorch_core.tune import start
 
         start.together(PrefixStore("deepytorch/tune", store), rank=rank, size=size)
@@ -106,6 +109,19 @@ def announce(group_config: str, size: int) -> None:
     if line not in _announced:
         _announced.add(line)
         say_once(f"{line}; {OFF_SWITCH}")
+
+
+def _other_options(store: Any) -> str | None:
+    """How this rank's options differ from those of the rank that came first."""
+    mine = config.current().to_dict()
+    shared = {name: value for name, value in mine.items() if name not in config.OF_A_RANK}
+    first = json.loads(store.compare_set("options", "", json.dumps(shared)))
+    differing = [name for name, value in shared.items() if value != first.get(name)]
+    if not differing:
+        return None
+    here = ", ".join(f"{name}={shared[name]}" for name in differing)
+    there = ", ".join(f"{name}={first.get(name)}" for name in differing)
+    return f"{here} here and {there} on another rank: give every rank the same options"
 
 
 def _why_not_ready() -> str | None:
@@ -128,6 +144,7 @@ def _helper(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
             reason = decide(store, rank=group_rank, size=group_size)
             if reason is not None:
                 say_once(f"keeping torch's own collectives: {reason}", level="warning")
+            if reason is not None or config.current().collectives == "stock":
                 chosen = None
         made, group_store = _make(c10d, original, (*args[:3], chosen or asked, *args[4:]), kwargs)
         if chosen is not None and isinstance(made, c10d.ProcessGroup):
@@ -139,7 +156,7 @@ def _helper(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _choose_default(c10d: Any, asked: Any, kwargs: dict[str, Any]) -> str | None:
-    if config.current().collectives == "stock" or _torchcomms(c10d):
+    if _torchcomms(c10d):
         return None
     if kwargs.get("enable_reconfigure"):
         return None  # torch's elastic groups change their ranks; only stock backends can

@@ -302,6 +302,10 @@ class Options:
         return dataclasses.asdict(self)
 
 
+OF_A_RANK = ("profile", "log", "reduce_threads", "ifname", "metrics")
+"""Options that may differ between the ranks of a job."""
+
+
 def documented() -> list[tuple[str, Any, str]]:
     """(name, default, meaning) of every option, for tables."""
     return [

@@ -95,8 +95,11 @@ class StockFactory:
         self.live_options: Any = None
         self._parts: list[StockFactory] = []
 
-    def __call__(self, device_type: str) -> Backend:
-        """Raises RuntimeError when torch has no backend for tensors of this device type."""
+    def __call__(self, device_type: str, limit_s: float = 0.0) -> Backend:
+        """Raises RuntimeError when torch has no backend for tensors of this device type.
+
+        `limit_s` is how long the other ranks are waited for; 0: as long as the group waits.
+        """
         from torch.distributed import distributed_c10d as c10d
 
         if device_type in self.made:
@@ -111,7 +114,7 @@ class StockFactory:
         # Keys of its own: several backends of one group share the group's store.
         store = c10d.PrefixStore(f"delegate/{device_type}/", self._spec.store)
         if name == "gloo":  # NCCL needs only those ranks that take part
-            self._meet(store)
+            self._meet(store, limit_s or self.timeout.total_seconds())
         if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
             backend = self._from_registry(name, store)
         else:
@@ -173,7 +176,7 @@ class StockFactory:
             time.sleep(0.02)
         return found
 
-    def _meet(self, store: Store) -> None:
+    def _meet(self, store: Store, limit_s: float) -> None:
         """Waits until all ranks are here and fit to make gloo's part of the group.
 
         Gloo would wait as well, but neither see that a rank died nor that it failed.
@@ -185,7 +188,7 @@ class StockFactory:
         what = self._what()
         try:
             store.set(keys[spec.rank], self._why_unfit())
-            self._wait_for(store, keys, what)
+            self._wait_for(store, keys, what, limit_s)
             words = store.multi_get(keys)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             reason = str(error).partition("\n")[0]
@@ -213,7 +216,7 @@ class StockFactory:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def _wait_for(self, store: Store, keys: list[str], what: str) -> None:
+    def _wait_for(self, store: Store, keys: list[str], what: str, limit_s: float) -> None:
         spec = self._spec
         started = looked = time.monotonic()
         pause = 0.001
@@ -223,15 +226,14 @@ class StockFactory:
                 looked = now
                 if dead := spec.dead():
                     raise _backend_error(f"{what}: {dead} before it joined")
-            if now - started > self.timeout.total_seconds():
+            if now - started > limit_s:
                 missing = [
                     str(spec.global_rank(rank))
                     for rank, key in enumerate(keys)
                     if not store.check([key])
                 ]
                 raise _backend_error(
-                    f"{what}: rank(s) {', '.join(missing)} did not join within "
-                    f"{self.timeout.total_seconds():g} s"
+                    f"{what}: rank(s) {', '.join(missing)} did not join within {limit_s:g} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -46,16 +46,17 @@ def upgrade_existing(c10d: Any) -> str | None:
     default = c10d.GroupMember.WORLD
     if default is None or c10d_patches.is_ours(c10d, default):
         return None
-    if config.current().collectives == "stock":
-        return None
+    stock = config.current().collectives == "stock"
     name = str(c10d._world.pg_map[default][0])
     machine = c10d_patches.machine(c10d)
     new_config = _new_config(c10d, default, machine)
     if new_config is None:
-        reason: str | None = _why_not(c10d, default)
+        reason: str | None = None if stock else _why_not(c10d, default)
     else:
         store = c10d._world.pg_map[default][1]
         reason = c10d_patches.decide(store, rank=default.rank(), size=default.size())
+    if stock and reason is None:
+        return None
     if new_config is None or reason is not None:
         reason = f"the group made before keeps {name}: {reason}"
         say_once(reason, level="warning")

@@ -154,8 +154,9 @@ int Backend::poll_signals(void*) {
   return pending_signal != nullptr;
 }
 
-BackendPtr Backend::delegate_for(const std::string& device_type) {
-  return make_once(device_type, [&] { return setup_.make_delegate(device_type); });
+BackendPtr Backend::delegate_for(const std::string& device_type, std::chrono::milliseconds limit) {
+  const std::chrono::duration<double> limit_s = limit;
+  return make_once(device_type, [&] { return setup_.make_delegate(device_type, limit_s.count()); });
 }
 
 BackendPtr Backend::hierarchy_for(const std::string& device_type, const std::vector<int>& node_of) {

@@ -38,7 +38,7 @@ class Backend : public c10d::Backend {
     int size;
     c10::intrusive_ptr<Options> options;  // timeout, group name, global ranks
     // Makes the stock backend for a device type ("cpu", "cuda"); called at most once for each.
-    std::function<BackendPtr(const std::string&)> make_delegate;
+    std::function<BackendPtr(const std::string&, double limit_s)> make_delegate;
     // Makes the one that goes through nodes in stages; likewise.
     std::function<BackendPtr(const std::string&, const std::vector<int>&)> make_hierarchy;
     // "rank 1 (pid 4711) died", or nothing; asked after the stock backend failed on host memory.
@@ -192,7 +192,9 @@ class Backend : public c10d::Backend {
                    Replay replay);
   WorkPtr replay(const Call& call, const BackendPtr& delegate);
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
-  BackendPtr delegate_for(const std::string& device_type);
+  // `limit`: how long the other ranks are waited for if it is made now; 0: as long as the group
+  // waits.
+  BackendPtr delegate_for(const std::string& device_type, std::chrono::milliseconds limit = {});
   BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);

@@ -358,7 +358,9 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  without_gil([&] { delegate_for("cpu")->monitoredBarrier(options, wait_all_ranks); });
+  const bool own = options.timeout != c10d::kUnsetTimeout;
+  const auto limit = own ? options.timeout : std::chrono::milliseconds{};
+  without_gil([&] { delegate_for("cpu", limit)->monitoredBarrier(options, wait_all_ranks); });
 }
 
 WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {

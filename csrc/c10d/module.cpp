@@ -164,7 +164,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                            .rank = rank,
                            .size = size,
                            .options = std::move(options),
-                           .make_delegate = wrap_factory<const std::string&>(delegates),
+                           .make_delegate = wrap_factory<const std::string&, double>(delegates),
                            .make_hierarchy = std::move(make_hierarchy),
                            .who_died = who_died(delegates),
                            .native = native,

@@ -52,7 +52,8 @@ def dress(app: typer.Typer) -> None:
     """Give an app, its commands and its groups this help."""
     app.info.cls = Group
     for command in app.registered_commands:
-        command.cls = Command
+        if not issubclass(command.cls or TyperCommand, Command):
+            command.cls = Command
     for group in app.registered_groups:
         group.cls = Group
         if group.typer_instance is not None:

@@ -3,10 +3,58 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
+from deepytorch.cli import help
+
 _RUNNER = Path(__file__).with_name("runner.py")
+
+
+class Command(help.Command):
+    """A command whose options are mixed with torchrun's, in any order before the script.
+
+    To click a value that follows an option of torchrun would be the script.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = [one for one in self.params if one.param_type_name == "option"]
+        flags = {name for one in options if getattr(one, "is_flag", False) for name in one.opts}
+        own = {name for one in options for name in one.opts}
+        return super().parse_args(ctx, joined(args, flags | {"--help"}, own - flags))
+
+
+def joined(arguments: Sequence[str], flags: set[str], with_value: set[str]) -> list[str]:
+    """The same, with each option of torchrun's and its value as one word.
+
+    `flags` and `with_value` are the names that are not torchrun's.
+    """
+    words = list(arguments)
+    done: list[str] = []
+    while words and words[0].startswith("-") and words[0] != "--":
+        word = words.pop(0)
+        if "=" in word or word in flags:
+            done.append(word)
+        elif word in with_value:
+            done += [word, *words[:1]]
+            del words[:1]
+        else:
+            name = _with_value().get(word)
+            done.append(f"{name}={words.pop(0)}" if name and words else word)
+    return done + words
+
+
+def _with_value() -> dict[str, str]:
+    """The long names of torchrun's options that take a value, by each of their names."""
+    from torch.distributed import run as torchrun
+
+    found = {}
+    for action in torchrun.get_args_parser()._actions:
+        if action.nargs is None and action.option_strings:
+            long = next(name for name in action.option_strings if name.startswith("--"))
+            found.update(dict.fromkeys(action.option_strings, long))
+    return found
 
 
 def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> Namespace:

@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli import help, shared
+from deepytorch.cli import help, launcher, shared
 
 
 def add_to(app: typer.Typer) -> None:
     passes_on = {"ignore_unknown_options": True, "allow_extra_args": True}
     settings = {**passes_on, "allow_interspersed_args": False}
     app.command(
+        cls=launcher.Command,
         context_settings=settings,
         options_metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...",
         epilog=help.examples(
@@ -61,8 +62,6 @@ def run(
     Every other option of torchrun is passed on to it; the exit status is the script's. With
     --compare the script is stopped after --steps optimizer steps and leaves no checkpoint.
     """
-    from deepytorch.cli import launcher
-
     arguments = list(context.args)
     if not arguments:
         context.fail("which script? deepytorch run [TORCHRUN OPTIONS] SCRIPT [ARGS]...")

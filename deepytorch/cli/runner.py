@@ -5,6 +5,7 @@ sys.argv, sys.path[0], __name__ and __file__ that `python SCRIPT` or `python -m 
 `python runner.py --compare PLAN ...` watches it and stops it as the plan says.
 """
 
+import builtins
 import os
 import sys
 
@@ -48,13 +49,33 @@ def main(arguments: list[str]) -> None:
 
 def run(arguments: list[str]) -> None:
     import runpy
+    import zipfile
 
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif os.path.isfile(arguments[0]) and not zipfile.is_zipfile(arguments[0]):
+        sys.argv[:] = arguments
+        run_file(os.path.abspath(arguments[0]))
     else:
         sys.argv[:] = arguments
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_file(path: str) -> None:
+    """Runs a script as Python does: with its full path as __file__, and sys.argv[0] as given.
+
+    runpy makes both the same.
+    """
+    from importlib.machinery import SourceFileLoader
+    from types import ModuleType
+
+    loader = SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __loader__=loader, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -209,6 +210,40 @@ def test_if_only_some_ranks_import_it_nobody_hangs(before: bool) -> None:
     found = spawn_ranks(partial, 2, before=before, fresh=True)
     assert [of_rank[:2] for of_rank in found] == [(GLOO, 2)] * 2
     assert "rank 1 did not activate it within 0.5 s" in found[0][2]
+
+
+def differing(rank: int, world_size: int, name: str, *values: Any, before: bool) -> tuple[Any, ...]:
+    lines = StringIO()
+    with redirect_stderr(lines):
+        if before:
+            init(rank, world_size, "gloo")
+        activation.activate(**{name: values[rank]})
+        if not before:
+            init(rank, world_size, "gloo")
+    return names(), total(world_size), lines.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "differ"),
+    [
+        ("collectives", ("auto", "stock"), True),
+        ("deterministic", (True, False), True),
+        ("collectives", ("stock", "stock"), False),
+        ("log", ("info", "warning"), False),
+    ],
+)
+def test_options_that_differ_between_ranks_are_told_to_all(
+    name: str, values: tuple[Any, ...], *, differ: bool
+) -> None:
+    before = random.random() < 0.5
+    found = spawn_ranks(differing, 2, name, *values, before=before, fresh=True)
+    stock = differ or values[0] == "stock"
+    assert [(of_rank[0] == GLOO, of_rank[1]) for of_rank in found] == [(stock, 2)] * 2
+    text = found[0][2]
+    assert ("give every rank the same" in text) == differ, (before, text)
+    if differ:
+        assert f"{name}={values[0]}" in text
+        assert f"{name}={values[1]}" in text
 
 
 def rewrite_of_nccl(rank: int, world_size: int) -> list[Any]:

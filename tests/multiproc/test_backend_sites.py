@@ -137,6 +137,24 @@ def test_monitored_barrier_names_the_absent_rank() -> None:
     assert "Rank 1 failed to pass monitoredBarrier" in found[0]
 
 
+def first_monitored_barrier(rank: int, world_size: int) -> str:
+    init(rank, world_size)
+    if rank == 1:
+        rank_store("told").wait(["by rank 0"])
+        return "absent"
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+    except RuntimeError as error:
+        rank_store("told").set("by rank 0", "")
+        return str(error)
+    return "no error"
+
+
+def test_the_first_monitored_barrier_waits_no_longer_than_it_is_told() -> None:
+    found = spawn_ranks(first_monitored_barrier, 2, fresh=True)
+    assert "rank(s) 1 did not join within 0.3 s" in found[0]
+
+
 def set_timeout(rank: int, world_size: int) -> str:
     init(rank, world_size)
     with warnings.catch_warnings():

@@ -20,7 +20,7 @@ seen = {
     "argv": sys.argv,
     "path": sys.path[0],
     "name": __name__,
-    "file": os.path.abspath(__file__),
+    "file": __file__,
     "pickles": sys.modules["__main__"].f is f,
     "deepytorch": "deepytorch" in sys.modules,
     "rank": os.environ.get("RANK"),

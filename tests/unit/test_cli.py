@@ -139,11 +139,13 @@ def test_run_of_a_module(launched):
 
 @pytest.mark.parametrize("own_first", [True, False])
 def test_run_passes_torchrun_options_on(launched, own_first):
-    own, theirs = ["--nproc-per-node", "2"], ["--rdzv-backend", "c10d", "--max-restarts=3"]
+    own = ["--nproc-per-node", "2"]
+    theirs = ["--rdzv-backend", "c10d", "--max_restarts", "3", "-r", "1", "--standalone"]
     invoke("run", *(own + theirs if own_first else theirs + own), "train.py")
     (options,) = launched
     assert options.rdzv_backend == "c10d"
     assert options.max_restarts == 3
+    assert options.redirects == "1"
     assert options.nproc_per_node == "2"
     assert options.training_script_args == ["train.py"]
 

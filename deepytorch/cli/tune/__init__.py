@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from deepytorch.cli import help, shared
+from deepytorch.cli import help, launcher, shared
 
 
 def add_to(app: typer.Typer) -> None:
     passes_on = {"ignore_unknown_options": True, "allow_extra_args": True}
     settings = {**passes_on, "allow_interspersed_args": False}
     app.command(
+        cls=launcher.Command,
         context_settings=settings,
         options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGS]...",
         epilog=help.examples(
@@ -60,8 +61,6 @@ def tune(
     against the defaults in fresh jobs, and kept in the profile only if it is faster again: the next
     run of SCRIPT on as many ranks starts from it.
     """
-    from deepytorch.cli import launcher
-
     arguments = list(context.args)
     if not arguments:
         context.fail("which script? deepytorch tune [OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGS]...")
