@@ -3,18 +3,22 @@
 In the view of its folder the script writes as it likes. A checkpoint that it writes elsewhere is
 redirected, at the functions through which weights are written: `torch.save`, safetensors'
 `save_file` and torch.distributed.checkpoint's writer; accelerate, transformers and DeepSpeed go
-through these. Deleting or overwriting a checkpoint that was there before is refused.
+through these. Deleting, moving or overwriting a checkpoint that was there before is refused, and so
+is any change in the real folder that the script has a view of.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from deepytorch_core import config
 from deepytorch_core.compare import workspace
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.errors import CompareError
@@ -33,6 +37,8 @@ class Saves:
     def __init__(self, plan: Plan) -> None:
         self._view = os.path.realpath(plan.workspace)
         self._outside = os.path.realpath(plan.outside)
+        self._source = workspace.source_of(self._view)
+        self._tools_own = () if self._source is None else _tools_own(self._source)
         self._began = time.time()
         self._patches = Patches()
         self._is_copying = False
@@ -68,7 +74,7 @@ class Saves:
         return moved
 
     def _is_scratch(self, path: str) -> bool:
-        return any(path == one or path.startswith(one + os.sep) for one in self._scratch)
+        return any(workspace.is_within(path, one) for one in self._scratch)
 
     def _with_path(self, index: int, name: str) -> Callable[[_Function], _Function]:
         """Replaces the path that a function takes as argument `index` or keyword `name`."""
@@ -99,6 +105,7 @@ class Saves:
             found = self._found(source)
             is_weights = os.fsdecode(target).endswith(_WEIGHTS)
             if not kwargs and not self._is_copying and (found is not source or is_weights):
+                self._refuse_loss(workspace.located(os.fsdecode(found)), "move")
                 target = self.place(os.fsdecode(target))
             return original(found, target, *args, **kwargs)
 
@@ -126,14 +133,21 @@ class Saves:
             if not self._is_scratch(path) and not os.path.exists(path):
                 self.made_folders.append(path)
         elif event in ("os.remove", "shutil.rmtree"):
-            path, folder = args[:2]
-            # What is in a tree is named within its folder: the tree is judged as a whole.
-            if isinstance(path, str | bytes | os.PathLike) and folder in (None, _NO_FOLDER):
-                self._refuse_loss(workspace.located(os.fsdecode(path)), "delete")
+            self._losing(args[0], args[1], "delete")
+        elif event == "os.rename":
+            source, target, source_folder, target_folder = args
+            self._losing(source, source_folder, "move")
+            self._losing(target, target_folder, "replace")
+
+    def _losing(self, path: Any, folder: int | None, verb: str) -> None:
+        # What is in a tree is named within its folder: the tree is judged as a whole.
+        if isinstance(path, str | bytes | os.PathLike) and folder in (None, _NO_FOLDER):
+            self._refuse_loss(workspace.located(os.fsdecode(path)), verb)
 
     def _opening(self, path: str, flags: int) -> None:
         path = workspace.located(path)
         self._make_own(path, keeps_content=not flags & os.O_TRUNC)
+        self._refuse_change(os.path.realpath(path), "write to")
         if flags & os.O_TRUNC:
             self._refuse_loss(path, "overwrite")
 
@@ -144,7 +158,28 @@ class Saves:
         finally:
             self._is_copying = False
 
+    def _refuse_change(self, path: str, verb: str) -> None:
+        """Nothing changes in the real folder, except in folders that the view links whole."""
+        if self._source is None or not workspace.is_within(path, self._source):
+            return
+        if self._is_scratch(path) or self._is_of_tools(path):
+            return
+        inner = os.path.relpath(path, self._source).split(os.sep)
+        folders = (os.path.join(self._view, *inner[:end]) for end in range(1, len(inner)))
+        if any(os.path.islink(folder) for folder in folders):
+            return
+        raise CompareError(
+            f"the script would {verb} {path} itself, not its copy: name it from the folder that "
+            "the script is started in, not by an absolute path, or give it another folder"
+        )
+
+    def _is_of_tools(self, path: str) -> bool:
+        # Libraries lock what they only read.
+        is_shared = path.endswith(".lock") or "__pycache__" in path.split(os.sep)
+        return is_shared or path.startswith(self._tools_own)
+
     def _refuse_loss(self, path: str, verb: str) -> None:
+        self._refuse_change(path, verb)
         if self._is_scratch(path) or not self._holds_old_weights(path):
             return
         path = os.path.realpath(path)
@@ -163,3 +198,15 @@ class Saves:
             and os.stat(file).st_mtime < self._began
             for file in files
         )
+
+
+def _tools_own(source: str) -> tuple[str, ...]:
+    """How paths in `source` begin that libraries keep for themselves: caches, temporary files."""
+    found = [os.path.join(config.temporary_dir().resolve(), "")]
+    with contextlib.suppress(RuntimeError):  # no home
+        found.append(os.path.join(config.cache_dir().resolve(), ""))
+        found.append(os.path.join(Path.home().resolve(), "."))
+    profile = config.profile_path()
+    if profile is not None:
+        found.append(str(profile.resolve()))
+    return tuple(one for one in found if workspace.is_within(one, source))

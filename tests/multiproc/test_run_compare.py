@@ -37,8 +37,9 @@ while True:
         optimizer.zero_grad()
         torch.save(model.state_dict(), "weights.pt")
         if dist.get_rank() == 0:
-            with open("log.txt", "a") as file:
-                file.write("x")
+            for name in ("log.txt", Path(__file__).resolve().with_name("log.txt")):
+                with open(name, "a") as file:
+                    file.write("x")
             os.makedirs(elsewhere, exist_ok=True)
             torch.save(model.state_dict(), elsewhere + "/draft")
             os.replace(elsewhere + "/draft", elsewhere + "/weights.pt")

@@ -6,6 +6,11 @@ import dataclasses
 import json
 import math
 import os
+import random
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +18,12 @@ import pytest
 
 from deepytorch.cli import compare, launcher
 from deepytorch.cli.compare import report
+from deepytorch_core import config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.receipt import write
 from deepytorch_core.compare.result import Sample, judge
+from deepytorch_core.compare.saves import Saves
 from deepytorch_core.errors import CompareError
 
 
@@ -136,9 +143,11 @@ def test_blocks_end_with_the_last_step(steps: int) -> None:
     assert sorted(set(ends)) == list(ends)
 
 
+@pytest.mark.parametrize("largest_copy", [0, 1 << 20])
 def test_what_happens_in_a_view_stays_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest_copy: int
 ) -> None:
+    monkeypatch.setattr(workspace, "LARGEST_COPY", largest_copy)
     source = tmp_path / "project"
     (source / "deep" / "er").mkdir(parents=True)
     for name in ("a", "b", "deep/er/c", "deep/d"):
@@ -150,6 +159,7 @@ def test_what_happens_in_a_view_stays_there(
     view, whole = workspace.make(source, root)
     assert not whole
     assert (view / "deep/er/c").read_text() == "old"
+    assert (view / "deep/er/c").is_symlink() == (largest_copy == 0)
     monkeypatch.chdir(view)
     assert (Path(os.getcwd()).parent / "beside").read_text() == "beside"
     assert Path("../beside").read_text() == "beside"
@@ -179,6 +189,171 @@ def test_a_large_tree_is_linked_in_part(tmp_path: Path, monkeypatch: pytest.Monk
     view, whole = workspace.make(source, root)
     assert whole == ["data/images"]
     assert (view / "data" / "images").is_symlink()
+
+
+def test_scripts_and_what_python_does_not_write_stay_in_the_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, root = tmp_path / "project", tmp_path / "root"
+    (source / "runs" / "1").mkdir(parents=True)
+    (source / "latest").symlink_to("runs/1")
+    root.mkdir()
+    for name in ("train.py", "log.csv", "runs/1/log.csv"):
+        (source / name).write_text("old")
+    with sqlite3.connect(source / "results.db") as database:
+        database.execute("create table runs(loss)")
+    before = (source / "results.db").read_bytes()
+    view, _ = workspace.make(source, root)
+    monkeypatch.chdir(view)
+    assert Path("train.py").resolve() == view / "train.py"
+    assert Path("train.py").stat().st_mtime == (source / "train.py").stat().st_mtime
+    with sqlite3.connect("results.db") as database:
+        database.execute("insert into runs values (1)")
+    subprocess.run("echo new > log.csv; echo new > latest/log.csv", shell=True, check=True)
+    assert (view / "runs/1/log.csv").read_text() == "new\n"
+    assert (source / "results.db").read_bytes() == before
+    assert (source / "log.csv").read_text() == "old"
+    assert (source / "runs/1/log.csv").read_text() == "old"
+
+
+def test_few_and_small_files_are_copied_scripts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workspace, "LARGEST_COPY", 100)
+    monkeypatch.setattr(workspace, "MOST_COPIED", 250)
+    monkeypatch.setattr(workspace, "MOST_COPIES", 4)
+    source = tmp_path / "project"
+    (source / "data").mkdir(parents=True)
+    for name in ("a.csv", "b.csv", "train.py", "data/c.csv"):
+        (source / name).write_bytes(random.randbytes(100))
+    (source / "large").write_bytes(random.randbytes(101))
+    for number in range(4):
+        (source / "data" / str(number)).write_bytes(b"")
+    (tmp_path / "root").mkdir()
+    view, _ = workspace.make(source, tmp_path / "root")
+    copied = {path.name for path in view.rglob("*") if path.is_file() and not path.is_symlink()}
+    assert "train.py" in copied
+    assert len(copied & {"a.csv", "b.csv"}) == 1
+    assert len(copied & set("0123")) == 2
+    assert not copied & {"c.csv", "large"}
+    for path in source.rglob("*"):
+        if path.is_file():
+            assert (view / path.relative_to(source)).read_bytes() == path.read_bytes()
+
+
+@pytest.fixture
+def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
+    """Of a script in the view of `project`, with a large data set and links out of it."""
+    monkeypatch.setattr(workspace, "MAX_ENTRIES", 7)
+    source, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (source / "data" / "images").mkdir(parents=True)
+    for folder in (elsewhere, source / "runs", tmp_path / "root", tmp_path / "outside"):
+        folder.mkdir()
+    (source / "linked").symlink_to(elsewhere)
+    for name in ("history.csv", "runs/log", "data/0", "data/1", "data/2", "data/images/0"):
+        (source / name).write_text("old")
+    (elsewhere / "last.pt").write_text("old")
+    os.utime(elsewhere / "last.pt", (1, 1))
+    view, whole = workspace.make(source, tmp_path / "root")
+    assert whole == ["data/images"]
+    monkeypatch.chdir(view)
+    outside = str(tmp_path / "outside")
+    return Saves(Plan(steps=4, folder="", workspace=str(view), outside=outside))
+
+
+def opens(path: Path, flags: int) -> tuple[str, tuple[object, ...]]:
+    return "open", (str(path), None, flags)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [  # os.replace and os.rename are looked up when called: `saves` stands in for them
+        lambda source, target: os.replace(source, target),
+        lambda source, target: os.rename(source, target),
+        Path.rename,
+        Path.replace,
+        shutil.move,
+    ],
+)
+def test_a_checkpoint_that_was_there_is_not_moved(
+    saves: Saves,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    move: Callable[[Path, Path], object],
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, saves._moving(getattr(os, name)))
+    last, previous = elsewhere / "last.pt", elsewhere / "previous.pt"
+    with pytest.raises(CompareError, match=f"would move {last}, which was there"):
+        move(last, previous)
+    assert last.read_text() == "old"
+    assert not saves.redirected
+    # By a name that the script took before they were replaced, to one that is no checkpoint's.
+    with pytest.raises(CompareError, match=f"would move {last}, which was there"):
+        saves._watch("os.rename", (str(last), str(elsewhere / "old"), -1, -1))
+    with pytest.raises(CompareError, match=f"would move {elsewhere}, which was there"):
+        saves._watch("os.rename", (str(elsewhere), str(tmp_path / "old"), -1, -1))
+    with pytest.raises(CompareError, match=f"would replace {last}, which was there"):
+        saves._watch("os.rename", ("draft", str(last), -1, -1))
+
+
+def test_a_draft_of_this_run_is_moved(saves: Saves, tmp_path: Path) -> None:
+    replace = saves._moving(os.replace)
+    draft, previous = tmp_path / "elsewhere" / "draft.pt", tmp_path / "elsewhere" / "previous.pt"
+    draft.write_text("new")
+    saves._watch("os.rename", (str(draft), str(previous), -1, -1))
+    replace(draft, previous)
+    assert not draft.exists()
+    assert Path(saves.redirected[str(previous)]).read_text() == "new"
+
+
+def test_the_real_folder_is_not_changed(saves: Saves, tmp_path: Path) -> None:
+    source = tmp_path / "project"
+    real = str(source / "history.csv")
+    changes: list[tuple[str, tuple[object, ...]]] = [
+        opens(source / "history.csv", os.O_WRONLY | os.O_TRUNC),
+        opens(source / "history.csv", os.O_RDWR),
+        opens(source / "data" / "new.npy", os.O_WRONLY | os.O_CREAT),
+        ("os.remove", (real, -1)),
+        ("shutil.rmtree", (str(source / "runs"), None)),
+        ("shutil.rmtree", (str(source / "data" / "images"), None)),
+        ("os.rename", (real, "mine.csv", -1, -1)),
+        ("os.rename", ("history.csv", real, -1, -1)),
+    ]
+    for event, args in changes:
+        with pytest.raises(CompareError, match=rf"would .* {source}.* itself, not its copy"):
+            saves._watch(event, args)
+
+
+def test_reading_and_what_is_linked_whole_are_free(saves: Saves, tmp_path: Path) -> None:
+    source = tmp_path / "project"
+    saves._watch(*opens(source / "history.csv", os.O_RDONLY))
+    for path in (
+        *(Path("history.csv"), Path("data/new.npy"), Path("linked/new.npy")),
+        *(Path("data/images/new.npy"), source / "data" / "images" / "new.npy"),
+        *(source / "runs" / "set.lock", source / "__pycache__" / "helper.pyc.1"),
+        *(tmp_path / "elsewhere" / "new.npy", Path("../elsewhere/new.npy")),
+    ):
+        saves._watch(*opens(path, os.O_WRONLY | os.O_CREAT))
+    saves._watch("os.remove", ("history.csv", -1))
+    saves._watch("os.rename", ("history.csv", "linked/history.csv", -1, -1))
+
+
+def test_what_libraries_keep_in_the_folder_is_free(
+    saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "project"
+    kept = [source / ".cache" / "hub", source / "kept" / "links.json", source / "profile.7.tmp"]
+    for path in kept:
+        with pytest.raises(CompareError, match="itself, not its copy"):
+            saves._watch(*opens(path, os.O_WRONLY))
+    monkeypatch.setenv("HOME", str(source))
+    monkeypatch.setenv("DEEPYTORCH_CACHE_DIR", str(source / "kept"))
+    monkeypatch.setattr(config, "profile_path", lambda: source / "profile")
+    again = Saves(Plan(steps=4, folder="", workspace=saves._view, outside=saves._outside))
+    for path in kept:
+        again._watch(*opens(path, os.O_WRONLY))
 
 
 def job(**changes: Any) -> compare.Job:
