@@ -371,25 +371,31 @@ void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void
   const bool may_delegate =
       undecided(pending->operation) || is_delegate(plan_for(pending->operation));
   if (may_delegate) ++may_delegate_;
-  progress_.enqueue([this, pending, done, done_context, may_delegate] {
-    dpt_error error{};
+  struct Outcome {
     dpt_status status = DPT_OK;
+    dpt_error error{};
+  };
+  auto outcome = std::make_shared<Outcome>();
+  const auto operation = [this, pending, outcome, may_delegate] {
+    dpt_status& status = outcome->status;
     try {
       prepare(*pending, /*in_caller=*/false);
       run(*pending, /*in_caller=*/false);
       if (is_delegate(pending->plan)) {
         FlightRecord::instance().note(pending->recorded, FlightRecord::kDelegated);
         count_delegated(pending->operation.collective, pending->plan, pending->operation.bytes());
-        status = delegate_.run(delegate_.context, pending->call, &error);
+        status = delegate_.run(delegate_.context, pending->call, &outcome->error);
       }
     } catch (const Error& caught) {
       status = caught.status();
-      set_message(&error, caught.what());
+      set_message(&outcome->error, caught.what());
     }
     if (may_delegate) --may_delegate_;
     FlightRecord::instance().end(pending->recorded,
                                  status == DPT_OK ? FlightRecord::kEnded : FlightRecord::kFailed);
-    done(done_context, status, error.message);
+  };
+  progress_.enqueue(operation, [outcome, done, done_context] {
+    done(done_context, outcome->status, outcome->error.message);
   });
 }
 

@@ -3,14 +3,30 @@
 #include "base/thread.hpp"
 
 namespace dpt {
+namespace {
+
+// A completion that takes longer seems to wait for a later one.
+constexpr std::chrono::milliseconds kPatience{50};
+
+thread_local const Progress* completing_of = nullptr;
+
+}  // namespace
 
 Progress::~Progress() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  work_.notify_all();
+  for (;;) {
+    std::vector<std::thread> ending;
+    {
+      std::lock_guard lock(mutex_);
+      ending.swap(threads_);  // a completion may still need another one
+    }
+    if (ending.empty()) return;
+    for (std::thread& each : ending) each.join();
+  }
 }
 
 bool Progress::try_run_inline(const Task& task) {
@@ -22,23 +38,21 @@ bool Progress::try_run_inline(const Task& task) {
   struct Release {
     Progress& progress;
     ~Release() {
-      {
-        std::lock_guard lock(progress.mutex_);
-        progress.busy_ = false;
-      }
+      std::lock_guard lock(progress.mutex_);
+      progress.busy_ = false;
+      progress.see_to_work();
       // Without a thread nobody but drain() waits, and drain() polls.
-      if (progress.thread_.joinable()) progress.changed_.notify_all();
+      if (!progress.threads_.empty()) progress.changed_.notify_all();
     }
   } release{*this};
   task();
   return true;
 }
 
-void Progress::enqueue(Task task) {
+void Progress::enqueue(Task operation, Task completion) {
   std::lock_guard lock(mutex_);
-  queue_.push_back(std::move(task));
-  if (!thread_.joinable()) thread_ = start_thread([this] { run(); });
-  changed_.notify_all();
+  queue_.push_back({std::move(operation), std::move(completion), completing_of == this});
+  see_to_work();
 }
 
 bool Progress::drain(std::chrono::milliseconds timeout) {
@@ -51,20 +65,77 @@ bool Progress::drain(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void Progress::run() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [&] { return !busy_ && (stopping_ || !queue_.empty()); });
-    if (queue_.empty()) return;
-    const Task task = std::move(queue_.front());
-    queue_.pop_front();
-    busy_ = true;
-    lock.unlock();
-    task();
-    lock.lock();
-    busy_ = false;
-    changed_.notify_all();
+// There is a thread for what is to be done, now or when the operation under way is over.
+void Progress::see_to_work() {
+  if (queue_.empty() && completions_.empty()) return;
+  if (available_ == 0) {
+    threads_.push_back(start_thread([this] { run(); }));
+    ++available_;
   }
+  work_.notify_one();
+}
+
+void Progress::run() {
+  Lock lock(mutex_);
+  for (;;) {
+    const bool can_run = !busy_ && !queue_.empty();
+    if (!completions_.empty() && (completing_ == 0 || (!can_run && has_turn()))) {
+      complete(lock);
+    } else if (can_run) {
+      run_next(lock);
+    } else if (stopping_ && queue_.empty() && completions_.empty()) {
+      work_.notify_all();
+      return;
+    } else if (completions_.empty()) {
+      work_.wait(lock);
+    } else {
+      work_.wait_for(lock, kPatience);
+    }
+  }
+}
+
+void Progress::run_next(Lock& lock) {
+  Entry entry = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  lock.unlock();
+  entry.operation();
+  entry.operation = nullptr;
+  lock.lock();
+  busy_ = false;
+  changed_.notify_all();
+  if (!entry.completion) return;
+  if (!entry.nested) {
+    completions_.push_back(std::move(entry.completion));
+    return;
+  }
+  --available_;
+  run_completion(lock, entry.completion);
+  ++available_;
+}
+
+bool Progress::has_turn() const { return std::chrono::steady_clock::now() - since_ >= kPatience; }
+
+void Progress::complete(Lock& lock) {
+  --available_;
+  ++completing_;
+  while (!completions_.empty()) {
+    const Task completion = std::move(completions_.front());
+    completions_.pop_front();
+    since_ = std::chrono::steady_clock::now();
+    run_completion(lock, completion);
+  }
+  --completing_;
+  ++available_;
+}
+
+void Progress::run_completion(Lock& lock, const Task& completion) {
+  see_to_work();
+  lock.unlock();
+  completing_of = this;
+  completion();
+  completing_of = nullptr;
+  lock.lock();
 }
 
 }  // namespace dpt

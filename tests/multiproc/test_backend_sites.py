@@ -118,6 +118,33 @@ def test_dist_nn_all_reduce_and_broadcast() -> None:
     on_ours_and_on_stock(other_dist_nn)
 
 
+def waits_in_callbacks(rank: int, world_size: int) -> list[list[float]]:
+    """Losses with PowerSGD, whose hook waits for a collective in the callback of another."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    torch.manual_seed(rank)
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    )
+    state: Any = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, random_seed=5)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(5):
+        loss = model(torch.randn(8, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    both = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    again = both.then(lambda done: dist.all_reduce(done.value()[0], async_op=True).wait())
+    return [losses, [float(again.wait())]]
+
+
+def test_a_callback_may_wait_for_another_collective() -> None:
+    on_ours_and_on_stock(waits_in_callbacks)
+
+
 def monitored_barriers(rank: int, world_size: int) -> str:
     init(rank, world_size)
     dist.monitored_barrier()
