@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -207,9 +208,9 @@ class HeadForward:
             return self._watched(type(self.head).forward(self.head, hidden))
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
-        made_at = self.weights.moment()
+        weights, made_at = self.weights, self.weights.moment()
         deferred = DeferredLogits.make(
-            lambda: self.logits(hidden, made_at),
+            lambda: self.logits(hidden, weights, made_at),
             shape=(*hidden.shape[:-1], self.head.out_features),
             dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
             device=hidden.device,
@@ -240,6 +241,8 @@ class HeadForward:
 
     def _is_refused(self) -> bool:
         now = list(self.head.parameters())
+        if self.weights.are_others() and _are_whole(now):
+            self.weights = Weights(self.head)  # replaced by hand, to untie them for example
         if any(hasattr(one, "ds_id") for one in now):
             self._drop("ZeRO-3 partitions the head, and its hooks read the logits")
         elif len(now) != len(self.weights):
@@ -251,10 +254,10 @@ class HeadForward:
             self._drop("somebody has a hook on the head, to see its logits")
         return self.dropped
 
-    def logits(self, hidden: torch.Tensor, made_at: Moment) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, weights: Weights, made_at: Moment) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
-        late = made_at != self.weights.moment() or self.weights.are_others()
+        late = made_at != weights.moment() or weights.are_others()
         if late and not armed:
             raise too_late()
         try:
@@ -325,13 +328,22 @@ class Weights:
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head
-        self._then = [weakref.ref(one) for one in head.parameters()]
+        self._noted: list[weakref.ref[nn.Parameter]] | None = None
+        # Whoever copies or unpickles a head makes this before the head has any attribute.
+        if "_parameters" in vars(head):
+            self._then()
+
+    def _then(self) -> list[weakref.ref[nn.Parameter]]:
+        """Those that the head had at the first call."""
+        if self._noted is None:
+            self._noted = [weakref.ref(one) for one in self._head.parameters()]
+        return self._noted
 
     def __reduce__(self) -> Any:
         return Weights, (self._head,)  # a copy is of the copied head, with its own
 
     def __len__(self) -> int:
-        return len(self._then)
+        return len(self._then())
 
     def moment(self) -> Moment:
         """Another one once they have changed: by an optimizer, which may be fused, or by hand."""
@@ -340,7 +352,7 @@ class Weights:
     def are_others(self) -> bool:
         """Whether the head has any that it did not have, in other memory."""
         now = list(self._head.parameters())
-        return len(now) != len(self) or any(map(_is_other, now, self._then))
+        return len(now) != len(self) or any(map(_is_other, now, self._then()))
 
 
 def _is_other(now: nn.Parameter, then: weakref.ref[nn.Parameter]) -> bool:
@@ -350,6 +362,17 @@ def _is_other(now: nn.Parameter, then: weakref.ref[nn.Parameter]) -> bool:
     if before is None or not type(now) is type(before) is nn.Parameter:
         return True
     return now.data_ptr() != before.data_ptr() or now.shape != before.shape
+
+
+def _are_whole(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether nobody can have sharded them.
+
+    What FSDP2 gathers for a forward pass looks like any other parameter, so none are where ranks
+    work together.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return False
+    return all(type(one) is nn.Parameter and one.numel() > 0 for one in parameters)
 
 
 class LeavesOut(Protocol):

@@ -58,7 +58,8 @@ def apply(
         own = _contract.Changes()
         own.on_undo(apply_kernels(setting, options.kernels).undo)
         if channels_last.is_convolutional(model):
-            own.on_undo(channels_last.choose(model, setting.optimizers, mode=options.kernels))
+            # All of them: which of several models an optimizer is for is not told.
+            own.on_undo(channels_last.choose(model, optimizers, mode=options.kernels))
         _contract.mark(model, _NAME, own)
         changes.on_undo(functools.partial(_undo, model))
 

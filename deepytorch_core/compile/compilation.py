@@ -210,6 +210,9 @@ class Compilation:
             if known["chosen"] != EAGER:
                 self._install(known.get("regions", {}))
                 self._on = True
+                if not self.regions:
+                    self._finish(EAGER, NOTHING)
+                    return
             self._finish(known["chosen"], "from the profile")
         elif reason is not None:
             self._finish(EAGER, f"not measured: {reason}")

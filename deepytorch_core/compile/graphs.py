@@ -8,20 +8,25 @@ differs is dropped, and of several that don't the fastest stays.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepytorch_core import guard
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
+
+_TAG = "-repeatable-backward"
 
 
 @dataclass
@@ -95,6 +100,7 @@ class Graph:
                 guard.no_saved_tensor_hooks(),
                 _disable_current_modes(),
                 guard.same_random_numbers(),
+                _repeatable_backward(),  # torch leaves backward passes to their first call
             ):
                 good = self._checked(args)
                 if len(good) > 1:
@@ -156,12 +162,56 @@ def compile_with(
         own = GraphModule(graph, copy.deepcopy(graph.graph))
         own.meta = dict(graph.meta)
         try:
-            compiled[policy.name] = policy.compile_graph(own, inputs)
+            with _repeatable_backward():
+                compiled[policy.name] = policy.compile_graph(own, inputs)
         except RestartAnalysis:
             raise  # to Dynamo, which captures the graph anew: a float that must be a constant, say
         except Exception as error:  # a back end may raise anything
             dropped[policy.name] = guard.first_line(error)
     return compiled, dropped
+
+
+def is_checkpointed(graph: GraphModule) -> bool:
+    """Whether activation checkpointing is part of the graph.
+
+    Outside of a compiler such a graph draws other random numbers when it computes anew.
+    """
+    return any(
+        isinstance(node.target, HigherOrderOperator)
+        and str(node.target).endswith("activation_checkpoint")
+        for one in graph.modules()
+        if isinstance(one, GraphModule)
+        for node in one.graph.nodes
+    )
+
+
+@contextlib.contextmanager
+def _repeatable_backward() -> Iterator[None]:
+    """While open, backward passes are compiled that overwrite nothing they have saved.
+
+    Else `retain_graph=True` would raise. The caches of kernels don't go by it, so they get a tag.
+    """
+    import torch._functorch.config as functorch
+
+    caches: Any = importlib.import_module("torch.compiler.config")
+    tag = caches.cache_key_tag.removesuffix(_TAG) + _TAG
+    with functorch.patch(donated_buffer=False), caches.patch(cache_key_tag=tag):
+        yield
+
+
+def _allow_repeats(outputs: Sequence[Any]) -> None:
+    """Tell what torch has compiled so, as it asks the setting again at each backward pass."""
+    nodes = [one.grad_fn for one in outputs if isinstance(one, torch.Tensor)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        facts: Any = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+        if getattr(facts, "bw_donated_idxs", ()) is None:
+            facts.bw_donated_idxs = []
+        nodes.extend(following for following, _ in node.next_functions)
 
 
 @dataclass
@@ -178,6 +228,7 @@ class _Results:
         device = _device_type(passed)
         outputs = run(*passed)
         outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        _allow_repeats(outputs)
         gradients = _gradients(outputs, leaves, device)
         written = [
             value.detach()

@@ -29,12 +29,18 @@ _MOST_ITEMS = 256
 
 
 def hooked(root: nn.Module) -> str | None:
-    """The name of a module inside with hooks, which a replay would not run."""
+    """The name of a module inside with hooks, which a replay or shared code would not run."""
     named: Iterable[tuple[str, nn.Module]] = root.named_modules()
     for name, one in named:
         if one is not root and any(vars(one).get(hooks) for hooks in _HOOKS):
             return name
     return None
+
+
+def hooks_inside(root: nn.Module) -> list[dict[int, Any]]:
+    """Where the hooks of modules inside are kept, to see whether there are any."""
+    inside = [vars(one) for one in root.modules() if one is not root]
+    return [own[hooks] for own in inside for hooks in _HOOKS if own.get(hooks) is not None]
 
 
 class States:

@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import SkipFrame
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx import GraphModule
+from torch.nn.modules.batchnorm import _NormBase
 
 from deepytorch_core import guard
-from deepytorch_core.compile import breaks, graphs
+from deepytorch_core.compile import breaks, graphs, module_state
 from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
@@ -116,7 +119,7 @@ class CompiledRegion:
         if before == 0:
             numbers = guard.random_numbers()
         try:
-            with _capturing(self):
+            with _capturing(self), _kept_versions(module):
                 return self._compiled(module, *args, **kwargs)
         except Exception as error:
             if not self._is_compilers(error):
@@ -154,6 +157,10 @@ class CompiledRegion:
         place = breaks.of(graph)
         if place is not None and place not in self.told.breaks:
             self.told.breaks.append(place)
+        if graphs.is_checkpointed(graph):
+            # The captured graph can't stand for the module: its own code runs, now as well.
+            self.give_up("activation checkpointing inside it; checkpoint whole blocks instead")
+            raise SkipFrame
         if self._ahead is not None:
             self._ahead.submit(graph)
             return graph.forward
@@ -254,6 +261,7 @@ class Forward:
     def __init__(self, compiled: CompiledRegion, module: nn.Module) -> None:
         self._compiled = compiled
         self._module = module
+        self._hooks = module_state.hooks_inside(module)
         functools.update_wrapper(self, type(module).forward.__get__(module))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -262,6 +270,10 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         if torch.compiler.is_compiling() or not self._compiled.is_used:
+            return type(module).forward(module, *args, **kwargs)
+        if any(self._hooks):
+            place = module_state.hooked(module)
+            self._compiled.give_up(f"a hook was put on {place} inside after it was compiled")
             return type(module).forward(module, *args, **kwargs)
         return self._compiled.call(module, args, kwargs)
 
@@ -276,6 +288,21 @@ def _own_code(function: Any) -> Any:
     )
     own.__kwdefaults__ = function.__kwdefaults__
     return own
+
+
+def _kept_versions(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """While open, running statistics are written to as eager kernels do it: unseen by autograd.
+
+    An eager pass that still waits for its backward pass has saved them, and uses none of them.
+    """
+    kept = [
+        buffer
+        for one in module.modules()
+        if isinstance(one, _NormBase) and one.training
+        for buffer in (one.running_mean, one.running_var)
+        if buffer is not None
+    ]
+    return _unsafe_preserve_version_counter(tuple(kept)) if kept else contextlib.nullcontext()
 
 
 class _Capturing(threading.local):

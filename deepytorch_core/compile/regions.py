@@ -2,7 +2,7 @@
 
 A compile takes as long for one block as for eighty equal ones, so blocks are worth more than the
 whole as soon as most of a model is repeated. Below the hooks: a region never contains a module
-that FSDP or DeepSpeed has put its hooks on, but may be one.
+that has hooks or is one of FSDP's or DeepSpeed's, but may be one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from deepytorch_core.compile import module_state
+
 # How many times fewer modules are compiled by blocks than as a whole, at least.
 LEAST_SAVING = 3.0
-_HOOKS_OF = ("deepspeed", "torch.distributed.fsdp", "torch.distributed._composable")
+_FRAMEWORKS = ("deepspeed", "torch.distributed.fsdp", "torch.distributed._composable")
 
 
 @dataclass(frozen=True)
@@ -126,21 +128,14 @@ def _can_be_region(module: nn.Module) -> bool:
     # ZeRO-3 takes parameters away between forward and backward, in a way compiled code can't see.
     if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
         return False
-    return not any(_has_hooks(one) for one in module.modules() if one is not module)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    if _is_of_framework(module):
-        return True
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(
-        str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HOOKS_OF)
-        for hook in hooks
-    )
+    if any(_is_of_framework(one) for one in module.modules() if one is not module):
+        return False
+    # Equal blocks share code, so it can't go by the hooks of one of them.
+    return module_state.hooked(module) is None
 
 
 def _is_of_framework(module: nn.Module) -> bool:
-    return any(one.__module__.startswith(_HOOKS_OF) for one in type(module).__mro__)
+    return any(one.__module__.startswith(_FRAMEWORKS) for one in type(module).__mro__)
 
 
 def _saving(root: nn.Module, groups: list[list[tuple[str, nn.Module]]]) -> float:

@@ -152,9 +152,11 @@ class TokenBalancedBatchSampler(BatchSampler):
         self._costs = [weigh.of(length) for length in listed]
         self._why_off = self._find_why_off(normalization)
         self.batch_size = batch_size if self._why_off else None  # type: ignore[assignment]
+        # The epoch that was begun last, how far it is, and what its order was drawn from.
+        self._begun: int | None = None
         self._done = 0
-        self._resume_from = 0  # of the next iteration alone
         self._drawn_from: torch.Tensor | None = None
+        self._resumes = False  # the next iteration alone
         self._reported = False
         if self._why_off:
             decisions.record(WHAT, "off", self._why_off)
@@ -166,8 +168,8 @@ class TokenBalancedBatchSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw another order, as `DistributedSampler.set_epoch` does."""
-        if epoch != self.epoch:
-            self._resume_from = 0
+        if epoch != self._begun and not self._resumes:
+            self._begun = None
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -180,17 +182,42 @@ class TokenBalancedBatchSampler(BatchSampler):
         return self._num_slots() * (self._dealing.num_ranks if self.rank is None else 1)
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, self._resume_from = self._resume_from, 0
-        self._done = first
-        generator = getattr(self.sampler, "generator", None)
-        if generator is not None:
-            if first and self._drawn_from is not None:
-                generator.set_state(self._drawn_from)
-            self._drawn_from = generator.get_state()
+        epoch = self._current_epoch()
+        self._done = first = self._resumed(epoch) if self._resumes else 0
+        self._resumes = False
+        self._begun = epoch
+        self._drawn_from = self._generator_state()
         for number, batches in self._rounds(first):
             self._done = number + 1
             yield from batches
-        self._done = 0
+
+    def _resumed(self, epoch: int) -> int:
+        """The micro-batch of `epoch` to go on with after `load_state_dict`."""
+        assert self._begun is not None
+        if epoch < self._begun:
+            raise ValueError(
+                f"{WHAT}: the state is of epoch {self._begun} and the loader begins epoch {epoch}: "
+                f"call set_epoch({self._begun}) on the loader after load_state_dict"
+            )
+        generator = getattr(self.sampler, "generator", None)
+        if generator is not None and self._drawn_from is not None:
+            generator.set_state(self._drawn_from)
+        if epoch == self._begun:
+            return self._done
+        if not hasattr(self.sampler, "set_epoch"):
+            # The rest of that epoch is left out, but its order has been drawn.
+            for _ in self._rounds(self._num_slots()):
+                pass
+        return 0
+
+    def _current_epoch(self) -> int:
+        """The sampler's, where it has one: Accelerate sets that one alone."""
+        own = getattr(self.sampler, "epoch", None)
+        return own if isinstance(own, int) and hasattr(self.sampler, "set_epoch") else self.epoch
+
+    def _generator_state(self) -> torch.Tensor | None:
+        generator = getattr(self.sampler, "generator", None)
+        return None if generator is None else generator.get_state()
 
     def _rounds(self, first: int) -> Iterator[tuple[int, list[list[int]]]]:
         """From micro-batch `first` on: its number, and this rank's batch or those of all ranks."""
@@ -234,17 +261,22 @@ class TokenBalancedBatchSampler(BatchSampler):
             batches: micro-batches that this rank's loop has finished; default: as many as were
                 handed out, which is more where a loader with workers fetches ahead.
         """
+        begun = self._begun is not None
+        done = self._done if begun else 0
         return {
-            "epoch": self.epoch,
-            "batches": self._done if batches is None else batches,
-            "generator": self._drawn_from,
+            "epoch": self._begun if begun else self._current_epoch(),
+            "batches": done if batches is None else batches,
+            "generator": self._drawn_from if begun else self._generator_state(),
             "plan": self._plan(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: the next iteration yields the rest of that epoch.
 
-        Raises ValueError when lengths, ranks or sizes are others than then.
+        That is nothing after its last batch. With a later epoch set, the rest is left out.
+
+        Raises ValueError when lengths, ranks or sizes are others than then; so does the iteration
+        of an earlier epoch.
         """
         if state["plan"] != self._plan():
             changed = [name for name, value in self._plan().items() if value != state["plan"][name]]
@@ -253,8 +285,11 @@ class TokenBalancedBatchSampler(BatchSampler):
                 "the same, or start the epoch again"
             )
         self.set_epoch(state["epoch"])
-        self._done = self._resume_from = state["batches"] % max(1, self._num_slots())
+        done = state["batches"]
+        self._begun = state["epoch"]
+        self._done = done and (done - 1) % max(1, self._num_slots()) + 1
         self._drawn_from = state["generator"]
+        self._resumes = True
 
     def _find_why_off(self, normalization: Normalization) -> str | None:
         if normalization != "global_tokens":

@@ -3,7 +3,8 @@
 The policy for models whose weights are largely those of 2-D convolutions. Which layout is faster
 depends on device, dtype and image size, so it is tried on the training's own first batch, before
 the first optimizer step, and kept only if the results are the same and the step is faster. Weights
-keep names, shapes and values; their strides change, in checkpoints too, which load anywhere.
+keep names, shapes and values; their strides change, in checkpoints too, which load anywhere; an
+optimizer's state is saved with the former strides.
 Dropout fills its mask in the order of memory, so the same random numbers fall on other elements.
 """
 
@@ -77,10 +78,13 @@ class ChannelsLast:
         if self._handle is None:
             self._convert(_TO)
             self._handle = self._model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
-            # DDP's buckets keep the former strides until it has built them anew.
-            self._watched = [
-                one.register_step_pre_hook(match_gradients) for one in self._optimizers
-            ]
+            for one in self._optimizers:
+                self._watched += [
+                    # DDP's buckets keep the former strides until it has built them anew.
+                    one.register_step_pre_hook(match_gradients),
+                    one.register_load_state_dict_post_hook(match_state),
+                    one.register_state_dict_post_hook(_save_contiguous),
+                ]
 
     def undo(self) -> None:
         """Switch back. A second call does nothing."""
@@ -102,6 +106,23 @@ class ChannelsLast:
 def _laid_out(value: Any, layout: torch.memory_format = _TO) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 4:
         return value.contiguous(memory_format=layout)
+    return value
+
+
+def _save_contiguous(optimizer: Any, saved: dict[str, Any]) -> None:
+    """A state_dict post-hook: strides as without channels_last, since fused optimizers ignore them.
+
+    The saved states are the optimizer's own, so these are copies.
+    """
+    for key, state in saved["state"].items():
+        if isinstance(state, dict):
+            saved["state"][key] = {name: _laid_out(one, _BACK) for name, one in state.items()}
+
+
+def _apart(value: Any) -> Any:
+    """A copy whose gradient goes nowhere, and that the model may change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(value.requires_grad).clone()
     return value
 
 
@@ -169,7 +190,8 @@ class _FirstBatch:
 
         def run() -> Any:
             # The forward alone: hooks, ours among them, and wrappers are not what is tried.
-            given = _convert_inputs(model, args, kwargs) if layout._handle else (args, kwargs)
+            given = tree_map(_apart, (args, kwargs))
+            given = _convert_inputs(model, *given) if layout._handle else given
             outputs = tree_leaves(model.forward(*given[0], **given[1]))
             found = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
             torch.autograd.backward([one.float().square().mean() for one in found])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,10 @@ def test_kernels_auto_watches_whether_somebody_reads_the_logits(reads: bool) -> 
     undo()
 
 
-def test_kernels_auto_leaves_a_head_whose_parameters_were_replaced() -> None:
+def test_kernels_auto_leaves_a_head_whose_parameters_may_be_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     ours, stock = build("llama"), build("llama")
     setting = Setting(model=ours, device=torch.device("cpu"), mode="auto")
     _causal_loss.ChunkedLoss().apply(ours, setting)
@@ -173,6 +177,23 @@ def test_kernels_auto_leaves_a_head_whose_parameters_were_replaced() -> None:
     output = assert_same_training(ours, stock)
     assert type(output.logits) is torch.Tensor
     assert "sharded" in decisions.made()[-1]["reason"]
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_kernels_go_on_with_a_head_that_was_untied(mode: str) -> None:
+    ours, stock = build("llama, tied"), build("llama, tied")
+    setting = Setting(model=ours, device=torch.device("cpu"), mode=mode)
+    _causal_loss.ChunkedLoss().apply(ours, setting)
+    if mode == "auto":
+        ours.lm_head.forward.watches = 0
+    before = ours(**batch())
+    for model in (ours, stock):
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+    after = assert_same_training(ours, stock)
+    assert isinstance(after.logits, DeferredLogits)
+    torch.testing.assert_close(after.logits + 0.0, stock(**batch()).logits)
+    with pytest.raises(RuntimeError, match="the weights have changed since"):
+        before.logits.sum()
 
 
 def test_kernels_with_all_labels_ignored_give_what_stock_gives() -> None:
@@ -246,6 +267,32 @@ def test_kernels_of_a_copied_model_use_the_copys_head() -> None:
             model.lm_head.weight.mul_(3.0)
     assert_same_training(copied, stock)
     assert not gradients(ours)
+
+
+def test_kernels_copy_and_pickle_a_head_alone() -> None:
+    ours, stock = build("llama"), build("llama")
+    swap(ours)
+    hidden = torch.randn(2, 5, 32)
+    for copied in (copy.deepcopy(ours.lm_head), pickle.loads(pickle.dumps(ours.lm_head))):
+        assert copied.forward.head is copied
+        torch.testing.assert_close(copied(hidden), ours.lm_head(hidden))
+        copied.forward.armed = True
+        assert isinstance(copied(hidden), DeferredLogits)
+        torch.testing.assert_close(copied(hidden) + 0.0, stock.lm_head(hidden))
+        assert len(copied.forward.weights) == 1
+
+
+def test_kernels_let_peft_copy_the_head_to_train_it() -> None:
+    ours, stock = build("llama"), build("llama")
+    swap(ours)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    wrapped = []
+    for model in (ours, stock):
+        torch.manual_seed(3)
+        wrapped.append(peft.get_peft_model(model, lora).train())
+    assert_same_training(*wrapped)
 
 
 def test_kernels_under_autocast_keep_accelerates_float32_outputs() -> None:

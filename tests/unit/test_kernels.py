@@ -272,12 +272,18 @@ def test_kernels_fused_optimizer_goes_on_with_its_state_both_ways(make: Any) -> 
 
 @pytest.mark.parametrize("make", optimizers())
 def test_kernels_fused_optimizer_skips_a_step_whose_gradients_overflow(make: Any) -> None:
-    """torch's own fused SGD then goes on with a momentum that was never written."""
-    losses = []
+    """torch's own fused ones are called all the same, which whoever counts steps takes for one."""
+    losses, calls = [], []
     for mode in ("off", "on"):
         network = model()
         optimizer = make(network.parameters())
         apply_kernels(Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), mode)
+        calls.append(0)
+
+        def count(*_: Any) -> None:
+            calls[-1] += 1
+
+        optimizer.register_step_post_hook(count)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for number in range(4):
             generator = torch.Generator().manual_seed(number)
@@ -290,8 +296,39 @@ def test_kernels_fused_optimizer_skips_a_step_whose_gradients_overflow(make: Any
             scaler.step(optimizer)
             scaler.update()
         losses.append([parameter.detach().clone() for parameter in network.parameters()])
+    assert calls == [3, 3]
     for theirs, ours in zip(*losses, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_kernels_fused_optimizer_takes_a_gradient_that_comes_later() -> None:
+    results = []
+    for mode in ("off", "on"):
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        apply_kernels(Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), mode)
+        step(network[0], optimizer, 0)
+        step(network, optimizer, 1)
+        results.append(network.state_dict())
+    for name, theirs in results[0].items():
+        torch.testing.assert_close(results[1][name], theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", optimizers())
+def test_kernels_fused_optimizer_saves_what_stock_would(make: Any) -> None:
+    network = model()
+    optimizer = make(network.parameters())
+    stock = [dict(group) for group in optimizer.state_dict()["param_groups"]]
+    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    swapped = apply_kernels(setting, "on")
+    step(network, optimizer, 0)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"] == stock
+    assert all(group["fused"] for group in optimizer.param_groups), "what is in use stays"
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert all(group["fused"] for group in optimizer.param_groups)
+    swapped.undo()
+    assert not optimizer._optimizer_state_dict_post_hooks
 
 
 def test_kernels_fused_optimizer_stays_fused_after_loading_a_stock_checkpoint() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,93 @@ def test_kernels_channels_last_with_a_fused_optimizer_that_has_state(make: Any) 
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     undo()
     assert not is_channels_last(model)
+
+
+def prepared(make: Any, ours: bool) -> tuple[nn.Module, Any]:
+    model = network()
+    optimizer = make(model.parameters())
+    if ours:
+        setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=torch.device("cpu"))
+        apply_kernels(setting, "on")
+        channels_last.choose(model, [optimizer], mode="on")
+        assert is_channels_last(model)
+        assert optimizer.param_groups[0]["fused"]
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("saves", "resumes"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    ],
+)
+def test_kernels_channels_last_checkpoints_go_on_with_stock_and_back(
+    make: Any, saves: bool, resumes: bool
+) -> None:
+    model, optimizer = prepared(make, ours=saves)
+    train(model, optimizer, range(3))
+    state = optimizer.state[model[3].weight]
+    live = {name: value.stride() for name, value in state.items()}
+    stream = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], stream)
+    assert live == {name: value.stride() for name, value in state.items()}
+    stream.seek(0)
+    of_model, of_optimizer = torch.load(stream)
+    model, optimizer = prepared(make, ours=resumes)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    train(model, optimizer, range(3, 6))
+    reference, stock = prepared(make, ours=False)
+    train(reference, stock, range(6))
+    assert optimizer.param_groups[0]["fused"] == (resumes or stock.param_groups[0]["fused"])
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_kernels_channels_last_leaves_the_users_own_optimizer_as_it_was() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    channels_last.choose(model, [optimizer], mode="on")()
+    for hooks in ("step_pre", "state_dict_post", "load_state_dict_post"):
+        assert not getattr(optimizer, f"_optimizer_{hooks}_hooks")
+
+
+class Nested(nn.Module):
+    """Takes its inputs in containers, and changes one of them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, batch: dict[str, Any], *, more: list[torch.Tensor]) -> torch.Tensor:
+        images, (other,) = batch["images"], batch["others"]
+        return self.inner(images.mul_(0.5) + other + more[0])
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_kernels_channels_last_is_tried_apart_from_what_made_the_inputs(
+    wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, {"stock": 2.0, "channels_last": 1.0 if wins else 3.0})
+    gradients = []
+    for ours in (True, False):
+        model, encoder = Nested(), nn.Conv2d(3, 3, 1)
+        with torch.no_grad():
+            for parameter in encoder.parameters():
+                parameter.fill_(0.3)
+        image = nn.Parameter(torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(1)))
+        if ours:
+            channels_last.choose(model)
+        made = encoder(image)
+        loss = model({"images": made, "others": (image,)}, more=[torch.ones(4, 3, 9, 7)])
+        loss.square().mean().backward()
+        assert is_channels_last(model.inner) == (wins and ours)
+        gradients.append([one.grad for one in (image, *encoder.parameters())])
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_kernels_channels_last_is_not_tried_on_what_was_flattened_since() -> None:

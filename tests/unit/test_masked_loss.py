@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,18 @@ def test_kernels_masked_loss_gives_logits_to_whoever_reads_them() -> None:
         output.logits.sum()
     swapped.undo()
     assert not isinstance(model(**given).logits, DeferredLogits)
+
+
+def test_kernels_masked_loss_copies_and_pickles_a_head_alone() -> None:
+    model = made("Bert")
+    apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
+    hidden = torch.randn(2, 5, 32)
+    for copied in (copy.deepcopy(model.cls), pickle.loads(pickle.dumps(model.cls))):
+        assert copied.forward.head is copied
+        torch.testing.assert_close(copied(hidden), model.cls(hidden))
+        copied.forward.armed = True
+        with _masked_loss._expecting(64):
+            assert isinstance(copied(hidden), DeferredLogits)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

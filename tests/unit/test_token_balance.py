@@ -219,13 +219,84 @@ def test_an_epoch_resumes_where_it_stood(normalization: Any, with_generator: boo
     again = build(99)
     again.load_state_dict(state)
     assert list(again) == rest
-    assert again.state_dict()["batches"] == 0
+    assert again.state_dict()["batches"] == sampler.state_dict()["batches"] > 5
     if whole is not None:
         assert taken + rest == whole
         assert list(again) == whole, "the next iteration is a whole epoch"
     ahead = build(99)
     ahead.load_state_dict({**state, "batches": 4})
     assert list(ahead) == [taken[4], *rest]
+
+
+@pytest.mark.parametrize("sets_epoch", [False, True])
+@pytest.mark.parametrize("normalization", ["global_tokens", "other"])
+@pytest.mark.parametrize("with_generator", [False, True])
+@pytest.mark.parametrize("taken", ["at the last batch", "after it", "after it, with a number"])
+def test_a_finished_epoch_does_not_come_again(
+    taken: str, with_generator: bool, normalization: Any, sets_epoch: bool
+) -> None:
+    def build(seed: int) -> TokenBalancedBatchSampler:
+        generator = torch.Generator().manual_seed(seed)
+        return balanced(
+            long_tailed(70),
+            4,
+            sampler=RandomSampler(range(70), generator=generator) if with_generator else None,
+            num_replicas=2,
+            rank=0,
+            normalization=normalization,
+        )
+
+    def epochs(sampler: TokenBalancedBatchSampler) -> list[list[list[int]]]:
+        found = []
+        for epoch in (1, 2):
+            if sets_epoch:
+                sampler.set_epoch(epoch)
+            found.append(list(sampler))
+        return found
+
+    unbroken, resumed = build(0), build(99)
+    for _ in unbroken:
+        state = unbroken.state_dict()
+    if taken != "at the last batch":
+        number = len(unbroken) if "number" in taken else None
+        state = unbroken.state_dict(batches=number)
+    resumed.load_state_dict(state)
+    if not sets_epoch:
+        assert list(resumed) == []
+    assert epochs(resumed) == epochs(unbroken)
+
+
+def test_a_state_from_before_an_epoch_has_its_generator() -> None:
+    def build(seed: int) -> TokenBalancedBatchSampler:
+        order = RandomSampler(range(70), generator=torch.Generator().manual_seed(seed))
+        return balanced(long_tailed(70), 4, sampler=order, num_replicas=2, rank=0)
+
+    unbroken = build(0)
+    for epoch in range(3):
+        unbroken.set_epoch(epoch)
+        resumed = build(99)
+        resumed.load_state_dict(unbroken.state_dict())
+        assert list(resumed) == list(unbroken)
+
+
+@pytest.mark.parametrize("whose", ["ours", "the sampler's alone"])
+def test_a_state_is_not_gone_on_with_in_an_earlier_epoch(whose: str) -> None:
+    """A loader that Accelerate made sets the epoch at every iteration, and begins at 0."""
+
+    def build() -> TokenBalancedBatchSampler:
+        return balanced(long_tailed(70), 4, num_replicas=2, rank=0)
+
+    unbroken, resumed = build(), build()
+    unbroken.set_epoch(2)
+    batches = iter(unbroken)
+    next(batches)
+    resumed.load_state_dict(unbroken.state_dict())
+    setter: Any = resumed if whose == "ours" else resumed.sampler
+    setter.set_epoch(0)
+    with pytest.raises(ValueError, match=r"of epoch 2 .* begins epoch 0: call set_epoch\(2\)"):
+        next(iter(resumed))
+    setter.set_epoch(2)
+    assert list(resumed) == list(batches)
 
 
 def test_a_state_of_other_sizes_is_refused() -> None:

@@ -9,10 +9,14 @@ is not in the other forms. They differ after a state of other strides was loaded
 were assigned. So a state is laid out like its parameter when it comes in, and gradients are
 compared before each step.
 
-NOTE [Overflow]. A GradScaler tells a fused optimizer whether a gradient overflowed, and the kernel
-skips the step. SGD has made its momentum by then, without filling it: after an overflow in the
-first step, which is usual in float16, the next step adds whatever was in memory. So momentum that
-is not there yet is made before the step, as zeros, from which the first update comes out the same.
+NOTE [Momentum]. torch's fused SGD makes momentum only if no parameter has any yet; one whose first
+gradient comes later, or that was loaded without, is an error. So momentum that is not there yet is
+made before the step, as zeros, from which the first update comes out the same.
+
+NOTE [Overflow]. torch lets a GradScaler hand its factor and the overflow to a fused optimizer,
+whose kernel then does nothing. But its step is called all the same, so what counts steps by that,
+such as Accelerate's scheduler, would go on. A switched optimizer doesn't offer it: the scaler
+unscales the gradients and skips the step, as in stock.
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ class Fused(Kernel):
         handles = [
             # Another checkpoint's groups would put the former setting in force again.
             target.register_load_state_dict_post_hook(_set_again),
+            target.register_state_dict_post_hook(_save_as_stock),
             target.register_step_pre_hook(match_gradients),
         ]
         if isinstance(target, SGD):
@@ -115,6 +120,19 @@ def _set_again(optimizer: Any) -> None:
     _set(optimizer, [True] * len(optimizer.param_groups), True)
 
 
+def _save_as_stock(optimizer: Any, saved: dict[str, Any]) -> None:
+    """A state_dict post-hook: what is saved here trains right without these hooks too.
+
+    The saved states are the optimizer's own, so what differs goes into a copy.
+    """
+    for group in saved["param_groups"]:
+        group["fused"] = None  # nobody chose it, or it would not have been switched
+        for key in () if group.get("capturable") else group["params"]:
+            state = saved["state"].get(key, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                saved["state"][key] = {**state, "step": state["step"].cpu()}
+
+
 def match_gradients(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
     """A step pre-hook: lay out gradients like their parameters. See NOTE [Strides]."""
     for group in optimizer.param_groups:
@@ -125,7 +143,7 @@ def match_gradients(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
 
 
 def _fill_momentum(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-    """A step pre-hook. See NOTE [Overflow]."""
+    """A step pre-hook. See NOTE [Momentum]."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             state = optimizer.state[parameter]
@@ -156,11 +174,9 @@ def _set(optimizer: Any, values: list[Any], default: Any) -> None:
                 state["step"] = state["step"].to(where, torch.float32)
     if any(values):
         match_state(optimizer)
-        # A GradScaler hands its factor to the kernel, in place of a pass over the gradients.
-        optimizer._step_supports_amp_scaling = True
+        # No `_step_supports_amp_scaling`, which the constructor sets: see NOTE [Overflow].
         optimizer._need_device_dtype_check_for_fused = True
     else:
-        vars(optimizer).pop("_step_supports_amp_scaling", None)
         vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
 
 

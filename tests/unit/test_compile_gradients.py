@@ -1,0 +1,192 @@
+"""Compiled regions where training asks more of gradients: passes twice, recomputed, with hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepytorch
+from deepytorch_core import compile as engine
+from deepytorch_core import config
+from deepytorch_core.compile import regions
+from deepytorch_core.config import Options
+
+
+@pytest.fixture(autouse=True)
+def own_profile(tmp_path: Path) -> Iterator[None]:
+    before = config._current
+    config.set_current(Options(profile=str(tmp_path / "profile.json")))
+    yield
+    engine.undo_all()
+    torch._dynamo.reset()
+    config.set_current(before)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.outward = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outward(torch.relu(self.norm(self.inward(x))))
+
+
+class Recomputed(nn.Module):
+    """Checkpoints a part with dropout, after a graph break or without one."""
+
+    def __init__(self, has_break: bool) -> None:
+        super().__init__()
+        self.inward = nn.Linear(8, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3))
+        self.has_break = has_break
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.inward(x))
+        if self.has_break:
+            torch._dynamo.graph_break()
+        recomputed: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return recomputed
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*[Block() for _ in range(4)])
+
+
+def once(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def repeated(model: nn.Module, x: torch.Tensor) -> None:
+    """Two losses of one output, each with its backward pass."""
+    y = model(x)
+    y[:, :4].square().mean().backward(retain_graph=True)
+    y[:, 4:].abs().mean().backward()
+
+
+def two_views(model: nn.Module, x: torch.Tensor) -> None:
+    """Two forward passes before one backward pass."""
+    (F.softplus(-model(x)).mean() + F.softplus(model(x.flip(1))).mean()).backward()
+
+
+Step = Callable[[nn.Module, torch.Tensor], None]
+
+
+def compare(ours: nn.Module, stock: nn.Module, step: Step, number: int) -> None:
+    """One step of both: the same gradients and buffers."""
+    for model in (ours, stock):
+        torch.manual_seed(number)
+        model.zero_grad()
+        step(model, torch.randn(6, 8))
+    for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    for mine, theirs in zip(ours.buffers(), stock.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def compiled(stock: nn.Module) -> tuple[nn.Module, Any]:
+    """A copy that is compiled at once, and its compilation."""
+    model = deepytorch.compile(copy.deepcopy(stock), "aot-eager")
+    return model, engine.compilation_of(model)
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_compile_backward_passes_may_be_repeated(is_at_once: bool) -> None:
+    stock = blocks()
+    model, compilation = compiled(stock)
+
+    def restart(*_: object) -> None:
+        if is_at_once and not compilation.regions[0]._at_once:
+            compilation.regions[0].restart()
+
+    model.register_forward_pre_hook(restart)
+    for number, step in enumerate((once, repeated, repeated, once)):
+        compare(model, stock, step, number)
+    (region,) = compilation.regions
+    assert region.failure is None
+    assert region._at_once == is_at_once
+    assert set(region.told.chosen) == {"aot-eager"}
+
+
+def test_compile_two_forward_passes_before_a_backward_pass_across_a_switch() -> None:
+    stock = Normed()
+    model, compilation = compiled(stock)
+    for number in range(3):
+        compare(model, stock, two_views, number)
+    (region,) = compilation.regions
+    assert region.failure is None
+    for number in range(4):  # as `auto` switches while it measures
+        handle = model.register_forward_pre_hook(
+            lambda *_: setattr(compilation, "_on", not compilation._on)
+        )
+        compare(model, stock, two_views, number)
+        handle.remove()
+        compilation._on = number % 2 == 0
+    assert set(region.told.chosen) == {"aot-eager"}
+
+
+@pytest.mark.parametrize("has_break", [False, True])
+def test_compile_leaves_checkpoints_inside_a_region_to_eager(
+    has_break: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = Recomputed(has_break)
+    model, compilation = compiled(stock)
+    for number in range(4):
+        compare(model, stock, once, number)
+    assert "activation checkpointing" in compilation.regions[0].failure
+    assert capsys.readouterr().err.count("activation checkpointing") == 1
+
+
+def test_compile_leaves_regions_with_hooks_inside_to_eager() -> None:
+    stock = blocks()
+    seen: list[object] = []
+    stock[1].up.register_forward_hook(lambda _module, _args, y: seen.append(y) or y * 0.5)
+    (region,) = regions.find(stock)
+    assert region.modules == (stock[0], stock[2], stock[3])
+    model, _ = compiled(stock)
+    for number in range(4):
+        compare(model, stock, once, number)
+    assert len(seen) == 8
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_compile_notices_hooks_that_come_and_go(
+    register: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = blocks()
+    model, compilation = compiled(stock)
+    compare(model, stock, once, 0)
+    (region,) = compilation.regions
+    assert region.failure is None
+    seen: list[object] = []
+    handles = [getattr(one[2].down, register)(lambda *a: seen.append(a)) for one in (model, stock)]
+    compare(model, stock, once, 1)
+    assert len(seen) == 2
+    for handle in handles:
+        handle.remove()
+    compare(model, stock, once, 2)
+    assert len(seen) == 2
+    assert "down" in region.failure
+    assert capsys.readouterr().err.count("a hook was put on down inside") == 1
