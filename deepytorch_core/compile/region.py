@@ -119,7 +119,7 @@ class CompiledRegion:
         if before == 0:
             numbers = guard.random_numbers()
         try:
-            with _capturing(self), _kept_versions(module):
+            with _capturing(self):
                 return self._compiled(module, *args, **kwargs)
         except Exception as error:
             if not self._is_compilers(error):
@@ -262,6 +262,7 @@ class Forward:
         self._compiled = compiled
         self._module = module
         self._hooks = module_state.hooks_inside(module)
+        self._norms = [one for one in module.modules() if isinstance(one, _NormBase)]
         functools.update_wrapper(self, type(module).forward.__get__(module))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -275,7 +276,8 @@ class Forward:
             place = module_state.hooked(module)
             self._compiled.give_up(f"a hook was put on {place} inside after it was compiled")
             return type(module).forward(module, *args, **kwargs)
-        return self._compiled.call(module, args, kwargs)
+        with _kept_versions(self._norms):
+            return self._compiled.call(module, args, kwargs)
 
 
 def _own_code(function: Any) -> Any:
@@ -290,15 +292,15 @@ def _own_code(function: Any) -> Any:
     return own
 
 
-def _kept_versions(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+def _kept_versions(norms: list[_NormBase]) -> contextlib.AbstractContextManager[None]:
     """While open, running statistics are written to as eager kernels do it: unseen by autograd.
 
     An eager pass that still waits for its backward pass has saved them, and uses none of them.
     """
     kept = [
         buffer
-        for one in module.modules()
-        if isinstance(one, _NormBase) and one.training
+        for one in norms
+        if one.training
         for buffer in (one.running_mean, one.running_var)
         if buffer is not None
     ]
