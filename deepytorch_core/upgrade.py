@@ -155,7 +155,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
         timeout=min(timeouts, default=default_timeout()),
         group_name=group.group_name,
         global_ranks=c10d.get_process_group_ranks(group),
-        delegates=stock.__getitem__,
+        delegates=lambda device_type, limit_s=0.0: stock[device_type],  # there already
         native=True,
         **core_settings(options),
         **watches(store, group.group_name, group.rank(), group.size(), options=options),

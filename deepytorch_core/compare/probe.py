@@ -23,6 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import config, memory
+from deepytorch_core.compare import workspace
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.saves import Saves
 from deepytorch_core.patching import Patches
@@ -103,7 +104,7 @@ class Probe:
             "made_folders": self._saves.made_folders,
             "seams": self.seams,
             "report": _report(),
-            **_tuned(),
+            **_tuned(self._plan),
         }
         folder = Path(self._plan.folder)
         draft = folder / f".rank{config.rank()}.json"
@@ -232,12 +233,15 @@ def _total(values: list[Any]) -> float | None:
         return None
 
 
-def _tuned() -> dict[str, Any]:
+def _tuned(plan: Plan) -> dict[str, Any]:
     """Which script this is, and what `deepytorch tune` could set in its frameworks."""
     from deepytorch_core.tune import in_force, start
 
     asked = {name: vars(one) for name, one in in_force.asked().items()}
-    return {"script": start.script(), "asked": asked}
+    script = start.script()
+    if script:
+        script = workspace.original(script, plan.workspace)
+    return {"script": script, "asked": asked}
 
 
 def _report() -> dict[str, Any]:

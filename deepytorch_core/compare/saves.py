@@ -43,7 +43,8 @@ class Saves:
         self._patches = Patches()
         self._is_copying = False
         # Where the script writes into nothing that stays.
-        self._scratch = (self._view, self._outside, "/dev", "/proc")
+        own = os.path.realpath(plan.folder)
+        self._scratch = (self._view, self._outside, own, "/dev", "/proc")
         self.redirected: dict[str, str] = {}
         self.made_folders: list[str] = []
 

@@ -128,6 +128,14 @@ def source_of(view: str) -> str | None:
     return None
 
 
+def original(path: str, view: str) -> str:
+    """What a path in `view` stands for in the folder that it is a view of; others as they are."""
+    view, source = os.path.realpath(view), source_of(view)
+    if source is None or not is_within(path, view):
+        return path
+    return os.path.join(source, os.path.relpath(path, view))
+
+
 def is_within(path: str, folder: str) -> bool:
     """Whether `path` is `folder` or lies in it; neither is looked up."""
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -23,7 +23,7 @@ def call_with_meta_tensors(rank: int, world_size: int, op: str) -> tuple[list[An
     group = dist.distributed_c10d._get_default_group()
     asked: list[str] = []
 
-    def stock(device: str) -> Any:
+    def stock(device: str, limit_s: float) -> Any:
         asked.append(device)
         return group._get_backend(torch.device("cpu"))
 
