@@ -18,6 +18,10 @@
 namespace dpt {
 namespace {
 
+bool is_busy(const dpt_request& request) {
+  return request.busy != nullptr && request.busy(request.call) != 0;
+}
+
 constexpr size_t kDefaultStagingBytes = size_t{256} << 20;
 // Of what is left, one group gets at most this part: there is always some for the next.
 constexpr size_t kShareOfStaging = 3;
@@ -74,7 +78,8 @@ void Communicator::launch_on_device(const dpt_request& request, const DevicePlan
     device_->group->launch(request, plan, stream);
   } catch (const Error& error) {
     // A part of it may be on its way, and the other ranks wait for the rest.
-    if (is_staged()) fail(error.status(), error.what());
+    const bool copies = is_staged() || plan.algorithm == cuda::kCopyEngine;
+    if (copies) fail(error.status(), error.what());
     throw;
   }
 }
@@ -89,7 +94,7 @@ std::string Communicator::why_not_staged(const dpt_request& request) const {
   std::string reason =
       staged::Job::why_not(request.collective, request.dtype, request.reduce_op, even);
   // A graph would replay the same chunks' numbers.
-  if (reason.empty() && request.busy != nullptr && request.busy(request.call) != 0) {
+  if (reason.empty() && is_busy(request)) {
     reason = "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
   }
   return reason;
@@ -124,18 +129,25 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   const bool tunes = reason.empty() && even;
   const bool by_nodes = device_ && device_->by_nodes && reason == device_->why_not;
   if (tunes && device_tuning_.is_open(request.collective, bytes)) settle_on_device(request, bytes);
-  return choose_device({.collective = request.collective,
-                        .bytes = bytes,
-                        .even = even,
-                        .large = request.reduce_op == DPT_NO_REDUCE ||
-                                 cuda::has_large_kernels(request.dtype, request.reduce_op),
-                        .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
-                        .not_native = std::move(reason),
-                        .ranks = static_cast<int>(global_ranks_.size()),
-                        .nodes = by_nodes ? nodes_->num_nodes() : 1,
-                        .delegate = device_tuning_.delegate_competes(),
-                        .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
-                        .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+  return choose_device(
+      {.collective = request.collective,
+       .bytes = bytes,
+       .even = even,
+       .large = request.reduce_op == DPT_NO_REDUCE ||
+                cuda::has_large_kernels(request.dtype, request.reduce_op),
+       .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
+       .not_native = std::move(reason),
+       .ranks = static_cast<int>(global_ranks_.size()),
+       .nodes = by_nodes ? nodes_->num_nodes() : 1,
+       .delegate = device_tuning_.delegate_competes(),
+       .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
+       .devices_add = staged::Job::adds_on_device(request.collective,
+                                                  request.dtype,
+                                                  request.reduce_op,
+                                                  static_cast<int>(global_ranks_.size())),
+       .copies = tunes ? device_->group->copies() : cuda::Staging{},
+       .replayed = tunes && bytes >= kLeastCopied && is_busy(request),
+       .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
 }
 
 void Communicator::run_in_turn(const dpt_request& request,

@@ -11,6 +11,7 @@
 #include "comm/lost_rank.hpp"
 #include "comm/measure.hpp"
 #include "comm/race.hpp"
+#include "staged/job.hpp"
 #include "tuner/choose_device.hpp"
 
 namespace dpt {
@@ -189,11 +190,15 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   trial.request.device = request_.device;
   trial.request.call = request_.call;
 
-  std::vector<Candidate> racers = device_candidates({.collective = collective,
-                                                     .bytes = bytes,
-                                                     .layout = group_.layout(),
-                                                     .not_native = "",
-                                                     .staging = group_.staging()});
+  std::vector<Candidate> racers =
+      device_candidates({.collective = collective,
+                         .bytes = bytes,
+                         .layout = group_.layout(),
+                         .not_native = "",
+                         .staging = group_.staging(),
+                         .devices_add = staged::Job::adds_on_device(
+                             collective, kType, trial.request.reduce_op, ranks),
+                         .copies = group_.copies()});
   Clock::duration connecting{};
   if (delegate_ != nullptr) {
     const auto before = Clock::now();

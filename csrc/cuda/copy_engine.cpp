@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/driver.hpp"
+#include "cuda/sum_pieces.hpp"
 
 namespace dpt::cuda {
 namespace {
@@ -69,15 +70,20 @@ class OrderEvent {
 
 class CudaCopyEngine final : public staged::CopyEngine {
  public:
-  explicit CudaCopyEngine(int device) : device_(device) {}  // which is the current one
+  // `device` is the current one.
+  CudaCopyEngine(int device, Slots slots)
+      : device_(device),
+        up_(slots == Slots::kOnHost ? cudaMemcpyDeviceToHost : cudaMemcpyDeviceToDevice),
+        down_(slots == Slots::kOnHost ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToDevice) {}
 
   ~CudaCopyEngine() override {
     const RelaxedCapture relaxed;
+    cudaFree(buffers_);
     if (memory_ != nullptr) cudaHostUnregister(memory_);
     cudaGetLastError();
   }
 
-  void map(char* memory, size_t bytes) override {
+  void map(char* memory, size_t bytes, size_t buffer_bytes) override {
     const RelaxedCapture relaxed;
     const std::shared_ptr<void> entered = enter();
     DPT_CUDA_CHECK(
@@ -86,6 +92,11 @@ class CudaCopyEngine final : public staged::CopyEngine {
     void* on_device = nullptr;
     DPT_CUDA_CHECK(cudaHostGetDevicePointer(&on_device, memory, 0));
     on_device_ = reinterpret_cast<CUdeviceptr>(on_device);
+    buffer_bytes_ = buffer_bytes;
+    void* buffers = nullptr;
+    if (buffer_bytes == 0) return;
+    DPT_CUDA_CHECK(cudaMalloc(&buffers, Lane::kCount * buffer_bytes));
+    buffers_ = static_cast<char*>(buffers);
   }
 
   std::shared_ptr<void> enter() override { return std::make_shared<DeviceScope>(device_); }
@@ -109,8 +120,8 @@ class CudaCopyEngine final : public staged::CopyEngine {
 
   void copy_up(int index, char* host, const char* device, const Rows& rows) override {
     if (rows.count == 1) {
-      DPT_CUDA_CHECK(cudaMemcpyAsync(
-          host, device, rows.bytes, cudaMemcpyDeviceToHost, stream({Lane::kUp, index}).get()));
+      DPT_CUDA_CHECK(
+          cudaMemcpyAsync(host, device, rows.bytes, up_, stream({Lane::kUp, index}).get()));
       return;
     }
     DPT_CUDA_CHECK(cudaMemcpy2DAsync(host,
@@ -119,13 +130,13 @@ class CudaCopyEngine final : public staged::CopyEngine {
                                      rows.device_pitch,
                                      rows.bytes,
                                      rows.count,
-                                     cudaMemcpyDeviceToHost,
+                                     up_,
                                      stream({Lane::kUp, index}).get()));
   }
   void copy_down(int index, char* device, const char* host, const Rows& rows) override {
     if (rows.count == 1) {
-      DPT_CUDA_CHECK(cudaMemcpyAsync(
-          device, host, rows.bytes, cudaMemcpyHostToDevice, stream({Lane::kDown, index}).get()));
+      DPT_CUDA_CHECK(
+          cudaMemcpyAsync(device, host, rows.bytes, down_, stream({Lane::kDown, index}).get()));
       return;
     }
     DPT_CUDA_CHECK(cudaMemcpy2DAsync(device,
@@ -134,8 +145,12 @@ class CudaCopyEngine final : public staged::CopyEngine {
                                      rows.host_pitch,
                                      rows.bytes,
                                      rows.count,
-                                     cudaMemcpyHostToDevice,
+                                     down_,
                                      stream({Lane::kDown, index}).get()));
+  }
+  char* buffer(int index) override { return buffers_ + index * buffer_bytes_; }
+  void reduce(int index, const staged::Pieces& pieces) override {
+    sum_pieces(pieces, stream({Lane::kDown, index}).get());
   }
   void copy_local(char* to, const char* from, size_t bytes) override {
     if (bytes == 0) return;
@@ -187,8 +202,12 @@ class CudaCopyEngine final : public staged::CopyEngine {
   }
 
   const int device_;
+  const cudaMemcpyKind up_;
+  const cudaMemcpyKind down_;
   char* memory_ = nullptr;
   CUdeviceptr on_device_ = 0;
+  char* buffers_ = nullptr;  // of the lanes down
+  size_t buffer_bytes_ = 0;
   OrderedStream streams_[2 * Lane::kCount];
   OrderEvent forked_;
   OrderEvent met_[2 * Lane::kCount];
@@ -197,12 +216,13 @@ class CudaCopyEngine final : public staged::CopyEngine {
 
 }  // namespace
 
-std::unique_ptr<staged::CopyEngine> make_copy_engine(int device) {
+std::unique_ptr<staged::CopyEngine> make_copy_engine(int device, Slots slots) {
   const RelaxedCapture relaxed;
   const DeviceScope scope(device);
   DPT_CUDA_CHECK(cudaFree(nullptr));  // the device's context, if nothing has made it yet
   StreamFunctions::get();             // found, or an error now
-  return std::make_unique<CudaCopyEngine>(device);
+  load_sum_pieces();
+  return std::make_unique<CudaCopyEngine>(device, slots);
 }
 
 }  // namespace dpt::cuda

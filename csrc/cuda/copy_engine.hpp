@@ -1,5 +1,6 @@
 // A staged group's lanes (staged/copy_engine.hpp) as CUDA streams: copies by the copy engines,
-// words by stream memory operations. No kernel is launched, so no multiprocessor is taken.
+// words by stream memory operations, sums by a small kernel (sum_pieces.hpp). Nothing else is
+// launched, so what only copies takes no multiprocessor.
 #pragma once
 
 #include <memory>
@@ -8,7 +9,9 @@
 
 namespace dpt::cuda {
 
+// Whether slots are in the memory of devices that reach each other's, or in the host's.
+enum class Slots { kOnHost, kOnDevices };
 // Throws Error(DPT_ERR_SYSTEM) where the driver can't do it.
-std::unique_ptr<staged::CopyEngine> make_copy_engine(int device);
+std::unique_ptr<staged::CopyEngine> make_copy_engine(int device, Slots slots);
 
 }  // namespace dpt::cuda

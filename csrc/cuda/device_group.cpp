@@ -12,6 +12,7 @@
 #include "cuda/copy_engine.hpp"
 #include "cuda/device_memory.hpp"
 #include "cuda/staged_group.hpp"
+#include "staged/group.hpp"
 #include "transport/shm/fd_exchange.hpp"
 
 namespace dpt {
@@ -40,6 +41,10 @@ Layout layout_for(const DeviceGroup::Setup& setup) {
   }
   return Layout::of(size, 0);
 }
+
+// Behind a block come the slots from which peers' copy engines fetch, where there is room for them.
+constexpr size_t kCopySlot = 4 << 20;
+constexpr size_t kCopySlots = staged::Group::kDepth * kCopySlot;
 
 // Memory of the host that kernels write their last word to.
 class MappedStatus {
@@ -88,8 +93,12 @@ uint32_t describe(const dpt_request& request, const DevicePlan& plan) {
 
 class ConnectedDeviceGroup final : public DeviceGroup {
  public:
-  ConnectedDeviceGroup(const Setup& setup, const Layout& layout, std::vector<DeviceMemory> blocks)
-      : device_(setup.device), blocks_(std::move(blocks)) {
+  // `copies`: what the copy engines do, if they can.
+  ConnectedDeviceGroup(const Setup& setup,
+                       const Layout& layout,
+                       std::vector<DeviceMemory> blocks,
+                       std::unique_ptr<staged::Group> copies)
+      : device_(setup.device), blocks_(std::move(blocks)), copies_(std::move(copies)) {
     group_.layout = layout;
     group_.rank = setup.rank;
     group_.status = status_.on_device();
@@ -105,6 +114,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     while (cudaStreamQuery(last_stream_) == cudaErrorNotReady && !grace.expired()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    copies_.reset();
     abort();
     release();
     cudaStreamSynchronize(last_stream_);
@@ -112,10 +122,17 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   }
 
   const Layout& layout() const override { return group_.layout; }
+  cuda::Staging copies() const override { return copies_ ? staging_of(*copies_) : cuda::Staging{}; }
+  size_t memory_bytes() const override {
+    return group_.layout.block_bytes() + (copies_ ? kCopySlots : 0);
+  }
 
   void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
+    if (plan.algorithm == cuda::kCopyEngine) {
+      return copies_->start(request, {plan.chunk_bytes, 0}, stream);
+    }
     const size_t slot = group_.layout.slot_bytes;
     const size_t chunk = plan.chunk_bytes != 0 ? std::min(plan.chunk_bytes, slot) : slot;
     Launch launch{group_, {}, plan.grid, stream, static_cast<uint32_t>(chunk)};
@@ -133,7 +150,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   std::optional<Failure> failure() const override {
     const volatile HostStatus& status = status_.read();
     const uint32_t code = status.code;
-    if (code == HostStatus::kNone) return std::nullopt;
+    if (code == HostStatus::kNone) return copies_ ? failure_of(*copies_) : std::nullopt;
     std::atomic_thread_fence(std::memory_order_acquire);
     const auto kind = code == HostStatus::kMismatch  ? Failure::kMismatch
                       : code == HostStatus::kAborted ? Failure::kAborted
@@ -141,8 +158,14 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     return Failure{kind, static_cast<int>(status.peer), status.sequence};
   }
 
-  void abort() override { status_.abort(); }
-  void release() override { status_.release(); }
+  void abort() override {
+    status_.abort();
+    if (copies_) copies_->stop_waiting();
+  }
+  void release() override {
+    status_.release();
+    if (copies_) copies_->release();
+  }
 
  private:
   static const char* input(const dpt_request& request, int index) {
@@ -248,6 +271,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   cudaStream_t last_stream_ = nullptr;
   MappedStatus status_;
   std::vector<DeviceMemory> blocks_;
+  std::unique_ptr<staged::Group> copies_;
   cuda::GroupView group_{};
 };
 
@@ -256,16 +280,18 @@ struct Hello {
   std::string address;  // of its socket; empty when it can't take part
   uint32_t slot_bytes = 0;
   int channels = 0;
+  bool copies = false;  // there is room for what copy engines need
   std::string why_not;
 
   std::string serialize() const {
     return (address.empty() ? "-" : address) + " " + std::to_string(slot_bytes) + " " +
-           std::to_string(channels) + " " + why_not.substr(0, DeviceGroup::kMostWords / 2);
+           std::to_string(channels) + " " + (copies ? "1 " : "0 ") +
+           why_not.substr(0, DeviceGroup::kMostWords / 2);
   }
   static Hello parse(const std::string& text) {
     Hello hello;
     std::istringstream words(text);
-    words >> hello.address >> hello.slot_bytes >> hello.channels;
+    words >> hello.address >> hello.slot_bytes >> hello.channels >> hello.copies;
     std::getline(words, hello.why_not);
     if (hello.address == "-") hello.address.clear();
     return hello;
@@ -323,6 +349,30 @@ void agree(const DeviceGroup::Setup& setup, const std::string& trouble) {
   }
 }
 
+// nullptr, on all ranks alike, where there are no slots or drivers can't do it: kernels serve.
+std::unique_ptr<staged::Group> connect_copies(const DeviceGroup::Setup& setup,
+                                              std::vector<char*> slots) {
+  if (slots.empty()) return nullptr;
+  try {
+    return staged::Group::connect(
+        {.rank = setup.rank,
+         .global_ranks = setup.global_ranks,
+         .staging_bytes = setup.staging_bytes,
+         .threads = 1,
+         .cpus = setup.workers.cpus,
+         .oversubscribed = setup.workers.oversubscribed,
+         .all_gather = setup.all_gather,
+         .wait = setup.wait,
+         .make_engine =
+             [&setup] { return cuda::make_copy_engine(setup.device, cuda::Slots::kOnDevices); },
+         .slots = std::move(slots),
+         .slot_bytes = kCopySlot});
+  } catch (const Error& error) {
+    if (error.status() != DPT_ERR_SYSTEM) throw;
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 std::string DeviceGroup::why_absent() {
@@ -358,7 +408,7 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
       if (const std::string absent = why_absent(); !absent.empty()) {
         throw Error(DPT_ERR_SYSTEM, absent);
       }
-      return cuda::make_copy_engine(setup.device);
+      return cuda::make_copy_engine(setup.device, cuda::Slots::kOnHost);
     });
   }
   const cuda::RelaxedCapture relaxed;
@@ -379,6 +429,7 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     std::call_once(loaded, cuda::load_kernels);
     hello.slot_bytes = layout_for(setup).slot_bytes;
     hello.channels = setup.channels;
+    hello.copies = layout_for(setup).block_bytes() + kCopySlots <= setup.staging_bytes;
     if (hello.slot_bytes == 0) throw Error(DPT_ERR_SYSTEM, "staging_mb is used up by other groups");
     listener = listen_abstract(&hello.address);
   } catch (const Error& error) {
@@ -391,19 +442,21 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   }
   uint32_t slot_bytes = hello.slot_bytes;
   int channels = hello.channels;
+  bool copies = true;
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     if (peers[rank].address.empty()) {
       throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ":" + peers[rank].why_not);
     }
     slot_bytes = std::min(slot_bytes, peers[rank].slot_bytes);
     channels = std::min(channels, peers[rank].channels);
+    copies &= peers[rank].copies;
   }
   const Layout layout = Layout::of(size, slot_bytes, channels, setup.nvlink);
 
   std::string trouble;
   DeviceMemory own;
   try {
-    own = DeviceMemory::allocate(setup.device, layout.block_bytes());
+    own = DeviceMemory::allocate(setup.device, layout.block_bytes() + (copies ? kCopySlots : 0));
   } catch (const Error& error) {
     trouble = error.what();
   }
@@ -416,7 +469,13 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   }
   agree(setup, trouble);
   const cuda::DeviceScope scope(setup.device);
-  return std::make_unique<ConnectedDeviceGroup>(setup, layout, std::move(blocks));
+  std::vector<char*> slots;
+  if (copies) {
+    for (const DeviceMemory& block : blocks)
+      slots.push_back(block.address() + layout.block_bytes());
+  }
+  return std::make_unique<ConnectedDeviceGroup>(
+      setup, layout, std::move(blocks), connect_copies(setup, std::move(slots)));
 }
 
 }  // namespace dpt

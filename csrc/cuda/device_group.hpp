@@ -57,6 +57,8 @@ class DeviceGroup {
   virtual const cuda::Layout& layout() const = 0;
   // Where there is no peer access: then the layout has no channels.
   virtual cuda::Staging staging() const { return {}; }
+  // What copy engines do of a group that has kernels, if they can: see cuda::kCopyEngine.
+  virtual cuda::Staging copies() const { return {}; }
   virtual size_t memory_bytes() const { return layout().block_bytes(); }
   // Starts `request` on `stream`, where its buffers are ready, and returns.
   virtual void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) = 0;

@@ -14,6 +14,10 @@ struct Grid {
   int threads;
 };
 
+// Copies from device to device without a multiprocessor, so beside whatever computes. One object
+// everywhere: names of algorithms compare by address.
+inline constexpr char kCopyEngine[] = "copy_engine";
+
 // How a group without peer access is staged through the host's memory; the same on every rank.
 struct Staging {
   int ranks = 0;
@@ -26,7 +30,7 @@ struct Staging {
 
 struct DevicePlan {
   const char* algorithm = "delegate";
-  cuda::Grid grid{0, 0};   // of cpu_reduce: slots of each rank, workers of each rank
+  cuda::Grid grid{0, 0};   // of cpu_reduce: slots and workers of each rank; none: GPUs add
   size_t chunk_bytes = 0;  // what a slot of a queue carries at most; 0: all it holds
   std::string reason;
 };

@@ -3,6 +3,23 @@
 #include "staged/group.hpp"
 
 namespace dpt {
+
+cuda::Staging staging_of(const staged::Group& group) {
+  const staged::Shape& shape = group.shape();
+  return {shape.ranks, shape.slot_bytes, shape.depth, shape.threads};
+}
+
+std::optional<DeviceGroup::Failure> failure_of(const staged::Group& group) {
+  using Failure = DeviceGroup::Failure;
+  using Kind = staged::Pipeline::Failure;
+  const auto found = group.failure();
+  if (!found) return std::nullopt;
+  const auto kind = found->kind == Kind::kMismatch  ? Failure::kMismatch
+                    : found->kind == Kind::kAborted ? Failure::kAborted
+                                                    : Failure::kTimeout;
+  return Failure{kind, found->peer, found->sequence};
+}
+
 namespace {
 
 class StagedDeviceGroup final : public DeviceGroup {
@@ -10,25 +27,14 @@ class StagedDeviceGroup final : public DeviceGroup {
   explicit StagedDeviceGroup(std::unique_ptr<staged::Group> group) : group_(std::move(group)) {}
 
   const cuda::Layout& layout() const override { return no_kernels_; }
-  cuda::Staging staging() const override {
-    const staged::Shape& shape = group_->shape();
-    return {shape.ranks, shape.slot_bytes, shape.depth, shape.threads};
-  }
+  cuda::Staging staging() const override { return staging_of(*group_); }
   size_t memory_bytes() const override { return group_->memory_bytes(); }
 
   void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
     group_->start(request, {plan.chunk_bytes, plan.grid.threads}, stream);
   }
 
-  std::optional<Failure> failure() const override {
-    using Kind = staged::Pipeline::Failure;
-    const auto found = group_->failure();
-    if (!found) return std::nullopt;
-    const auto kind = found->kind == Kind::kMismatch  ? Failure::kMismatch
-                      : found->kind == Kind::kAborted ? Failure::kAborted
-                                                      : Failure::kTimeout;
-    return Failure{kind, found->peer, found->sequence};
-  }
+  std::optional<Failure> failure() const override { return failure_of(*group_); }
   void abort() override { group_->abort(); }
   void stop_waiting() override { group_->stop_waiting(); }
   void release() override { group_->release(); }

@@ -7,8 +7,12 @@
 
 #include "cuda/device_group.hpp"
 #include "staged/copy_engine.hpp"
+#include "staged/group.hpp"
 
 namespace dpt {
+
+cuda::Staging staging_of(const staged::Group& group);
+std::optional<DeviceGroup::Failure> failure_of(const staged::Group& group);
 
 // As DeviceGroup::connect. `make_engine` may throw Error(DPT_ERR_SYSTEM).
 std::unique_ptr<DeviceGroup> connect_staged(

@@ -5,7 +5,8 @@
 namespace dpt::staged {
 
 size_t Board::bytes(const Shape& shape) {
-  return words_bytes(shape.ranks) + (shape.ranks + 1) * shape.depth * shape.slot_bytes;
+  const size_t slots = (shape.ranks + 1) * shape.depth * shape.slot_bytes;
+  return words_bytes(shape.ranks) + (shape.on_devices ? 0 : slots);
 }
 
 void Board::prepare(char* memory, const Shape& shape) {

@@ -1,5 +1,6 @@
 // The memory that the ranks of a staged group share: slots for what devices copy up and for what is
-// reduced, and the words by which devices and workers tell each other how far they are.
+// reduced, and the words by which devices and workers tell each other how far they are. Where
+// devices reach each other's memory slots may lie there, each rank's on its own.
 //
 // Chunks of all operations are numbered through, from 1; chunk n uses slot n % depth of every rank.
 // Words hold the low half of such a number and only grow, but for NOTE [Breaking]. Each slot has
@@ -8,6 +9,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "base/types.hpp"
 #include "staged/copy_engine.hpp"
@@ -21,6 +24,7 @@ struct Shape {
   int depth = 0;
   int threads = 0;           // most workers of one rank
   uint64_t first_chunk = 1;  // another in tests of numbers that go round
+  bool on_devices = false;   // where the slots are; then nothing is reduced
 };
 
 // NOTE [Breaking] Where a rank does not come, or ranks are in different operations, no lane may
@@ -38,7 +42,9 @@ class Board {
   // Memory of zeros that is a group's for the first time; by one rank, before others see it.
   static void prepare(char* memory, const Shape& shape);
 
-  Board(char* memory, const Shape& shape) : memory_(memory), shape_(shape) {}
+  // `slots`: where this process has every rank's, on devices.
+  Board(char* memory, const Shape& shape, std::vector<char*> slots = {})
+      : memory_(memory), shape_(shape), slots_(std::move(slots)) {}
 
   const Shape& shape() const { return shape_; }
 
@@ -66,6 +72,7 @@ class Board {
   Word& broken() const { return head()->broken.word; }
 
   char* input(int rank, size_t slot) const {
+    if (shape_.on_devices) return slots_[rank] + slot * shape_.slot_bytes;
     return inputs() + (static_cast<size_t>(rank) * shape_.depth + slot) * shape_.slot_bytes;
   }
   char* result(size_t slot) const { return input(shape_.ranks, slot); }
@@ -104,6 +111,7 @@ class Board {
 
   char* memory_;
   Shape shape_;
+  std::vector<char*> slots_;
 };
 
 }  // namespace dpt::staged

@@ -1,5 +1,5 @@
 // What a device does for a group that is staged through the host's memory: copies up and down, on a
-// lane each, and waiting for and writing words of that memory in the order of the lane.
+// lane each, waiting for and writing words of that memory in the order of the lane, and adding up.
 //
 // Everything is enqueued and nothing here waits for the device. So once a call returned, all that
 // the operation still needs of this process are the workers' threads (workers.hpp), which never
@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+
+#include "base/types.hpp"
 
 namespace dpt::staged {
 
@@ -42,14 +44,29 @@ struct Rows {
   size_t device_pitch;
 };
 
+// What all ranks give for one output: this rank's where the caller has it, the others' in rank
+// order in a lane's buffer.
+struct Pieces {
+  DataType dtype;
+  ReduceOp op;
+  int rank;
+  int ranks;
+  const char* own;
+  const char* others;
+  size_t pitch;  // of the others
+  char* to;      // may be `own`
+  size_t bytes;  // of each
+};
+
 // One group's lanes on one device. Errors are Error(DPT_ERR_SYSTEM). Used by one thread at a time.
 class CopyEngine {
  public:
   virtual ~CopyEngine() = default;
 
-  // The group's memory, for copies and words; once, before anything else. It is let go by the
-  // destructor, at the latest, which waits for the lanes.
-  virtual void map(char* memory, size_t bytes) = 0;
+  // The group's memory, for copies and words, and how much each lane down needs on the device;
+  // once, before anything else. Both are let go by the destructor, at the latest, which waits for
+  // the lanes.
+  virtual void map(char* memory, size_t bytes, size_t buffer_bytes) = 0;
   // While what this gives lives, the calling thread may enqueue.
   virtual std::shared_ptr<void> enter() = 0;
 
@@ -63,6 +80,10 @@ class CopyEngine {
   // On a lane of that direction.
   virtual void copy_up(int index, char* host, const char* device, const Rows& rows) = 0;
   virtual void copy_down(int index, char* device, const char* host, const Rows& rows) = 0;
+  // That lane's memory on the device, of whole cache lines.
+  virtual char* buffer(int index) = 0;
+  // On a lane down. Of what Job::adds_on_device says.
+  virtual void reduce(int index, const Pieces& pieces) = 0;
   // On the first lane down.
   virtual void copy_local(char* to, const char* from, size_t bytes) = 0;
 

@@ -19,15 +19,22 @@ namespace {
 // What one group's slots are when there is room; the second is the least that pays.
 constexpr size_t kLargestSlot = 2 << 20;
 constexpr size_t kSmallestSlot = 256 << 10;
-constexpr int kDepth = 3;
 // How long a group that goes away waits for its operations, and then for the device.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 constexpr std::chrono::milliseconds kBrokenGrace{5000};
 constexpr std::chrono::milliseconds kTrialLimit{2000};
 constexpr std::chrono::microseconds kSpin{200};
 
+Shape largest_shape(const Group::Setup& setup) {
+  Shape shape{static_cast<int>(setup.global_ranks.size()), kLargestSlot, Group::kDepth};
+  shape.threads = setup.threads;
+  shape.on_devices = !setup.slots.empty();
+  if (shape.on_devices) shape.slot_bytes = setup.slot_bytes;
+  return shape;
+}
+
 Shape shape_for(const Group::Setup& setup) {
-  Shape shape{static_cast<int>(setup.global_ranks.size()), kLargestSlot, kDepth, setup.threads};
+  Shape shape = largest_shape(setup);
   while (shape.slot_bytes > kSmallestSlot && Board::bytes(shape) > setup.staging_bytes) {
     shape.slot_bytes /= 2;
   }
@@ -139,16 +146,18 @@ void try_words(CopyEngine& engine, Word& word) {
   if (!works) throw Error(DPT_ERR_SYSTEM, "stream memory operations don't work on this GPU");
 }
 
-// Of this process, as long as one of its groups needs them.
+// Of this process, as long as one of its groups needs them; groups of devices that reach each other
+// need fewer.
 std::shared_ptr<Workers> workers_of_process(const Group::Setup& setup) {
   static std::mutex mutex;
-  static auto* const existing = new std::weak_ptr<Workers>;
+  static auto* const pools = new std::weak_ptr<Workers>[2];
   const std::lock_guard lock(mutex);
-  std::shared_ptr<Workers> workers = existing->lock();
+  std::weak_ptr<Workers>& existing = pools[setup.slots.empty() ? 0 : 1];
+  std::shared_ptr<Workers> workers = existing.lock();
   if (!workers) {
     const auto spin = setup.oversubscribed ? std::chrono::microseconds{0} : kSpin;
     workers = std::make_shared<Workers>(setup.threads, setup.cpus, spin);
-    *existing = workers;
+    existing = workers;
   }
   return workers;
 }
@@ -191,7 +200,8 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
     hello.slot_bytes = shape_for(setup).slot_bytes;
     if (setup.rank == 0) listener = listen_abstract(&hello.address);
   });
-  Shape shape{static_cast<int>(setup.global_ranks.size()), kLargestSlot, kDepth, hello.threads};
+  Shape shape = largest_shape(setup);
+  shape.threads = hello.threads;
   std::string address;
   const std::vector<std::string> words = setup.all_gather(hello.serialize());
   for (size_t rank = 0; rank < words.size(); ++rank) {
@@ -222,17 +232,21 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
   agree(setup, trouble_in([&] {
           // Pages lie where they are touched first, and the device's neighbourhood is best.
           const Board board(group->memory_->address(), shape);
-          start_thread([&] {
-            run_near(setup.cpus);
-            std::memset(board.inputs_of(setup.rank), 0, board.input_bytes());
-            if (setup.rank == 0) std::memset(board.result(0), 0, board.input_bytes());
-          }).join();
+          if (!shape.on_devices) {
+            start_thread([&] {
+              run_near(setup.cpus);
+              std::memset(board.inputs_of(setup.rank), 0, board.input_bytes());
+              if (setup.rank == 0) std::memset(board.result(0), 0, board.input_bytes());
+            }).join();
+          }
           group->engine_ = setup.make_engine();
-          group->engine_->map(group->memory_->address(), Board::bytes(shape));
+          group->engine_->map(group->memory_->address(),
+                              Board::bytes(shape),
+                              shape.on_devices ? 0 : shape.slot_bytes);
           // Rewritten by the first operation.
           try_words(*group->engine_, board.description(setup.rank, 0));
         }));
-  const Board board(group->memory_->address(), shape);
+  const Board board(group->memory_->address(), shape, setup.slots);
   group->workers_ = workers;
   group->pipeline_ = std::make_unique<Pipeline>(board, setup.rank, *workers, *group->engine_);
   group->workers_->add(group->pipeline_.get());

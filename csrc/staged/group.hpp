@@ -1,4 +1,6 @@
 // One rank's membership of a staged group: the memory that its ranks share, its lanes and workers.
+// The same serves devices that reach each other's memory: what is copied up then goes to a slot on
+// the device, from where peers fetch it, and no multiprocessor is taken.
 //
 // Lifecycle: `connect` is called by all ranks together, on the node they share. The memory is a
 // memfd passed over an abstract socket, so nothing of it is visible anywhere, and it is let go, and
@@ -29,11 +31,16 @@ class Group {
     std::function<std::vector<std::string>(const std::string&)> all_gather;
     const WaitContext& wait;
     std::function<std::unique_ptr<CopyEngine>()> make_engine;  // may throw Error(DPT_ERR_SYSTEM)
+    // Where this process has every rank's slots, kDepth of `slot_bytes` each, on devices; empty: in
+    // the host's memory.
+    std::vector<char*> slots = {};
+    size_t slot_bytes = 0;
     // Of this rank's own, for tests; nullptr: those of the process.
     std::shared_ptr<Workers> workers = nullptr;
   };
   static constexpr size_t kMostWords = 240;
   static constexpr int kMostRanks = 16;
+  static constexpr int kDepth = 3;
 
   // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where any of them can't take part.
   static std::unique_ptr<Group> connect(const Setup& setup);

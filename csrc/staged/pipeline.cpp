@@ -51,7 +51,10 @@ void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream
   try {
     const std::shared_ptr<void> entered = engine_.enter();
     engine_.fork(stream);
-    if (job.own != job.own_to) engine_.copy_local(job.own_to, job.own, job.piece_bytes);
+    const bool own_is_result = job.kind == Job::Kind::kExchange;
+    if (own_is_result && job.own != job.own_to) {
+      engine_.copy_local(job.own_to, job.own, job.piece_bytes);
+    }
     // In an order in which each command could wait for the end of the one before: some devices'
     // lanes share a queue, and a full queue holds up this thread.
     const uint64_t lag = std::min<uint64_t>(board_.shape().depth, job.chunks);
@@ -139,27 +142,25 @@ void Pipeline::put_up(const Op& op, uint64_t chunk) {
       engine_.write(lane, board_.factor_high(rank_, slot), low(factor >> 32));
     }
   }
-  const size_t bytes = job.bytes(chunk);
-  if (bytes != 0 && !job.pieces.empty()) {
-    char* const to = board_.input(rank_, slot);
-    const size_t pitch = job.pitch(chunk);
-    const std::vector<const char*>& pieces = job.pieces;
-    // Pieces of one tensor lie at equal distances, and then one command copies them.
-    const ptrdiff_t distance = pieces.size() > 1 ? pieces[1] - pieces[0] : 0;
-    bool equal = distance >= static_cast<ptrdiff_t>(bytes) && distance <= kMostPitch;
-    for (size_t i = 1; i < pieces.size(); ++i) equal &= pieces[i] - pieces[i - 1] == distance;
-    if (pieces.size() > 1 && equal) {
-      const Rows rows{pieces.size(), bytes, pitch, static_cast<size_t>(distance)};
-      engine_.copy_up(lane.index, to, pieces[0] + job.offset(chunk), rows);
-    } else {
-      for (size_t i = 0; i < pieces.size(); ++i) {
-        engine_.copy_up(
-            lane.index, to + i * pitch, pieces[i] + job.offset(chunk), {1, bytes, bytes, bytes});
-      }
-    }
-  }
+  copy_up(job, chunk, lane.index, board_.input(rank_, slot));
   engine_.write(lane, board_.arrived(rank_, slot), low(number));
   if (job.pieces.empty()) engine_.submit(lane);  // no copy to come takes it along
+}
+
+void Pipeline::copy_up(const Job& job, uint64_t chunk, int lane, char* to) {
+  const size_t bytes = job.bytes(chunk);
+  if (bytes == 0) return;
+  const size_t pitch = job.pitch(chunk);
+  const std::vector<const char*>& pieces = job.pieces;
+  // Pieces of one tensor lie at equal distances, and then one command copies them.
+  for (size_t first = 0, end = 0; first < pieces.size(); first = end) {
+    const ptrdiff_t distance = first + 1 < pieces.size() ? pieces[first + 1] - pieces[first] : 0;
+    const bool fits = distance >= static_cast<ptrdiff_t>(bytes) && distance <= kMostPitch;
+    end = first + 1;
+    while (fits && end < pieces.size() && pieces[end] - pieces[end - 1] == distance) ++end;
+    const Rows rows{end - first, bytes, pitch, static_cast<size_t>(distance)};
+    engine_.copy_up(lane, to + first * pitch, pieces[first] + job.offset(chunk), rows);
+  }
 }
 
 void Pipeline::put_down(const Op& op, uint64_t chunk) {
@@ -178,18 +179,34 @@ void Pipeline::put_down(const Op& op, uint64_t chunk) {
       engine_.wait(lane, board_.taken(rank_, slot), low(before(number)));
     }
   }
+  const bool adds = job.kind == Job::Kind::kReduceOnDevice;
   const size_t bytes = job.bytes(chunk);
+  const size_t pitch = job.pitch(chunk);
+  char* buffered = adds ? engine_.buffer(lane.index) : nullptr;
   for (const Job::Download& download : job.downloads) {
     if (!reduces) engine_.wait(lane, board_.arrived(download.from, slot), low(number));
     const char* const from = reduces ? board_.result(slot) : board_.input(download.from, slot);
     if (bytes == 0) continue;
-    engine_.copy_down(lane.index,
-                      download.to + job.offset(chunk),
-                      from + download.piece * job.pitch(chunk),
-                      {1, bytes, bytes, bytes});
+    char* const to = adds ? buffered : download.to + job.offset(chunk);
+    engine_.copy_down(lane.index, to, from + download.piece * pitch, {1, bytes, bytes, bytes});
+    buffered += adds ? pitch : 0;
   }
   engine_.write(lane, board_.taken(rank_, slot), low(number));
   if (!reduces) engine_.submit(lane);  // the peers' devices wait for that
+  if (adds && bytes != 0) {
+    // The output may be the input, which must be on its way to the others by then.
+    engine_.wait(lane, board_.arrived(rank_, slot), low(number));
+    engine_.reduce(lane.index,
+                   {.dtype = job.dtype,
+                    .op = job.op,
+                    .rank = rank_,
+                    .ranks = board_.shape().ranks,
+                    .own = job.own + job.offset(chunk),
+                    .others = engine_.buffer(lane.index),
+                    .pitch = pitch,
+                    .to = job.own_to + job.offset(chunk),
+                    .bytes = bytes});
+  }
 }
 
 // ---- What workers do ----

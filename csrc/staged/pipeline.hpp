@@ -6,8 +6,8 @@
 //   2. every worker waits until all ranks have, reduces its share of all ranks' slots in rank order
 //      into the result's, and counts; the last of all says `ready`;
 //   3. the lane down waits for that, copies, and says `taken`.
-// A chunk that is only passed on goes from slots to devices without workers, who compare what
-// operation the ranks are in, once for each (`checked`).
+// A chunk that is passed on, or that devices reduce, goes from slots to them without workers, who
+// compare what operation the ranks are in, once for each (`checked`).
 //
 // Thread safety: `enqueue` by one thread at a time; `advance(w)` by worker w; the rest by any.
 #pragma once
@@ -85,6 +85,7 @@ class Pipeline {
   Op& append(const Job& job, std::chrono::milliseconds timeout);
   void close(const Op& op, Stream stream);
   void put_up(const Op& op, uint64_t chunk);
+  void copy_up(const Job& job, uint64_t chunk, int lane, char* to);
   void put_down(const Op& op, uint64_t chunk);
   void wait_for_slot(uint64_t number, Job::Kind kind);
 

@@ -137,6 +137,9 @@ Decision decide(const Entry& entry, const Limits& limits, const std::string& fou
         (limits.on_device ? "native is not clearly faster, " : "faster than native, ") + found;
   } else if (std::strcmp(chosen.algorithm, kCpuReduce) == 0) {
     decision.reason = "fastest " + found + ", " + describe_staged(chosen);
+  } else if (chosen.algorithm == cuda::kCopyEngine) {
+    decision.reason =
+        "fastest " + found + ", no multiprocessor, chunks of " + describe_bytes(chosen.chunk_bytes);
   } else if (limits.on_device) {
     decision.reason = "fastest " + found + ", " + std::to_string(chosen.channels) + " x " +
                       std::to_string(chosen.threads) + " threads";

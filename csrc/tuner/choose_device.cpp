@@ -95,6 +95,13 @@ constexpr Algorithm kAlgorithms[] = {
      },
      full_grid,
      {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
+    {cuda::kCopyEngine,
+     [](const ChooseDeviceRequest& request, const cuda::Grid&) {
+       return goes_to_all(request) && request.even && !request.replayed &&
+              request.copies.slot_bytes != 0 && request.bytes >= kLeastCopied;
+     },
+     [](const ChooseDeviceRequest&) { return cuda::Grid{0, 0}; },  // no kernel
+     {4 << 20, 1 << 20}},
     {"ring",
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return goes_to_all(request) && request.even && request.layout.size > 2 &&
@@ -164,9 +171,22 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
 bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
   const Algorithm* algorithm = find(candidate.algorithm);
   const auto within = [](int number, int most) { return 0 < number && number <= most; };
-  return algorithm != nullptr && within(candidate.channels, request.layout.channels) &&
-         within(candidate.threads, cuda::kMostThreads) &&
+  const bool is_kernel = candidate.algorithm != cuda::kCopyEngine;
+  const bool has_room = within(candidate.channels, request.layout.channels) &&
+                        within(candidate.threads, cuda::kMostThreads);
+  return algorithm != nullptr && has_room == is_kernel &&
          algorithm->serves(request, {candidate.channels, candidate.threads});
+}
+
+Candidate fastest_in_graph(const Decision& decision) {
+  if (decision.chosen.algorithm != cuda::kCopyEngine) return decision.chosen;
+  Entry kernels;
+  for (const Measurement& each : decision.times) {
+    if (each.candidate.algorithm != cuda::kCopyEngine) kernels.push_back(each);
+  }
+  const Measurement* const best =
+      winner(kernels, {.max_chunk_bytes = ~size_t{0}, .delegate = true, .on_device = true});
+  return best != nullptr ? best->candidate : Candidate{known_algorithm("delegate")};
 }
 
 }  // namespace
@@ -186,7 +206,8 @@ DevicePlan choose_device(const ChooseDeviceRequest& request) {
   if (!request.not_native.empty()) return delegated(request.not_native);
   if (request.staging.slot_bytes != 0) return choose_staged(request);
   if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
-    const Candidate& chosen = request.tuned->chosen;
+    const Candidate chosen =
+        request.replayed ? fastest_in_graph(*request.tuned) : request.tuned->chosen;
     if (is_delegate(chosen)) return delegated(request.tuned->reason);
     if (serves(chosen, request)) return to_device_plan(chosen, request.tuned->reason);
   }

@@ -12,6 +12,9 @@
 
 namespace dpt {
 
+// Copy engines take longer to start than kernels; below this they are not tried.
+constexpr size_t kLeastCopied = 2 << 20;
+
 struct ChooseDeviceRequest {
   Collective collective;
   size_t bytes;                // of one part, see dpt_request; the largest, where ranks know all
@@ -23,6 +26,9 @@ struct ChooseDeviceRequest {
   int nodes = 1;               // of which the delegate can go through in stages; 1: it can't
   bool delegate = false;       // it competes: it keeps what native code is not known to do faster
   cuda::Staging staging = {};  // of a group without peer access, which has no kernels
+  bool devices_add = false;    // of such a group: staged::Job::adds_on_device
+  cuda::Staging copies = {};   // how copy engines serve a group that has kernels
+  bool replayed = false;       // a graph is captured, which would repeat the same chunks' numbers
   const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
 };
 
@@ -35,7 +41,7 @@ DevicePlan choose_device(const ChooseDeviceRequest& request);
 
 // The plans worth trying for an even request, without the delegate: first the rule of thumb's, then
 // smaller grids, which leave more of the device to others. At most kMostDeviceCandidates.
-constexpr size_t kMostDeviceCandidates = 9;
+constexpr size_t kMostDeviceCandidates = 11;
 std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
 
 DevicePlan to_device_plan(const Candidate& candidate, std::string reason);

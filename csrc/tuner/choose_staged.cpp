@@ -19,8 +19,9 @@ bool reduces(Collective collective) {
 
 // What a rank copies up.
 size_t bytes_up(const ChooseDeviceRequest& request) {
-  const bool parts = request.collective == DPT_REDUCE_SCATTER;
-  return request.bytes * (parts ? static_cast<size_t>(request.staging.ranks) : 1);
+  if (request.collective != DPT_REDUCE_SCATTER) return request.bytes;
+  const int others = request.staging.ranks - 1;
+  return request.bytes * static_cast<size_t>(request.devices_add ? others : others + 1);
 }
 
 size_t usual_chunk(const ChooseDeviceRequest& request) {
@@ -28,14 +29,17 @@ size_t usual_chunk(const ChooseDeviceRequest& request) {
   return std::min(std::clamp(chunk, kSmallestChunk, kUsualChunk), request.staging.slot_bytes);
 }
 
-// With half as many a chunk is reduced no faster than it is copied (measured with two H200).
+// Where devices can add up no byte more is copied. With half of the workers a chunk is reduced no
+// faster than it is copied (measured with two H200).
 int usual_threads(const ChooseDeviceRequest& request) {
-  return reduces(request.collective) ? request.staging.threads : 1;
+  if (!reduces(request.collective)) return 1;
+  return request.devices_add ? 0 : request.staging.threads;
 }
 
 bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
   return std::strcmp(candidate.algorithm, kCpuReduce) == 0 && candidate.chunk_bytes > 0 &&
-         candidate.threads > 0 && candidate.threads <= request.staging.threads;
+         candidate.threads >= (request.devices_add ? 0 : 1) &&
+         candidate.threads <= request.staging.threads;
 }
 
 }  // namespace
@@ -74,15 +78,18 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   };
   const int threads = usual_threads(request);
   add(usual, threads);
-  if (reduces(request.collective)) add(usual, std::max(1, threads / 2));
+  if (request.devices_add) add(usual, request.staging.threads);
+  if (threads > 1) add(usual, threads / 2);
   add(usual / 2, threads);
   add(usual * 2, threads);
   return found;
 }
 
 std::string describe_staged(const Candidate& candidate) {
-  return std::to_string(candidate.channels) + " slots of " + describe_bytes(candidate.chunk_bytes) +
-         ", " + std::to_string(candidate.threads) + " workers for each rank";
+  const std::string slots =
+      std::to_string(candidate.channels) + " slots of " + describe_bytes(candidate.chunk_bytes);
+  if (candidate.threads == 0) return slots + ", added up by the GPUs";
+  return slots + ", " + std::to_string(candidate.threads) + " workers for each rank";
 }
 
 }  // namespace dpt

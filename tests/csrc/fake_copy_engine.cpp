@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "base/error.hpp"
+#include "host/reduce.hpp"
 #include "staged/sanitizer.hpp"
 
 namespace dpt::testing {
@@ -102,15 +103,17 @@ FakeLane& FakeCopyEngine::flushed(Lane& lane) {
 
 void FakeCopyEngine::submit(staged::Lane which) { flushed(lane(which)); }
 
-void FakeCopyEngine::map(char* memory, size_t bytes) {
+void FakeCopyEngine::map(char* memory, size_t bytes, size_t buffer_bytes) {
   if (!options_.can_map) throw Error(DPT_ERR_SYSTEM, "this fake driver maps nothing");
   mapped_ = memory;
   mapped_bytes_ = bytes;
+  for (std::vector<char>& each : buffers_) each.resize(buffer_bytes);
 }
 
 void FakeCopyEngine::check_mapped(const char* host, const Rows& rows) const {
   const char* const end = host + (rows.count - 1) * rows.host_pitch + rows.bytes;
-  DPT_CHECK(mapped_ <= host && end <= mapped_ + mapped_bytes_);
+  const bool is_mapped = mapped_ <= host && end <= mapped_ + mapped_bytes_;
+  DPT_CHECK(is_mapped != options_.on_devices);
   if (options_.before_copy) options_.before_copy();
 }
 
@@ -143,6 +146,28 @@ void FakeCopyEngine::copy_down(int index, char* device, const char* host, const 
   check_mapped(host, rows);
   flushed(lane({staged::Lane::kDown, index})).push([=, this] {
     if (!is_broken()) copy_rows(device, rows.device_pitch, host, rows.host_pitch, rows);
+    return true;
+  });
+}
+
+void FakeCopyEngine::reduce(int index, const staged::Pieces& pieces) {
+  const std::vector<char>& buffer = buffers_[index];
+  DPT_CHECK(pieces.others == buffer.data());
+  DPT_CHECK(static_cast<size_t>(pieces.ranks - 1) * pieces.pitch <= buffer.size());
+  flushed(lane({staged::Lane::kDown, index})).push([=, this] {
+    if (is_broken()) return true;
+    std::vector<const void*> sources;
+    const char* other = pieces.others;
+    for (int rank = 0; rank < pieces.ranks; ++rank) {
+      sources.push_back(rank == pieces.rank ? pieces.own : other);
+      if (rank != pieces.rank) other += pieces.pitch;
+    }
+    dpt::reduce({.dtype = pieces.dtype,
+                 .op = pieces.op,
+                 .sources = sources.data(),
+                 .num_sources = pieces.ranks,
+                 .count = pieces.bytes / size_of(pieces.dtype),
+                 .destination = pieces.to});
     return true;
   });
 }

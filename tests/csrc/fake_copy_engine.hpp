@@ -42,7 +42,8 @@ class FakeCopyEngine final : public staged::CopyEngine {
   struct Options {
     int most_delay_us = 0;
     bool can_map = true;
-    bool one_queue = false;  // for all lanes
+    bool one_queue = false;   // for all lanes
+    bool on_devices = false;  // slots are: nothing but words is mapped
     // Ranks see the memory at an address each: segment.cpp, NOTE [Thread sanitizer].
     bool aliased = false;
     // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody
@@ -54,13 +55,15 @@ class FakeCopyEngine final : public staged::CopyEngine {
   FakeCopyEngine(unsigned seed, Options options);
 
   // Streams are FakeLane*; nullptr: one on which nothing is under way.
-  void map(char* memory, size_t bytes) override;
+  void map(char* memory, size_t bytes, size_t buffer_bytes) override;
   std::shared_ptr<void> enter() override { return nullptr; }
   void fork(staged::Stream stream) override;
   void meet() override;
   void join(staged::Stream stream) override;
   void copy_up(int index, char* host, const char* device, const staged::Rows& rows) override;
   void copy_down(int index, char* device, const char* host, const staged::Rows& rows) override;
+  char* buffer(int index) override { return buffers_[index].data(); }
+  void reduce(int index, const staged::Pieces& pieces) override;
   void copy_local(char* to, const char* from, size_t bytes) override;
   void wait(staged::Lane lane, const staged::Word& word, uint32_t value) override;
   void wait_for_bits(staged::Lane lane, const staged::Word& word, uint32_t bits) override;
@@ -88,6 +91,7 @@ class FakeCopyEngine final : public staged::CopyEngine {
   const Options options_;
   char* mapped_ = nullptr;
   size_t mapped_bytes_ = 0;
+  std::vector<char> buffers_[staged::Lane::kCount];
   std::deque<FakeLane> queues_;
   Lane lanes_[2 * staged::Lane::kCount];
 };

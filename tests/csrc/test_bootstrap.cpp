@@ -120,6 +120,8 @@ TEST(PeerInfo, SurvivesTheJourney) {
   info.process = random_id();
   EXPECT_GT(info.pid, 0);
   EXPECT_FALSE(info.affinity.empty());
+  info.max_chunk_bytes = 1 << 20;
+  info.fixed_chunk_bytes = 4096;
   const PeerInfo parsed = PeerInfo::parse(info.serialize());
   EXPECT_EQ(parsed.serialize(), info.serialize());
   EXPECT_EQ(parsed.boot_id, info.boot_id);
@@ -127,7 +129,7 @@ TEST(PeerInfo, SurvivesTheJourney) {
 }
 
 TEST(PeerInfo, MalformedWordsAreRefused) {
-  for (const char* text : {"", "a b", "a b c 1 2 3 99999999 1", "a b c 1 2 3 4 1 1"}) {
+  for (const char* text : {"", "a b", "a b c 1 2 3 4 0 99999999 1", "a b c 1 2 3 4 0 2 1"}) {
     EXPECT_THROW(PeerInfo::parse(text), Error) << '"' << text << '"';
   }
 }

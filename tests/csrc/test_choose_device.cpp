@@ -152,6 +152,50 @@ TEST(ChooseDevice, WhatWasSettledOnServesWhereItCan) {
   EXPECT_EQ(choose_device(request).reason, "for the test");
 }
 
+// Where nothing replays what they did; there the fastest kernel serves, or the delegate.
+TEST(ChooseDevice, CopyEnginesServeWhatGoesToAll) {
+  constexpr size_t kBytes = 64 << 20;
+  const auto request_for = [](Collective collective, size_t bytes) {
+    return ChooseDeviceRequest{.collective = collective,
+                               .bytes = bytes,
+                               .layout = kLayout,
+                               .not_native = "",
+                               .delegate = true,
+                               .copies = {.ranks = 4, .slot_bytes = 4 << 20, .depth = 3}};
+  };
+  const auto tries = [&](const ChooseDeviceRequest& request) {
+    const std::vector<Candidate> found = device_candidates(request);
+    return std::any_of(found.begin(), found.end(), [](const Candidate& each) {
+      return each.algorithm == cuda::kCopyEngine;
+    });
+  };
+  EXPECT_TRUE(tries(request_for(DPT_ALL_GATHER, kBytes)));
+  EXPECT_TRUE(tries(request_for(DPT_BROADCAST, kBytes)));
+  EXPECT_FALSE(tries(request_for(DPT_ALL_GATHER, 1 << 20)));
+  EXPECT_FALSE(tries(request_for(DPT_REDUCE_SCATTER, kBytes)));
+  ChooseDeviceRequest request = request_for(DPT_ALL_GATHER, kBytes);
+  request.copies = {};
+  EXPECT_FALSE(tries(request));
+
+  request = request_for(DPT_ALL_GATHER, kBytes);
+  const Measurement copies{{cuda::kCopyEngine, 4 << 20, 0, 0}, 10, 9.9, 10.1};
+  const Measurement push{{known_algorithm("push"), 16 << 10, 32, 512}, 15, 14.9, 15.1};
+  const Measurement stock{{known_algorithm("delegate")}, 20, 19.9, 20.1};
+  const Limits limits{kBytes, true, true};
+  Decision decision = decide({push, copies, stock}, limits, "measured now");
+  EXPECT_NE(decision.reason.find("no multiprocessor"), std::string::npos);
+  request.tuned = &decision;
+  EXPECT_EQ(choose_device(request).algorithm, cuda::kCopyEngine);
+  EXPECT_EQ(choose_device(request).chunk_bytes, 4 << 20);
+  request.replayed = true;
+  EXPECT_STREQ(choose_device(request).algorithm, "push");
+  decision = decide({copies, stock}, limits, "measured now");
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  request.replayed = false;
+  request.copies = {};  // another group has no room for them
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+}
+
 TEST(ChooseDevice, LinesThatDoNotFitAreNotUsedWhateverWasSettledOn) {
   const Decision lines = decided({known_algorithm("low_latency"), 0, 1, 512});
   ChooseDeviceRequest request{.collective = DPT_ALL_REDUCE,

@@ -50,6 +50,28 @@ TEST(ChooseStaged, WhatWasMeasuredFastestServes) {
   EXPECT_STREQ(choose_device(request).algorithm, "delegate");
 }
 
+// Where that is no byte more to copy, and the reduction has a kernel.
+TEST(ChooseStaged, DevicesAddUpWhatIsTheirOwn) {
+  ChooseDeviceRequest request = request_for(DPT_REDUCE_SCATTER, 64 * kMiB);
+  request.devices_add = true;
+  EXPECT_EQ(choose_device(request).grid.threads, 0);
+  EXPECT_THAT(describe_staged(device_candidates(request)[0]), HasSubstr("added up by the GPUs"));
+  request.devices_add = false;
+  EXPECT_EQ(choose_device(request).grid.threads, 8);
+  const Decision decision{{kCpuReduce, kMiB, 3, 0}, "measured", "", {}};
+  request.tuned = &decision;  // with another type
+  request.delegate = true;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+
+  request = request_for(DPT_ALL_REDUCE, 64 * kMiB);
+  EXPECT_EQ(choose_device(request).grid.threads, 8);
+  request.devices_add = true;
+  EXPECT_EQ(choose_device(request).grid.threads, 0);
+  const std::vector<Candidate> found = device_candidates(request);
+  EXPECT_EQ(std::count_if(found.begin(), found.end(), [](auto& each) { return each.threads == 8; }),
+            1);
+}
+
 TEST(ChooseStaged, FewCandidatesThatAllServe) {
   for (const Collective collective :
        {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER, DPT_ALL_GATHER, DPT_BROADCAST}) {

@@ -6,6 +6,7 @@
 #include <barrier>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "comm/end_process.hpp"
 #include "comm/lost_rank.hpp"
@@ -142,30 +143,33 @@ TEST_F(DeviceFailure, WhoWaitsForARankWhoseDelegateFailedIsToldWhy) {
   LostRank::patience().with_failed = std::chrono::milliseconds(300);
   fake_devices().peer_access = false;
   fake_devices().unmappable_rank = 1;
-  for (const bool raise_errors : {false, true}) {
+  for (const auto& [raise_errors, leaves_at_once] :
+       {std::pair{false, false}, {true, false}, {false, true}}) {
     ends_ = 0;
-    const auto wait_for_the_other = [&](Rank& rank) {
-      if (rank.rank() == 0) {
-        EXPECT_EQ(sum(rank), DPT_DELEGATED);
-        // Where the program's thread is inside NCCL, nothing can be raised.
-        rank.delegate().is_waiting = raise_errors ? DPT_WAITS_IN_START : DPT_WAITS_ON_STREAM;
-        return await_end();
-      }
-      rank.delegate().status = DPT_ERR_DELEGATE_BROKE;
-      rank.delegate().message =
-          "NCCL error in: a.cpp:1\nncclSystemError: A call failed.\nLast error:\n"
-          "No space left on device (28)\n";
-      try {
-        sum(rank);
-        ADD_FAILURE() << "the delegate has failed";
-      } catch (const Failure& failure) {
-        EXPECT_EQ(failure.status, DPT_ERR_DELEGATE);
-        EXPECT_THAT(failure.what(), HasSubstr("NCCL error in: a.cpp:1"));
-      }
-      await_end();
-    };
+    const auto wait_for_the_other =
+        [&, raise_errors = raise_errors, leaves_at_once = leaves_at_once](Rank& rank) {
+          if (rank.rank() == 0) {
+            EXPECT_EQ(sum(rank), DPT_DELEGATED);
+            // Where the program's thread is inside NCCL, nothing can be raised.
+            rank.delegate().is_waiting = raise_errors ? DPT_WAITS_IN_START : DPT_WAITS_ON_STREAM;
+            return await_end();
+          }
+          rank.delegate().status = DPT_ERR_DELEGATE_BROKE;
+          rank.delegate().message =
+              "NCCL error in: a.cpp:1\nncclSystemError: A call failed.\nLast error:\n"
+              "No space left on device (28)\n";
+          try {
+            sum(rank);
+            ADD_FAILURE() << "the delegate has failed";
+          } catch (const Failure& failure) {
+            EXPECT_EQ(failure.status, DPT_ERR_DELEGATE);
+            EXPECT_THAT(failure.what(), HasSubstr("NCCL error in: a.cpp:1"));
+          }
+          if (!leaves_at_once) await_end();
+        };
     run_ranks(2, wait_for_the_other, {.raise_errors = raise_errors});
-    EXPECT_EQ(ends_, 1) << "raise_errors: " << raise_errors;
+    EXPECT_EQ(ends_, 1) << "raise_errors: " << raise_errors
+                        << ", leaves at once: " << leaves_at_once;
   }
   LostRank::patience() = {};
 }

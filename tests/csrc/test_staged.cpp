@@ -45,6 +45,7 @@ struct Options {
   int delay_us = 20;
   int slow_rank = -1;
   bool one_queue = false;
+  bool on_devices = false;
   std::function<void()> before_copy_of_rank_0 = {};
 };
 
@@ -53,20 +54,26 @@ class StagedRanks {
  public:
   StagedRanks(std::vector<std::unique_ptr<Process>>& processes, const Options& options = Options())
       : processes_(processes),
-        shape_{size(), kSlot, options.depth, options.threads, options.first_chunk},
+        shape_{
+            size(), kSlot, options.depth, options.threads, options.first_chunk, options.on_devices},
         memory_(new (std::align_val_t{Board::kPage}) char[Board::bytes(shape_)]()) {
     Board::prepare(memory_.get(), shape_);
+    for (int rank = 0; rank < size() && options.on_devices; ++rank) {
+      devices_.emplace_back(options.depth * kSlot);
+      slots_.push_back(devices_.back().data());
+    }
     for (int rank = 0; rank < size(); ++rank) {
       FakeCopyEngine::Options engine{};
       engine.most_delay_us = rank == options.slow_rank ? 200 : options.delay_us;
       engine.one_queue = options.one_queue;
+      engine.on_devices = options.on_devices;
       engine.broken = &Board(memory_.get(), shape_).broken();
       if (rank == 0) engine.before_copy = options.before_copy_of_rank_0;
       engines_.push_back(std::make_unique<FakeCopyEngine>(7 * rank + 1, engine));
-      engines_.back()->map(memory_.get(), Board::bytes(shape_));
+      engines_.back()->map(memory_.get(), Board::bytes(shape_), kSlot);
       Workers& workers = processes[rank]->workers;
       pipelines_.push_back(std::make_unique<Pipeline>(
-          Board(memory_.get(), shape_), rank, workers, *engines_.back()));
+          Board(memory_.get(), shape_, slots_), rank, workers, *engines_.back()));
       workers.add(pipelines_.back().get());
     }
   }
@@ -96,6 +103,8 @@ class StagedRanks {
   std::vector<std::unique_ptr<Process>>& processes_;
   Shape shape_;
   std::unique_ptr<char, Free> memory_;
+  std::vector<std::vector<char>> devices_;
+  std::vector<char*> slots_;
   std::vector<std::unique_ptr<FakeCopyEngine>> engines_;
   std::vector<std::unique_ptr<Pipeline>> pipelines_;
 };
@@ -144,8 +153,9 @@ class Operation {
   // The output is the input's memory.
   dpt_request in_place(int rank) {
     dpt_request result = request(rank);
-    outputs_[rank][0] = inputs_[rank][0];
-    pointers_[rank][0] = outputs_[rank][0].data();
+    const size_t own = collective_ == DPT_REDUCE_SCATTER ? rank : 0;
+    outputs_[rank][0] = inputs_[rank][own];
+    pointers_[rank][own] = outputs_[rank][0].data();
     return result;
   }
 
@@ -218,7 +228,7 @@ TEST_P(StagedSizes, EveryCollectiveOfOddSizes) {
       for (const size_t chunk : {size_t{512}, size_t{0}}) {
         const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
         Operation operation(collective, DPT_FLOAT32, op, count, ranks.size(), ++salt);
-        run(ranks, all, operation, {chunk, 1 + salt % 2});
+        run(ranks, all, operation, {chunk, salt % 3});
       }
     }
   }
@@ -240,7 +250,7 @@ TEST(Staged, EveryTypeAndReduction) {
       EXPECT_EQ(Job::why_not(DPT_ALL_REDUCE, dtype, reduce_op, true), "");
       for (const Collective collective : {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER}) {
         Operation operation(collective, dtype, reduce_op, 701, 3, op);
-        run(ranks, all, operation, {1024, 2});
+        run(ranks, all, operation, {1024, op % 3});
       }
     }
   }
@@ -254,9 +264,33 @@ TEST(Staged, LanesThatShareAQueue) {
     for (const Collective collective : kCollectives) {
       for (const size_t count : {10, 300, 9001}) {
         const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
-        Operation operation(collective, DPT_FLOAT32, op, count, 3);
-        run(ranks, all, operation, {512, 2});
+        for (const int threads : {0, 2}) {
+          Operation operation(collective, DPT_FLOAT32, op, count, 3);
+          run(ranks, all, operation, {512, threads});
+        }
       }
+    }
+  }
+}
+
+// Devices that reach each other's memory: peers fetch from there, and the host has words alone.
+TEST(Staged, SlotsOnDevices) {
+  for (const int size : {2, 5}) {
+    auto all = processes(size, 1);
+    StagedRanks ranks(all, {.threads = 1, .slow_rank = 1, .on_devices = true});
+    std::vector<std::unique_ptr<Operation>> operations;
+    for (const size_t count : {1, 63, 1025, 9001}) {
+      for (const Collective collective : {DPT_ALL_GATHER, DPT_BROADCAST}) {
+        operations.push_back(std::make_unique<Operation>(
+            collective, DPT_BFLOAT16, DPT_NO_REDUCE, count, size, static_cast<int>(count)));
+        for (int rank = 0; rank < size; ++rank) {
+          ranks.enqueue(rank, operations.back()->request(rank), {count % 2048, 0});
+        }
+      }
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      all[rank]->stream.synchronize();
+      for (const auto& operation : operations) operation->check(rank);
     }
   }
 }
@@ -268,18 +302,51 @@ TEST(Staged, EmptyTensors) {
     const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
     Operation operation(collective, DPT_FLOAT32, op, 0, 2);
     run(ranks, all, operation, {0, 1});
+    run(ranks, all, operation, {0, 0});
   }
 }
 
 TEST(Staged, InPlace) {
-  auto all = processes(3);
-  StagedRanks ranks(all);
-  Operation operation(DPT_ALL_REDUCE, DPT_BFLOAT16, DPT_SUM, 5003, 3);
-  for (int rank = 0; rank < 3; ++rank) ranks.enqueue(rank, operation.in_place(rank), {512, 2});
-  for (int rank = 0; rank < 3; ++rank) {
-    all[rank]->stream.synchronize();
-    operation.check(rank);
+  struct Case {
+    Collective collective;
+    int size, threads;
+  };
+  for (const Case& each : {Case{DPT_ALL_REDUCE, 3, 2},
+                           Case{DPT_ALL_REDUCE, 2, 0},
+                           Case{DPT_REDUCE_SCATTER, 3, 2},
+                           Case{DPT_REDUCE_SCATTER, 3, 0}}) {
+    auto all = processes(each.size);
+    StagedRanks ranks(all, {.slow_rank = 1});
+    Operation operation(each.collective, DPT_BFLOAT16, DPT_SUM, 5003, each.size);
+    for (int rank = 0; rank < each.size; ++rank) {
+      ranks.enqueue(rank, operation.in_place(rank), {512, each.threads});
+    }
+    for (int rank = 0; rank < each.size; ++rank) {
+      all[rank]->stream.synchronize();
+      operation.check(rank);
+    }
   }
+}
+
+// What devices add up themselves: in rank order and rounded once, as workers do it.
+TEST(Staged, DevicesAddUp) {
+  for (const int size : {2, 3, 8}) {
+    EXPECT_EQ(Job::adds_on_device(DPT_ALL_REDUCE, DPT_BFLOAT16, DPT_SUM, size), size == 2);
+    EXPECT_TRUE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_FLOAT16, DPT_AVG, size));
+    EXPECT_FALSE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_BFLOAT16, DPT_MAX, size));
+    EXPECT_FALSE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_FLOAT64, DPT_SUM, size));
+    EXPECT_FALSE(Job::adds_on_device(DPT_ALL_GATHER, DPT_FLOAT32, DPT_NO_REDUCE, size));
+  }
+  auto all = processes(4);
+  Operation operation(DPT_REDUCE_SCATTER, DPT_FLOAT32, DPT_SUM, 5000, 4);
+  const Shape shape{4, kSlot, 3, 2};
+  const Job job = Job::of(operation.request(1), {0, 0}, 1, shape);
+  EXPECT_EQ(job.kind, Job::Kind::kReduceOnDevice);
+  EXPECT_EQ(job.pieces.size(), 3U);  // its own is not copied
+  EXPECT_EQ(job.threads, 0);
+  // A rank's slot is without its own part: that for rank 1 is the first of rank 0's.
+  EXPECT_EQ(job.downloads[0].piece, 0U);
+  EXPECT_EQ(job.downloads[1].piece, 1U);
 }
 
 // One after the other without a pause, of all kinds, with devices and ranks of different speeds,
@@ -296,7 +363,7 @@ TEST(Staged, ManyUnderWay) {
       operations.push_back(
           std::make_unique<Operation>(collective, DPT_FLOAT32, op, 100 + 211 * i, 4, i));
       for (int rank = 0; rank < 4; ++rank) {
-        ranks.enqueue(rank, operations.back()->request(rank), {1024, 1 + i % 2});
+        ranks.enqueue(rank, operations.back()->request(rank), {1024, i % 3});
       }
     }
     for (int rank = 0; rank < 4; ++rank) {
@@ -390,7 +457,7 @@ TEST(StagedFailure, DifferentOperationsAreNoticed) {
   const auto start = [](StagedRanks& ranks, int rank, Collective collective, size_t count) {
     const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
     auto operation = std::make_unique<Operation>(collective, DPT_FLOAT32, op, count, 2);
-    ranks.enqueue(rank, operation->request(rank), {512, 1});
+    ranks.enqueue(rank, operation->request(rank), {512, count % 3 == 0 ? 1 : 0});
     return operation;
   };
   struct Case {
@@ -399,7 +466,8 @@ TEST(StagedFailure, DifferentOperationsAreNoticed) {
   };
   for (const Case& each : {Case{DPT_ALL_REDUCE, DPT_ALL_REDUCE, 100, 3000},
                            Case{DPT_ALL_REDUCE, DPT_BROADCAST, 3000, 3000},
-                           Case{DPT_BROADCAST, DPT_BROADCAST, 3000, 10}}) {
+                           Case{DPT_BROADCAST, DPT_BROADCAST, 3000, 10},
+                           Case{DPT_REDUCE_SCATTER, DPT_REDUCE_SCATTER, 3000, 10}}) {
     auto all = processes(2);
     StagedRanks ranks(all);
     const auto first = start(ranks, 0, each.first, each.first_count);
@@ -420,6 +488,7 @@ TEST(StagedFailure, DifferentOperationsAreNoticed) {
 TEST(StagedFailure, AbortedInTheMiddle) {
   for (const Collective collective : kCollectives) {
     for (const auto delay : {0ms, 3ms, 9ms}) {
+      const int threads = delay == 3ms ? 0 : 2;
       auto all = processes(3);
       StagedRanks ranks(all, {.slow_rank = 1});
       const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
@@ -427,7 +496,7 @@ TEST(StagedFailure, AbortedInTheMiddle) {
       for (int i = 0; i < 3; ++i) {
         operations.push_back(std::make_unique<Operation>(collective, DPT_FLOAT32, op, 3000, 3, i));
         for (int rank = 0; rank < (i == 2 ? 2 : 3); ++rank) {
-          ranks.enqueue(rank, operations.back()->request(rank), {512, 2});
+          ranks.enqueue(rank, operations.back()->request(rank), {512, threads});
         }
       }
       std::this_thread::sleep_for(delay);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,76 @@ def _any_alignment(rank: int, world_size: int) -> set[tuple[str, str]]:
     return {(str(row["op"]), str(row["algorithm"])) for row in rows}
 
 
+def _gathers(rank: int, world_size: int) -> None:
+    device = _device(rank)
+    whole = torch.empty(4 * MIB * world_size, device=device)
+    dist.all_gather_into_tensor(whole, torch.full((4 * MIB,), float(rank), device=device))
+    for peer, part in enumerate(whole.chunk(world_size)):
+        assert part.eq(peer).all()
+
+
+def _gathers_in_graphs_and_without(rank: int, world_size: int) -> set[str]:
+    """Copy engines serve eager calls alone, in one order with the kernels of replays."""
+    from deepytorch_core import _core
+
+    device = _device(rank)
+    _gathers(rank, world_size)
+    mine = torch.zeros(4 * MIB, device=device)
+    whole = torch.empty(4 * MIB * world_size, device=device)
+    again = torch.empty_like(whole)
+    dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_gather_into_tensor(whole, mine)
+    _core.reset_statistics()
+    for turn in range(50):
+        mine.fill_(turn + rank)
+        dist.all_gather_into_tensor(again, mine)
+        graph.replay()
+        dist.all_reduce(mine, op=dist.ReduceOp.AVG)
+        if turn % 10 == 0:
+            for peer in range(world_size):
+                assert again.chunk(world_size)[peer].eq(turn + peer).all(), (turn, peer)
+            assert torch.equal(again, whole), turn
+    torch.cuda.synchronize()
+    rows = [row for row in _core.statistics() if row["op"] == "all_gather" and row["calls"]]
+    return {str(row["algorithm"]) for row in rows}
+
+
+def _waits_for_a_rank(rank: int, world_size: int) -> str:
+    """Rank 1 does not come to the last one of several."""
+    from datetime import timedelta
+
+    device = _device(rank)
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=4))
+    whole = torch.empty(4 * MIB * world_size, device=device)
+    mine = torch.full((4 * MIB,), float(rank), device=device)
+    for _ in range(3):
+        dist.all_gather_into_tensor(whole, mine, group=group)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(12)
+        return "late"
+    try:
+        for _ in range(80):
+            dist.all_gather_into_tensor(whole, mine, group=group)
+            torch.cuda.synchronize()
+            time.sleep(0.1)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
 def _favour(profile: Path, algorithm: str) -> None:
     """Lets the times kept in a profile say that one algorithm is by far the fastest."""
     kept = json.loads(profile.read_text())
     for group in kept["groups"]:
         for row in group["measured"]:
-            for time in row["times"]:
-                slower = 1 if time["algorithm"] == algorithm else 1000
-                time["median_us"] *= slower
-                time["spread_us"] = [slower * end for end in time["spread_us"]]
+            for took in row["times"]:
+                slower = 1 if took["algorithm"] == algorithm else 1000
+                took["median_us"] *= slower
+                took["spread_us"] = [slower * end for end in took["spread_us"]]
     profile.write_text(json.dumps(kept))
 
 
@@ -243,6 +305,7 @@ SERVES = {
     "packet": {"all_reduce", "all_gather", "reduce_scatter"},
     "two_shot": {"all_reduce"},
     "push": {"all_gather", "reduce_scatter", "broadcast"},
+    "copy_engine": {"all_gather", "broadcast"},
     "ring": {"all_gather", "broadcast"},
 }
 
@@ -262,3 +325,28 @@ def test_every_algorithm_is_right_at_every_size(tmp_path: Path, world_size: int)
         chosen = {**native, "DEEPYTORCH_DETERMINISTIC": "on"}  # only what the profile says
         used = spawn_ranks(_any_alignment, world_size, backend=BACKEND, env=chosen, fresh=True)
         assert {op for op, name in used[0] if name == algorithm} == ops
+
+
+@pytest.fixture
+def copy_engines(tmp_path: Path) -> dict[str, str]:
+    """Of processes whose profile says that copy engines are fastest."""
+    profile = tmp_path / "profile.json"
+    native = _environment(profile, DEEPYTORCH_COLLECTIVES="native")
+    spawn_ranks(_gathers, 2, backend=BACKEND, env=native, fresh=True)
+    _favour(profile, "copy_engine")
+    return {**native, "DEEPYTORCH_DETERMINISTIC": "on", "DEEPYTORCH_ERROR_HANDLING": "raise"}
+
+
+@pytest.mark.timeout(180)
+def test_copy_engines_and_graphs_mix(copy_engines: dict[str, str]) -> None:
+    used = spawn_ranks(
+        _gathers_in_graphs_and_without, 2, backend=BACKEND, env=copy_engines, fresh=True
+    )[0]
+    assert "copy_engine" in used
+    assert len(used) == 2  # of the graph
+
+
+@pytest.mark.timeout(180)
+def test_copy_engines_name_a_rank_that_does_not_come(copy_engines: dict[str, str]) -> None:
+    outcomes = spawn_ranks(_waits_for_a_rank, 2, backend=BACKEND, env=copy_engines, fresh=True)
+    assert "rank 1 did not come in time" in outcomes[0], outcomes

@@ -19,6 +19,7 @@
 #include "cuda/push_exchange.cu"
 #include "cuda/push_reduce_scatter.cu"
 #include "cuda/ring_exchange.cu"
+#include "cuda/sum_pieces.cu"
 #include "cuda/two_shot_all_reduce.cu"
 
 namespace dpt::cuda {
@@ -520,6 +521,49 @@ TEST(Gate, OpensAtItsTicketOrAfterItsTime) {
   EXPECT_EQ(word, 7u);
   host.join();
   start_gate(nullptr, &word, 8, 1'000'000);  // nobody comes
+}
+
+// A staged group's: the others' pieces lie in a buffer, this rank's own is the caller's.
+template <typename T>
+void check_sum_pieces(int ranks, size_t count, size_t shift, ReduceOp op) {
+  const auto seed = static_cast<unsigned>(count + shift);
+  auto inputs = random_inputs<T>(ranks, count, shift, seed);
+  auto originals = random_inputs<T>(ranks, count, shift, seed);
+  const int rank = static_cast<int>(count) % ranks;
+  const size_t bytes = count * sizeof(T);
+  const size_t pitch = (bytes + 63) / 64 * 64;
+  Shifted<char> others(pitch * ranks, 0);
+  size_t filled = 0;
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer == rank) continue;
+    std::memcpy(others.data() + filled, inputs[peer].data(), bytes);
+    filled += pitch;
+  }
+  Shifted<T> output(count + 1, shift);
+  std::memset(static_cast<void*>(output.data()), 0x3c, (count + 1) * sizeof(T));
+  const T behind = output[count];
+  char* const to = count % 2 == 1 ? inputs[rank].bytes() : output.bytes();  // or in place
+  sum_pieces(
+      {dtype_of<T>(), op, rank, ranks, inputs[rank].bytes(), others.bytes(), pitch, to, bytes},
+      nullptr,
+      {2, 8});
+  const T* const sums = reinterpret_cast<const T*>(to);
+  for (size_t i = 0; i < count; ++i) {
+    const double expected = expected_of(originals, i, op);
+    ASSERT_NEAR(as_double<T>(sums[i]), expected, tolerance<T>() * 100.0 * ranks)
+        << "element " << i << " of " << count << ", " << ranks << " ranks";
+  }
+  EXPECT_EQ(as_double<T>(output[count]), as_double<T>(behind));
+}
+
+TEST_P(KernelsOfRanks, SumOfPieces) {
+  for (const size_t count : {1, 7, 64, 333, 3000}) {
+    for (const size_t shift : {0, 1, 3}) {
+      check_sum_pieces<float>(GetParam(), count, shift, DPT_SUM);
+      check_sum_pieces<__nv_bfloat16>(GetParam(), count, shift, DPT_AVG);
+      check_sum_pieces<__half>(GetParam(), count, shift, DPT_SUM);
+    }
+  }
 }
 
 }  // namespace
