@@ -31,7 +31,7 @@ ARMS = ("ours", "eager", "torch.compile")
 
 WARMUP_STEPS = 5
 # Ours ends measuring sooner or later; see deepytorch_core.compile.compilation.
-MOST_WARMUP_STEPS = 70
+MOST_WARMUP_STEPS = 160
 LOSS_STEPS = 5
 STEPS_PER_BLOCK = 4
 SEED = 20
@@ -165,15 +165,15 @@ def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:
     guard.synchronize(arm.device)
     taken = time.perf_counter() - began
     steady = [_timed(arm.step, arm.device) for _ in range(2)]
-    decision: dict[str, Any] = {}
+    made: list[dict[str, Any]] = []
     if found is not None:
         from deepytorch_core import decisions
 
-        decision = dict(decisions.made()[-1]) if decisions.made() else {}
+        made = [dict(one) for one in decisions.made()]
     return {
         "warmup_s": max(0.0, taken - number * min(steady)),
         "warmup_steps": number,
-        "decision": decision,
+        "decisions": made,
     }
 
 
@@ -215,7 +215,7 @@ def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
     speedup, spread = against_eager(ours)
     plain_speedup, plain_spread = against_eager(plain)
     difference = loss_difference(ours)
-    decision = ours["decision"]
+    decisions = ours["decisions"]
     return {
         "bench": "compile",
         "workload": job.workload,
@@ -240,9 +240,9 @@ def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
         "stock_peak_gib": round(eager["peak_gib"], 3),
         "ours_peak_gib": round(ours["peak_gib"], 3),
         "plain_peak_gib": round(plain["peak_gib"], 3),
-        "kept": decision.get("chosen", "undecided"),
-        "reason": decision.get("reason", ""),
-        "dropped": decision.get("dropped", {}),
+        "kept": ", ".join(one["chosen"] for one in decisions) or "undecided",
+        "reason": "; ".join(one["reason"] for one in decisions),
+        "dropped": {name: why for one in decisions for name, why in one.get("dropped", {}).items()},
         "warmup_s": round(ours["warmup_s"], 2),
         "plain_warmup_s": round(plain["warmup_s"], 2),
         "warmup_steps": ours["warmup_steps"],

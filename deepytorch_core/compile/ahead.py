@@ -2,14 +2,16 @@
 
 A large model takes a compiler minutes, in one thread of Python. So each graph that was captured of
 it goes to a helper process (`helper`), several at a time, which compiles it and leaves the result
-in torch's caches on disk. Once all are done the graphs are captured again, and found there. What a
+in torch's caches on disk. Once a part's are done they are captured again, and found there. What a
 helper could not do, or did under other settings, is compiled in this process as ever.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
+import math
 import pickle
 import queue
 import struct
@@ -32,12 +34,13 @@ from deepytorch_core.compile import switches
 # Modules with parameters, from which on a model takes minutes.
 LARGE_MODEL = 250
 # Each takes a core while it compiles, and memory on the GPU to ask for what it can do.
-MOST_HELPERS = 4
-CORES_OF_A_HELPER = 4
+MOST_HELPERS = 8
+LEAST_HELPERS = 4
+CORES_OF_A_HELPER = 2
 HELPER_BYTES = 1 << 30
 # Of what the training has taken at most, that must be free beside them: batches differ.
 SPARE_MEMORY = 0.25
-# A helper without work ends after so long.
+# Helpers without work end so long after there was any.
 _IDLE_S = 5.0
 _POLL_S = 0.5
 # Modules are found where this process finds them, and not in the current folder before all others.
@@ -46,7 +49,7 @@ _HELPER = (
     "from deepytorch_core.compile import helper; helper.main()"
 )
 # Threads of a helper's own that make kernels of its code.
-_KERNEL_THREADS = "4"
+_KERNEL_THREADS = "2"
 
 
 def why_not(root: nn.Module, device: torch.device) -> str | None:
@@ -59,7 +62,7 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
         return "its device has no compiler that takes so long"
     if size < LARGE_MODEL:
         return "it is small"
-    if _num_helpers() < 2:
+    if _num_helpers() < LEAST_HELPERS:
         return "there are too few cores"
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python to start others with"
@@ -137,37 +140,47 @@ class Ahead:
         self._device = device
         self._policy = policy
         self._began = time.perf_counter()
-        self._jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._num_open = 0
+        self._jobs: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self._open: collections.Counter[str] = collections.Counter()
+        self._asked_at = math.inf
         self._is_closed = False
         self._lock = threading.Lock()
         self._num_serving = 0
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def submit(self, graph: GraphModule) -> None:
-        """Have a helper compile `graph`, which Dynamo has just captured."""
+    def start(self, num_parts: int) -> None:
+        """Have helpers ready for so many parts of the model."""
+        with self._lock:
+            self._serve_by(num_parts)
+
+    def _serve_by(self, number: int) -> None:
+        for _ in range(min(number, _num_helpers()) - self._num_serving):
+            self._num_serving += 1
+            # A daemon: the end of the training does not wait for it.
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def submit(self, graph: GraphModule, part: str) -> None:
+        """Have a helper compile `graph`, which Dynamo has just captured of that part."""
         try:
             job = _packed(graph, self._policy, Settings.now(self._device))
         except Exception as error:  # whatever in a graph can't be sent
             self.failures.append(f"{type(error).__name__}: {error}")
             return
         with self._lock:
-            self._num_open += 1
-            self._jobs.put(job)
-            if self._num_serving < _num_helpers():
-                self._num_serving += 1
-                # A daemon: the end of the training does not wait for it.
-                threading.Thread(target=self._serve, daemon=True).start()
+            self._asked_at = time.monotonic()
+            self._open[part] += 1
+            self._jobs.put((part, job))
+            self._serve_by(self._open.total())
 
-    def is_over(self, limit_s: float) -> bool:
-        """Whether nothing is left to be waited for."""
-        return self._num_open == 0 or time.perf_counter() - self._began > limit_s
+    def is_done(self, part: str, limit_s: float) -> bool:
+        """Whether nothing of that part is left to be waited for."""
+        return self._open[part] == 0 or time.perf_counter() - self._began > limit_s
 
     def close(self) -> None:
         """Stop the helpers, whatever they do."""
         with self._lock:
-            if self._num_open:
-                self.failures.append(f"helpers have not done {self._num_open} graphs in time")
+            if num_open := self._open.total():
+                self.failures.append(f"helpers have not done {num_open} graphs in time")
             self._is_closed = True
             for process in self._processes:
                 process.kill()
@@ -175,7 +188,10 @@ class Ahead:
     def _serve(self) -> None:
         """In a thread: give jobs to one helper, one after the other, as long as there are some."""
         process: subprocess.Popen[bytes] | None = None
-        while (job := self._next_job()) is not None:
+        with contextlib.suppress(OSError):
+            process = self._started()  # what it begins with takes it seconds
+        while (next_one := self._next_job()) is not None:
+            part, job = next_one
             try:
                 if process is None or process.poll() is not None:
                     process = self._started()
@@ -183,20 +199,21 @@ class Ahead:
             except OSError as error:
                 why = f"a helper could not be started: {error}"
             with self._lock:
-                self._num_open -= 1
+                self._open[part] -= 1
                 if why and not self._is_closed:
                     self.failures.append(why)
         if process is not None:
             process.communicate()  # at the end of what it reads it ends
 
-    def _next_job(self) -> bytes | None:
+    def _next_job(self) -> tuple[str, bytes] | None:
         """The next one; None where nobody has asked for one for a while, or wants any more."""
-        deadline = time.monotonic() + _IDLE_S
+        since = time.monotonic()
         while not self._is_closed:
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get(timeout=_POLL_S)
             with self._lock:
-                if time.monotonic() > deadline and self._jobs.empty():
+                idle_s = time.monotonic() - max(since, self._asked_at)
+                if idle_s > _IDLE_S and self._jobs.empty():
                     self._num_serving -= 1
                     return None
         return None

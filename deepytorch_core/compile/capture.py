@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
-from deepytorch_core.compile import module_state
+from deepytorch_core.compile import known_waits, module_state
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.compile.replay import Call, Replay, Token
 from deepytorch_core.console import say
@@ -125,6 +125,8 @@ class Capture:
         self._num_failures = 0
         self._last_miss = "its passes were not met"
         self._pending: weakref.ref[Token] | None = None
+        self._was_repeated = False
+        self._num_repeated = 0  # passes in a row
         self._states = module_state.States(root)
         self._recorder = Recorder(next(root.parameters()).device)
 
@@ -163,6 +165,7 @@ class Capture:
         """The module's pass: replayed, or as it is."""
         if self.failure is not None and not self._is_pending():
             self._drop()
+        self._count_repeated()
         sizes = sizes_of(self._root)
         is_early = sizes is not None and not sizes.are_few
         if is_early or not self._is_used() or self._is_pending():
@@ -186,9 +189,19 @@ class Capture:
             return self._forward(*args, **kwargs)
         self._misses = 0
         self._recorder.take_turn()
-        token = Token()
+        token = Token(self._note_repeated)
         self._pending = weakref.ref(token)
         return replay(call, token)
+
+    def _count_repeated(self) -> None:
+        """Give up where replays only come on top of the passes that the training needs."""
+        self._num_repeated = self._num_repeated + 1 if self._was_repeated else 0
+        self._was_repeated = False
+        if self._num_repeated >= MOST_MISSES:
+            self._give_up("its backward passes are made twice, or from other outputs than the loss")
+
+    def _note_repeated(self) -> None:
+        self._was_repeated = True
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The pass as it is; and why it can't be replayed, from the operations in it.
@@ -211,6 +224,7 @@ class Capture:
             and torch.is_grad_enabled()
             and not torch.is_inference_mode_enabled()
             and not torch.compiler.is_compiling()
+            and torch._C._functorch.peek_interpreter_stack() is None
             and not _is_watched()
         )
 
@@ -247,6 +261,9 @@ class Capture:
         hooked = module_state.hooked(self._root)
         if hooked is not None:
             raise NotCapturedError(f"there are hooks on {hooked}")
+        generator = module_state.own_generator(self._root)
+        if generator is not None:
+            raise NotCapturedError(f"{generator} is a generator of random numbers of its own")
         missing = self._recorder.lacks_memory()
         if missing is not None:
             raise NotCapturedError(missing)
@@ -262,9 +279,10 @@ class Capture:
                 guard.no_saved_tensor_hooks(),
                 contextlib.redirect_stdout(said),
             ):
-                replay = Replay(self._forward, self._root, call, self._recorder)
-            if self._states.now() != before:
-                raise NotCapturedError("a pass changes attributes of its modules")
+                forward = known_waits.without(self._root, self._forward)
+                replay = Replay(forward, self._root, call, self._recorder)
+                if self._states.now() != before:
+                    raise NotCapturedError("a pass changes attributes of its modules")
             if said.getvalue():
                 raise NotCapturedError("it prints")
             return replay

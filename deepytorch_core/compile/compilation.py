@@ -248,6 +248,7 @@ class Compilation:
             self._finish(EAGER, NOTHING)
             return
         if self._helpers is not None:
+            self._helpers.start(len(self.regions))
             for one in self.regions:
                 one.prepare(self._helpers)
         self._lower = timeouts.hold_off(self._budget_s * len(self.regions))
@@ -260,18 +261,24 @@ class Compilation:
         return is_whole and alone and ahead.why_not(self._root, self._device) is None
 
     def _await(self, helpers: Ahead) -> None:
-        """Train eagerly until the helpers are done; then compile as if it began now."""
+        """Train eagerly until the helpers are done; then go on as if compiling began now."""
         self._on = False
-        if not helpers.is_over(self._budget_s):
+        prepared = [one for one in self.regions if one.is_prepared]
+        if prepared:
+            # One in a step: what is loaded meanwhile, a few seconds for each, need not be later.
+            done = [one for one in prepared if helpers.is_done(one.region.name, self._budget_s)]
+            for one in done[:1]:
+                one.restart()
             return
         helpers.close()
         self._helpers = None
         for why in dict.fromkeys(helpers.failures):
             console.say(f"{self._what}: a part is compiled while the training waits: {why}")
-        for one in self.regions:
-            one.restart()
         self._first = self._number
         self._on = True
+
+    def _is_compiled(self, region: CompiledRegion) -> bool:
+        return self._on or (self._helpers is not None and not region.is_prepared)
 
     def _agreed_step_s(self) -> float:
         own = 0.0 if self._began is None else time.perf_counter() - self._began
@@ -295,7 +302,7 @@ class Compilation:
                 tried = policies.automatic(self._device)
             if tried:
                 compiled = CompiledRegion(
-                    region, tried, budget_s=self._budget_s, is_on=lambda: self._on
+                    region, tried, budget_s=self._budget_s, is_on=self._is_compiled
                 )
                 if was_in_parts:
                     compiled.restart()

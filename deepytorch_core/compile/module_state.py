@@ -118,11 +118,11 @@ class _Walk:
         return [(one.data_ptr(), one.requires_grad) for one in self._tensors]
 
     def _look_at(self, module: nn.Module, name: str, value: Any) -> None:
-        if name.endswith("_hooks") or "_hooks_" in name:
+        if isinstance(value, dict) and (name.endswith("_hooks") or "_hooks_" in name):
             # The root's run outside of its pass; on others they are a reason to stop.
             if module is not self._root:
                 self._keep(value)
-                self.facts.append(len(value or ()))
+                self.facts.append(len(value))
         elif isinstance(value, PLAIN):
             self.facts.append((name, value))
         elif name == "forward" or "deepytorch" in name:
@@ -173,6 +173,19 @@ def _items(container: Any) -> Any:
 def _attributes(value: Any) -> dict[str, Any]:
     own = getattr(value, "__dict__", None)
     return own if isinstance(own, dict) else {}
+
+
+def own_generator(root: nn.Module) -> str | None:
+    """A module's attribute that draws random numbers, whose state no pass can be told apart by."""
+    numpy = sys.modules.get("numpy.random")
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    if numpy is not None:
+        kinds += (numpy.Generator, numpy.RandomState)
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, kinds):
+                return f"{path}.{name}".lstrip(".")
+    return None
 
 
 def host_random_numbers() -> tuple[Any, ...]:

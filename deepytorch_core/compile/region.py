@@ -59,7 +59,7 @@ class CompiledRegion:
         region: its modules must have no `forward` of their own.
         policies: candidates in order of preference.
         budget_s: seconds for compiling; when they are over nothing new is compiled.
-        is_on: whether the compiled way is to be taken now.
+        is_on: whether the compiled way is to be taken now; asked with this object.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CompiledRegion:
         policies: Sequence[Policy],
         *,
         budget_s: float,
-        is_on: Callable[[], bool],
+        is_on: Callable[[CompiledRegion], bool],
     ) -> None:
         self.region = region
         self.told = Told()
@@ -86,6 +86,11 @@ class CompiledRegion:
     def prepare(self, ahead: Ahead) -> None:
         """Leave the next graphs to helpers, and run them eagerly, until `restart`."""
         self._ahead = ahead
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether helpers have its graphs."""
+        return self._ahead is not None
 
     def restart(self) -> None:
         """Capture all graphs anew, and take what was compiled for them `ahead.at_once`."""
@@ -109,7 +114,7 @@ class CompiledRegion:
     @property
     def is_used(self) -> bool:
         """Whether a call now goes the compiled way."""
-        return self.failure is None and torch.is_grad_enabled() and self._is_on()
+        return self.failure is None and torch.is_grad_enabled() and self._is_on(self)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled `forward` of one of the modules; eager where that fails."""
@@ -162,7 +167,7 @@ class CompiledRegion:
             self.give_up("activation checkpointing inside it; checkpoint whole blocks instead")
             raise SkipFrame
         if self._ahead is not None:
-            self._ahead.submit(graph)
+            self._ahead.submit(graph, self.region.name)
             return graph.forward
         if self.told.compile_s > self._budget_s:
             self.give_up(f"its compile budget of {self._budget_s:g} s is spent")

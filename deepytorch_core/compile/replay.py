@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepytorch_core import guard
@@ -80,10 +79,15 @@ class Call:
 
 
 class Token:
-    """Of one forward pass: alive until its results are gone, done after its backward pass."""
+    """Of one forward pass: alive until its results are gone, done after its backward pass.
 
-    def __init__(self) -> None:
+    Args:
+        repeated: called where the pass is made again, without graphs, for a backward pass.
+    """
+
+    def __init__(self, repeated: Callable[[], None] = lambda: None) -> None:
         self.is_done = False
+        self.repeated = repeated
 
 
 class Replay:
@@ -120,12 +124,15 @@ class Replay:
         self._parameters = [one for one in module.parameters() if one.requires_grad]
         self._inputs = [one for one in self._static if one.requires_grad]
         self._buffers = list(module.buffers())
+        # Each pass begins with the same, or those of a module that goes by them could not agree.
+        self._before = guard.Contents(self._buffers)
         self._draws = False
         numbers = guard.random_numbers()
         given = call.given(self._static)
         expected = self._rehearse(given, numbers)
         with recorder.own_leaves(module) as leaf_of:
             leaves = [leaf_of[id(one)] for one in self._parameters]
+            self._before.put_back()
             with recorder.rehearsing():
                 tensors = _tensors(self._run(given)[0])
                 found = self._gradients_of(tensors, leaves)
@@ -136,6 +143,7 @@ class Replay:
             self._capture(given, leaves)
         self._lent = self._lendable()
         self._check(call, given, expected)
+        del self._before
         self._let_go()
         recorder.keep((self._forward_graph, self._backward_graph))
 
@@ -163,7 +171,14 @@ class Replay:
                 if static is not None:
                     static.zero_() if seed is None else static.copy_(seed)
             self._backward_graph.replay()
-            return self._given()
+            gradients = self._given()
+        # What has no part in the outputs that were used has no gradient, rather than zeros.
+        used = [under for under, seed in zip(self._under, seeds, strict=True) if seed is not None]
+        places = map(id, (*self._parameters, *self._inputs))
+        return [
+            one if any(place in under for under in used) else None
+            for place, one in zip(places, gradients, strict=True)
+        ]
 
     def _given(self) -> list[Tensor | None]:
         """Gradients for the engine: those of large models in the graph's memory, others copied."""
@@ -191,7 +206,9 @@ class Replay:
         """
         tensors = [one.detach().requires_grad_(one.requires_grad) for one in call.tensors]
         with torch.enable_grad():
-            outputs = _tensors(self._once_more(call, number, tensors))
+            leaves = self._once_more(call, number, tensors)
+        # Outside of the module's hooks, so that logits may come that hooks would have left out.
+        outputs = [one for one, known in zip(leaves, self._leaves, strict=True) if known is Tensor]
         wanted = [*self._parameters, *(one for one in tensors if one.requires_grad)]
         pairs = [(one, seed) for one, seed in zip(outputs, seeds, strict=True) if seed is not None]
         found = torch.autograd.grad(
@@ -206,17 +223,13 @@ class Replay:
     def _once_more(self, call: Call, number: Tensor | None, tensors: Sequence[Tensor]) -> list[Any]:
         """What the module returns without graphs; buffers and random numbers stay as they are."""
         enabled, dtype = self._autocast
-        buffers = [(one, one.detach().clone()) for one in self._buffers]
+        buffers = guard.Contents(self._buffers)
         args, kwargs = call.given(tensors)
         with guard.same_random_numbers(), torch.autocast(self._kind, dtype=dtype, enabled=enabled):
             if number is not None:
                 self._recorder.rewind(number)
             leaves = tree_flatten(self._forward(*args, **kwargs))[0]
-        # The pass has been counted once already; and who saved a buffer may go on.
-        kept = _unsafe_preserve_version_counter(tuple(self._buffers))
-        with torch.no_grad(), kept:
-            for buffer, content in buffers:
-                buffer.copy_(content)
+        buffers.put_back()  # the pass has been counted once already
         return leaves
 
     def _read(self, call: Call, number: Tensor | None, leaf: int, made_at: int) -> Tensor:
@@ -272,7 +285,8 @@ class Replay:
             for number, one in enumerate(tensors)
         ]
         # What no output depends on has no gradient; what another output than the loss does may.
-        reached = _leaves_under(tensors)
+        self._under = [_leaves_under([one]) for one in tensors]
+        reached = set[int]().union(*self._under)
         self._parameters = [one for one in self._parameters if id(one) in reached]
         gradients = self._gradients_of(tensors, self._parameters)
         now = guard.random_numbers()
@@ -315,6 +329,7 @@ class Replay:
         self, call: Call, given: tuple[Any, Any], expected: tuple[list[Tensor], list[Tensor | None]]
     ) -> None:
         numbers = guard.random_numbers()
+        self._before.put_back()
         outputs = self.run_forward(call.tensors)
         gradients = self.run_backward([None if one is None else one.clone() for one in self._seeds])
         graphs.rewind(numbers)
@@ -322,19 +337,26 @@ class Replay:
         if self._differs(expected, found) is None:
             return
         # Sums in no fixed order differ from run to run; a wrapper may hide how exact they are.
+        self._before.put_back()
         tensors = _tensors(self._run(given)[0])
         again = ([one.detach() for one in tensors], self._gradients_of(tensors, self._parameters))
         graphs.rewind(numbers)
+        if self._differs(expected, again, looser=guard.AMPLIFIED) is not None:
+            raise NotCapturedError("its passes differ though they are given the same")
         problem = self._differs(expected, found, again)
         if problem is not None:
             raise NotCapturedError(f"replayed, its {problem}")
 
-    def _differs(self, expected: Any, found: Any, again: Any = (None, None)) -> str | None:
+    def _differs(
+        self, expected: Any, found: Any, again: Any = (None, None), *, looser: float = 1.0
+    ) -> str | None:
         dtype = self._autocast[1] if self._autocast[0] else None
         for what, mine, theirs, other in zip(
             ("output", "gradient"), expected, found, again, strict=True
         ):
-            problem = guard.difference(mine, theirs, dtype=dtype, what=what, sensitivity=other)
+            problem = guard.difference(
+                mine, theirs, dtype=dtype, what=what, sensitivity=other, looser=looser
+            )
             if problem is not None:
                 return problem
         return None
@@ -413,6 +435,7 @@ class _Pass(torch.autograd.Function):
             gradients = replay.run_backward(seeds)
         if gradients is None:
             # A second backward pass, one that is to be differentiated, or of other outputs.
+            token.repeated()
             gradients = replay.run_again(ctx.call, ctx.number, seeds)
             token.is_done = True
         return (None, None, None, None, *gradients)

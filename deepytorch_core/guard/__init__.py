@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_map
 
 from deepytorch_core import config, decisions
 from deepytorch_core.guard import profile
-from deepytorch_core.guard.numerics import difference, rounded
+from deepytorch_core.guard.numerics import AMPLIFIED, difference, rounded
 from deepytorch_core.guard.profile import fingerprint
 from deepytorch_core.guard.ranks import Ranks
 from deepytorch_core.guard.state import (
+    Contents,
     dropout_off,
     no_saved_tensor_hooks,
     preserved,
@@ -40,7 +41,9 @@ from deepytorch_core.guard.timing import (
 )
 
 __all__ = [
+    "AMPLIFIED",
     "Candidate",
+    "Contents",
     "Decision",
     "Ranks",
     "Trial",

@@ -33,6 +33,7 @@ def difference(
     dtype: torch.dtype | None = None,
     what: str = "output",
     sensitivity: Any = None,
+    looser: float = 1.0,
 ) -> str | None:
     """None if `found` equals `reference` within tolerance, else what differs and by how much.
 
@@ -43,6 +44,7 @@ def difference(
         what: how to call them in the answer.
         sensitivity: what the stock way gives when its inputs are off by their rounding errors; as
             much and a little more may be the difference of `found` then.
+        looser: factor of the tolerance.
     """
     ours, theirs = _tensors(found), _tensors(reference)
     off = _tensors(sensitivity) if sensitivity is not None else [None] * len(theirs)
@@ -50,7 +52,7 @@ def difference(
         return f"{what}: {len(ours)} tensors in place of {len(theirs)}"
     for index, (a, b, c) in enumerate(zip(theirs, ours, off, strict=True)):
         name = what if len(ours) == 1 else f"{what} {index}"
-        problem = _difference(a, b, dtype, c)
+        problem = _difference(a, b, (dtype, looser), c)
         if problem:
             return f"{name}: {problem}"
     return None
@@ -82,9 +84,10 @@ def _tensors(nest: Any) -> list[torch.Tensor | None]:
 def _difference(
     a: torch.Tensor | None,
     b: torch.Tensor | None,
-    dtype: torch.dtype | None,
+    exactness: tuple[torch.dtype | None, float],
     sensitivity: torch.Tensor | None,
 ) -> str | None:
+    dtype, looser = exactness
     if a is None or b is None:
         return None if a is b else f"{_shown(b)} in place of {_shown(a)}"
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -93,7 +96,7 @@ def _difference(
         return None if torch.equal(a, b) else "not equal"
     if a.numel() == 0:
         return None
-    limit = max(TOLERANCES.get(one, 1e-9) for one in _formats(a, dtype))
+    limit = looser * max(TOLERANCES.get(one, 1e-9) for one in _formats(a, dtype))
     finite = torch.isfinite(a)
     if not torch.equal(finite, torch.isfinite(b)):
         return "infinite or not a number where the other is finite"

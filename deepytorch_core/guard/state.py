@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -24,12 +25,7 @@ def preserved(module: nn.Module, *, scaler: Any = None) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     modes = [(one, one.training) for one in module.modules()]
     buffers = [(one, dict(one._buffers)) for one in module.modules() if one._buffers]
-    contents = [
-        (buffer, buffer.detach().clone())
-        for _, own in buffers
-        for buffer in own.values()
-        if buffer is not None
-    ]
+    contents = Contents([one for _, own in buffers for one in own.values() if one is not None])
     scaling = copy.deepcopy(vars(scaler)) if scaler is not None else {}
     for parameter, _ in gradients:
         parameter.grad = None
@@ -44,11 +40,28 @@ def preserved(module: nn.Module, *, scaler: Any = None) -> Iterator[None]:
         for one, own in buffers:
             one._buffers.clear()
             one._buffers.update(own)
-        with torch.no_grad():
-            for buffer, content in contents:
-                buffer.copy_(content)
+        contents.put_back()
         if scaler is not None:
             vars(scaler).update(scaling)
+
+
+class Contents:
+    """What is in some tensors. Expanded ones, which nothing can write to, are left out."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kept = [(one, one.detach().clone()) for one in tensors if not _is_expanded(one)]
+
+    def put_back(self) -> None:
+        """Unseen by autograd: who saved one of the tensors finds in it what he saved."""
+        unseen = _unsafe_preserve_version_counter(tuple(one for one, _ in self._kept))
+        with torch.no_grad(), unseen:
+            for tensor, content in self._kept:
+                tensor.copy_(content)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from deepytorch_core.config import Options
 pytestmark = pytest.mark.timeout(300)
 
 CPU = torch.device("cpu")
+PART = "down.0"
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +97,17 @@ def test_a_training_goes_on_while_helpers_compile_it() -> None:
     found: Any = engine.compilation_of(model)
     counters.clear()
     waited = number = 0
+    taken_over = {5}
     while not found.is_settled and number < 50_000:
         mine, other = (step(m, o, number) for m, o in zip((model, stock), optimizers, strict=True))
         assert mine == pytest.approx(other, rel=0.1, abs=5e-3)  # bf16 in another order
         waited += found.is_waiting
+        if found.is_waiting:
+            taken_over.add(sum(one.is_prepared for one in found.regions))
         number += 1
         time.sleep(0.002 if found.is_waiting else 0.0)
     assert waited > 10
+    assert taken_over == set(range(6))  # each part as soon as it is done
     assert found.is_settled
     assert counters["aot_autograd"]["autograd_cache_hit"] >= 5
     assert not counters["aot_autograd"]["autograd_cache_miss"]
@@ -119,7 +125,7 @@ def submitted(graph_of: Any) -> Ahead:
     helpers = Ahead(CPU, "inductor")
 
     def backend(graph: Any, inputs: Any) -> Any:
-        helpers.submit(graph)
+        helpers.submit(graph, PART)
         return graph.forward
 
     graph_of(backend)
@@ -127,7 +133,7 @@ def submitted(graph_of: Any) -> Ahead:
 
 
 def wait(helpers: Ahead, limit_s: float = 100.0) -> None:
-    while not helpers.is_over(limit_s):
+    while not helpers.is_done(PART, limit_s):
         time.sleep(0.05)
 
 
@@ -142,22 +148,26 @@ def test_what_a_helper_cannot_do_is_told() -> None:
     assert helpers.failures == ["TypeError: it is compiled for sizes that change"]
 
 
-def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model() -> None:
+def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, ask = threading.Event(), ahead._asked
+    monkeypatch.setattr(ahead, "_asked", lambda *args: (asked.set(), ask(*args))[1])
+
     def run(backend: Any) -> None:
         torch.compile(nn.Linear(3, 3), backend=backend)(torch.randn(7, 3))
 
     helpers = submitted(run)
-    while not helpers._processes:
-        time.sleep(0.01)
+    assert asked.wait(30.0)
     helpers._processes[0].kill()
     wait(helpers)
     assert helpers.failures == ["a helper ended with status -9"]
     torch._dynamo.reset()
-    torch.compile(nn.Linear(4, 3), backend=lambda graph, _: (helpers.submit(graph), graph)[1])(
-        torch.randn(7, 4)
-    )
-    assert not helpers.is_over(100.0)
-    assert helpers.is_over(0.0)
+    torch.compile(
+        nn.Linear(4, 3), backend=lambda graph, _: (helpers.submit(graph, PART), graph)[1]
+    )(torch.randn(7, 4))
+    assert not helpers.is_done(PART, 100.0)
+    assert helpers.is_done(PART, 0.0)
     helpers.close()
     assert helpers.failures[1:] == ["helpers have not done 1 graphs in time"]
     assert all(one.wait(30.0) is not None for one in helpers._processes)
@@ -181,7 +191,7 @@ def test_helpers_without_work_end_and_others_take_their_place(
     wait(helpers)
     assert [one.wait(30.0) for one in helpers._processes] == [0]
     torch._dynamo.reset()
-    linear(4)(lambda graph, _: (helpers.submit(graph), graph)[1])
+    linear(4)(lambda graph, _: (helpers.submit(graph, PART), graph)[1])
     wait(helpers)
     assert [one.wait(30.0) for one in helpers._processes] == [0, 0]
     assert not helpers.failures
@@ -193,3 +203,47 @@ def test_a_helper_that_cannot_be_started_is_no_hang(monkeypatch: pytest.MonkeyPa
     wait(helpers)
     (failure,) = helpers.failures
     assert "a helper could not be started: [Errno 2] No such file" in failure
+
+
+def test_helpers_that_wait_for_the_first_graph_do_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "_IDLE_S", 0.0)
+    monkeypatch.setattr(ahead, "_num_helpers", lambda: 2)
+    helpers = Ahead(CPU, "inductor")
+    helpers.start(1)
+    helpers.start(5)
+    while len(helpers._processes) < 2:
+        time.sleep(0.01)
+    time.sleep(3 * ahead._POLL_S)
+    assert [one.poll() for one in helpers._processes] == [None, None]
+    helpers.close()
+    assert all(one.wait(30.0) is not None for one in helpers._processes)
+
+
+def test_a_graph_does_not_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_IDLE_S", 0.0)
+    monkeypatch.setattr(ahead, "_num_helpers", lambda: 2)
+    first, ask = threading.Event(), ahead._asked
+    jobs: list[bytes] = []
+
+    def asked(process: Any, job: bytes) -> str:
+        jobs.append(job)
+        if len(jobs) == 1:
+            assert first.wait(60.0)
+        return ask(process, job)
+
+    monkeypatch.setattr(ahead, "_asked", asked)
+    helpers = submitted(linear(3))
+    while not jobs:
+        time.sleep(0.01)
+    time.sleep(3 * ahead._POLL_S)  # one without work has ended by now
+    torch._dynamo.reset()
+    linear(4)(lambda graph, _: (helpers.submit(graph, "other"), graph)[1])
+    while not helpers.is_done("other", 100.0):
+        time.sleep(0.05)
+    assert not helpers.is_done(PART, 100.0)
+    first.set()
+    wait(helpers)
+    assert not helpers.failures
+    helpers.close()

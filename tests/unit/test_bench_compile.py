@@ -25,15 +25,20 @@ def share(seconds: float, **more: Any) -> dict[str, Any]:
         "peak_gib": 0.5,
         "warmup_s": 3.0,
         "warmup_steps": 23,
-        "decision": {},
+        "decisions": [],
         **more,
     }
 
 
 def record(**ours: Any) -> dict[str, Any]:
-    decision = {"chosen": "inductor", "reason": "faster than eager", "dropped": {"x": "y"}}
+    compiled = {"chosen": "inductor", "reason": "faster than eager", "dropped": {"x": "y"}}
+    replayed = {"chosen": "replayed", "reason": "faster than launched"}
     job = CompileJob(world_size=1, ours="compile", workload="transformers/llama")
-    shares = [share(0.1, decision=decision, **ours), share(0.2), share(0.16, warmup_s=9.0)]
+    shares = [
+        share(0.1, decisions=[compiled, replayed], **ours),
+        share(0.2),
+        share(0.16, warmup_s=9.0),
+    ]
     return {**record_of(job, shares), "baseline_settings": {}, **provenance()}
 
 
@@ -45,7 +50,8 @@ def test_compile_record_is_whole() -> None:
     assert row["ours_per_s"] == 40.0
     assert row["loss_max_diff"] == 0
     assert row["wrong"] == 0
-    assert (row["kept"], row["dropped"]) == ("inductor", {"x": "y"})
+    assert (row["kept"], row["dropped"]) == ("inductor, replayed", {"x": "y"})
+    assert row["reason"] == "faster than eager; faster than launched"
 
 
 def test_compile_record_with_differing_losses_is_wrong() -> None:

@@ -10,7 +10,7 @@ import math
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,7 @@ from deepytorch_core.compile import region as region_module
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.config import Options
 
-
-@pytest.fixture(autouse=True)
-def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(decisions, "_made", [])
-    policies.names()  # loaded, so that what a test adds is taken away again
-    monkeypatch.setattr(policies, "_table", dict(policies._table))
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json")))
-    yield tmp_path / "profile.json"
-    engine.undo_all()
-    torch._dynamo.reset()
-    config.set_current(before)
+pytestmark = pytest.mark.usefixtures("own_profile")
 
 
 class Block(nn.Module):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config
 from deepytorch_core.compile import regions
-from deepytorch_core.config import Options
 
-
-@pytest.fixture(autouse=True)
-def own_profile(tmp_path: Path) -> Iterator[None]:
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json")))
-    yield
-    engine.undo_all()
-    torch._dynamo.reset()
-    config.set_current(before)
+pytestmark = pytest.mark.usefixtures("own_profile")
 
 
 class Block(nn.Module):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,18 +15,8 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config
-from deepytorch_core.config import Options
 
-
-@pytest.fixture(autouse=True)
-def own_profile(tmp_path: Path) -> Iterator[None]:
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
-    yield
-    engine.undo_all()
-    torch._dynamo.reset()
-    config.set_current(before)
+pytestmark = pytest.mark.usefixtures("own_profile")
 
 
 class Base(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +10,9 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config
-from deepytorch_core.config import Options
 from deepytorch_core.nn.swaps import _forward, rms_norm
 
-
-@pytest.fixture(autouse=True)
-def own_profile(tmp_path: Path) -> Iterator[None]:
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json")))
-    yield
-    engine.undo_all()
-    torch._dynamo.reset()
-    config.set_current(before)
+pytestmark = pytest.mark.usefixtures("own_profile")
 
 
 class OwnRMSNorm(nn.Module):

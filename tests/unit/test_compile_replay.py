@@ -57,7 +57,8 @@ def _load(name: str) -> Any:
 
 
 cases, masked = _load("gpu/test_cuda_graphs"), _load("gpu/test_cuda_graphs_masked")
-for _module in (cases, masked):
+causal, users = _load("gpu/test_cuda_graphs_causal"), _load("gpu/test_cuda_graphs_users")
+for _module in (cases, masked, causal, users):
     globals().update(
         {
             name: value

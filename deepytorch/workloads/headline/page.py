@@ -33,7 +33,7 @@ def write(records: Sequence[Record], path: Path) -> None:
     shown = list(latest.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".md":
-        path.write_text(tables.render({"records": shown}) + "\n", encoding="utf-8")
+        path.write_text(tables.render({"records": shown}, folder=".") + "\n", encoding="utf-8")
     elif path.suffix == ".png":
         path.write_bytes(picture(shown))
     else:

@@ -11,12 +11,10 @@ compared before each step.
 
 NOTE [Momentum]. torch's fused SGD makes momentum only if no parameter has any yet; one whose first
 gradient comes later, or that was loaded without, is an error. So momentum that is not there yet is
-made before the step, as zeros, from which the first update comes out the same.
+made before the step, as zeros, from which the first update comes out the same, and which a first
+step that is skipped leaves behind as they are.
 
-NOTE [Overflow]. torch lets a GradScaler hand its factor and the overflow to a fused optimizer,
-whose kernel then does nothing. But its step is called all the same, so what counts steps by that,
-such as Accelerate's scheduler, would go on. A switched optimizer doesn't offer it: the scaler
-unscales the gradients and skips the step, as in stock.
+What a GradScaler found reaches the kernels without a wait: see `deepytorch_core.nn.scaler_step`.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from deepytorch_core.nn import scaler_step
 from deepytorch_core.nn.kernels import (
     Kernel,
     Place,
@@ -98,11 +97,12 @@ class Fused(Kernel):
         before = [group.get("fused") for group in target.param_groups]
         default = target.defaults.get("fused")
         _set(target, [True] * len(before), True)
-        handles = [
+        handles: list[Any] = [
             # Another checkpoint's groups would put the former setting in force again.
             target.register_load_state_dict_post_hook(_set_again),
             target.register_state_dict_post_hook(_save_as_stock),
             target.register_step_pre_hook(match_gradients),
+            scaler_step.Handle(target),
         ]
         if isinstance(target, SGD):
             handles.append(target.register_step_pre_hook(_fill_momentum))
@@ -174,7 +174,7 @@ def _set(optimizer: Any, values: list[Any], default: Any) -> None:
                 state["step"] = state["step"].to(where, torch.float32)
     if any(values):
         match_state(optimizer)
-        # No `_step_supports_amp_scaling`, which the constructor sets: see NOTE [Overflow].
+        # No `_step_supports_amp_scaling`, which the constructor sets: see `scaler_step`.
         optimizer._need_device_dtype_check_for_fused = True
     else:
         vars(optimizer).pop("_need_device_dtype_check_for_fused", None)

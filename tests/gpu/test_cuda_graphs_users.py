@@ -1,0 +1,243 @@
+"""What people do around a model that is replayed: it trains as stock does, or is left alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepytorch_core.compile import capture, known_waits
+from deepytorch_core.compile.capture import Capture
+from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.testing import needs_gpus
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
+
+DEVICE = "cuda"
+STEPS = 14
+
+
+def rows(number: int) -> Tensor:
+    return torch.randn(9, 6, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+
+
+def train(model: nn.Module, loss_of: Callable[[Any, int], Tensor]) -> list[float]:
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.1)
+    losses = []
+    for number in range(STEPS):
+        loss = loss_of(model, number)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def captured(model: Any) -> Capture:
+    found = Capture(model, is_on=lambda: True)
+    found.install()
+    return found
+
+
+def trains_alike(model: nn.Module, loss_of: Callable[[Any, int], Tensor]) -> Capture:
+    """Losses, parameters and buffers are those of a twin without graphs."""
+    model.to(DEVICE).train()
+    twin = copy.deepcopy(model)
+    found = captured(model)
+    assert train(model, loss_of) == pytest.approx(train(twin, loss_of), rel=1e-4, abs=1e-6)
+    for mine, theirs in zip(
+        (*model.parameters(), *model.buffers()), (*twin.parameters(), *twin.buffers()), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    return found
+
+
+class Layers(nn.Module):
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), *more, nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+def squares(model: Any, number: int) -> Tensor:
+    return model(rows(number)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_an_attribute_that_is_only_called_hooks_is_a_plain_one() -> None:
+    model = Layers()
+    model.layers[0].use_hooks = True
+    model.layers[0].num_hooks_ = 1
+    assert trains_alike(model, squares).has_replays
+
+
+def test_three_passes_before_one_backward_pass() -> None:
+    def triplet(model: Any, number: int) -> Tensor:
+        one, other, far = (model(rows(100 * number + n)) for n in range(3))
+        return (one - other).square().mean() + (2 - (one - far).square().mean()).relu()
+
+    trains_alike(Layers(nn.BatchNorm1d(6)), triplet)
+
+
+class Average(nn.Module):
+    """A moving average that the output goes by, written in place or anew."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            change = 0.2 * (y.mean(0) - self.average)
+            if self.in_place:
+                self.average.add_(change)
+            else:
+                self.average = self.average + change
+        return y - self.average
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_passes_write_goes_on(in_place: bool) -> None:
+    found = trains_alike(Average(in_place), squares)
+    assert found.has_replays == in_place
+
+
+class Drawing(nn.Module):
+    """Draws from a generator that nobody else knows."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.generator, torch.Generator):
+            factor = float(torch.rand((), generator=self.generator).numpy())
+        else:
+            factor = self.generator.random()
+        return x + (0.5 + factor) * self.linear(x)
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_who_draws_from_a_generator_of_its_own_is_left_alone(kind: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    made = {
+        "python": lambda: random.Random(5),
+        "numpy": lambda: numpy.random.default_rng(5),
+        "torch": lambda: torch.Generator().manual_seed(5),
+    }[kind]
+    model = Drawing(None).to(DEVICE).train()
+    twin = copy.deepcopy(model)
+    model.generator, twin.generator = made(), made()
+    found = captured(model)
+    assert train(model, squares) == pytest.approx(train(twin, squares), rel=1e-4)
+    assert found.problem == "generator is a generator of random numbers of its own"
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x)
+        return self.one(h), self.other(h)
+
+
+def test_a_head_without_a_part_in_the_loss_gets_no_gradient() -> None:
+    def of_one_head(model: Any, number: int) -> Tensor:
+        one, other = model(rows(number))
+        return (one if number < STEPS // 2 else other).square().mean()  # type: ignore[no-any-return]
+
+    found = trains_alike(Heads(), of_one_head)
+    assert found.has_replays
+
+
+def test_a_second_backward_pass_adds_up() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(DEVICE).train()
+    twin = copy.deepcopy(model)
+    apply_kernels(Setting(model=model, device=torch.device(DEVICE)), "on")
+    found = captured(model)
+    for number in range(6):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(3, 131, (3, 24), generator=generator).to(DEVICE)
+        for own in (model, twin):
+            own.zero_grad()
+            loss = own(input_ids=ids, labels=ids.clone()).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+    assert found.has_replays
+
+
+def test_transformations_of_functions_see_the_model_as_it_is() -> None:
+    from torch.func import functional_call, grad, vmap
+
+    model = Layers().to(DEVICE).train()
+    found = captured(model)
+    train(model, squares)
+    assert found.has_replays
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+
+    def loss(weights: Any, row: Tensor) -> Tensor:
+        return functional_call(model, weights, (row[None],)).square().mean()
+
+    gradients = vmap(grad(loss), in_dims=(None, 0))(weights, rows(1))
+    assert gradients["layers.0.weight"].shape == (9, 6, 6)
+
+
+def test_an_expanded_buffer_is_nobodys_hindrance() -> None:
+    model = Layers(nn.BatchNorm1d(6))
+    model.register_buffer("mask", torch.ones(1).expand(8))
+    assert trains_alike(model, squares).has_replays
+
+
+def test_replays_that_are_only_made_on_top_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MOST_MISSES", 5)
+
+    def twice(model: Any, number: int) -> Tensor:
+        loss = squares(model, number)
+        loss.backward(retain_graph=True)
+        return loss
+
+    found = trains_alike(Layers(), twice)
+    assert found.failure is not None
+    assert "backward passes are made twice" in found.failure
+
+
+def test_packed_rows_are_looked_for_again_after_two_captures_at_once() -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    look = masks.find_packed_sequence_indices
+    both = threading.Barrier(2)
+
+    def one() -> None:
+        both.wait(30)
+        for _ in range(50):
+            with known_waits._without_look():
+                assert masks.find_packed_sequence_indices(torch.arange(3)[None]) is None
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert masks.find_packed_sequence_indices is look
