@@ -28,6 +28,10 @@ from ._padding_free import BATCH_KEY
 _SHARES = 16
 # Arguments with one entry a token, which are packed.
 _PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids")
+# Arguments that ask for the same of a row as of a batch. Any other may do something with it.
+_HARMLESS = ("num_items_in_batch", "output_hidden_states", "return_dict")
+FUSED_HEAD = "fused_lm_head"
+"""The argument that asks for log-probabilities, of a model that TRL has given a fused head."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Conventions:
     shifted: bool  # the loss compares a token with the label after it
     first_position: int | None  # positions count a row's tokens from here; None: columns
     max_positions: int | None  # rows of the table of learned positions, if there is one
+    fused_head: bool = False  # it has TRL's fused head, which takes a packed row
 
 
 class PlanningCollate:
@@ -86,6 +91,9 @@ class PackedForward:
         self.conventions = conventions
         self._strict = strict
         self._names = list(inspect.signature(outer.forward).parameters)
+        self._harmless = {*_HARMLESS, *([FUSED_HEAD] if conventions.fused_head else [])}
+        if getattr(model.config, "output_router_logits", False):
+            self._harmless.add("output_router_logits")  # which the probe has seen then
         self._attentions = Attentions(model)
         self._hooks = [
             (name or type(model).__name__, hooks)
@@ -132,7 +140,7 @@ class PackedForward:
             self._attentions.use_stock()
         if planned is None and self._is_bare(call):
             masked = {**call, "attention_mask": torch.ones_like(call["input_ids"])}
-            if _obstacle(masked) is None:
+            if _obstacle(masked, self._harmless) is None:
                 call, planned = masked, full(call["input_ids"])
         generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
         is_padded = call.get("attention_mask") is not None and not is_packed and not generates
@@ -141,7 +149,7 @@ class PackedForward:
             self._calls.append(None)
             self.num_tokens, self.are_few = None, bool(self.shapes.limit)
             return args, kwargs
-        obstacle = _obstacle(call) or self._foreign_hook()
+        obstacle = _obstacle(call, self._harmless) or self._foreign_hook()
         packing = None
         if obstacle is None:
             packing = self._packing(call, planned)
@@ -382,7 +390,7 @@ def _filled(row: Tensor, filling: int, value: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, filling), value=value) if filling else row
 
 
-def _obstacle(call: dict[str, Any]) -> str | None:
+def _obstacle(call: dict[str, Any], harmless: set[str]) -> str | None:
     """Why a call can't be packed, whatever its batch."""
     ids = call.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -399,12 +407,9 @@ def _obstacle(call: dict[str, Any]) -> str | None:
     for name, value in call.items():
         if name in _PER_TOKEN or value is None or value is False:
             continue
-        if name in ("use_cache", "output_attentions"):
-            return f"the model is called with {name}={value}"
-        if name == "logits_to_keep" and value == 0:
-            continue
-        if name in ("logits_to_keep", "past_key_values", "inputs_embeds", "cache_position"):
-            return f"the model is called with {name}"
         if isinstance(value, Tensor) and value.dim():
             return f"the model is called with {name}, which can't be packed"
+        keeps_all = name == "logits_to_keep" and type(value) is int and value == 0
+        if name not in harmless and not keeps_all:
+            return f"the model is called with {name}" + ("=True" if value is True else "")
     return None

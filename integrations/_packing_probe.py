@@ -2,25 +2,29 @@
 
 Three tries on a few tokens, in eval mode, none of them trained on. First, which tokens every
 attention of the model sees, from the masks that transformers makes, far beyond the few tokens of
-the other tries. Then logits and loss, packed against padded. Last, that what one sequence holds has
-no effect on another, which noise can't hide in low precision.
+the other tries. Then logits, loss and whatever else the model gives, packed against padded. Last,
+that what one sequence holds has no effect on another, which noise can't hide in low precision.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from deepytorch_core.data import plan
+from deepytorch_core.data import Packing, plan
 
-from . import _packed_attention
-from ._packed_forward import Attentions, Conventions, PackedForward
+from . import _packed_attention, _unpacked_output
+from ._contract import IntegrationError
+from ._packed_forward import FUSED_HEAD, Attentions, Conventions, PackedForward
 
 _CHECK = "deepytorch_mask_check"
 _SEEN_UP_TO = 1 << 15
@@ -187,10 +191,71 @@ def _compare(
         loss_difference = abs(float(row.loss) - float(loss))
         if difference <= bound and loss_difference <= loss_bound:
             _check_apart(model, call, attentions, (batch, conventions))
-            return conventions
+            _check_fields(padded, row, packing, tolerance)
+            fused = _fused_head_packs(model, call, attentions, (batch, conventions, tolerance))
+            return replace(conventions, fused_head=fused)
     if difference <= bound:
         raise Unsupported(f"the loss of a packed row differs by {loss_difference:.2g}")
     raise Unsupported(f"logits of a packed row differ by {difference:.2g}")
+
+
+def _check_fields(padded: Any, row: Any, packing: Packing, tolerance: float) -> None:
+    """Every field of the output for a packed row is the padded batch's once it is unpacked."""
+    unpacked = _unpacked_output.unpacked(row, packing, packing.num_tokens, lazily=True)
+    tensors = [leaf for leaf in tree_leaves(dict(padded)) if isinstance(leaf, Tensor)]
+    largest = max(float(tensor.abs().max()) for tensor in tensors if tensor.is_floating_point())
+    for name in padded:
+        try:
+            pairs = zip(tree_leaves(padded[name]), tree_leaves(unpacked[name]), strict=True)
+            same = all(_same(*pair, packing, tolerance * largest) for pair in pairs)
+        except (IntegrationError, KeyError, ValueError):
+            same = False
+        if not same:
+            raise Unsupported(f"a packed row gives another {name}")
+
+
+def _same(expected: Any, given: Any, packing: Packing, bound: float) -> bool:
+    if not isinstance(expected, Tensor) or not expected.dim():
+        return True  # the loss is compared already, with all that goes into it
+    if expected.shape != given.shape:
+        return False
+    if not expected.is_floating_point():
+        return True  # such as which token is likeliest, which rounding may change
+    difference = (expected - given).abs()
+    size = packing.shape
+    if tuple(difference.shape[:2]) == size:
+        difference = packing.pack(difference)
+    elif difference.shape[0] == size[0] * size[1]:
+        difference = packing.pack(difference.unflatten(0, size))
+    return bool(difference.max() <= bound)
+
+
+def _fused_head_packs(
+    model: Any, call: Callable[..., Any], attentions: Attentions, tried: Any
+) -> bool:
+    """Whether TRL has given the model a fused head, and what it gives for a packed row is right."""
+    if not _has_fused_head(model):
+        return False
+    batch, conventions, tolerance = tried
+    fused = {**batch, FUSED_HEAD: True}
+    try:
+        padded = call(**fused)
+        with attentions.used(_packed_attention.register):
+            row, packing = _run_packed(model, call, fused, conventions)
+        _check_fields(padded, row, packing, tolerance)
+    except Exception:
+        return False  # batches stay padded when the head is asked for, and say so
+    return True
+
+
+def _has_fused_head(model: Any) -> bool:
+    """Whether the forward pass, or what it wraps, takes the argument."""
+    forward = model.forward
+    while forward is not None:
+        if FUSED_HEAD in inspect.signature(forward, follow_wrapped=False).parameters:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _shifts_labels(call: Callable[..., Any], batch: dict[str, Tensor], model: Any) -> bool:

@@ -18,7 +18,18 @@ from torch import Tensor
 from deepytorch_core.data import Packing
 from deepytorch_core.nn.deferred_logits import DeferredLogits
 
+from ._contract import IntegrationError
+
 _FLAT_FIELDS = ("router_logits",)  # [batch * width, ...] where others have [batch, width, ...]
+# Of TRL's fused head: [batch, width - 1], by the token that predicts, and zero without a label.
+_SHIFTED_FIELDS = (
+    "log_probs",
+    "entropy",
+    "log_sum_sq_probs",
+    "mean_logits",
+    "is_top1",
+    "label_mask",
+)
 
 
 def unpacked(output: Any, packing: Packing, row: int, *, lazily: bool) -> Any:
@@ -28,17 +39,23 @@ def unpacked(output: Any, packing: Packing, row: int, *, lazily: bool) -> Any:
         output: what a transformers model returned for a packed row: a ModelOutput or a tuple.
         row: tokens of the packed row, with what it was filled up with.
         lazily: whether a ModelOutput's fields may wait until they are read.
+
+    Raises IntegrationError, when it is read, for a field of which nobody knows what belongs to
+    which token.
     """
     if isinstance(output, tuple | list):
-        return type(output)(_padded(value, packing, row) for value in output)
+        places = enumerate(output)
+        return type(output)(_padded(value, packing, row, f"[{place}]") for place, value in places)
     if not isinstance(output, OrderedDict):
-        return _padded(output, packing, row)
+        return _padded(output, packing, row, "all")
     lazy: Any = _lazy_type(type(output))
     result = lazy.__new__(lazy)
     vars(result).update(vars(output))
     for name in output:
         OrderedDict.__setitem__(result, name, OrderedDict.__getitem__(output, name))
-    vars(result)["_pending"] = {name: (packing, row) for name in output if name != "loss"}
+    vars(result)["_pending"] = {
+        name: (packing, row) for name, value in output.items() if not _is_single(value)
+    }
     if lazily:
         return result
     for name in list(output):
@@ -46,13 +63,31 @@ def unpacked(output: Any, packing: Packing, row: int, *, lazily: bool) -> Any:
     return output
 
 
-def _padded(value: Any, packing: Packing, row: int) -> Any:
+def _is_single(value: Any) -> bool:
+    """Whether it is one value for the whole batch."""
     if isinstance(value, Tensor):
-        is_packed = tuple(value.shape[:2]) == (1, row)
-        return _watched(packing.unpack(value), packing) if is_packed else value
+        return not value.dim()
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _padded(value: Any, packing: Packing, row: int, name: str) -> Any:
+    if _is_single(value):
+        return value
     if type(value) in (tuple, list):
-        return type(value)(_padded(one, packing, row) for one in value)
-    return value
+        return type(value)(_padded(one, packing, row, name) for one in value)
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    if name in _FLAT_FIELDS and shape[:1] == (row,):
+        return packing.unpack(value.unsqueeze(0)).flatten(0, 1)
+    if name in _SHIFTED_FIELDS and shape == (1, row - 1):
+        whole = torch.nn.functional.pad(value, (0, 1))
+        return packing.unpack(whole)[:, :-1].contiguous()
+    if shape[:2] == (1, row):
+        return _watched(packing.unpack(value), packing)
+    what = f"of shape {shape}" if shape else f"a {type(value).__name__}"
+    raise IntegrationError(
+        f"padding_free: {name} of the model's output is {what} for a row of {row} tokens, which "
+        "can't be given back for the padded batch: set padding_free=off"
+    )
 
 
 class _NoGradientAtPadding(torch.autograd.Function):
@@ -66,7 +101,7 @@ class _NoGradientAtPadding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        used = (gradient != 0).flatten(2).any(dim=2).flatten()
+        used = (gradient != 0).reshape(gradient.shape[:2].numel(), -1).any(dim=1)
         torch._assert_async(  # without waiting for a device
             ~used.index_fill(0, places, False).any(),
             "padding_free: the loss takes what the model gives at padding, where it is zero now: "
@@ -76,18 +111,10 @@ class _NoGradientAtPadding(torch.autograd.Function):
 
 
 def _watched(padded: Tensor, packing: Packing) -> Tensor:
-    if not padded.requires_grad or packing.is_full or padded.dim() < 3:
+    if not padded.requires_grad or packing.is_full:
         return padded
     watched: Tensor = _NoGradientAtPadding.apply(padded, packing.indices)  # type: ignore[no-untyped-call]
     return watched
-
-
-def _padded_flat(value: Any, packing: Packing, row: int) -> Any:
-    if isinstance(value, Tensor) and value.dim() and value.shape[0] == row:
-        return packing.unpack(value.unsqueeze(0)).flatten(0, 1)
-    if type(value) in (tuple, list):
-        return type(value)(_padded_flat(one, packing, row) for one in value)
-    return value
 
 
 class _Lazy(OrderedDict[str, Any]):
@@ -106,15 +133,15 @@ class _Lazy(OrderedDict[str, Any]):
     def _settle(self, name: str) -> None:
         pending = vars(self).get("_pending", {})
         if name in pending:
-            packing, row = pending.pop(name)
+            packing, row = pending[name]
             stand_in = vars(self).get("_stand_ins", {}).pop(name, None)
             if stand_in is None:
-                pad = _padded_flat if name in _FLAT_FIELDS else _padded
-                value = pad(OrderedDict.__getitem__(self, name), packing, row)
+                value = _padded(OrderedDict.__getitem__(self, name), packing, row, name)
             else:
                 value = stand_in.materialized()  # with the hooks that were put on it
             OrderedDict.__setitem__(self, name, value)
             vars(self)[name] = value
+            del pending[name]  # not before: who reads on after an error gets it again
 
     def _seen(self, name: str) -> Any:
         """The field for whoever goes through all of them: it is padded when that one uses it."""
@@ -127,7 +154,7 @@ class _Lazy(OrderedDict[str, Any]):
         stand_ins = vars(self).setdefault("_stand_ins", {})
         if name not in stand_ins:
             stand_ins[name] = DeferredLogits.make(
-                functools.partial(_padded, value, packing, row),
+                functools.partial(_padded, value, packing, row, name),
                 shape=(*packing.shape, *value.shape[2:]),
                 dtype=value.dtype,
                 device=value.device,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,7 @@ from deepytorch_core import decisions
 LONGEST = 20
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def llama(**more: Any) -> Any:

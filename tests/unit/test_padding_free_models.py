@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,13 +58,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 CAUSAL = {"llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "gpt_neox", "mixtral"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(name: str) -> Any:
@@ -293,6 +287,19 @@ def last_logits(batch: dict[str, Any]) -> None:
     del batch["labels"]
 
 
+def last_logits_by_place(batch: dict[str, Any]) -> None:
+    batch["logits_to_keep"] = torch.tensor([3, 5])
+    del batch["labels"]
+
+
+def another_loss(batch: dict[str, Any]) -> None:
+    batch["label_smoothing"] = 0.0  # whatever it may be: the model's loss gets it
+
+
+def another_output(batch: dict[str, Any]) -> None:
+    batch["return_scores"] = True
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -302,6 +309,9 @@ def last_logits(batch: dict[str, Any]) -> None:
         (nothing_real, "the batch has no tokens"),
         (cached, "the model is called with use_cache=True"),
         (last_logits, "the model is called with logits_to_keep"),
+        (last_logits_by_place, "the model is called with logits_to_keep"),
+        (another_loss, "the model is called with label_smoothing"),
+        (another_output, "the model is called with return_scores=True"),
     ],
 )
 def test_a_batch_that_can_not_be_packed_stays_padded(

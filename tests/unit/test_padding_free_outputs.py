@@ -1,0 +1,155 @@
+"""What models give besides logits and a loss: the padded batch's, or an error in its place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+from deepytorch.integrations import _contract, _padding_free
+from deepytorch_core import decisions
+
+VOCABULARY = 97
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+LENGTHS = (17, 3, 9, 1)
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def batch_of(*, left: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    width = max(LENGTHS) + 2
+    ids = torch.randint(4, VOCABULARY, (len(LENGTHS), width), generator=generator)
+    columns = torch.arange(width).flip(0) if left else torch.arange(width)
+    mask = (columns[None, :] < torch.tensor(LENGTHS)[:, None]).long()
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
+    labels[mask == 0] = -100
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # nothing is predicted from padding
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+
+
+@dataclass
+class ScoredOutput(CausalLMOutputWithPast):
+    scores: Tensor | None = None
+
+
+class Scored(hf.LlamaForCausalLM):
+    """Gives scores besides, made of the logits."""
+
+    score: Callable[[Any, Tensor], Tensor | None]
+
+    @can_return_tuple
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        scores = type(self).score(self, output.logits)
+        return ScoredOutput(loss=output.loss, logits=output.logits, scores=scores)
+
+
+def scored(score: Callable[[Any, Tensor], Tensor | None]) -> Any:
+    torch.manual_seed(0)
+    return type("Scored", (Scored,), {"score": score})(hf.LlamaConfig(**SHAPE)).train()
+
+
+def of_sequences(model: Any, logits: Tensor) -> Tensor:
+    return logits.mean(dim=(1, 2))
+
+
+def of_tokens(model: Any, logits: Tensor) -> Tensor:
+    return logits.mean(dim=2)
+
+
+def test_a_model_that_gives_one_value_for_a_sequence_keeps_its_padding() -> None:
+    assert not _padding_free.attach(scored(of_sequences), "auto", adapter="test")
+    assert str(decisions.made()[-1]["reason"]).endswith("a packed row gives another scores")
+
+
+def test_what_only_a_training_model_gives_for_a_sequence_is_an_error_when_it_is_read() -> None:
+    model = scored(lambda self, logits: of_sequences(self, logits) if self.training else None)
+    assert _padding_free.attach(model, "auto", adapter="test")
+    output = model(**batch_of())
+    assert output.loss.isfinite()
+    said = r"padding_free: scores of the model's output .*: set padding_free=off"
+    for read in (lambda: output.scores, lambda: output["scores"], lambda: list(output.values())):
+        with pytest.raises(_contract.IntegrationError, match=said):
+            read()
+    with pytest.raises(_contract.IntegrationError, match=r"\[2\] of the model's output"):
+        model(**batch_of(), return_dict=False)
+
+
+def test_values_of_tokens_come_back_and_a_loss_that_takes_them_at_padding_is_refused() -> None:
+    model = scored(of_tokens)
+    stock = copy.deepcopy(model)
+    assert _padding_free.attach(model, "auto", adapter="test")
+    batch = batch_of()
+    mask = batch["attention_mask"]
+    ours, theirs = ((one(**batch).scores * mask).square().sum() for one in (model, stock))
+    torch.testing.assert_close(ours, theirs)
+    ours.backward()
+    with pytest.raises(RuntimeError, match="the loss takes what the model gives at padding"):
+        model(**batch).scores.exp().mean().backward()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_trls_fused_head_gives_the_log_probabilities_of_the_padded_batch(left: bool) -> None:
+    torch.manual_seed(0)
+    models = [hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).train() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for one in models:
+        add_fused_lm_head(one, temperature=0.7, outputs=FIELDS)
+    stock, model = models
+    assert _padding_free.attach(model, "on", adapter="test")  # so it is packed, or an error
+    batch = batch_of(left=left)
+    ours, theirs = (one(**batch, fused_lm_head=True) for one in (model, stock))
+    assert isinstance(ours, FusedCausalLMOutput)
+    assert set(ours) == set(theirs) == {"loss", "label_mask", *FIELDS}
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, msg=name)
+    for output in (ours, theirs):
+        (output.log_probs.sum(dim=1).square().sum() + output.entropy.sum()).backward()
+    for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+class OtherHead:
+    """A head that takes TRL's keyword and gives the log-probability of each whole sequence."""
+
+    def __init__(self, model: Any) -> None:
+        self.stock = model.forward
+
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        output = self.stock(*args, **kwargs)
+        if fused_lm_head:
+            output = FusedCausalLMOutput(loss=output.loss, log_probs=output.logits.mean(dim=(1, 2)))
+        return output
+
+
+def test_another_head_of_the_same_name_gets_its_padding() -> None:
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).train()
+    stock = copy.deepcopy(model)
+    for one in (model, stock):
+        one.forward = OtherHead(one)
+    assert _padding_free.attach(model, "auto", adapter="test")
+    batch = batch_of()
+    ours, theirs = (one(**batch, fused_lm_head=True).log_probs for one in (model, stock))
+    assert torch.equal(ours, theirs)
+    assert decisions.made()[-1]["reason"] == "the model is called with fused_lm_head=True"
