@@ -1,22 +1,25 @@
 """DDP's bucket sizes, measured on the live job: every candidate trains a few of its steps.
 
-A step is timed from one forward pass to the next, with everything in it, so overlap counts as it
-is. Steps that another forward pass came into (validation) don't count. The best candidate is
-measured again, and the sizes that the job came with too; it stays only if it beats both
-measurements of those beyond the noise. All ranks decide from the same numbers: the slowest rank's.
+A step is timed from the first forward pass after a reduction to the first one after the next, with
+everything in it, so overlap counts as it is. Steps that validation came into don't count. The best
+candidate is measured again, and the sizes that the job came with too; it stays only if it beats
+both measurements of those beyond the noise. All ranks decide from the same numbers: the slowest
+rank's.
 
-Ranks keep in step by counting the forward passes that a reduction follows, of which every rank has
-the same number. Under DDP's join context they may not, and torch never says that it is over: it
-ends the measurement, on every rank where the context is made.
+Ranks keep in step by counting reductions, of which every rank has the same number, whatever forward
+passes it has. Under DDP's join context they may not, and torch never says that it is over: it ends
+the measurement, on every rank where the context is made.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepytorch_core import decisions
 from deepytorch_core.guard import timing
@@ -59,6 +62,7 @@ class BucketTuning:
 
     def __init__(self, ddp: Any, layouts: list[Layout]) -> None:
         self._base = _buckets.layout_of(ddp)
+        self._parameters = _buckets.reduced_parameters(ddp)
         # Blocks of steps: a layout, and its times in seconds.
         self._blocks: list[tuple[Layout, list[float]]] = [
             (layout, []) for layout in (self._base, *layouts)
@@ -68,6 +72,8 @@ class BucketTuning:
         self._step = 0
         self._began: float | None = None
         self._is_whole = True  # nothing but training since then
+        self._is_training = True  # the module's mode then
+        self._gradients = _Gradients(self._parameters)
         self._in_use = self._base
         self._handle = ddp.register_forward_pre_hook(self)
         ddp.join_hook = _JoinHook(self, ddp)
@@ -86,18 +92,24 @@ class BucketTuning:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, ddp: Any, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients and ddp.require_backward_grad_sync:
+            self._on_pass(ddp)
+        # A module whose mode changes within a step is validated in it.
+        if not with_gradients or ddp.training != self._is_training:
             self._is_whole = False
-        elif ddp.require_backward_grad_sync:
-            self._on_step(ddp)
 
-    def _on_step(self, ddp: Any) -> None:
+    def _on_pass(self, ddp: Any) -> None:
+        if self._began is not None and not self._gradients.have_come:
+            return
+        self._gradients.have_come = False
         if ddp.device.type != "cpu":
             torch.accelerator.synchronize()
         if self._began is not None:
             taken = time.perf_counter() - self._began
             self._end_step(ddp, taken if self._is_whole else math.inf)
         self._began, self._is_whole = time.perf_counter(), True
+        self._is_training = ddp.training
 
     def _end_step(self, ddp: Any, seconds: float) -> None:
         self._step += 1
@@ -132,11 +144,12 @@ class BucketTuning:
 
     def _use(self, ddp: Any, layout: Layout) -> None:
         if layout != self._in_use:
-            _buckets.rebuild(ddp, layout)
+            _buckets.rebuild(ddp, self._parameters, layout)
             self._in_use = layout
 
     def _stop(self, ddp: Any, layout: Layout) -> None:
         self._handle.remove()
+        self._gradients.stop()
         vars(ddp).pop("join_hook", None)
         self._use(ddp, layout)
 
@@ -146,6 +159,28 @@ class BucketTuning:
         times = {str(one): row for (one, _), row in zip(self._blocks, rows, strict=True)}
         reason = "nothing is faster" if layout == self._base else f"faster than {self._base}"
         decisions.record(WHAT, str(layout), reason, times_ms=timing.in_ms(times))
+
+
+class _Gradients:
+    """Whether one has come, of parameters that all require them; a hook of each.
+
+    DDP reduces all when the first comes after a forward pass that is not in `no_sync`. One of them
+    alone would not tell: this rank may not use it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.have_come = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        ]
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.have_come = True
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 class _JoinHook:

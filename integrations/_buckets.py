@@ -7,17 +7,21 @@ set the sizes, `_ddp_init_helper`, then register again what was registered with 
 new Reducer goes through what every one does: a first step with preliminary buckets, and a second
 that has learnt the order of the gradients. Parameters, their gradients and DDP's own hooks on the
 forward pass stay; registered memory is placed by deepytorch_core.registered as ever.
+
+A Reducer reduces the parameters that required gradients when it was made. Some may be frozen now,
+for a while: the new one is given the old one's (`reduced_parameters`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed
+from torch import nn
 
 # Not all that is used of it is exported for type checkers.
 dist: Any = torch.distributed
@@ -58,25 +62,43 @@ def why_fixed(ddp: Any) -> str | None:
         return "its optimizer runs inside the backward pass"
     if not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook"):
         return "it has a communication hook that can't be told from outside"
+    made_with, parameters = ddp._get_ddp_logging_data(), reduced_parameters(ddp)
+    if (len(parameters), num_bytes(parameters)) != (
+        made_with["num_parameter_tensors"],
+        made_with["total_parameter_size_bytes"],
+    ):
+        return "parameters were frozen or unfrozen since it was made; do that after this call"
     return None
 
 
-def rebuild(ddp: Any, layout: Layout | None = None) -> None:
+def reduced_parameters(ddp: Any) -> list[nn.Parameter]:
+    """The parameters whose gradients a module that `why_fixed` says nothing about reduces."""
+    parameters: list[nn.Parameter] = ddp._build_params_for_reducer()[0]
+    return parameters
+
+
+def num_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """How large their gradients are."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def rebuild(ddp: Any, parameters: Sequence[nn.Parameter], layout: Layout | None = None) -> None:
     """Make the module's Reducer anew, on every rank, between two steps.
 
     See NOTE [Rebuilding the Reducer].
 
     Args:
         ddp: a module that `why_fixed` says nothing about.
+        parameters: its `reduced_parameters`, from before any of them was frozen.
         layout: its bucket sizes from now on; default: as they are.
     """
     ddp._remove_autograd_hooks()
     # The old buckets go before the new ones come.
     ddp.reducer = ddp.logger = None
-    parameters, sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    with _sizes(ddp, layout):
-        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    with _requiring_gradients(ddp, parameters), _sizes(ddp, layout):
+        ordered, sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(ordered)
+        ddp._ddp_init_helper(ordered, sparse, names, ddp.static_graph)
     if ddp.static_graph:
         # In its first step it learns the graph and reduces at the end.
         ddp._static_graph_delay_allreduce_enqueued = False
@@ -86,6 +108,20 @@ def rebuild(ddp: Any, layout: Layout | None = None) -> None:
         ddp.logger._set_comm_hook_name(hook.__qualname__)
         dist._register_comm_hook(ddp.reducer, state, hook)
     ddp._has_rebuilt_buckets = False
+
+
+@contextlib.contextmanager
+def _requiring_gradients(ddp: Any, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Have these parameters of the module require gradients, and no others."""
+    wanted = set(parameters)
+    others = [one for one in ddp.parameters() if one.requires_grad != (one in wanted)]
+    for parameter in others:
+        parameter.requires_grad_(parameter in wanted)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(parameter not in wanted)
 
 
 @contextlib.contextmanager

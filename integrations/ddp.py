@@ -195,11 +195,12 @@ def _compress(ddp: DistributedDataParallel, changes: Changes) -> None:
     if reason is not None:
         raise IntegrationError(f"{_PREPARE}: compress can't be used with this module: {reason}")
     hook, group = _bucket_hook.average_as_bf16, ddp.process_group
+    parameters = _buckets.reduced_parameters(ddp)
     ddp.register_comm_hook(group, hook)
 
     def take_out() -> None:
         ddp._comm_hooks.remove((hook, group))
-        _buckets.rebuild(ddp)
+        _buckets.rebuild(ddp, parameters)
 
     changes.on_undo(take_out)
 
@@ -215,8 +216,7 @@ def _tune(ddp: DistributedDataParallel, options: Options, changes: Changes) -> N
         raise IntegrationError(f"{_TUNE}: this module's buckets can't be changed: {reason}")
     _contract.mark(ddp, _TUNE, changes)
     base = _buckets.layout_of(ddp)
-    parameters = [one for one in ddp._module_parameters if one.requires_grad]
-    gradient_bytes = sum(one.numel() * one.element_size() for one in parameters)
+    gradient_bytes = _buckets.num_bytes(_buckets.reduced_parameters(ddp))
     layouts = _bucket_tuning.candidates(gradient_bytes, base)
     in_force.leave("ddp_bucket_mb", "the script measures bucket sizes itself, by tune_buckets")
     why_not = None

@@ -177,6 +177,8 @@ class DistributedMixin:
 
     _reducer: Reducer
     _groups: int | Sequence[_Parameters] | None
+    _names: dict[torch.Tensor, str]
+    _unwatched: list[torch.Tensor]
     _synchronized: bool
     _should_synchronize: bool
 
@@ -204,6 +206,7 @@ class DistributedMixin:
         Where there is a `closure`, its gradients are reduced each time that it is evaluated, and
         its loss is the mean of the ranks', so that all of them decide alike (LBFGS).
         """
+        self._warn_of_unwatched()
         if closure is not None and self._should_synchronize and self._is_distributed():
             if self._reducer.in_backward:
                 self.synchronize()
@@ -261,9 +264,26 @@ class DistributedMixin:
 
     def _watch(self) -> None:
         if self._is_distributed():
-            groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
-            parameters = [parameter for group in groups for parameter in group["params"]]
+            parameters = _parameters_of(self)
             self._reducer.watch(parameters, self._groups)
+            self._unwatched = [one for one in parameters if one not in self._reducer.bucket_of]
+
+    def _warn_of_unwatched(self) -> None:
+        """Name parameters that were frozen when `_watch` came by and have a gradient now, once.
+
+        They are not watched from here on: another rank may have no gradient of theirs, and would
+        not come to the reduction.
+        """
+        now = {one for one in self._unwatched if one.requires_grad and one.grad is not None}
+        if now:
+            self._unwatched = [one for one in self._unwatched if one not in now]
+            names = [self._names.get(p, f"one of shape {tuple(p.shape)}") for p in now]
+            warnings.warn(
+                f"{', '.join(names)}: frozen when the optimizer was wrapped, so not reduced, and "
+                "ranks drift apart: leave frozen parameters out of the optimizer, and call its "
+                "add_param_group when they begin to train",
+                stacklevel=3,
+            )
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -286,7 +306,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Args:
         optimizer: of any class of torch.optim, or derived from it.
-        named_parameters: names of all its parameters; checked, used for nothing else.
+        named_parameters: names of all its parameters; checked, and used in a warning.
         compression: a class of `Compression`, or derived from `Compressor`.
         backward_passes_per_step: backward passes whose gradients add up to one step.
         op: Average, Sum, Min, Max or Product.
@@ -308,8 +328,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = groups or num_groups
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    _check_names(parameters, named_parameters)
+    names = _checked_names(_parameters_of(optimizer), named_parameters)
     _check_groups(groups)
     passes = _positive("backward_passes_per_step", backward_passes_per_step)
     _ = process_set.size() if process_set.process_set_id is not None else process_set.group
@@ -327,6 +346,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         passes=passes,
     )
     wrapped._groups = groups
+    wrapped._names, wrapped._unwatched = names, []
     wrapped._synchronized, wrapped._should_synchronize = False, True
     wrapped._watch()
     return wrapped
@@ -357,11 +377,15 @@ def _parts(
     return parts
 
 
-def _check_names(
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _checked_names(
     parameters: list[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
-) -> None:
+) -> dict[torch.Tensor, str]:
     if named is None:
-        return
+        return {}
     pairs = list(named)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise ValueError(
@@ -382,6 +406,7 @@ def _check_names(
             "named_parameters was specified, but one or more model parameters were not named: "
             f"those of shapes {unnamed}"
         )
+    return {parameter: name for name, parameter in pairs}
 
 
 def _check_groups(groups: int | Sequence[_Parameters] | None) -> None:

@@ -149,6 +149,7 @@ def bad(rank: int, world_size: int) -> list[str]:
         (ddp.tune_buckets, make_model(), ({},)),
         (ddp.tune_buckets, DistributedDataParallel(make_model(), mixed_precision=half), ({},)),
         (ddp.tune_buckets, with_built_in_hook(), ({},)),
+        (ddp.tune_buckets, with_a_frozen_layer(), ({},)),
     ]
     said = []
     for apply, model, keywords in cases:
@@ -166,6 +167,12 @@ def with_built_in_hook() -> DistributedDataParallel:
     return model
 
 
+def with_a_frozen_layer() -> DistributedDataParallel:
+    model = DistributedDataParallel(make_model())
+    model.module[2].requires_grad_(False)
+    return model
+
+
 def test_a_wrong_argument_is_one_line_on_every_rank() -> None:
     expected = [
         "the module is DistributedDataParallel's already: pass the one inside, or use tune_buckets",
@@ -180,6 +187,7 @@ def test_a_wrong_argument_is_one_line_on_every_rank() -> None:
         "Sequential is no DistributedDataParallel: pass what prepare_ddp returned",
         "this module's buckets can't be changed: DDP's mixed_precision has",
         "this module's buckets can't be changed: it has a communication hook that can't be told",
+        "this module's buckets can't be changed: parameters were frozen or unfrozen since",
     ]
     for said in spawn_ranks(bad, 2, fresh=True):
         for message, part in zip(said, expected, strict=True):

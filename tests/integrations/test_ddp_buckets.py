@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import deepytorch
 from deepytorch.integrations import _bucket_tuning, _buckets, ddp
 from deepytorch.integrations._buckets import MIB, Layout
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
+
+Wrap = Callable[..., Any]
 
 LAYOUTS = [Layout(60_000, 60_000), Layout(10_000, 200_000)]
 
@@ -66,10 +69,11 @@ def relaid(rank: int, world_size: int, kwargs: dict[str, Any], compress: str | N
     expected = job().steps(20)
     changed = job()
     attributes = set(vars(changed.model))
+    parameters = _buckets.reduced_parameters(changed.model)
     for number in range(20):
         if number % 5 == 3:  # also between the steps of an accumulation
             size = 40_000 * (number // 5 + 1)
-            _buckets.rebuild(changed.model, Layout(size // 4, size))
+            _buckets.rebuild(changed.model, parameters, Layout(size // 4, size))
             assert _buckets.layout_of(changed.model) == Layout(size // 4, size)
         changed.step()
         if number % 5 == 0 and number > 0:
@@ -169,6 +173,7 @@ def interrupted(rank: int, world_size: int, options: dict[str, Any]) -> None:
             copied = pickle.loads(pickle.dumps(job.model))
             (inert,) = copied._forward_pre_hooks.values()
             assert inert(copied, ()) is None
+            assert not any(one._post_accumulate_grad_hooks for one in copied.parameters())
             assert copied.join_hook.__func__ is DistributedDataParallel.join_hook
             ddp.undo(copied)  # has nothing of ours to take back
             assert job.model._forward_pre_hooks
@@ -182,6 +187,93 @@ def interrupted(rank: int, world_size: int, options: dict[str, Any]) -> None:
 def test_other_forward_passes_and_copies_come_between(tmp_path: Path) -> None:
     options = {"tune": "force", "profile": tmp_path / "profile.json"}
     spawn_ranks(interrupted, 2, options, backend="deepytorch", fresh=True)
+
+
+def frozen_at_first(wrap: Wrap, rank: int) -> list[nn.Module]:
+    """A layer is frozen while the sizes change, and trains later."""
+    job = Job(wrap(make_model(), find_unused_parameters=True), rank)
+    for number in range(40):
+        job.model.module[2].requires_grad_(number >= 30)
+        job.step()
+    return [job.model]
+
+
+def adversarial(wrap: Wrap, rank: int) -> list[nn.Module]:
+    """Two forward passes to one reduction, and one without while all is frozen."""
+    generator = wrap(nn.Sequential(nn.Linear(5, 64), nn.GELU(), nn.Linear(64, 13)))
+    critic = wrap(make_model())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (generator, critic)]
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(30):
+        x, z = torch.randn(6, 13, generator=data), torch.randn(6, 5, generator=data)
+        made = generator(z)
+        (critic(made.detach()).square() - critic(x).square()).mean().backward()
+        critic.requires_grad_(False)
+        critic(made).square().mean().neg().backward()
+        critic.requires_grad_(True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [generator, critic]
+
+
+def validated(wrap: Wrap, rank: int, **kwargs: Any) -> list[nn.Module]:
+    """One rank validates, with gradients."""
+    job = Job(wrap(make_model(), **kwargs), rank)
+    for number in range(40):
+        job.step()
+        if rank == 0 and number % 5 == 2:
+            job.model.eval()(torch.ones(2, 13))
+            job.model.train()
+    return [job.model]
+
+
+def validated_with_a_static_graph(wrap: Wrap, rank: int) -> list[nn.Module]:
+    return validated(wrap, rank, static_graph=True)
+
+
+def train_as_stock(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    def tuned(module: nn.Module, **kwargs: Any) -> Any:
+        model = ddp.prepare_ddp(module, **options, **kwargs)
+        start_tuning(model, options, None)
+        return model
+
+    def no_more_compressed(module: nn.Module, **kwargs: Any) -> Any:
+        model = ddp.prepare_ddp(module, compress="bf16", **options, **kwargs)
+        model.module[2].requires_grad_(False)
+        assert ddp.undo(model)
+        return model
+
+    for loop, wrap in (
+        (frozen_at_first, tuned),
+        (frozen_at_first, no_more_compressed),
+        (adversarial, tuned),
+        (validated, tuned),
+        (validated_with_a_static_graph, tuned),
+    ):
+        case = f"{loop.__name__}, {wrap.__name__}"
+        torch.manual_seed(3)
+        stock = weights(loop(DistributedDataParallel, rank))
+        torch.manual_seed(3)
+        trained = loop(wrap, rank)
+        assert not any(hooked(model) for model in trained)
+        assert torch.equal(weights(trained), stock), case
+        assert_same_on_all_ranks(stock, case)
+
+
+def hooked(model: Any) -> bool:
+    return bool(model._forward_pre_hooks) or any(
+        parameter._post_accumulate_grad_hooks for parameter in model.parameters()
+    )
+
+
+def weights(models: list[nn.Module]) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for model in models for one in model.parameters()])
+
+
+def test_weights_are_stocks_whatever_the_loop_does(tmp_path: Path) -> None:
+    options = {"tune": "force", "profile": tmp_path / "profile.json"}
+    spawn_ranks(train_as_stock, 2, options, backend="deepytorch", fresh=True)
 
 
 def joined(rank: int, world_size: int, options: dict[str, Any]) -> None:

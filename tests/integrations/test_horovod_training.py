@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
 import deepytorch.integrations.horovod as hvd
@@ -250,6 +251,44 @@ def grow(rank: int, world_size: int) -> None:
 
 def test_parameters_added_later_and_the_state_dict() -> None:
     spawn_ranks(grow, 2, backend="deepytorch")
+
+
+def train_a_layer_later(
+    model: nn.Module, layer: nn.Module, optimizer: Any, rank: int, *, add: bool = False
+) -> None:
+    layer.requires_grad_(False)
+    for step in range(5):
+        if step == 2:
+            layer.requires_grad_(True)
+            if add:
+                optimizer.add_param_group({"params": layer.parameters()})
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def unfreeze(rank: int, world_size: int) -> None:
+    hvd.init()
+    stock, added, forgotten = (small_model() for _ in range(3))
+    in_ddp = DistributedDataParallel(stock, find_unused_parameters=True)
+    train_a_layer_later(in_ddp, stock[2], sgd(stock), rank)
+    optimizer = hvd.DistributedOptimizer(sgd(nn.ModuleList([added[0], added[3]])))
+    train_a_layer_later(added, added[2], optimizer, rank, add=True)
+    for name, weight in added.named_parameters():
+        assert torch.equal(weight, stock.get_parameter(name))
+        assert_same_on_all_ranks(weight, name)
+
+    forgotten[2].requires_grad_(False)
+    named = forgotten.named_parameters()
+    optimizer = hvd.DistributedOptimizer(sgd(forgotten), named_parameters=named)
+    with pytest.warns(UserWarning, match=r"^2\.weight, 2\.bias: frozen when the") as told:
+        train_a_layer_later(forgotten, forgotten[2], optimizer, rank)
+    assert len(told) == 1
+    hvd.shutdown()
+
+
+def test_a_layer_that_trains_later_is_added_then_or_named() -> None:
+    spawn_ranks(unfreeze, 2, backend="deepytorch")
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
