@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as tokens: the model's own chat template, and labels on the answers alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
 from rich.panel import Panel
 from rich.text import Text
 
@@ -14,6 +16,7 @@ from deepytorch.recipes._data import (
     InstructionPair,
     standard_library_pairs,
 )
+from deepytorch.recipes._hub import reason
 from deepytorch.recipes._records import (
     Conversation,
     Message,
@@ -22,9 +25,21 @@ from deepytorch.recipes._records import (
 )
 from deepytorch.recipes._run import console
 
-__all__ = ["Conversation", "Message", "encode", "encode_all", "load_conversations", "prompt_of"]
+__all__ = [
+    "Conversation",
+    "Message",
+    "TooLongError",
+    "encode",
+    "encode_all",
+    "load_conversations",
+    "prompt_of",
+]
 
 _MARK = "\ue000answer\ue000"  # private characters, so no template has it
+
+
+class TooLongError(RecipeError):
+    """All answers begin beyond the length that is trained."""
 
 
 class Encoding(Protocol):
@@ -69,10 +84,18 @@ def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
         text = "".join(piece for piece, _ in plain_text(asked, answered=False))
         return (tokenizer.bos_token or "") + text
     messages = [vars(message) for message in asked]
-    rendered: str = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
+    rendered: str = _render(tokenizer, messages, tokenize=False, add_generation_prompt=True)
     return rendered
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: bool) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except TemplateError as error:
+        raise RecipeError(
+            f"the tokenizer's chat template refuses the conversation ({reason(error)}): change or "
+            "leave out the turn that it refuses, or give the tokenizer another chat template"
+        ) from error
 
 
 def encode(conversation: Conversation, tokenizer: Any, options: Encoding) -> tuple[Example, bool]:
@@ -107,12 +130,12 @@ def _encode_chat(
 ) -> tuple[list[int], list[bool]]:
     messages = [vars(message) for message in conversation]
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
-        found = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        found = _render(
+            tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         return list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]]
     # The template does not say which part is the answer.
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    text: str = _render(tokenizer, messages, tokenize=False)
     spans = [
         _answer(text, messages, index, tokenizer)
         for index, message in enumerate(conversation)
@@ -136,9 +159,7 @@ def _answer(
     """
 
     def render(some: list[dict[str, Any]], *, prompt: bool = False) -> str:
-        rendered: str = tokenizer.apply_chat_template(
-            some, tokenize=False, add_generation_prompt=prompt
-        )
+        rendered: str = _render(tokenizer, some, tokenize=False, add_generation_prompt=prompt)
         return rendered
 
     content = messages[index]["content"]
@@ -176,21 +197,30 @@ def _end_token(end_of_turn: str, behind: str, tokenizer: Any) -> int:
 
 
 def encode_all(
-    conversations: list[Conversation], tokenizer: Any, options: Encoding
+    conversations: Sequence[Conversation],
+    tokenizer: Any,
+    options: Encoding,
+    *,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[list[Example], str]:
     """Encode every conversation, leaving out those whose prompt alone fills the length.
 
-    Also returns one sentence with the counts. Raises RecipeError when nothing is left.
+    Also returns one sentence with the counts. Raises TooLongError when nothing is left, and
+    RecipeError for one that can't be encoded, with its number among the records (from 0).
     """
     examples: list[Example] = []
     num_truncated = 0
-    for conversation in conversations:
-        example, truncated = encode(conversation, tokenizer, options)
+    numbers = range(len(conversations)) if numbers is None else numbers
+    for number, conversation in zip(numbers, conversations, strict=True):
+        try:
+            example, truncated = encode(conversation, tokenizer, options)
+        except RecipeError as error:
+            raise RecipeError(f"record {number} of the data (from 0): {error}") from error
         if any(label != IGNORED_LABEL for label in example.labels):
             examples.append(example)
             num_truncated += truncated
     if not examples:
-        raise RecipeError(
+        raise TooLongError(
             f"no answer begins within max_length={options.max_length} tokens: increase it"
         )
     lengths = sorted(len(example.input_ids) for example in examples)

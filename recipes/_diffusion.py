@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._hub import loading_options, reason
+from deepytorch.recipes._hub import loading_options, reason, whole_files
 
 _bars: Any = logging
 _bars.disable_progress_bar()  # of saving: between our own lines they say nothing
@@ -82,14 +82,15 @@ def load_parts(model: str) -> Parts:
     """A pipeline in diffusers' layout, in float32. Raises RecipeError when it can't be read."""
 
     def load(cls: Any, folder: str) -> Any:
-        try:
-            return cls.from_pretrained(model, subfolder=folder, **loading_options(model))
-        except (OSError, ValueError) as error:
-            raise RecipeError(
-                f"cannot load the {folder} of model={model}: {reason(error)} (a hub "
-                "id needs a network or a cached copy; a path needs a folder that a diffusers "
-                "pipeline was saved to)"
-            ) from error
+        with whole_files(Path(model, folder)):
+            try:
+                return cls.from_pretrained(model, subfolder=folder, **loading_options(model))
+            except (OSError, ValueError) as error:
+                raise RecipeError(
+                    f"cannot load the {folder} of model={model}: {reason(error)} (a hub "
+                    "id needs a network or a cached copy; a path needs a folder that a diffusers "
+                    "pipeline was saved to)"
+                ) from error
 
     unet = load(UNet2DConditionModel, "unet")
     tokenizers = [load(CLIPTokenizer, "tokenizer")]

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the model hub can be reached, found out once, so that offline costs seconds."""
+"""Loading models: whether the hub can be reached, found out once, and what is wrong if it fails."""
 
 import functools
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
 
+from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._run import console
 
 _PATIENCE_S = 5.0
@@ -36,6 +40,28 @@ def is_online() -> bool:
             )
         return False
     return True
+
+
+@contextmanager
+def whole_files(folder: Path) -> Iterator[None]:
+    """Around loading from ``folder``; RecipeError naming the safetensors file that is damaged."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise RecipeError(
+            f"{_damaged_in(folder)} is no whole safetensors file ({reason(error)}): fetch it "
+            "again, with `git lfs pull` if it is a pointer of git-lfs"
+        ) from error
+
+
+def _damaged_in(folder: Path) -> str:
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            return str(path)
+    return f"a file of {folder}"
 
 
 def reason(error: Exception) -> str:

@@ -11,7 +11,13 @@ import torch
 
 from deepytorch.integrations.transformers import BATCH_KEY, IntegrationError, pack_batches
 from deepytorch.recipes._batches import EndlessBatches, in_batches
-from deepytorch.recipes._chat import Conversation, encode_all, load_conversations, print_masked
+from deepytorch.recipes._chat import (
+    Conversation,
+    TooLongError,
+    encode_all,
+    load_conversations,
+    print_masked,
+)
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import Batch, Example, collate
 from deepytorch.recipes._options import RunOptions
@@ -57,12 +63,18 @@ class Data:
 def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     """Read, shuffle, split and encode ``config.data``; says what was cut and left out."""
     conversations = load_conversations(config.data, config.data_format)
-    random.Random(config.seed).shuffle(conversations)
-    num_held_out = min(config.held_out, max(1, len(conversations) // 10))
-    if len(conversations) == 1:
-        conversations *= 2
-    kept, trained = conversations[:num_held_out], conversations[num_held_out:]
-    examples, summary = encode_all(trained, tokenizer, config)
+    order = list(range(len(conversations)))
+    random.Random(config.seed).shuffle(order)
+    num_held_out = min(config.held_out, max(1, len(order) // 10))
+    if len(order) == 1:
+        order *= 2
+    kept, trained = order[:num_held_out], order[num_held_out:]
+
+    def encoded(numbers: list[int]) -> tuple[list[Example], str]:
+        chosen = [conversations[number] for number in numbers]
+        return encode_all(chosen, tokenizer, config, numbers=numbers)
+
+    examples, summary = encoded(trained)
     if process.is_main:
         console.print(f"data        {summary}", markup=False, highlight=False)
         print_masked(examples[0], tokenizer)
@@ -81,12 +93,12 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
         seed=config.seed,
     )
     try:
-        left_out, _ = encode_all(kept, tokenizer, config)
-    except RecipeError:
+        left_out, _ = encoded(kept)
+    except TooLongError:
         left_out = []
     # Every rank evaluates all of them, so that each has as many.
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
-    return Data(batches, held_out, kept[0])
+    return Data(batches, held_out, conversations[kept[0]])
 
 
 def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:

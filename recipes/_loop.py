@@ -28,6 +28,7 @@ from deepytorch.recipes._run import (
     distributed,
     make_run_dir,
     on_main,
+    print_any_text,
     say_error,
     stock_backend,
     wait_for_all,
@@ -47,6 +48,7 @@ def run_recipe(
     """The main of every recipe: 0 done, 1 --compare found a difference, 2 bad options or data."""
     default = Path(__file__).parent / "configs" / f"{recipe}.yaml"
     arguments = parse_arguments(argv, recipe=recipe, default=default)
+    print_any_text()
     try:
         config = load_config(config_class, arguments.config, arguments.overrides)
         device = choose_device(config.device)
@@ -230,7 +232,6 @@ class _Course:
         process, config = trainer.process, trainer.options
         state = {
             "step": step,
-            "schedule": trainer.schedule.state_dict(),
             "position": batches.position,
             "epoch_examples": batches.epoch_examples,
             "random": _checkpoint.random_state(process.device),
@@ -263,7 +264,7 @@ def _resume(recipe: str, trainer: Trainer[BatchT], task: Task[BatchT], path: Pat
     process = trainer.process
     facts = {"recipe": recipe, "engine": trainer.options.engine}
     state = _checkpoint.load(trainer.engine, path, process, facts=facts)
-    trainer.schedule.load_state_dict(state["schedule"])
+    trainer.go_on_after(int(state["step"]))
     told = f"resumed     {path}, after step {state['step']}"
     written = _checkpoint.written(path)
     _elastic.go_on(task.batches, state, written, trainer.options, process)

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from deepytorch.recipes._chat import Conversation, prompt_of
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._hub import loading_options, reason
+from deepytorch.recipes._hub import loading_options, reason, whole_files
 from deepytorch.recipes._run import console
 
 
@@ -50,10 +50,11 @@ def load_with(
     auto_class: Any, model: str, tokenizer: Any, dtype: torch.dtype = torch.float32
 ) -> Any:
     """What ``auto_class`` of transformers makes of ``model``; see `load_model`."""
-    try:
-        loaded: Any = auto_class.from_pretrained(model, dtype=dtype, **loading_options(model))
-    except (OSError, ValueError) as error:
-        raise RecipeError(_cannot_load("model", model, error)) from error
+    with whole_files(Path(model)):
+        try:
+            loaded: Any = auto_class.from_pretrained(model, dtype=dtype, **loading_options(model))
+        except (OSError, ValueError) as error:
+            raise RecipeError(_cannot_load("model", model, error)) from error
     num_rows = loaded.get_input_embeddings().weight.shape[0]
     if num_rows < len(tokenizer):
         raise RecipeError(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options that every recipe has; each recipe's own Config adds its model's and its data's."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +45,10 @@ class RunOptions:
         self.require_positive(*_POSITIVE)
         if self.learning_rate is not None:
             self.require_positive("learning_rate")
+        if self.learning_rate == math.inf:
+            raise RecipeError("learning_rate must be finite, not inf")
+        if not 0 <= self.weight_decay < math.inf:  # nor is nan
+            raise RecipeError(f"weight_decay must be 0 or more and finite, not {self.weight_decay}")
         if self.engine == "megatron" and self.precision == "fp16":
             raise RecipeError("engine=megatron has no precision=fp16: use bf16, or engine=ddp")
         if self.engine == "megatron" and self.device == "cpu":

@@ -3,6 +3,7 @@
 
 import gc
 import importlib
+import io
 import re
 import sys
 import time
@@ -26,6 +27,12 @@ T = TypeVar("T")
 console = Console(soft_wrap=True)
 
 _LINES_PER_RUN = 10  # progress lines of a run whose output is not a terminal
+
+
+def print_any_text() -> None:
+    """From now on, characters that the output's encoding lacks are replaced: data has any."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @dataclass(frozen=True)

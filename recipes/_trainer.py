@@ -95,14 +95,22 @@ class Trainer(Generic[BatchT]):
             steps = options.steps * options.accumulation
             deepytorch.compile(model, policy=options.compile, steps=steps)
         self.loss_share = task.make_loss(self.engine.wrapped, ours)
-        self.schedule = LambdaLR(
-            self.engine.optimizer, warmup_then_cosine(options.warmup_steps, options.steps)
-        )
+        self.go_on_after(0)
 
     def _make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             parameters, lr=self.learning_rate, weight_decay=self.options.weight_decay, fused=True
         )
+
+    def go_on_after(self, step: int) -> None:
+        """Train on with the options' learning rates and weight decay from behind ``step``.
+
+        An optimizer that was loaded has those of the run that saved it.
+        """
+        for group in self.engine.optimizer.param_groups:
+            group.update(initial_lr=self.learning_rate, weight_decay=self.options.weight_decay)
+        factor = warmup_then_cosine(self.options.warmup_steps, self.options.steps)
+        self.schedule = LambdaLR(self.engine.optimizer, factor, last_epoch=step - 1)
 
     def _choose_layout(self, model: nn.Module, task: Task[BatchT]) -> None:
         """Try channels_last on the first batch, before DDP lays its buckets out as the weights."""

@@ -37,7 +37,7 @@ ENGINES = [
 
 
 def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[list[float]]:
-    """The losses of each of ENGINES; the last two steps come after a checkpoint is loaded."""
+    """The losses of each of ENGINES; the last two steps go on from a checkpoint, otherwise."""
     from deepytorch.recipes import _checkpoint, llama_sft
     from deepytorch.recipes._run import Process
     from deepytorch.recipes._trainer import Trainer
@@ -55,7 +55,7 @@ def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[li
             if step == 2:
                 place = Path(folder) / str(number)
                 facts = {"recipe": "llama_sft"}
-                state = {"step": step, "schedule": trainer.schedule.state_dict()}
+                state = {"step": step}
                 problem = _checkpoint.save(
                     trainer.engine,
                     state,
@@ -66,10 +66,14 @@ def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[li
                     written=_checkpoint.Written(world_size),
                 )
                 assert problem is None
-                trainer = Trainer(task, options, process)
+                otherwise = dataclasses.replace(options, learning_rate=5e-3, weight_decay=0.5)
+                trainer = Trainer(task, otherwise, process)
                 (path,) = _checkpoint.checkpoints(place)
                 loaded = _checkpoint.load(trainer.engine, path, process, facts=facts)
-                trainer.schedule.load_state_dict(loaded["schedule"])
+                trainer.go_on_after(loaded["step"])
+                for group in trainer.engine.optimizer.param_groups:
+                    assert group["lr"] == trainer.schedule.get_last_lr()[0] == 5e-3 * 0.75
+                    assert group["weight_decay"] == 0.5
             result = trainer.step([next(task.batches) for _ in range(2)])
             dist.all_reduce(result.loss_share)
             curve.append(result.loss_share.item())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe llama_sft as a user starts it: under torchrun, alone, and with --compare."""
 
+import io
 import json
 import math
 import subprocess
@@ -105,6 +106,16 @@ def test_checkpoint_and_alpaca_data_train_alone(trained, tmp_path, capsys):
     assert (only_run_dir(tmp_path / "runs") / "checkpoint" / "tokenizer.json").is_file()
 
 
+def test_text_that_the_output_cannot_show_is_replaced(tmp_path, monkeypatch):
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps(2 * [{"instruction": "1 \u2013 1", "output": "none"}]))
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["--dry-run", *TINY, f"data={data}", "held_out=1", "batch_size=1"]) == 0
+    output.flush()
+    assert b"1 ? 1" in output.buffer.getvalue()
+
+
 def test_compare_finds_equal_losses(tmp_path):
     settings = (*TINY, "steps=8", "rounding_arm=true", f"output_dir={tmp_path}")
     done = run("--compare", *settings, launcher=TORCHRUN)
@@ -133,6 +144,22 @@ def test_compare_finds_equal_losses(tmp_path):
 def test_wrong_model_is_one_sentence(tmp_path):
     with pytest.raises(RecipeError, match=r"cannot load the tokenizer of model=.*absent"):
         load_tokenizer(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"version https://git-lfs.github.com/spec/v1\nsize 9\n", b"", b"\x08" + 7 * b"\0" + b"{"],
+    ids=["pointer", "empty", "cut"],
+)
+def test_a_damaged_file_of_a_model_is_named(tmp_path, content):
+    tokenizer = byte_tokenizer()
+    save_checkpoint(build_model(TINY_MODEL, tokenizer), tokenizer, tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError) as failure:
+        load_model(str(tmp_path), tokenizer)
+    assert f"{path} is no whole safetensors file" in str(failure.value)
+    assert "git lfs pull" in str(failure.value)
 
 
 def test_model_smaller_than_its_tokenizer_is_refused(tmp_path):

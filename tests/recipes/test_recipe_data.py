@@ -26,13 +26,14 @@ from deepytorch.recipes._data import (
     collate,
     standard_library_pairs,
 )
-from deepytorch.recipes._instructions import TextOptions, fill_rows
+from deepytorch.recipes._instructions import TextOptions, fill_rows, prepare_data
 from deepytorch.recipes._records import (
     Message,
     as_conversation,
     read_alpaca,
     read_conversations,
 )
+from deepytorch.recipes._run import Process
 from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 DIGEST = """
@@ -269,6 +270,25 @@ def test_a_template_that_rewrites_answers_is_an_error():
         encode(CHAT, tokenizer, options(1000))
     example, _ = encode(CHAT, tokenizer, options(1000, train_on_prompt=True))
     assert tokenizer.decode(example.labels) == "BE SHORT.ONEONETWOTWO, TOO"
+
+
+def test_a_record_that_the_template_refuses_is_numbered(tmp_path):
+    tokenizer = chat_tokenizer()
+    refusal = "{{ raise_exception('System role not supported') }}"
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}" + refusal + "{% endif %}" + tokenizer.chat_template
+    )
+    total = random.randint(2, 30)
+    number = random.randrange(total)
+    records = [[vars(one) for one in CHAT[1:]] for _ in range(total)]
+    records[number] = [vars(one) for one in CHAT]
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"messages": one} for one in records]))
+    chosen = TextOptions(name="test", data=str(path), seed=random.randrange(99), held_out=1)
+    with pytest.raises(RecipeError) as failure:
+        prepare_data(chosen, tokenizer, Process(1, 2, torch.device("cpu")))
+    assert str(failure.value).startswith(f"record {number} of the data (from 0): the tokenizer's")
+    assert "(System role not supported)" in str(failure.value)
 
 
 def test_sharegpt_is_read_in_every_spelling(tmp_path):

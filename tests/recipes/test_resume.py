@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from deepytorch.recipes import _checkpoint, bert_mlm
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._run import Process, StepProgress
+from deepytorch.recipes._trainer import Trainer, warmup_then_cosine
 
 STEPS = 12
 TINY = [
@@ -100,6 +101,28 @@ def test_told_to_end_it_saves_and_goes_on(unbroken, tmp_path, monkeypatch, capsy
     assert not (run_dir / "checkpoint").exists()
     assert train(tmp_path, f"resume={run_dir}") == 0
     assert losses(run_dir) == expected
+
+
+def test_a_resumed_run_follows_its_own_options(unbroken, tmp_path, monkeypatch):
+    path = tmp_path / "step-00000012"  # out of its run, it begins a run of its own
+    shutil.copytree(unbroken[1], path)
+    rate, decay = 10 ** random.uniform(-4, -2), random.random()
+    used = []
+    train_step = Trainer.step
+
+    def step(self, micro_batches):
+        (group,) = self.engine.optimizer.param_groups
+        before = group["lr"]
+        result = train_step(self, micro_batches)
+        used.append((before, result.learning_rate, group["weight_decay"]))
+        return result
+
+    monkeypatch.setattr(Trainer, "step", step)
+    words = (f"steps={STEPS + 3}", f"learning_rate={rate}", f"weight_decay={decay}")
+    assert train(tmp_path / "runs", f"resume={path}", "warmup_steps=2", *words) == 0
+    factor = warmup_then_cosine(2, STEPS + 3)
+    expected = [rate * factor(done) for done in range(STEPS, STEPS + 3)]
+    assert used == [(one, one, decay) for one in expected]
 
 
 def process(world_size=1):
