@@ -93,7 +93,6 @@ class Nursery:
             request = {
                 "rank": place.rank,
                 "world_size": place.world_size,
-                "store_port": place.store_port,
                 "store_host": place.store_host,
                 "variables": dict(variables),
                 "stacks": str(stacks_path),
@@ -223,12 +222,11 @@ def _become_worker(
             RANK=str(rank),
             WORLD_SIZE=str(world_size),
             MASTER_ADDR=request["store_host"],
-            MASTER_PORT=str(request["store_port"]),
             TORCHELASTIC_USE_AGENT_STORE="True",
             TORCHELASTIC_RESTART_COUNT="0",
             **request["variables"],
         )
-        place = worker.Place(rank, world_size, request["store_port"], request["store_host"])
+        place = worker.Place(rank, world_size, request["store_host"])
         worker.serve(descriptor, place, request["stacks"])
     except BaseException:
         traceback.print_exc()

@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.testing.emulation import Placement
 from deepytorch_core.testing.failures import Failures
 from deepytorch_core.testing.nursery import Nursery, Worker
 from deepytorch_core.testing.worker import STORE_HOST, Call, FunctionRef, Outcome, Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 # After the first failure the other ranks get this long to fail too; then their stacks are dumped.
 _GRACE_S = 2.0
@@ -34,23 +37,17 @@ class Pool:
     def __init__(
         self, world_size: int, nursery: Nursery, placement: Placement | None = None
     ) -> None:
-        from torch._C._distributed_c10d import TCPStore
-
         self.world_size = world_size
         self._folder = Path(tempfile.mkdtemp(prefix="deepytorch-ranks-"))
 
-        # Here and not in a rank, so that the death of a rank doesn't take it away.
-        def serve() -> TCPStore:
-            return TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
-
-        self._store = serve() if placement is None else placement.network.on_switch(serve)
+        self._placement = placement
+        self._store: TCPStore | None = None
         host = STORE_HOST if placement is None else placement.network.switch_address
-        self._num_calls = 0
         self._workers: list[Worker] = []
         for rank in range(world_size):
             self._workers.append(
                 nursery.start(
-                    Place(rank, world_size, self._store.port, host),
+                    Place(rank, world_size, host),
                     self._folder / f"stacks-{rank}",
                     variables=_local_variables(rank, world_size, placement),
                     namespace=None if placement is None else placement.namespace(rank),
@@ -77,9 +74,11 @@ class Pool:
         expect_exit: frozenset[int] = frozenset(),
     ) -> tuple[list[Any], bool]:
         """Run one call; return each rank's result and whether the workers can serve another."""
-        self._num_calls += 1
+        # One for each call: env:// has no prefix of its own, so a second group would find the keys
+        # of the first, such as addresses at which nobody listens any more.
+        self._store = self._serve_store()
         call = Call(
-            number=self._num_calls,
+            store_port=self._store.port,
             function=function,
             payload=payload,
             backend=backend,
@@ -119,6 +118,15 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         failures.raise_if_any()
         return [results[rank] for rank in range(self.world_size)], healthy
+
+    def _serve_store(self) -> TCPStore:
+        from torch._C._distributed_c10d import TCPStore
+
+        # Here and not in a rank, so that the death of a rank doesn't take it away.
+        def serve() -> TCPStore:
+            return TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
+
+        return serve() if self._placement is None else self._placement.network.on_switch(serve)
 
 
 def _local_variables(rank: int, world_size: int, placement: Placement | None) -> dict[str, str]:

@@ -46,7 +46,7 @@ class FunctionRef:
 class Call:
     """One call of a function on one rank; `payload` is the pickled `(args, kwargs)`."""
 
-    number: int
+    store_port: int
     function: FunctionRef
     payload: bytes
     backend: str | None
@@ -69,9 +69,8 @@ class Place:
 
     rank: int
     world_size: int
-    store_port: int
     store_host: str = STORE_HOST
-    call_number: int = 0
+    store_port: int = 0
     store: Store | None = None
 
 
@@ -93,7 +92,7 @@ def rank_store(name: str) -> Store:
         _place.store = TCPStore(
             _place.store_host, _place.store_port, is_master=False, timeout=timedelta(seconds=60)
         )
-    return PrefixStore(f"call{_place.call_number}/{name}", _place.store)
+    return PrefixStore(name, _place.store)
 
 
 def place() -> tuple[int, int]:
@@ -134,7 +133,8 @@ def _load_module(ref: FunctionRef) -> ModuleType:
 
 def _run(call: Call) -> Outcome:
     assert _place is not None
-    _place.call_number = call.number
+    _place.store_port, _place.store = call.store_port, None
+    os.environ.update(MASTER_PORT=str(call.store_port))  # noqa: TID251  nothing is read
     try:
         _reset_state()
         function = load_function(call.function)

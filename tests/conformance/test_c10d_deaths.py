@@ -90,8 +90,9 @@ def test_killed_in_mid_operation(loop: str, record_property: Callable[[str, obje
 
 def stopped(rank: int, world_size: int) -> str:
     works(world_size)
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     dist.barrier(group)
+    group.set_timeout(timedelta(seconds=2))
     store = rank_store("stopped")
     if rank == 1:
         store.set("pid", str(os.getpid()))
@@ -114,8 +115,9 @@ def test_a_timeout_tells_a_stopped_rank_from_a_busy_one() -> None:
 
 
 def busy(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     dist.barrier(group)
+    group.set_timeout(timedelta(seconds=2))
     text = ""
     if rank == 0:
         text = error_of(lambda: dist.all_reduce(torch.ones(10), group=group))
@@ -185,3 +187,24 @@ def test_deaths_are_noticed_without_pidfds(
         assert "died" in text
         assert noticed < NOTICED_WITHIN_S
     record_property("noticed_s", [round(results[rank][1], 3) for rank in (0, 2)])
+
+
+def refused(rank: int, world_size: int) -> int:
+    """How often the dead are looked for where gloo refuses an operation's arguments."""
+    from deepytorch_core.delegates import StockFactory
+
+    works(world_size)
+    looked: list[int] = []
+    look = StockFactory.who_died
+    StockFactory.who_died = lambda self: looked.append(1) or ""  # type: ignore[method-assign,func-returns-value]
+    try:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(3, dtype=torch.int32), op=dist.ReduceOp.AVG)
+    finally:
+        StockFactory.who_died = look  # type: ignore[method-assign]
+    works(world_size)
+    return len(looked)
+
+
+def test_nobody_is_taken_for_dead_where_arguments_are_refused() -> None:
+    assert spawn_ranks(refused, 2, backend=BACKEND) == [0, 0]

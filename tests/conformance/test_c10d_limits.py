@@ -28,6 +28,25 @@ IDLE_S = 2.0
 MOST_IDLE_CPU_S = 0.010
 
 
+def sums_of_differing_chunks(rank: int, world_size: int) -> None:
+    """Rank 1 alone has a chunk size of its own, as a wrapper may set it."""
+    import os
+
+    from deepytorch_core import backend
+
+    os.environ.update(DEEPYTORCH_CHUNK_BYTES=str((rank + 1) << 16))  # noqa: TID251
+    backend.register()
+    dist.init_process_group(BACKEND, store=rank_store("g"), rank=rank, world_size=world_size)
+    for count in (1, 70_001, 1_000_003):
+        value = torch.arange(count, dtype=torch.float32) % 97 + rank
+        dist.all_reduce(value)
+        assert torch.equal(value, 2 * (torch.arange(count, dtype=torch.float32) % 97) + 1), count
+
+
+def test_rank_0s_chunk_size_counts() -> None:
+    spawn_ranks(sums_of_differing_chunks, 2, fresh=True, timeout_s=30)
+
+
 def summed(
     group: dist.ProcessGroup | None, tensor: torch.Tensor, *, asynchronous: bool = False
 ) -> None:

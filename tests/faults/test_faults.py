@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -113,6 +116,25 @@ def test_a_process_that_ended_is_quoted(tmp_path: Path) -> None:
     assert (told.error, told.ended) == ("deepytorch: rank 1 (pid 3) died", True)
     settings.stderr_of(0).write_text("a\nb\n\n")
     assert runner._ended(settings, 0).error == "b"
+
+
+def test_a_process_ended_when_it_said_so_and_not_when_the_others_did(tmp_path: Path) -> None:
+    settings = Settings(Case("no GPU memory", "gpu", "init"), tmp_path, None, 1.0)
+    (tmp_path / "fault").write_text(str(time.monotonic() - 60))
+    settings.stderr_of(0).write_text("deepytorch: rank 1 (pid 3) died\n")
+    os.utime(settings.stderr_of(0), (time.time() - 57, time.time() - 57))
+    assert runner._ended(settings, 0).took_s == pytest.approx(3, abs=0.5)
+
+
+def test_nobody_waits_for_a_process_that_ended(tmp_path: Path) -> None:
+    settings = Settings(Case("no GPU memory", "gpu", "init"), tmp_path, None, 1.0)
+    assert not settings.has_ended(1)  # it may only not have begun
+    settings.note_process(0)
+    assert not settings.has_ended(0)
+    with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE) as process:
+        (tmp_path / "process-1").write_text(str(process.pid))
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert settings.has_ended(1)  # though nobody has asked for its status
 
 
 def test_cases_run_side_by_side_unless_they_need_the_machine() -> None:

@@ -233,6 +233,34 @@ def test_split_group_makes_the_groups() -> None:
     ]
 
 
+def split_twice(rank: int, world_size: int) -> list[Any]:
+    """Ranks that belong to different numbers of groups before."""
+    init(rank, world_size)
+    dist.new_group([0, 1, 2])
+    found: list[Any] = []
+    for _ in range(2):
+        half = dist.split_group(split_ranks=[[0, 1], [3, 2]])
+        assert half is not None
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value, group=half)
+        found += [value.item(), half.group_name]
+        timeouts = [
+            group._get_backend(torch.device("cpu")).options._timeout
+            for group in (half, dist.group.WORLD)
+        ]
+        assert timeouts[0] == timeouts[1]
+    return found
+
+
+def test_split_group_meets_whatever_groups_there_were() -> None:
+    found = spawn_ranks(split_twice, 4, timeout_s=30)
+    assert [sums[0::2] for sums in found] == [[1, 1], [1, 1], [5, 5], [5, 5]]
+    names = [sums[1::2] for sums in found]
+    assert names[0] == names[1]
+    assert names[2] == names[3]
+    assert len({*names[0], *names[2]}) == 4
+
+
 def object_collectives(rank: int, world_size: int) -> list[Any]:
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (rank * 1000)})

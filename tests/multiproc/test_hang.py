@@ -41,9 +41,10 @@ def job(
     dist.init_process_group(
         "deepytorch", store=rank_store(f"job/{name}"), rank=rank, world_size=world_size
     )
-    group = dist.new_group(MEMBERS, timeout=timedelta(seconds=timeout_s), group_desc="dp")
+    group = dist.new_group(MEMBERS, timeout=timedelta(seconds=100), group_desc="dp")
     if rank in MEMBERS:
         dist.all_reduce(torch.ones(10), group=group)
+        group.set_timeout(timedelta(seconds=timeout_s))
     try:
         yield group
     finally:

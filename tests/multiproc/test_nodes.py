@@ -262,8 +262,9 @@ def test_a_rank_killed_on_another_node_is_named_by_every_survivor() -> None:
 
 
 def skipped(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
     dist.all_reduce(torch.ones(5000), group=group)
+    group.set_timeout(timedelta(seconds=1))
     if rank == 1:
         time.sleep(2.5)
     with pytest.raises(RuntimeError) as caught:

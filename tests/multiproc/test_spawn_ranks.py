@@ -56,6 +56,13 @@ def raise_on_rank_one(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def initialise_by_environment(rank: int, world_size: int) -> int:
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)
+
+
 class Unpicklable(Exception):
     def __init__(self, *, needed: object) -> None:
         super().__init__("cannot travel")
@@ -193,6 +200,11 @@ def test_hang_ends_with_stacks() -> None:
 
 def test_groups_can_be_set_up_by_the_function() -> None:
     assert spawn_ranks(initialise_twice, 2) == [[2, 2], [2, 2]]
+
+
+def test_calls_of_the_same_workers_meet_at_stores_of_their_own() -> None:
+    for _ in range(3):
+        assert spawn_ranks(initialise_by_environment, 2) == [2, 2]
 
 
 def test_same_on_all_ranks() -> None:

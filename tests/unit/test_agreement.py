@@ -54,6 +54,16 @@ def test_a_rank_that_never_comes_is_named_and_nobody_hangs(missing: int) -> None
     assert set(answers.values()) == {f"rank {missing} did not activate it within 0.3 s"}
 
 
+def test_whom_they_wait_for_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for missing in (0, 2):
+        decide({rank: ready for rank in range(4) if rank != missing}, 4, limit_s=0.3)
+        said = capfd.readouterr().err.splitlines()
+        assert [line for line in said if "waiting for" in line] == [
+            f"deepytorch: waiting for rank {missing} to activate deepytorch; torch's own "
+            "collectives are kept if not"
+        ]
+
+
 def test_a_rank_that_comes_after_the_others_gave_up_gives_up_too() -> None:
     store = HashStore()
 

@@ -1,5 +1,6 @@
-"""The results table in the README and the gate that finds it stale."""
+"""The results tables in the README and the gate that finds them stale."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -217,10 +218,40 @@ def test_without_results_the_markers_stay_empty(project):
     assert readme.read_text() == f"before\n{tables.BEGIN}\n{tables.END}\nafter\n"
 
 
-def test_this_projects_readme_is_fresh(capsys):
+@pytest.mark.parametrize("file", ["README.md", "docs/results.md"])
+def test_this_projects_tables_are_fresh(capsys, file):
     root = Path(__file__).parents[2]
-    status = run("--check", root / "README.md", root / "docs" / "results")
+    status = run("--check", root / file, root / "docs" / "results")
     assert status == 0, capsys.readouterr().err
+
+
+def test_a_section_shows_what_it_names_with_links_from_where_it_stands(project):
+    readme, results = project
+    write_record(results / "cpu.jsonl", row(1024))
+    write_record(results / "cpu.jsonl", training())
+    page = readme.parent / "docs" / "page.md"
+    page.parent.mkdir(exist_ok=True)
+    page.write_text(
+        f"<!-- results:begin ddp -->\nold\n{tables.END}\nbetween\n"
+        f"<!-- results:begin gpu ddp collectives -->\n{tables.END}\n"
+    )
+    assert run("--write", page, results) == 0
+    first, second = page.read_text().split("between")
+    assert "old" not in first
+    assert "| all_reduce |" not in first
+    assert "| mlp, 4.2 M" in first
+    assert "| all_reduce |" in second
+    assert "| mlp, 4.2 M" in second
+    link = os.path.relpath(results / "cpu.jsonl", page.parent)
+    assert first.count(f"([cpu.jsonl]({link}))") == 1
+    assert run("--check", page, results) == 0
+
+
+def test_a_section_of_something_else_is_an_error(project, capsys):
+    readme, results = project
+    readme.write_text(f"<!-- results:begin collective -->\n{tables.END}\n")
+    assert run("--write", readme, results) == 1
+    assert "no results of collective: expected collectives, gpu, ddp" in capsys.readouterr().err
 
 
 def test_emulated_rows_say_so(project):

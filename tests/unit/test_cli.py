@@ -1,5 +1,6 @@
 """The command line without starting processes: help, errors, what is passed on."""
 
+import io
 import json
 import re
 import sys
@@ -113,9 +114,11 @@ def parse(*arguments, default_processes="1"):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, tmp_path):
     """What `run` and `train` would start, instead of starting it."""
     seen = []
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "launch", lambda options: seen.append(options) or 7)
     monkeypatch.setattr(launcher, "num_gpus", lambda: 0)
     return seen
@@ -162,6 +165,49 @@ def test_run_without_a_script_says_so(launched):
     assert result.exit_code == 2
     assert "which script" in result.output
     assert not launched
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py", "--lr", "1"], "there is no script missing.py"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0: expected 1 or more"),
+        (["--compare", "--html", ".", "train.py"], "is a folder: name a file"),
+        (["--compare", "--json", "/proc/none/found.json", "train.py"], "can't be written"),
+    ],
+)
+def test_run_starts_nothing_that_must_fail(launched, monkeypatch, capsys, arguments, message):
+    assert main(monkeypatch, "run", *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not launched
+
+
+def test_what_a_program_has_said_itself_is_not_told_again(monkeypatch, capsys):
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    for status in (1, 2):
+        failure = ProcessFailure(local_rank=0, pid=7, exitcode=status, error_file="none")
+
+        def fail(options, failure=failure):
+            raise ChildFailedError("train.py", {0: failure})
+
+        monkeypatch.setattr(torchrun, "run", fail)
+        assert launcher.launch(parse("train.py")) == status
+        assert ("train.py FAILED" in capsys.readouterr().err) == (status == 1)
+
+
+def test_a_closed_or_poor_output_is_no_error(monkeypatch):
+    from deepytorch.cli import console
+
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", None)
+    console.prepare()
+    console.out().print("a · b")
+    console.err().print("to nobody")
+    sys.stdout.flush()
+    assert raw.getvalue() == b"a ? b\n"
 
 
 def test_run_refuses_what_it_cannot_activate(launched):

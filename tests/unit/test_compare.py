@@ -10,6 +10,8 @@ import random
 import shutil
 import sqlite3
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,6 +342,36 @@ def test_reading_and_what_is_linked_whole_are_free(saves: Saves, tmp_path: Path)
     saves._watch("os.rename", ("history.csv", "linked/history.csv", -1, -1))
 
 
+def test_a_temporary_file_beside_old_weights_is_free(
+    saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    seen: list[Any] = []
+    monkeypatch.setattr(saves, "_is_copying", False)
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and watched:
+            seen.append(args[0])
+            saves._watch(event, args)
+
+    watched = True
+    sys.addaudithook(watch)
+    try:
+        with tempfile.NamedTemporaryFile(dir=elsewhere) as file:
+            file.write(b"new")
+        with pytest.raises(CompareError, match="would overwrite"):
+            (elsewhere / "last.pt").write_text("new")
+    finally:
+        watched = False
+    assert str(elsewhere) in map(str, seen)
+
+
+def test_folders_of_torchs_compiler_are_not_the_scripts(saves: Saves, tmp_path: Path) -> None:
+    saves._watch("os.mkdir", (str(tmp_path / "torchinductor_me" / "ab"), 511, -1))
+    saves._watch("os.mkdir", (str(tmp_path / "elsewhere" / "new"), 511, -1))
+    assert saves.made_folders == [str(tmp_path / "elsewhere" / "new")]
+
+
 def test_what_libraries_keep_in_the_folder_is_free(
     saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +428,25 @@ def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
     assert kept[0] == "deepytorch run --nproc-per-node=1 train.py --lr 1"
     assert "accelerate_trainer(trainer)" in kept[1]
     assert dict(rows)["time saved"].startswith("60.0 min of 2.0 h")
+
+
+@pytest.mark.parametrize(
+    ("decisions", "is_kept"),
+    [
+        ([], False),
+        (["compile of Net: eager, not faster beyond the noise"], False),
+        (["compile of Net: eager, slower", "CUDA graphs of Net: launched, it prints"], False),
+        (["compile of Net: inductor, faster than eager"], True),
+        (["compile of Net: eager, slower", "CUDA graphs of Net: replayed, faster"], True),
+    ],
+)
+def test_a_line_is_told_only_for_what_was_kept(decisions: list[str], is_kept: bool) -> None:
+    changes: dict[str, Any] = {"seams": ("ddp",), "decisions": tuple(decisions)}
+    found = [ran("stock", 30, 30), ran("deepytorch", 30, 30)] * 2
+    found = [dataclasses.replace(one, **changes) for one in found]
+    rows = report.findings(job(), found, [judge(found, "deepytorch")], 0)
+    kept = [value for name, value in rows if name == "to keep"]
+    assert ("with deepytorch.compile(model)" in kept) == is_kept
 
 
 @pytest.mark.parametrize(

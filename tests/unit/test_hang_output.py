@@ -166,6 +166,22 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert [evidence.from_json(json.dumps(one)).rank for one in found["ranks"]] == [0, 1, 2]
 
 
+def test_several_jobs_take_one_pause_and_hanging_ones_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    kinds = {"a": verdict.NO_HANG, "b": "stuck", "c": verdict.NO_HANG, "d": "stuck"}
+
+    def look(job: str) -> hang._Case:
+        assert pauses
+        return hang._Case(job, [], SimpleNamespace(kind=kinds[job]), [])
+
+    monkeypatch.setattr(hang.time, "sleep", pauses.append)
+    monkeypatch.setattr(hang, "_look", look)
+    assert [case.name for case in hang._look_at(list(kinds))] == ["b", "d", "a", "c"]
+    assert len(pauses) == 1
+
+
 def test_the_command_without_a_job() -> None:
     with pytest.raises(ValueError, match="no job called nobody's on this node"):
         run("report", "--hang", "--job", "nobody's")

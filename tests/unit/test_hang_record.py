@@ -150,7 +150,7 @@ def test_this_process_is_found(alone: _core.Communicator) -> None:
 def test_a_process_without_one_is_told() -> None:
     with pytest.raises(RecordError, match="no flight record"):
         record.read(os.getppid())
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(RecordError, match="there is no process 4194304"):
         record.read(1 << 22)
 
 

@@ -81,8 +81,8 @@ PYTHON_FOLDERS = {
     "recipes": "deepytorch.recipes",
 }
 CORE_ENVIRONMENT = "deepytorch_core/config.py"
-# Tells the ranks it starts who they are; reads nothing.
-WRITES_ENVIRONMENT = {"deepytorch_core/testing/nursery.py"}
+# Tell the ranks they start who they are and where they meet; read nothing.
+WRITES_ENVIRONMENT = {"deepytorch_core/testing/nursery.py", "deepytorch_core/testing/worker.py"}
 
 
 def include_violations(path: str, text: str) -> list[str]:

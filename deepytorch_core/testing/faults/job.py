@@ -47,6 +47,16 @@ class Settings:
         """What a rank wrote that may end with its process; see `cases.Case.may_end`."""
         return self.folder / f"stderr-{rank}"
 
+    def note_process(self, rank: int) -> None:
+        """Where the others look whether this one still lives; for cases in which it may end."""
+        (self.folder / f"process-{rank}").write_text(str(os.getpid()))
+
+    def has_ended(self, rank: int) -> bool:
+        with contextlib.suppress(OSError):
+            process = (self.folder / f"process-{rank}").read_text()
+            return not os.path.exists(f"/proc/{process}/exe")  # nor has one that nobody reaped
+        return False
+
     def is_over(self) -> bool:
         return (self.folder / "over").exists()
 
@@ -88,6 +98,7 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
     path = PATHS[case.path]
     if case.may_end:
         _write_errors_to(settings.stderr_of(rank))
+        settings.note_process(rank)
     told = Told()
     with contextlib.ExitStack() as stack:
         if path.device == "cuda":  # a process that uses a GPU is not to be forked
@@ -110,7 +121,8 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
         except Exception as error:
             told.error = told.error or f"destroy_process_group: {type(error).__name__}: {error}"
     told.destroy_s = time.monotonic() - started
-    told.left = left_over(before)
+    # A connection to the store is given up after ten seconds without a network.
+    told.left = left_over(before, settling_s=15.0 if FAULTS[case.fault].network else 4.0)
     told.device_mapped_mib = round((_device_mapped_bytes() - mapped) / 2**20, 1)
     if FAULTS[case.fault].again:
         told.again = _again(settings, rank, world_size)
@@ -295,9 +307,8 @@ def _again(settings: Settings, rank: int, world_size: int) -> str:
     survivors = [peer for peer in range(world_size) if peer not in gone]
     # Together: one that heard of the fault at once would only wait for one that timed out.
     (settings.folder / f"done-{rank}").touch()
-    _until(lambda: all((settings.folder / f"done-{peer}").exists() for peer in survivors))
-    if settings.case.may_end:  # others than the victim too
-        survivors = [one for one in survivors if (settings.folder / f"done-{one}").exists()]
+    _until(lambda: all(_is_done(settings, peer) for peer in survivors))
+    survivors = [peer for peer in survivors if not settings.has_ended(peer)]
     try:
         group = Group(
             settings, survivors.index(rank), len(survivors), name="again", own_store=False
@@ -308,3 +319,7 @@ def _again(settings: Settings, rank: int, world_size: int) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _is_done(settings: Settings, rank: int) -> bool:
+    return (settings.folder / f"done-{rank}").exists() or settings.has_ended(rank)

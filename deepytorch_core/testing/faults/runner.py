@@ -119,15 +119,24 @@ def run(case: Case, slot: int | None = None) -> Result:
 
 
 def _ended(settings: Settings, rank: int) -> Told:
-    """What is known of a survivor whose process has just ended."""
-    now = time.monotonic()
+    """What is known of a survivor whose process has ended."""
+    told = Told("it said nothing", _since_fault(settings, rank), ended=True)
     says = [text.format(victim=PATHS[settings.case.path].victim) for text in _says(settings.case)]
     with contextlib.suppress(OSError):
         lines = settings.stderr_of(rank).read_text(errors="replace").splitlines()
         telling = [line for line in lines if any(text in line for text in says)]
         text = (telling or [line for line in lines if line.strip()] or [""])[-1]
-        return Told(text[:_MOST_LETTERS], now - (settings.fault_at() or now), ended=True)
-    return Told("it said nothing", now - (settings.fault_at() or now), ended=True)
+        told.error = text[:_MOST_LETTERS] or told.error
+    return told
+
+
+def _since_fault(settings: Settings, rank: int) -> float:
+    """From the fault to the last words of a process that ended; the others may live on."""
+    now = time.monotonic()
+    said = now
+    with contextlib.suppress(OSError):
+        said -= time.time() - settings.stderr_of(rank).stat().st_mtime
+    return said - (settings.fault_at() or said)
 
 
 def _says(case: Case) -> tuple[str, ...]:
