@@ -12,9 +12,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from deepytorch_core.console import say
+
 # Ranks come here from the same line of the same script; the rendezvous has just brought them
 # together.
 HERE_LIMIT_S = 60.0
+# After so long it is said whom they wait for.
+_PATIENCE_S = 5.0
 # As long as another rank may compile.
 _READY_LIMIT_S = 960.0
 
@@ -52,7 +56,10 @@ def agree(
     store.set(f"here/{rank}", "1")
     reason = prepare()
     store.set(f"ready/{rank}", reason or _YES)
-    verdict = _judge(store, size, here_limit_s) if rank == 0 else _await(store, here_limit_s)
+    if rank == 0:
+        verdict = _judge(store, size, here_limit_s)
+    else:
+        verdict = _await(store, here_limit_s, tells=rank == 1)
     # The first verdict stands: a rank that had given up must not be left behind by one that hadn't.
     final = store.compare_set("verdict", "", verdict).decode()
     return None if final == _YES else final
@@ -83,7 +90,7 @@ def gather(store: Any, *, rank: int, size: int, value: str, here_limit_s: float)
 
 
 def _judge(store: Any, size: int, here_limit_s: float) -> str:
-    absent = _absent(store, [f"here/{rank}" for rank in range(size)], here_limit_s)
+    absent = _not_here(store, list(range(size)), here_limit_s, tells=True)
     if absent:
         return f"{_ranks(absent)} did not activate it within {here_limit_s:g} s"
     absent = _absent(store, [f"ready/{rank}" for rank in range(size)], _READY_LIMIT_S)
@@ -96,13 +103,23 @@ def _judge(store: Any, size: int, here_limit_s: float) -> str:
     return _YES
 
 
-def _await(store: Any, here_limit_s: float) -> str:
-    if _absent(store, ["here/0"], here_limit_s):
+def _await(store: Any, here_limit_s: float, *, tells: bool) -> str:
+    if _not_here(store, [0], here_limit_s, tells=tells):
         return f"rank 0 did not activate it within {here_limit_s:g} s"
     if _absent(store, ["verdict"], here_limit_s + _READY_LIMIT_S):
         return "rank 0 came to no decision"
     verdict: str = store.get("verdict").decode()
     return verdict
+
+
+def _not_here(store: Any, ranks: list[int], limit_s: float, *, tells: bool) -> list[int]:
+    keys = [f"here/{rank}" for rank in ranks]
+    patience_s = min(_PATIENCE_S, limit_s / 2)
+    absent = _absent(store, keys, patience_s)
+    if absent and tells:
+        late = _ranks([ranks[index] for index in absent])
+        say(f"waiting for {late} to activate deepytorch; torch's own collectives are kept if not")
+    return [ranks[index] for index in _absent(store, keys, limit_s - patience_s)] if absent else []
 
 
 def _absent(store: Any, keys: list[str], limit_s: float) -> list[int]:

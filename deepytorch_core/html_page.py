@@ -73,7 +73,8 @@ def write(path: Path, *, title: str, heading: str, body: str) -> None:
         f"<h1>{html.escape(heading)}</h1>\n{body}\n</body></html>\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    # Names of files may be no text.
+    path.write_text(page, encoding="utf-8", errors="replace")
 
 
 def fields(rows: Sequence[tuple[str, str]]) -> str:

@@ -6,8 +6,11 @@ Every replacement calls the original for groups that are not ours.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -83,6 +86,8 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     Without this a DeviceMesh over a default group with `device_id=` fails: it takes this road.
     """
 
+    splits: Counter[str] = Counter()  # of a name, whichever group has it by now
+
     def split_group(
         parent_pg: Any = None,
         split_ranks: Any = None,
@@ -95,23 +100,48 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         if not split_ranks or not _ours(c10d, parent):
             return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **kwargs)
         globally = {rank: number for number, rank in c10d._world.pg_group_ranks[parent].items()}
+        splits[parent.group_name] += 1
         mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
         if mine is None:
             return None
         if len(set(mine)) != len(mine):
             raise ValueError("the split group cannot have duplicate ranks")
-        return c10d._new_group_with_tag(
-            [globally[rank] for rank in sorted(mine)],
-            timeout,
-            kwargs.get("backend") or c10d._world.pg_backend_config[parent],
-            pg_options,
-            None,
-            # Only its members come here for a group.
-            use_local_synchronization=True,
-            group_desc=group_desc or f"{parent.group_desc}:split",
-        )
+        name = f"{parent.group_name}:{splits[parent.group_name]}:{sorted(mine)}"
+        with _named(c10d, hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
+            return c10d._new_group_with_tag(
+                [globally[rank] for rank in sorted(mine)],
+                timeout or _timeout(c10d, parent),
+                kwargs.get("backend") or c10d._world.pg_backend_config[parent],
+                pg_options,
+                None,
+                # Only its members come here for a group.
+                use_local_synchronization=True,
+                group_desc=group_desc or f"{parent.group_desc}:split",
+            )
 
     return split_group
+
+
+@contextlib.contextmanager
+def _named(c10d: Any, name: str) -> Iterator[None]:
+    """While open, a group that its members alone make gets this name.
+
+    torch counts the groups of the process for it, and its members may have different numbers.
+    """
+    original = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = original
+
+
+def _timeout(c10d: Any, group: Any) -> timedelta | None:
+    """A group's own, where its backend tells."""
+    import torch
+
+    device = torch.device(_ours(c10d, group)[0])
+    return getattr(group._get_backend(device).options, "_timeout", None)
 
 
 def _add_ephemeral_timeout(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,8 @@ std::string read_link(const char* path) {
 std::string PeerInfo::serialize() const {
   std::ostringstream out;
   out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << node
-      << ' ' << pid << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << affinity.size();
+      << ' ' << pid << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << fixed_chunk_bytes
+      << ' ' << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
   out << ' ' << mark;
   return out.str();
@@ -42,7 +43,7 @@ PeerInfo PeerInfo::parse(const std::string& text) {
   PeerInfo info;
   size_t words = 0;
   in >> info.process >> info.boot_id >> info.network >> info.node >> info.pid >>
-      info.usable_cores >> info.max_chunk_bytes >> words;
+      info.usable_cores >> info.max_chunk_bytes >> info.fixed_chunk_bytes >> words;
   if (in && words <= 1024) {
     info.affinity.resize(words);
     for (uint64_t& word : info.affinity) in >> word;

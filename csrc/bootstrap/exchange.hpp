@@ -20,6 +20,7 @@ struct PeerInfo {
   int64_t pid = 0;
   int usable_cores = 1;            // affinity and quota
   size_t max_chunk_bytes = 0;      // of staging that the process has left for this group
+  size_t fixed_chunk_bytes = 0;    // what the user wants chunks to be; 0: nothing
   std::vector<uint64_t> affinity;  // one bit per logical core
   std::string mark;                // own_process_mark of that process
 

@@ -296,7 +296,7 @@ WorkPtr Backend::submit(Call what) {
   request.outputs = output_pointers.data();
   request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
   request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
-  request.asynchronous = call.asynchronous || coalescing_;
+  request.asynchronous = call.asynchronous || coalescing_ || handles_signals();
   request.not_native = not_native ? not_native->c_str() : nullptr;
 
   NativeWork::Options work_options{

@@ -32,10 +32,13 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
       note_failure();
       ended(DPT_ERR_DELEGATE);
     }
-    // The stock backend's own errors say which socket broke.
-    if (const std::string who = watch_.who_died(); !who.empty()) {
-      std::rethrow_exception(make_exception(
-          DPT_ERR_PEER_LOST, watch_.where + ": " + who + "; gloo: " + text_of(error)));
+    // The stock backend's own errors say which socket broke. Where it refused its arguments none
+    // did, and looking for the dead would take a while.
+    const std::string said = text_of(error);
+    const bool broke = said.find("transport") != said.npos || said.find("onnection") != said.npos;
+    if (const std::string who = broke ? watch_.who_died() : ""; !who.empty()) {
+      std::rethrow_exception(
+          make_exception(DPT_ERR_PEER_LOST, watch_.where + ": " + who + "; gloo: " + said));
     }
     std::rethrow_exception(with_explanation(watch_.explain, failure));
   }

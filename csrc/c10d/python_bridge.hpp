@@ -13,6 +13,11 @@ namespace dpt::c10d_adapter {
 // Works with and without the GIL held.
 std::exception_ptr run_signal_handlers();
 
+// Whether the program handles signals that people send itself. Such a handler may start operations
+// of the group that this thread waits for, or destroy it, so nothing of the core may be beneath it.
+// Half a microsecond.
+bool handles_signals();
+
 // Calls `function` with the GIL released, if this thread holds it.
 void without_gil(const std::function<void()>& function);
 

@@ -205,7 +205,7 @@ ChooseRequest Communicator::choose_request(const Operation& operation) const {
           .bytes = bytes,
           .size = size,
           .not_native = why_not_native(operation),
-          .fixed_chunk_bytes = env().chunk_bytes,
+          .fixed_chunk_bytes = fixed_chunk_bytes_,
           .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0,
           .oversubscribed = oversubscribed_,
           .nodes = nodes_ ? nodes_->num_nodes() : 1,
@@ -276,6 +276,7 @@ void Communicator::connect_segment(const WaitContext& wait, Store& store) {
   PeerInfo self = fabric.self(global_ranks_[rank_]);
   self.max_chunk_bytes =
       fabric.offer_chunk_bytes(static_cast<int>(global_ranks_.size()), staging_bytes_);
+  self.fixed_chunk_bytes = env().chunk_bytes;
   const Meeting meeting = meet(store, rank_, global_ranks_, self.serialize(), wait);
   connect_ranks(meeting, wait, store);
 }

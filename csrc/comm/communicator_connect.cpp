@@ -36,6 +36,15 @@ void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait
     local_peers.push_back(peers[rank]);
     local_ranks.push_back(global_ranks_[rank]);
   }
+  fixed_chunk_bytes_ = peers[0].fixed_chunk_bytes;
+  const bool differs = std::any_of(peers.begin(), peers.end(), [&](const PeerInfo& peer) {
+    return peer.fixed_chunk_bytes != fixed_chunk_bytes_;
+  });
+  if (differs && rank_ == 0) {
+    log(LogLevel::kWarning,
+        "group " + group_name_ + ": ranks differ in DEEPYTORCH_CHUNK_BYTES; rank " +
+            std::to_string(global_ranks_[0]) + "'s is used");
+  }
   size_t max_chunk_bytes = Segment::kMaxChunkBytes;
   for (const PeerInfo& peer : peers) {
     max_chunk_bytes = std::min(max_chunk_bytes, peer.max_chunk_bytes);

@@ -163,9 +163,11 @@ int FlightRecord::open_group(const std::string& name, const std::vector<int64_t>
   group.messages = 0;
   // Another id than whoever had the place before: its operations may still be in the ring.
   constexpr auto kStep = static_cast<int32_t>(kGroups);
-  group.id = group.id == 0 || group.id > INT32_MAX - kStep ? free + kStep : group.id + kStep;
+  const int32_t last = group.id;
+  const int32_t id = last == 0 || last > INT32_MAX - kStep ? free + kStep : last + kStep;
+  group.id = id;
   group.open = 1;
-  return group.id;
+  return id;
 }
 
 void FlightRecord::close_group(int group) {
@@ -185,7 +187,7 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
 FlightRecord::Group* FlightRecord::group_of(int group) const {
   if (header_ == nullptr || group < 0) return nullptr;
   Group* const found = &groups_[group % kGroups];
-  return found->id == group ? found : nullptr;
+  return found->id.load(std::memory_order_relaxed) == group ? found : nullptr;
 }
 
 FlightRecord::Entry* FlightRecord::entry_of(uint64_t number) const {

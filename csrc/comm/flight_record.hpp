@@ -93,7 +93,7 @@ class FlightRecord {
     int32_t size;
     int64_t first_rank, stride;  // global ranks, when they lie so; else stride is 0 and
     int32_t listed;              // the first `listed` of them are in `ranks`
-    int32_t id;  // its place in the table, plus kGroups for each one before it there
+    std::atomic<int32_t> id;  // its place in the table, plus kGroups for each one before it there
     char name[96];
     char description[96];
     std::atomic<uint64_t> collectives, messages;  // begun so far

@@ -37,6 +37,9 @@ bool LostRank::look_for_gone(const Segment& segment, Time now) {
   }
   for (int rank = 0; rank < segment.size(); ++rank) {
     if (!segment.has_left(rank)) continue;
+    if (const std::string why = segment.stock_failure(rank); !why.empty() && !since_) {
+      note_failed(segment, rank, why, now);
+    }
     note("rank " + std::to_string(segment.global_rank(rank)) +
              " has left the group (destroy_process_group, or its program's end)",
          How::kLeft,
@@ -51,8 +54,7 @@ void LostRank::look_for_failed(const Segment& segment, Time now) {
   for (int rank = 0; rank < segment.size(); ++rank) {
     const std::string why = segment.stock_failure(rank);
     if (why.empty() || rank == segment.rank()) continue;
-    const std::string who = "rank " + std::to_string(segment.global_rank(rank));
-    if (!since_) note(who + " could not go on with it: " + why, How::kStockFailed, now);
+    if (!since_) note_failed(segment, rank, why, now);
     return;
   }
   if (!since_) return;
@@ -61,6 +63,11 @@ void LostRank::look_for_failed(const Segment& segment, Time now) {
   failed_ = false;
   const std::lock_guard lock(mutex_);
   who_.clear();
+}
+
+void LostRank::note_failed(const Segment& segment, int rank, const std::string& why, Time now) {
+  const std::string who = "rank " + std::to_string(segment.global_rank(rank));
+  note(who + " could not go on with it: " + why, How::kStockFailed, now);
 }
 
 void LostRank::note(const std::string& who, How how, Time now) {

@@ -42,6 +42,7 @@ class LostRank {
  private:
   bool look_for_gone(const Segment& segment, Time now);
   void look_for_failed(const Segment& segment, Time now);
+  void note_failed(const Segment& segment, int rank, const std::string& why, Time now);
 
   mutable std::mutex mutex_;  // guards who_
   std::string who_;

@@ -46,6 +46,7 @@ def main() -> None:
 
     Wrong use is the same on all ranks of a job, so rank 0 alone says so.
     """
+    console.prepare()
     try:
         status = app(prog_name="deepytorch", standalone_mode=False)
     except typer.Abort:

@@ -1,5 +1,7 @@
 """How the command talks: tables on standard output, errors and remarks on standard error."""
 
+import io
+import os
 import sys
 
 from rich.console import Console
@@ -8,6 +10,16 @@ from rich.table import Table
 
 # Written to a file or a pipe, a table must not lose columns to an assumed width of 80.
 PIPED_WIDTH = 200
+
+
+def prepare() -> None:
+    """Make the best of what the process was started with: closed streams, poor encodings."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def out() -> Console:

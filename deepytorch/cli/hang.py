@@ -29,7 +29,7 @@ def show(pids: list[int], job: str | None, *, as_json: bool, flight_recorder: Pa
             f"no job{wanted} on this node: no process of this user has a flight record. One is "
             "made with the first process group that goes through deepytorch"
         )
-    cases = [_look(one) for one in jobs]
+    cases = _look_at(jobs)
     if flight_recorder is not None:
         for case in cases:
             _write_dumps(case, flight_recorder if len(cases) == 1 else flight_recorder / case.name)
@@ -69,13 +69,21 @@ class _Case:
         out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _look_at(jobs: list[Any]) -> list[_Case]:
+    """The verdicts that two looks agree on, those on hangs first."""
+    from deepytorch_core.hang import verdict
+
+    time.sleep(_BETWEEN_LOOKS_S)
+    cases = [_look(one) for one in jobs]
+    return sorted(cases, key=lambda case: case.verdict.kind == verdict.NO_HANG)
+
+
 def _look(job: Any) -> _Case:
-    """The verdict that two looks agree on: of what moved in between nothing is said."""
+    """The verdict of a second look: of what moved in between nothing is said."""
     from deepytorch_core.hang import collect, verdict
 
     pids = [one.pid for one in job.records]
     earlier = {one.pid: one for one in job.records}
-    time.sleep(_BETWEEN_LOOKS_S)
     again = collect.jobs(pids, name=job.name)
     records = again[0].records if again else job.records
     ranks = collect.ranks(records)

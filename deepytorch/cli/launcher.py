@@ -9,6 +9,7 @@ import typer
 
 from deepytorch.cli import help
 
+_WRONG_USE = 2
 _RUNNER = Path(__file__).with_name("runner.py")
 
 
@@ -61,7 +62,7 @@ def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> 
     """torchrun's options, then the script and its arguments, as torchrun's own parser reads them.
 
     `default_processes` stands in for an absent --nproc-per-node. Exits with status 2 and torchrun's
-    message when the options are wrong.
+    message when the options are wrong, or raises ValueError.
     """
     from torch.distributed import run as torchrun
 
@@ -71,6 +72,8 @@ def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> 
         parser.set_defaults(nproc_per_node=default_processes)
     default_port = parser.get_default("master_port")
     options = parser.parse_args(list(arguments))
+    if options.nproc_per_node.isdecimal() and int(options.nproc_per_node) < 1:
+        raise ValueError(f"--nproc-per-node {options.nproc_per_node}: expected 1 or more")
     alone = options.nnodes.split(":")[-1] == "1" and options.rdzv_backend == "static"
     if alone and not options.rdzv_endpoint and options.master_port == default_port:
         options.standalone = True  # a free port, so that runs on one machine never meet
@@ -105,8 +108,9 @@ def launch(options: Namespace) -> int:
     try:
         start(options)
     except ChildFailedError as error:
-        typer.echo(str(error), err=True)
         _, failure = error.get_first_failure()
+        if failure.exitcode != _WRONG_USE:  # of which the program has said all in a line
+            typer.echo(str(error), err=True)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)

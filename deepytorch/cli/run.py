@@ -73,6 +73,9 @@ def run(
         arguments.insert(0, "--module")
     default = str(launcher.num_gpus() or 1)
     options = launcher.parse(arguments, command="deepytorch run", default_processes=default)
+    script = Path(options.training_script)
+    if not (options.module or options.no_python or script.exists()):
+        context.fail(f"there is no script {script}")
     if not compare:
         raise typer.Exit(launcher.launch(launcher.activated(options)))
 
@@ -98,5 +101,7 @@ def run(
         timeout_s=timeout_s,
     )
     html, json_file = html.absolute(), None if json_file is None else json_file.absolute()
+    shared.check_place("--html", html)
+    shared.check_place("--json", json_file)
     samples, remarks = comparison.compare(job, say)
     report.show(job, samples, remarks, total_steps=total_steps, html=html, json_file=json_file)

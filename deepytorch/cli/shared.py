@@ -1,8 +1,26 @@
 """Options that several commands have."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def check_place(option: str, file: Path | None) -> None:
+    """Raises ValueError, before anything is measured, if `file` can't be written later."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder: name a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {file} can't be written: {error}") from None
+    place = file if file.exists() else file.parent
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{option} {file} can't be written: no permission for {place}")
+
 
 ProcessesPerNode = Annotated[
     str | None,

@@ -1,12 +1,15 @@
-"""The README's results, generated from docs/results/*.jsonl.
+"""Results in the README and in docs/results.md, generated from docs/results/*.jsonl.
 
 `python -m deepytorch_core.bench.tables --check|--write README.md [--results docs/results]` compares
-or replaces what stands between the two markers; --check ends with status 1 when it is stale.
+or replaces what stands between markers; --check ends with status 1 when it is stale. The first
+marker of a pair may name the benchmarks that are shown there, else all are.
 """
 
 import argparse
+import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from deepytorch_core.bench.record import (
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
+_SECTION = re.compile(r"<!-- results:begin((?: \w+)*) -->\n.*?<!-- results:end -->", re.DOTALL)
+_MARKER = re.compile(r"<!-- results:(begin|end)\b")
 
 # Columns of the table, where measured: the README shows the shape, the records hold every size.
 COLUMN_BYTES = tuple(size << 10 for size in (1, 16, 64, 1024, 4096, 16384, 65536))
@@ -48,37 +53,55 @@ def load(folder: str | Path) -> dict[str, list[Record]]:
     return {path.name: read_records(path) for path in sorted(Path(folder).glob("*.jsonl"))}
 
 
-def render(files: Mapping[str, Sequence[Record]]) -> str:
-    """Markdown for all records, a table for each file; "" without records.
+def render(
+    files: Mapping[str, Sequence[Record]],
+    *,
+    kinds: Collection[str] = (),
+    folder: str = "docs/results",
+) -> str:
+    """Markdown for all records of `kinds`, or of all, a table for each file; "" without records.
+
+    Args:
+        files: the records by file name.
+        kinds: of "collectives" (on CPUs or emulated), "gpu", "ddp", "train", "compile", "workload".
+        folder: where links find the files.
 
     Raises ValueError for a record of another kind than `bench` writes: a record that no table shows
-    would look like a result that was left out.
+    would look like a result that was left out. And for a kind that does not exist.
     """
     parts: list[str] = []
+    renderers = {
+        "collectives": (NEEDED_FIELDS, _render_collectives),
+        "gpu": (GPU_FIELDS, _render_gpu),
+        "ddp": (DDP_FIELDS, _render_ddp),
+        "train": (TRAIN_FIELDS, _render_train),
+        "compile": (COMPILE_FIELDS, _render_compile),
+        "workload": (WORKLOAD_FIELDS, _render_workload),
+    }
+    unknown = [kind for kind in kinds if kind not in renderers]
+    if unknown:
+        raise ValueError(f"there are no results of {unknown[0]}: expected {', '.join(renderers)}")
     for name, records in files.items():
-        for kind, fields, render_group in (
-            ("collectives", NEEDED_FIELDS, _render_collectives),
-            ("gpu", GPU_FIELDS, _render_gpu),
-            ("ddp", DDP_FIELDS, _render_ddp),
-            ("train", TRAIN_FIELDS, _render_train),
-            ("compile", COMPILE_FIELDS, _render_compile),
-            ("workload", WORKLOAD_FIELDS, _render_workload),
-        ):
+        for kind, (fields, render_group) in renderers.items():
             group = [record for record in records if _kind(record) == kind]
             _refuse_incomplete(name, group, fields)
-            if group:
-                parts.append(render_group(name, group))
+            if group and (not kinds or kind in kinds):
+                parts.append(render_group(f"{folder}/{name}", group))
     return "\n\n".join(parts)
 
 
-def replace(text: str, table: str) -> str:
-    """`text` with `table` between the markers; ValueError unless each of them is there once."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the text needs one {BEGIN} and, after it, one {END}")
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    body = f"{table}\n" if table else ""
-    return f"{head}{BEGIN}\n{body}{END}{tail}"
+def replace(text: str, files: Mapping[str, Sequence[Record]], folder: str = "docs/results") -> str:
+    """`text` with tables between its markers; ValueError unless they come in pairs."""
+    pairs = len(_SECTION.findall(text))
+    if not pairs or len(_MARKER.findall(text)) != 2 * pairs:
+        raise ValueError(f"the text needs {BEGIN} and, after each, one {END}")
+
+    def section(match: re.Match[str]) -> str:
+        table = render(files, kinds=match[1].split(), folder=folder)
+        body = f"{table}\n" if table else ""
+        return f"<!-- results:begin{match[1]} -->\n{body}{END}"
+
+    return _SECTION.sub(section, text)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
     path: Path = options.write or options.check
     try:
         text = path.read_text(encoding="utf-8")
-        fresh = replace(text, render(load(options.results)))
+        folder = os.path.relpath(options.results, path.parent)
+        fresh = replace(text, load(options.results), folder)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{path}: {error}\n")
         return 1
@@ -333,7 +357,7 @@ def _caption(name: str, records: Sequence[Record], wrong: str = "wrong elements"
     return (
         f"{machines}, torch {torches}, commit {commits}: times faster than {baselines}, in "
         f"brackets the quartiles over neighbouring blocks; {num_wrong} {wrong} "
-        f"([{name}](docs/results/{name}))."
+        f"([{Path(name).name}]({name}))."
     )
 
 

@@ -26,6 +26,8 @@ from deepytorch_core.import_hook import ImportHook
 from deepytorch_core.patching import Patches
 
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
+# How torch names the folders that its compiler keeps for the user.
+_COMPILERS = f"{os.sep}torchinductor_"
 _WRITES = os.O_WRONLY | os.O_RDWR
 _NO_FOLDER = -1  # what Python's audit events say where a path is no name within an open folder
 _Function = Callable[..., Any]
@@ -131,7 +133,8 @@ class Saves:
                 self._opening(os.fsdecode(path), flags)
         elif event == "os.mkdir":
             path = workspace.located(os.fsdecode(args[0]))
-            if not self._is_scratch(path) and not os.path.exists(path):
+            is_known = self._is_scratch(path) or _COMPILERS in path
+            if not is_known and not os.path.exists(path):
                 self.made_folders.append(path)
         elif event in ("os.remove", "shutil.rmtree"):
             self._losing(args[0], args[1], "delete")
@@ -147,6 +150,8 @@ class Saves:
 
     def _opening(self, path: str, flags: int) -> None:
         path = workspace.located(path)
+        if os.path.isdir(path):
+            return  # in place of a file of no name in it yet, whose own opening comes next
         self._make_own(path, keeps_content=not flags & os.O_TRUNC)
         self._refuse_change(os.path.realpath(path), "write to")
         if flags & os.O_TRUNC:

@@ -37,6 +37,9 @@ _MOST_VERDICTS = 4
 _LISTEN_S = 1.0
 _END_LIMIT_S = 2.0
 _REACH_LIMIT_S = 2.0
+# A store that can't be reached any more is given up after so long: torch would wait for the system
+# to do so, a quarter of an hour.
+_LOST_LIMIT_S = 10.0
 _MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
 # An older failure is not what is being told.
 _FRESH_S = 60.0
@@ -170,7 +173,7 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
         found = verdict.judge(here, failed=failed)
         return found.sentence if len(here) == home.size else unreachable
     # A connection of its own: another thread may be waiting in the store.
-    store = PrefixStore(f"case/{case}", home.store.clone())
+    store = PrefixStore(f"case/{case}", _clone(home.store))
     if store.compare_set("judge", "", str(home.rank)).decode() != str(home.rank):
         _answer(home, store)
         try:
@@ -226,6 +229,30 @@ def _unreachable(store: Any) -> str:
     )
 
 
+def _clone(store: Any) -> Any:
+    """The store over a connection of its own, one that ends where the network is gone."""
+    known = _sockets()
+    clone = store.clone()
+    for name in _sockets() - known:
+        # Others of this moment are most likely the same job's, and as little use without a network.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name[0]))) as own:
+            if own.family in (socket.AF_INET, socket.AF_INET6):
+                limit_ms = int(1e3 * _LOST_LIMIT_S)
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+    return clone
+
+
+def _sockets() -> set[tuple[str, str]]:
+    """This process's: descriptor and name of each."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith("socket:"):
+                found.add((number, name))
+    return found
+
+
 def _records(home: _Home) -> list[record.Record]:
     """The flight records of the job's processes that this one sees: those of its node."""
     return [one for job in collect.jobs(name=home.job) for one in job.records]
@@ -274,7 +301,7 @@ def _listen(home: _Home) -> None:
 
     number = 1
     with contextlib.suppress(Exception):  # the store's end is this thread's
-        own = home.store.clone()
+        own = _clone(home.store)
         while not home.over.is_set():
             if not own.check([f"call/{number}"]):
                 home.over.wait(_LISTEN_S)

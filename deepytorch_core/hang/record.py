@@ -95,7 +95,11 @@ def open_memfd(pid: int, name: str, flags: int) -> int | None:
     A name may go on behind an `@`.
     """
     folder = Path("/proc") / str(pid) / "fd"
-    for entry in os.listdir(folder):
+    try:
+        entries = os.listdir(folder)
+    except FileNotFoundError:
+        raise RecordError(f"there is no process {pid}") from None
+    for entry in entries:
         with contextlib.suppress(OSError):
             link = os.readlink(folder / entry).removesuffix(" (deleted)")
             if link.partition("@")[0] == f"/memfd:{name}":

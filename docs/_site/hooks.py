@@ -1,7 +1,6 @@
-"""What mkdocs does beyond Markdown: the package as installed, generated tables, inline figures.
+"""What mkdocs does beyond Markdown: the package as installed, drawings, inline figures.
 
-In a page `<!-- results -->` stands for the tables of all records in docs/results, `<!-- results:
-FILE -->` for those of one, and `<!-- chart: FILE ... -->` for a drawing of some. Figures in
+In a page `<!-- chart: FILE ... -->` stands for a drawing of records in docs/results. Figures in
 docs/assets are put into the page itself, so that they take its colours. Each of notebooks/ is
 a page of notebooks/, with the output that it was saved with.
 """
@@ -20,9 +19,6 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import charts  # noqa: E402
 
-from deepytorch_core.bench import tables  # noqa: E402
-
-_RESULTS = re.compile(r"<!-- results(?:: (?P<file>[\w.-]+))? -->")
 _CHART = re.compile(r"<!-- chart: (?P<file>[\w.-]+) (?P<settings>[^>]+) -->")
 _FIGURE = re.compile(r"^!\[(?P<text>[^\]]*)\]\((?:\.\./)*(?P<path>assets/[\w.-]+\.svg)\)$", re.M)
 _LOADED = re.compile(
@@ -46,9 +42,7 @@ def on_files(files: Any, *, config: Any, **_: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    up = "../" * page.file.src_uri.count("/")
-    markdown = _RESULTS.sub(lambda found: results(found["file"], up), markdown)
+def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = _CHART.sub(lambda found: charts.draw(found["file"], found["settings"]), markdown)
     return _FIGURE.sub(lambda found: figure(found["path"], found["text"]), markdown)
 
@@ -59,16 +53,6 @@ def on_post_build(*, config: Any, **_: Any) -> None:
         found = _LOADED.search(path.read_text(encoding="utf-8"))
         if found:
             raise ValueError(f"{path} loads from the network: {found[0]}")
-
-
-def results(file: str | None, up: str) -> str:
-    """The tables of docs/results, or of one of its files, for a page `up` below docs.
-
-    Raises KeyError for a file that is not there.
-    """
-    files = tables.load(ROOT / "docs/results")
-    text = tables.render({file: files[file]} if file else files)
-    return text.replace("](docs/results/", f"]({up}results/")
 
 
 def notebook(path: Path) -> str:

@@ -106,7 +106,18 @@ def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
         return ["nothing: train as before"]
     lines = [shlex.join(["deepytorch", "run", *job.arguments])]
     # A Trainer builds an Accelerator: the first one met is the one that the user sees.
-    return lines + [f"with {seams.LINES[name]}" for name in ours.seams[:1]]
+    found = [name for name in ours.seams[:1] if name != "ddp" or _is_compiled(ours.decisions)]
+    return lines + [f"with {seams.LINES[name]}" for name in found]
+
+
+def _is_compiled(decisions: Sequence[str]) -> bool:
+    """Whether anything that `deepytorch.compile` has tried was kept."""
+    chosen = [
+        line.partition(": ")[2]
+        for line in decisions
+        if line.startswith(("compile of ", "CUDA graphs of "))
+    ]
+    return any(not one.startswith(("eager", "launched")) for one in chosen)
 
 
 def show(
@@ -129,6 +140,8 @@ def show(
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     machine = [("machine", origin["machine"]["name"]), ("versions", versions)]
     command = shlex.join(["deepytorch", "run", "--compare", *job.arguments])
+    # First of all, as a file may not be writable any more.
+    console.out().print(console.fields("\nstock and deepytorch", [*rows, ("receipt", str(html))]))
     receipt.write(
         html, samples, command=command, headline=headline(verdicts[0]), rows=[*rows, *machine]
     )
@@ -144,4 +157,3 @@ def show(
         found = result.summary(samples, verdicts, facts)
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    console.out().print(console.fields("\nstock and deepytorch", [*rows, ("receipt", str(html))]))

@@ -77,6 +77,7 @@ def tune(
 
     if options.no_python:
         raise ValueError("--no-python leaves no Python to look into; give a script")
+    shared.check_place("--json", json_file)
     wanted = emulated.Wanted(nodes, ranks_per_node, link, flow_cap, delay)
     if nodes and nproc_per_node is not None:
         raise ValueError("--nodes comes with --ranks-per-node: leave --nproc-per-node out")
