@@ -277,11 +277,13 @@ def wait_for_a_slow_rank(rank: int, world_size: int) -> Any:
     from deepytorch_core.report import report as make
 
     with job(rank, world_size, "slow", collectives="native") as group:
-        if rank in MEMBERS:
-            for _ in range(5):
-                if rank == 3:
-                    time.sleep(0.02)
-                dist.all_reduce(torch.ones(10), group=group)
+        here = rank_store("here")
+        for step in range(5 if rank in MEMBERS else 0):
+            if rank == 3:
+                here.wait([f"{step}/1", f"{step}/2"])
+                time.sleep(0.2)
+            here.set(f"{step}/{rank}", "")
+            dist.all_reduce(torch.ones(10), group=group)
         name = dist.group.WORLD.group_name if rank == 0 else group.group_name
         return {one.group: one for one in make().waiting}.get(name)
 
