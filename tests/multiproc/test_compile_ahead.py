@@ -21,7 +21,7 @@ from deepytorch_core.compile import ahead, regions, switches
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.config import Options
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 CPU = torch.device("cpu")
 PART = "down.0"
@@ -32,7 +32,7 @@ def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """One helper, for any model."""
     monkeypatch.setattr(ahead, "_num_helpers", lambda: 1)
     monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
-    options = Options(profile=str(tmp_path / "p.json"), log="error", compile_budget_s=200.0)
+    options = Options(profile=str(tmp_path / "p.json"), log="error", compile_budget_s=1e4)
     monkeypatch.setattr(config, "_current", options)
     torch._dynamo.reset()
     yield
@@ -40,25 +40,27 @@ def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 class Part(nn.Module):
-    def __init__(self, inner: int) -> None:
+    def __init__(self, *, mixes: bool) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, inner), nn.Linear(inner, 8)
+        self.mixes = mixes
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.norm(x).unflatten(-1, (2, 4)).transpose(0, 1)
-        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        x = x + mixed.transpose(0, 1).flatten(1)
+        if self.mixes:
+            heads = self.norm(x).unflatten(-1, (2, 4)).transpose(0, 1)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            x = x + mixed.transpose(0, 1).flatten(1)
         return x + self.down(nn.functional.silu(self.up(x)))
 
 
 class Whole(nn.Module):
-    """Parts of which no two can share a compile."""
+    """Five parts, of which there are two kinds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList([Part(8), Part(12)])
-        self.middle = Part(16)
-        self.up = nn.ModuleList([Part(20), Part(24)])
+        self.down = nn.ModuleList([Part(mixes=True), Part(mixes=False)])
+        self.middle = Part(mixes=False)
+        self.up = nn.ModuleList([Part(mixes=False), Part(mixes=True)])
 
     def forward(self, x: Tensor) -> Tensor:
         for part in (*self.down, self.middle, *self.up):
@@ -91,13 +93,13 @@ def test_a_training_goes_on_while_helpers_compile_it() -> None:
     model = Whole()
     stock = copy.deepcopy(model)
     assert [one.name for one in regions.find(model)] == ["Whole"]
-    assert len(regions.parts(model)) == 5
+    assert len(regions.parts(model)) == 2
     optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, stock)]
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
     counters.clear()
     waited = number = 0
-    taken_over = {5}
+    taken_over = {2}
     while not found.is_settled and number < 50_000:
         mine, other = (step(m, o, number) for m, o in zip((model, stock), optimizers, strict=True))
         assert mine == pytest.approx(other, rel=0.1, abs=5e-3)  # bf16 in another order
@@ -107,9 +109,9 @@ def test_a_training_goes_on_while_helpers_compile_it() -> None:
         number += 1
         time.sleep(0.002 if found.is_waiting else 0.0)
     assert waited > 10
-    assert taken_over == set(range(6))  # each part as soon as it is done
+    assert taken_over == {0, 1, 2}  # each kind as soon as it is done
     assert found.is_settled
-    assert counters["aot_autograd"]["autograd_cache_hit"] >= 5
+    assert counters["aot_autograd"]["autograd_cache_hit"] >= 2
     assert not counters["aot_autograd"]["autograd_cache_miss"]
     (made,) = [one for one in decisions.made() if one["what"] == "compile of Whole"][-1:]
     assert made["chosen"] in ("inductor", "eager"), made
@@ -132,7 +134,7 @@ def submitted(graph_of: Any) -> Ahead:
     return helpers
 
 
-def wait(helpers: Ahead, limit_s: float = 100.0) -> None:
+def wait(helpers: Ahead, limit_s: float = 500.0) -> None:
     while not helpers.is_done(PART, limit_s):
         time.sleep(0.05)
 
