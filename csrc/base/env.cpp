@@ -47,6 +47,16 @@ std::string read_text(const char* name) {
   return value == nullptr ? "" : value;
 }
 
+int read_gpu_queues() {
+  constexpr int kUsual = 8;
+  try {
+    const auto number = static_cast<int>(read_number("CUDA_DEVICE_MAX_CONNECTIONS", 1, 32));
+    return number == 0 ? kUsual : number;
+  } catch (const Error&) {
+    return kUsual;  // the driver is no more particular
+  }
+}
+
 std::vector<std::string> read_list(const char* name) {
   std::vector<std::string> words;
   std::istringstream in(read_text(name));
@@ -70,6 +80,7 @@ const Env& env() {
       .node_ids = read_list("DEEPYTORCH_NODE_ID"),
       .reduce_threads = static_cast<int>(read_number("DEEPYTORCH_REDUCE_THREADS", 1, 64)),
       .no_peer_access = read_text("NCCL_P2P_DISABLE") == "1",
+      .gpu_queues = read_gpu_queues(),
       .nccl_table = read_text("DEEPYTORCH_NCCL_TABLE")};
   return instance;
 }

@@ -39,6 +39,9 @@ struct Env {
   int reduce_threads;
   // NCCL_P2P_DISABLE: 1: GPUs are to be taken as if they had no peer access; for NCCL and for us.
   bool no_peer_access;
+  // CUDA_DEVICE_MAX_CONNECTIONS: how many queues the CUDA driver has for streams, 1 to 32; it reads
+  // that itself. Default 8, its own; also for what it doesn't take.
+  int gpu_queues;
   // DEEPYTORCH_NCCL_TABLE: the file that the tuner plugin for NCCL goes by. Default none.
   std::string nccl_table;
 };

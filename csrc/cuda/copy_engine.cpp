@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/driver.hpp"
+#include "cuda/lane_streams.hpp"
 #include "cuda/sum_pieces.hpp"
 
 namespace dpt::cuda {
@@ -23,15 +24,7 @@ struct StreamFunctions {
 
 class OrderedStream {
  public:
-  OrderedStream() {
-    int least = 0;
-    int greatest = 0;
-    DPT_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    DPT_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
-  }
-  ~OrderedStream() { cudaStreamDestroy(stream_); }
-  OrderedStream(const OrderedStream&) = delete;
-  OrderedStream& operator=(const OrderedStream&) = delete;
+  explicit OrderedStream(cudaStream_t stream) : stream_(stream) {}
 
   // Words in a row are one call: each takes the driver as long as a copy.
   void add(const CUstreamBatchMemOpParams& operation) { words_.push_back(operation); }
@@ -50,7 +43,7 @@ class OrderedStream {
   cudaError_t query() const { return cudaStreamQuery(stream_); }
 
  private:
-  cudaStream_t stream_ = nullptr;
+  cudaStream_t stream_;
   std::vector<CUstreamBatchMemOpParams> words_;
 };
 
@@ -74,7 +67,10 @@ class CudaCopyEngine final : public staged::CopyEngine {
   CudaCopyEngine(int device, Slots slots)
       : device_(device),
         up_(slots == Slots::kOnHost ? cudaMemcpyDeviceToHost : cudaMemcpyDeviceToDevice),
-        down_(slots == Slots::kOnHost ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToDevice) {}
+        down_(slots == Slots::kOnHost ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToDevice),
+        lent_(device) {
+    for (int lane = 0; lane < LaneStreams::kCount; ++lane) streams_.emplace_back(lent_[lane]);
+  }
 
   ~CudaCopyEngine() override {
     const RelaxedCapture relaxed;
@@ -107,7 +103,7 @@ class CudaCopyEngine final : public staged::CopyEngine {
   }
   void meet() override {
     cudaStream_t const last = first_down().get();
-    for (size_t i = 0; i < std::size(streams_); ++i) {
+    for (size_t i = 0; i < streams_.size(); ++i) {
       if (&streams_[i] == &first_down()) continue;
       met_[i].record(streams_[i].get());
       met_[i].hold(last);
@@ -208,9 +204,10 @@ class CudaCopyEngine final : public staged::CopyEngine {
   CUdeviceptr on_device_ = 0;
   char* buffers_ = nullptr;  // of the lanes down
   size_t buffer_bytes_ = 0;
-  OrderedStream streams_[2 * Lane::kCount];
+  const LaneStreams lent_;
+  std::vector<OrderedStream> streams_;
   OrderEvent forked_;
-  OrderEvent met_[2 * Lane::kCount];
+  OrderEvent met_[LaneStreams::kCount];
   OrderEvent joined_;
 };
 

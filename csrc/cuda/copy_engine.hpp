@@ -11,7 +11,7 @@ namespace dpt::cuda {
 
 // Whether slots are in the memory of devices that reach each other's, or in the host's.
 enum class Slots { kOnHost, kOnDevices };
-// Throws Error(DPT_ERR_SYSTEM) where the driver can't do it.
+// Throws Error(DPT_ERR_SYSTEM) where the driver can't do it or has no queues left.
 std::unique_ptr<staged::CopyEngine> make_copy_engine(int device, Slots slots);
 
 }  // namespace dpt::cuda

@@ -1,11 +1,13 @@
 """One process of `bench compile`: one arm of one workload. Started by `launch.run`.
 
 Three arms, each a process of its own: ours, eager, and torch.compile as it comes. They warm up one
-after the other, without any cache on disk, then train in turns, block by block.
+after the other, without any cache on disk, then train in turns, block by block. Benchmarks of
+several workloads may run side by side: they share the warm-up's time, and none is timed meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -21,7 +23,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from deepytorch.workloads import compile_suite
 from deepytorch_core import guard
-from deepytorch_core.bench import timing, worker
+from deepytorch_core.bench import quiet, timing, worker
 from deepytorch_core.bench.ddp import finite
 from deepytorch_core.bench.job import BenchError, Run
 from deepytorch_core.bench.record import Record
@@ -113,29 +115,27 @@ def measure(job: CompileJob, process: int, store: Store, emit: worker.Emit) -> N
     def wait(turn: str) -> None:
         store.wait([turn], limit)
 
-    # One after the other: compilers use every core.
-    if process != OURS:
-        wait(f"warm {process - 1}")
-    arm = Arm(job, process, device)
-    share: dict[str, Any] = {**_warm_up(job, arm, process)}
-    arm.restart()
-    share["losses"] = [finite(float(arm.step())) for _ in range(LOSS_STEPS)]
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    store.set(f"warm {process}", "1")
-    wait(f"warm {len(ARMS) - 1}")
-    blocks = []
-    turn = 0
-    for number in range(job.blocks):
-        order = range(len(ARMS)) if number % 2 == 0 else reversed(range(len(ARMS)))
-        for owner in order:
-            if owner == process:
-                arm.step()  # untimed: absorbs the change of turns
-                blocks.append(_timed(arm.step, device))
-                store.set(f"turn {turn}", "1")
-            wait(f"turn {turn}")
-            turn += 1
-    share["times"] = blocks
+    share: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        # The first process stands for all three in the line of benchmarks.
+        line = stack.enter_context(quiet.turns()) if process == OURS else None
+        if line is not None:
+            line.warm_up()
+        else:  # one after the other: compilers use every core
+            wait(f"warm {process - 1}")
+        arm = Arm(job, process, device)
+        share.update(_warm_up(job, arm, process))
+        arm.restart()
+        share["losses"] = [finite(float(arm.step())) for _ in range(LOSS_STEPS)]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        store.set(f"warm {process}", "1")
+        wait(f"warm {len(ARMS) - 1}")
+        if line is not None:
+            line.time()
+            store.set("alone", "1")
+        wait("alone")
+        share["times"] = _in_turns(job, arm, process, store)
     share["peak_gib"] = _peak_gib(device)
     share["samples"] = arm.workload.samples
     share["parameters"] = sum(one.numel() for one in arm.model.parameters())
@@ -145,6 +145,22 @@ def measure(job: CompileJob, process: int, store: Store, emit: worker.Emit) -> N
         store.wait(keys, limit)
         emit({"record": record_of(job, [json.loads(one) for one in store.multi_get(keys)])})
     wait(f"share {OURS}")
+
+
+def _in_turns(job: CompileJob, arm: Arm, process: int, store: Store) -> list[float]:
+    """Seconds of a step in each block of this arm; the arms alternate."""
+    blocks = []
+    turn = 0
+    for number in range(job.blocks):
+        order = range(len(ARMS)) if number % 2 == 0 else reversed(range(len(ARMS)))
+        for owner in order:
+            if owner == process:
+                arm.step()  # untimed: absorbs the change of turns
+                blocks.append(_timed(arm.step, arm.device))
+                store.set(f"turn {turn}", "1")
+            store.wait([f"turn {turn}"], timedelta(seconds=job.timeout_s))
+            turn += 1
+    return blocks
 
 
 def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:

@@ -84,6 +84,10 @@ void FakeLane::run() {
 
 FakeCopyEngine::FakeCopyEngine(unsigned seed, Options options) : options_(std::move(options)) {
   for (Lane& each : lanes_) {
+    if (options_.queues != nullptr) {
+      each.queue = options_.queues->next();
+      continue;
+    }
     if (queues_.empty() || !options_.one_queue) {
       queues_.emplace_back(seed + static_cast<unsigned>(queues_.size()), options_.most_delay_us);
     }

@@ -36,14 +36,28 @@ class FakeLane {
   std::thread thread_;
 };
 
+// A device's queues, dealt out in turn to the lanes of all groups of a process.
+class FakeQueues {
+ public:
+  FakeQueues(int count, unsigned seed) {
+    for (int i = 0; i < count; ++i) queues_.emplace_back(seed + static_cast<unsigned>(i), 0);
+  }
+  FakeLane* next() { return &queues_[dealt_++ % queues_.size()]; }
+
+ private:
+  std::deque<FakeLane> queues_;
+  size_t dealt_ = 0;
+};
+
 class FakeCopyEngine final : public staged::CopyEngine {
  public:
   // As a device does whose driver has no such functions.
   struct Options {
     int most_delay_us = 0;
     bool can_map = true;
-    bool one_queue = false;   // for all lanes
-    bool on_devices = false;  // slots are: nothing but words is mapped
+    bool one_queue = false;        // for all lanes
+    FakeQueues* queues = nullptr;  // instead of the lanes' own
+    bool on_devices = false;       // slots are: nothing but words is mapped
     // Ranks see the memory at an address each: segment.cpp, NOTE [Thread sanitizer].
     bool aliased = false;
     // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody

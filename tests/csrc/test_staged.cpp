@@ -36,6 +36,7 @@ struct Process {
   explicit Process(int rank, int threads = 2) : workers(threads, {}, 0us), stream(rank, 0) {}
   Workers workers;
   FakeLane stream;
+  std::unique_ptr<FakeQueues> queues;
 };
 
 struct Options {
@@ -66,6 +67,7 @@ class StagedRanks {
       FakeCopyEngine::Options engine{};
       engine.most_delay_us = rank == options.slow_rank ? 200 : options.delay_us;
       engine.one_queue = options.one_queue;
+      engine.queues = processes[rank]->queues.get();
       engine.on_devices = options.on_devices;
       engine.broken = &Board(memory_.get(), shape_).broken();
       if (rank == 0) engine.before_copy = options.before_copy_of_rank_0;
@@ -404,6 +406,38 @@ TEST(Staged, GroupsInOppositeOrders) {
         streams[group * 3 + rank]->synchronize();
         operations[group]->check(rank);
       }
+    }
+  }
+}
+
+// The driver of a device may have fewer queues than groups have lanes. What waits at the head of
+// one holds up all behind it, which is safe as long as ranks start operations in the same order.
+TEST(Staged, GroupsThatShareQueues) {
+  constexpr int kGroups = 3;
+  for (const int queues : {1, 5, 8}) {
+    auto all = processes(2, 1);
+    for (auto& each : all) each->queues = std::make_unique<FakeQueues>(queues, 3);
+    std::vector<std::unique_ptr<StagedRanks>> groups;
+    for (int group = 0; group < kGroups; ++group) {
+      groups.push_back(std::make_unique<StagedRanks>(all, Options{.threads = 1}));
+    }
+    std::vector<std::unique_ptr<Operation>> operations;
+    std::vector<std::unique_ptr<FakeLane>> streams;
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      const Collective collective = kCollectives[i * 3 % 4];
+      const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
+      operations.push_back(
+          std::make_unique<Operation>(collective, DPT_FLOAT32, op, 3001 + i, 2, i));
+      for (int rank = 0; rank < 2; ++rank) {
+        streams.push_back(std::make_unique<FakeLane>(i, 10));
+        const Shape shape{2, kSlot, 3, 1};
+        const Job job = Job::of(operations[i]->request(rank), {512, i % 2}, rank, shape);
+        (*groups[i % kGroups])[rank].enqueue(job, 60s, streams.back().get());
+      }
+    }
+    for (auto& stream : streams) stream->synchronize();
+    for (int rank = 0; rank < 2; ++rank) {
+      for (const auto& operation : operations) operation->check(rank);
     }
   }
 }

@@ -312,7 +312,28 @@ def test_results(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_groups_in_opposite_orders(world_size: int) -> None:
     alone = torch.cuda.device_count() >= world_size
-    _spawn(_groups, world_size, 50 if alone else 3)
+    queues = {**NATIVE, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # of its own for every lane
+    _spawn(_groups, world_size, 50 if alone else 3, env=queues, fresh=True)
+
+
+def _one_group_too_many(rank: int, world_size: int) -> str:
+    device = _device(rank)
+    value = torch.ones(300_000, device=device)
+    groups = [dist.new_group(list(range(world_size))) for _ in range(3)]
+    for group in groups[:2]:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+    try:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=groups[2])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_groups_beyond_the_gpus_queues_are_told() -> None:
+    env = {**NATIVE, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    for words in _spawn(_one_group_too_many, 2, env=env, fresh=True):
+        assert "serve 2 groups of a process" in words
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in words
 
 
 def test_memory_is_given_back() -> None:
