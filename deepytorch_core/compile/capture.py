@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -315,15 +316,42 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.problem: str | None = None
+        self._assignments = _Assignments()
+
+    def __enter__(self) -> Watch:
+        self._assignments.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        super().__exit__(*why)  # type: ignore[no-untyped-call]
+        self._assignments.__exit__(*why)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.problem is None:
             if "c10d" in func.namespace:
                 self.problem = "it communicates with other ranks"
+            elif func is torch.ops.aten.fill_.Tensor and self._assignments.of_number:
+                pass  # torch makes a tensor of the number
             elif _has_host_tensor(args) and _has_gpu_tensor((result,)):
                 self.problem = f"it reads a tensor on the host ({func})"
         return result
+
+
+class _Assignments(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Knows of `tensor[index] = number` while that is carried out."""
+
+    of_number = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.of_number = func is torch.Tensor.__setitem__ and isinstance(
+            args[-1], bool | int | float | complex
+        )
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.of_number = False
 
 
 def _has_host_tensor(args: Any) -> bool:

@@ -165,6 +165,30 @@ def test_a_head_without_a_part_in_the_loss_gets_no_gradient() -> None:
     assert found.has_replays
 
 
+class Marks(nn.Module):
+    """Assigns numbers: of the code, and one of the module's that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.mark = nn.Linear(6, 6), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x).clone()
+        x[..., 0] = 2
+        x[:, 1:3] = self.mark
+        return self.inner(x)
+
+
+def test_numbers_may_be_assigned() -> None:
+    def loss_of(model: Any, number: int) -> Tensor:
+        model.mark = 0.5 if number < STEPS // 2 else 1.5
+        return model(rows(number)).square().mean()
+
+    found = trains_alike(Marks(), loss_of)
+    assert found.failure is None
+    assert found.has_replays
+
+
 def test_a_second_backward_pass_adds_up() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

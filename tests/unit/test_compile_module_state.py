@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves as leaves
 
-from deepytorch_core.compile import module_state
+from deepytorch_core.compile import capture, module_state
 from deepytorch_core.compile.capture import Watch
 
 
@@ -105,6 +106,33 @@ def test_compile_sees_who_asks_for_random_numbers_on_the_host() -> None:
         now = module_state.host_random_numbers()
         assert now != before
         before = now
+
+
+def test_compile_tells_assigned_numbers_from_tensors_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Tensors of a GPU are those with dimensions, here.
+    monkeypatch.setattr(capture, "_has_gpu_tensor", lambda results: results[0].dim() > 0)
+    monkeypatch.setattr(
+        capture,
+        "_has_host_tensor",
+        lambda args: any(isinstance(one, torch.Tensor) and one.dim() == 0 for one in leaves(args)),
+    )
+    target, number = torch.zeros(3, 4), torch.tensor(2.0)
+    with Watch() as watch:
+        target[..., 0] = 3
+        target[1:, 2:] = True
+    assert watch.problem is None
+    for assign in (
+        lambda: target.__setitem__(0, number),
+        lambda: target.fill_(number),
+        lambda: target.__setitem__(torch.tensor([0, 2]), 1.0),
+    ):
+        with Watch() as watch:
+            target[0] = 1.0
+            assign()
+        assert watch.problem is not None
+        assert "reads a tensor on the host" in watch.problem
 
 
 def test_compile_watches_operations_for_what_a_graph_would_freeze() -> None:
