@@ -130,10 +130,10 @@ def _results(rank: int, world_size: int) -> None:
     _assert_only_cpu_reduce()
 
 
-def _groups(rank: int, world_size: int, rounds: int) -> None:
+def _groups(rank: int, world_size: int, rounds: int, num_groups: int) -> None:
     """Groups on streams of their own, issued in opposite orders, beside matrix products."""
     device = _device(rank)
-    groups = [dist.new_group(list(range(world_size))) for _ in range(3)]
+    groups = [dist.new_group(list(range(world_size))) for _ in range(num_groups)]
     values = [torch.ones(300_000 * (i + 1), device=device) for i in range(len(groups))]
     for group, value in zip(groups, values, strict=True):
         dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
@@ -309,11 +309,12 @@ def test_results(world_size: int) -> None:
     _spawn(_results, world_size, timeout_s=120.0)
 
 
+@pytest.mark.parametrize(("queues", "num_groups"), [(8, 2), (32, 3)])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_groups_in_opposite_orders(world_size: int) -> None:
-    alone = torch.cuda.device_count() >= world_size
-    queues = {**NATIVE, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # of its own for every lane
-    _spawn(_groups, world_size, 50 if alone else 3, env=queues, fresh=True)
+def test_groups_in_opposite_orders(world_size: int, queues: int, num_groups: int) -> None:
+    rounds = 50 if torch.cuda.device_count() >= world_size else 3
+    env = {**NATIVE, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
+    _spawn(_groups, world_size, rounds, num_groups, env=env, fresh=True)
 
 
 def _one_group_too_many(rank: int, world_size: int) -> str:
