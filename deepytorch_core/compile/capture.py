@@ -319,13 +319,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._assignments = _Assignments()
 
     def __enter__(self) -> Watch:
-        self._assignments.__enter__()
+        self._assignments.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *why: Any) -> None:
         super().__exit__(*why)  # type: ignore[no-untyped-call]
-        self._assignments.__exit__(*why)
+        self._assignments.__exit__(*why)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -339,7 +339,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Assignments(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Assignments(TorchFunctionMode):
     """Knows of `tensor[index] = number` while that is carried out."""
 
     of_number = False
