@@ -157,7 +157,10 @@ dpt_status Backend::execute_on_delegate(void* context,
     }
     const DelegatedStream::Call starting(backend.delegated_,
                                          static_cast<Submitted*>(request->call)->device());
-    const BackendPtr stock = backend.delegate_for("cuda");
+    const int* const node_of = request->node_of;
+    const BackendPtr stock =
+        node_of != nullptr ? backend.hierarchy_for("cuda", {node_of, node_of + backend.getSize()})
+                           : backend.delegate_for("cuda");
     const c10::StreamGuard guard(*static_cast<Submitted*>(request->call)->stream);
     const WorkPtr work = start_request(*stock, *request);
     // The stream waits for it, not this thread. What ran on that stream itself has no work.

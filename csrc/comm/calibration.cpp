@@ -103,6 +103,7 @@ void GroupTuning::agree_on_device(const RunContext& context,
                                   std::string_view device,
                                   bool delegate) {
   group_.device = device;
+  group_.nodes = context.nodes != nullptr ? context.nodes->layout.num_nodes() : 1;
   agree_on(context, {tune_, true, delegate && delegate_.execute != nullptr, false});
 }
 
@@ -181,7 +182,8 @@ GroupTuning::Proposal GroupTuning::propose(const Operation& operation,
   proposal.measure = native.max_chunk_bytes >= Segment::kMaxChunkBytes;
   const auto near = decisions.nearest(group_, collective, bucket);
   // On the device the delegate does well at large sizes, whatever is faster at much smaller ones.
-  const bool serves = near && (!group_.on_device() || std::abs(near->first - bucket) <= 1);
+  const bool serves =
+      near && (!group_.on_device() || group_.nodes > 1 || std::abs(near->first - bucket) <= 1);
   if (serves) {
     const std::string size = describe_bytes(range_of(near->first).nominal);
     offer(near->second, "at " + size, "measured at " + size + " in this run, the budget is spent");
@@ -194,7 +196,7 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
   const auto bucket = bucket_of(operation.collective, bytes, group_);
   DPT_CHECK(bucket.has_value());
   context.segment.throw_if_aborted();
-  if (group_.on_device() && !all_come(context, *bucket)) {
+  if (group_.on_device() && context.nodes == nullptr && !all_come(context, *bucket)) {
     Decision apart;
     apart.source = "rule of thumb: ranks come at different times";
     return freeze(operation.collective, *bucket, std::move(apart));

@@ -27,6 +27,7 @@
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
 #include "cuda/device_group.hpp"
+#include "staged/courier.hpp"
 #include "transport/shm/segment.hpp"
 #include "transport/tcp/tcp_transport.hpp"
 
@@ -91,6 +92,8 @@ class Communicator {
   void wake_delegate(const WaitContext& wait) const;
   // Empty, or why the nodes of the group have no connections; the same on every rank.
   std::string connect_nodes(const TcpGroup& group, Segment& segment, const WaitContext& wait);
+  // More of them, for what goes on beside the operations on host memory.
+  std::shared_ptr<staged::Between> connect_between(const WaitContext& wait);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
   WaitStyle wait_style(size_t bytes, bool in_caller) const;
@@ -129,9 +132,13 @@ class Communicator {
   // host memory, which share its signals.
   void run_in_turn(const dpt_request& request, const std::function<void(const WaitContext&)>& task);
   void settle_on_device(const dpt_request& request, size_t bytes);
+  void settle_between_nodes(const dpt_request& request, const WaitContext& wait);
   void refuse_without_descriptors(const WaitContext& wait);
   void join_devices(const dpt_request& request);
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
+  // Whether GPUs go through the hosts' memory and between nodes: of one node, no two reach each
+  // other.
+  bool can_stage_by_nodes(const WaitContext& wait, bool peer_access) const;
   // Whether every rank's delegate can, and the nodes are alike.
   bool can_go_by_nodes(const WaitContext& wait) const;
   bool watch_device();
@@ -174,6 +181,8 @@ class Communicator {
   std::mutex state_mutex_;  // guards segment_'s, nodes_' and messages_' replacement, and failure_
   std::unique_ptr<Segment> segment_;  // of this node's ranks
   std::unique_ptr<Nodes> nodes_;      // of a group that spans nodes; ends before the segment
+  std::string nodes_key_;             // before the keys of their connections in the store
+  bool nodes_share_host_ = false;     // they are emulated
   std::optional<Error> failure_;
   std::condition_variable joined_;  // connected_ or failure_ was set
   std::string invitation_;          // empty: this group needs none

@@ -18,6 +18,14 @@ void close_all(const std::vector<int>& fds) {
   }
 }
 
+// What is wrong between nodes all ranks of this one hear of.
+Connection::Host host_of(Segment& segment) {
+  return {
+      Fabric::instance().reactor(),
+      [&segment](dpt_status status, const std::string& reason) { segment.abort(status, reason); },
+      [&segment] { segment.throw_if_aborted(); }};
+}
+
 }  // namespace
 
 void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait, Store& store) {
@@ -71,6 +79,8 @@ void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait
     const bool same_host = std::all_of(peers.begin(), peers.end(), [&](const PeerInfo& peer) {
       return peer.boot_id == peers[0].boot_id && peer.network == peers[0].network;
     });
+    nodes_key_ = key;
+    nodes_share_host_ = same_host;
     if (no_transport_.empty()) {
       no_transport_ = connect_nodes(
           {store, key, rank_, global_ranks_, layout, same_host, TcpSettings::from_env()},
@@ -121,14 +131,28 @@ std::string Communicator::connect_nodes(const TcpGroup& group,
   TcpConnection connection = connect_tcp(group, wait);
   if (!connection.why_not.empty()) return connection.why_not;
   auto nodes = std::make_unique<Nodes>(Nodes{group.layout, rank_, global_ranks_});
-  const Connection::Host host{
-      Fabric::instance().reactor(),
-      [&segment](dpt_status status, const std::string& reason) { segment.abort(status, reason); },
-      [&segment] { segment.throw_if_aborted(); }};
+  const Connection::Host host = host_of(segment);
   for (auto& [rank, peer] : connection.peers) nodes->links.add(rank, std::move(peer), host);
   std::lock_guard lock(state_mutex_);
   nodes_ = std::move(nodes);
   return "";
+}
+
+std::shared_ptr<staged::Between> Communicator::connect_between(const WaitContext& wait) {
+  TcpConnection connection = connect_tcp({*store_,
+                                          nodes_key_ + "/gpus",
+                                          rank_,
+                                          global_ranks_,
+                                          nodes_->layout,
+                                          nodes_share_host_,
+                                          TcpSettings::from_env()},
+                                         wait);
+  if (!connection.why_not.empty()) throw Error(DPT_ERR_SYSTEM, connection.why_not);
+  auto between = std::make_shared<staged::Between>();
+  const Connection::Host host = host_of(*segment_);
+  for (auto& [rank, peer] : connection.peers) between->links.add(rank, std::move(peer), host);
+  between->on_trouble = host.on_trouble;
+  return between;
 }
 
 }  // namespace dpt

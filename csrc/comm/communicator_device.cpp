@@ -91,8 +91,11 @@ bool Communicator::is_staged() const {
 // Where GPUs are staged through the host's memory; known once they have met.
 std::string Communicator::why_not_staged(const dpt_request& request) const {
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
-  std::string reason =
-      staged::Job::why_not(request.collective, request.dtype, request.reduce_op, even);
+  std::string reason = staged::Job::why_not({.collective = request.collective,
+                                             .dtype = request.dtype,
+                                             .op = request.reduce_op,
+                                             .even = even,
+                                             .nodes = nodes_ != nullptr});
   // A graph would replay the same chunks' numbers.
   if (reason.empty() && is_busy(request)) {
     reason = "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
@@ -116,7 +119,8 @@ std::string Communicator::why_not_on_device(const dpt_request& request) const {
 
 DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   std::string reason = why_not_on_device(request);
-  if (reason.empty()) {
+  const bool is_plain = reason.empty();
+  if (is_plain) {
     join_devices(request);
     reason = device_->why_not;
     if (reason.empty() && device_->device != request.device) {
@@ -127,27 +131,29 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   const size_t bytes = request.count * size_of(request.dtype);
   const bool tunes = reason.empty() && even;
-  const bool by_nodes = device_ && device_->by_nodes && reason == device_->why_not;
-  if (tunes && device_tuning_.is_open(request.collective, bytes)) settle_on_device(request, bytes);
-  return choose_device(
-      {.collective = request.collective,
-       .bytes = bytes,
-       .even = even,
-       .large = request.reduce_op == DPT_NO_REDUCE ||
-                cuda::has_large_kernels(request.dtype, request.reduce_op),
-       .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
-       .not_native = std::move(reason),
-       .ranks = static_cast<int>(global_ranks_.size()),
-       .nodes = by_nodes ? nodes_->num_nodes() : 1,
-       .delegate = device_tuning_.delegate_competes(),
-       .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
-       .devices_add = staged::Job::adds_on_device(request.collective,
-                                                  request.dtype,
-                                                  request.reduce_op,
-                                                  static_cast<int>(global_ranks_.size())),
-       .copies = tunes ? device_->group->copies() : cuda::Staging{},
-       .replayed = tunes && bytes >= kLeastCopied && is_busy(request),
-       .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+  const bool by_nodes = is_plain && device_->by_nodes;
+  // Between nodes all was settled when the ranks met.
+  if (tunes && !nodes_ && device_tuning_.is_open(request.collective, bytes))
+    settle_on_device(request, bytes);
+  return choose_device({.collective = request.collective,
+                        .bytes = bytes,
+                        .even = even,
+                        .large = request.reduce_op == DPT_NO_REDUCE ||
+                                 cuda::has_large_kernels(request.dtype, request.reduce_op),
+                        .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
+                        .not_native = std::move(reason),
+                        .ranks = static_cast<int>(global_ranks_.size()),
+                        .nodes = by_nodes ? nodes_->num_nodes() : 1,
+                        .delegate = device_tuning_.delegate_competes(),
+                        .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
+                        .devices_add = !nodes_ && staged::Job::adds_on_device(
+                                                      request.collective,
+                                                      request.dtype,
+                                                      request.reduce_op,
+                                                      static_cast<int>(global_ranks_.size())),
+                        .copies = tunes ? device_->group->copies() : cuda::Staging{},
+                        .replayed = tunes && bytes >= kLeastCopied && is_busy(request),
+                        .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
 }
 
 void Communicator::run_in_turn(const dpt_request& request,
@@ -184,6 +190,32 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
   });
 }
 
+// All sizes at once, while the ranks are here anyway: later they may come at different times, which
+// nothing but an operation's timeout would tell the other nodes.
+void Communicator::settle_between_nodes(const dpt_request& request, const WaitContext& wait) {
+  DeviceBench bench(*device_->group, request, device_tuning_.rival(), device_->by_nodes);
+  const Plan plan;
+  const void* no_input = nullptr;  // the trials have their own
+  void* no_output = nullptr;
+  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
+    const size_t bytes = range_of(bucket).nominal;
+    for (const Collective collective : {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER}) {
+      if (!device_tuning_.is_open(collective, bytes)) continue;
+      const Operation operation{.collective = collective,
+                                .dtype = DPT_BFLOAT16,
+                                .reduce_op = collective == DPT_ALL_GATHER ? DPT_NO_REDUCE : DPT_SUM,
+                                .premul_factor = 1,
+                                .root = 0,
+                                .count = bytes / size_of(DPT_BFLOAT16),
+                                .inputs = &no_input,
+                                .outputs = &no_output,
+                                .sequence = next_sequence_++};
+      device_tuning_.settle(
+          {*segment_, operation, plan, wait, WaitStyle::kBackground, nodes_.get()}, bytes, bench);
+    }
+  }
+}
+
 void Communicator::join_devices(const dpt_request& request) {
   if (device_) return;
   run_in_turn(request, [&](const WaitContext& wait) {
@@ -191,9 +223,9 @@ void Communicator::join_devices(const dpt_request& request) {
     refuse_without_descriptors(wait);
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
-    state->why_not = nodes_ ? "ranks on several nodes have no GPU kernels yet" : no_transport_;
+    state->why_not = no_transport_;
     if (nodes_) state->by_nodes = can_go_by_nodes(wait);
-    if (segment_ && !nodes_) {
+    if (segment_) {
       try {
         connect_devices(request.device, wait, state.get());
       } catch (const Error& error) {
@@ -208,6 +240,12 @@ void Communicator::join_devices(const dpt_request& request) {
     if (!segment_) return;
     Fabric::instance().on_tick(
         segment_.get(), [this, judged = false]() mutable { judged = judged || watch_device(); });
+    if (!nodes_ || !device_->group) return;
+    try {
+      settle_between_nodes(request, wait);
+    } catch (const Error& error) {
+      fail_operation(error, wait);
+    }
   });
 }
 
@@ -237,11 +275,32 @@ bool Communicator::can_go_by_nodes(const WaitContext& wait) const {
   return can;
 }
 
+bool Communicator::can_stage_by_nodes(const WaitContext& wait, bool peer_access) const {
+  Operation none{};
+  none.collective = DPT_BARRIER;
+  const Plan plan;
+  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
+  const NodeLayout& layout = nodes_->layout;
+  bool can = layout.size() <= kMostMeasuringRanks;
+  for (const auto& ranks : layout.ranks) can &= ranks.size() == layout.ranks[0].size();
+  if (!can) return false;
+  const bool apart = !peer_access || layout.ranks[0].size() == 1;
+  for (const char each : exchange(context, static_cast<char>(apart))) can &= each != 0;
+  return can;
+}
+
 void Communicator::connect_devices(int device, const WaitContext& wait, DeviceState* state) {
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
-  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground};
+  const RunContext here{*segment_, none, plan, wait, WaitStyle::kBackground};
+  const DeviceClass devices = describe_devices(here, device);
+  if (nodes_ && !can_stage_by_nodes(wait, devices.peer_access)) {
+    state->why_not =
+        "GPUs on several nodes, of which some reach each other, are the stock backend's";
+    return;
+  }
+  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
   const auto all_gather = [&](const std::string& mine) {
     Text text{};
     std::strncpy(text.text, mine.c_str(), sizeof text.text - 1);
@@ -253,8 +312,8 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const size_t most = staging_bytes_ != 0 ? staging_bytes_ : kDefaultStagingBytes;
   const size_t used = fabric.device_staging_used();
   const size_t left = most - std::min(most, used);
-  const DeviceClass devices = describe_devices(context, device);
   const int channels = offer_channels(devices.num_sms, fabric.device_channels_used());
+  const std::shared_ptr<staged::Between> between = nodes_ ? connect_between(wait) : nullptr;
   const auto connect = [&](bool peer_access) {
     state->group = DeviceGroup::connect({rank_,
                                          global_ranks_,
@@ -265,9 +324,11 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
                                          all_gather,
                                          wait,
                                          peer_access,
-                                         workers_near(context, devices.cpus)});
+                                         workers_near(here, devices.cpus),
+                                         nodes_ ? nodes_->layout : NodeLayout{},
+                                         between});
   };
-  if (!devices.peer_access) {
+  if (nodes_ || !devices.peer_access) {
     connect(false);
   } else {
     try {
@@ -285,11 +346,11 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
                         state->group->layout().channels);
 }
 
-// Called by all ranks. They share the cores, which the program needs as well.
+// Called by all ranks of a node. They share the cores, which the program needs as well.
 DeviceGroup::Workers Communicator::workers_near(const RunContext& context,
                                                 const std::vector<int>& cpus) const {
   constexpr int kMost = 8;
-  const int ranks = static_cast<int>(global_ranks_.size());
+  const int ranks = context.size();
   const int cores = Fabric::instance().self(0).usable_cores;
   const int of_rank = oversubscribed_ ? 1 : std::max(1, cores / ranks);
   const int asked = env().reduce_threads;

@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "algorithms/nodes.hpp"
 #include "base/error.hpp"
 #include "base/log.hpp"
 #include "comm/lost_rank.hpp"
@@ -150,8 +151,9 @@ struct Offer {
 
 Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   const Collective collective = context.operation.collective;
-  const int rank = context.segment.rank();
-  const int ranks = context.segment.size();
+  const Nodes* const nodes = context.nodes;
+  const int rank = nodes != nullptr ? nodes->rank : context.segment.rank();
+  const int ranks = nodes != nullptr ? nodes->layout.size() : context.segment.size();
   const cuda::Stream stream = request_.stream(request_.call);
   std::unique_ptr<DeviceTrials> trials;
   Offer offer{};
@@ -189,16 +191,19 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   trial.request.on_device = 1;
   trial.request.device = request_.device;
   trial.request.call = request_.call;
+  if (by_nodes_ && goes_by_nodes(collective, bytes, ranks)) {
+    trial.request.node_of = nodes->layout.node_of.data();
+  }
 
-  std::vector<Candidate> racers =
-      device_candidates({.collective = collective,
-                         .bytes = bytes,
-                         .layout = group_.layout(),
-                         .not_native = "",
-                         .staging = group_.staging(),
-                         .devices_add = staged::Job::adds_on_device(
-                             collective, kType, trial.request.reduce_op, ranks),
-                         .copies = group_.copies()});
+  std::vector<Candidate> racers = device_candidates(
+      {.collective = collective,
+       .bytes = bytes,
+       .layout = group_.layout(),
+       .not_native = "",
+       .staging = group_.staging(),
+       .devices_add = nodes == nullptr && staged::Job::adds_on_device(
+                                              collective, kType, trial.request.reduce_op, ranks),
+       .copies = group_.copies()});
   Clock::duration connecting{};
   if (delegate_ != nullptr) {
     const auto before = Clock::now();

@@ -14,9 +14,12 @@ namespace dpt {
 class DeviceBench final : public Bench {
  public:
   // `request` is the program's, which all ranks are about to start. `delegate`: nullptr, it does
-  // not compete.
-  DeviceBench(DeviceGroup& group, const dpt_request& request, const dpt_delegate* delegate)
-      : group_(group), request_(request), delegate_(delegate) {}
+  // not compete. `by_nodes`: it goes through nodes in stages where it would.
+  DeviceBench(DeviceGroup& group,
+              const dpt_request& request,
+              const dpt_delegate* delegate,
+              bool by_nodes = false)
+      : group_(group), request_(request), delegate_(delegate), by_nodes_(by_nodes) {}
 
   bool is_busy() const override {
     return request_.busy != nullptr && request_.busy(request_.call) != 0;
@@ -27,6 +30,7 @@ class DeviceBench final : public Bench {
   DeviceGroup& group_;
   const dpt_request& request_;
   const dpt_delegate* delegate_;
+  bool by_nodes_;
 };
 
 }  // namespace dpt

@@ -140,7 +140,10 @@ DeviceClass describe_devices(const RunContext& context, int device) {
     access = std::max(access, seen);
   }
   const bool staged = access == PeerAccess::kNone;
-  return {.text = keep(text + (staged ? "without peer access" : name_of(links))),
+  const bool alone = all.size() == 1;  // of a group that spans nodes
+  return {.text = keep(text + (staged  ? "without peer access"
+                               : alone ? "alone on its node"
+                                       : name_of(links))),
           .num_sms = num_sms,
           .nvlink = links == Links::kNvlink,
           .shared = uuids.size() < all.size(),

@@ -355,7 +355,7 @@ std::unique_ptr<staged::Group> connect_copies(const DeviceGroup::Setup& setup,
   if (slots.empty()) return nullptr;
   try {
     return staged::Group::connect(
-        {.rank = setup.rank,
+        {.ranks = membership_of(setup),
          .global_ranks = setup.global_ranks,
          .staging_bytes = setup.staging_bytes,
          .threads = 1,

@@ -1,9 +1,9 @@
 // The GPUs of one group of ranks: their staging memory, mapped by all of them, and the way to start
 // a kernel on it.
 //
-// Lifecycle: `connect` is called by all ranks together, on the node they share. Once a kernel gave
-// up (a peer that did not come, a mismatch) or `abort` was called the group has failed for good.
-// Thread safety: `launch` by one thread at a time; `abort` and `failure` from any.
+// Lifecycle: `connect` is called by all ranks together, of one node unless they are staged. Once a
+// kernel gave up (a peer that did not come, a mismatch) or `abort` was called the group has failed
+// for good. Thread safety: `launch` by one thread at a time; `abort` and `failure` from any.
 #pragma once
 
 #include <chrono>
@@ -15,8 +15,13 @@
 
 #include "base/wait.hpp"
 #include "cuda/arguments.hpp"
+#include "transport/node_layout.hpp"
 
 namespace dpt {
+
+namespace staged {
+struct Between;
+}
 
 class DeviceGroup {
  public:
@@ -39,6 +44,9 @@ class DeviceGroup {
     const WaitContext& wait;
     bool peer_access = true;  // false: memory of peers is not to be mapped
     Workers workers = {};
+    // Of a group that spans nodes, which is staged through the hosts' memory.
+    NodeLayout layout = {};
+    std::shared_ptr<staged::Between> between = nullptr;
   };
   static constexpr size_t kMostWords = 240;
 

@@ -20,10 +20,11 @@ inline constexpr char kCopyEngine[] = "copy_engine";
 
 // How a group without peer access is staged through the host's memory; the same on every rank.
 struct Staging {
-  int ranks = 0;
+  int ranks = 0;          // of each node
   size_t slot_bytes = 0;  // 0: it isn't
   int depth = 0;          // slots of each rank
   int threads = 0;        // most workers of each rank
+  int nodes = 1;
 };
 
 }  // namespace cuda

@@ -6,7 +6,12 @@ namespace dpt {
 
 cuda::Staging staging_of(const staged::Group& group) {
   const staged::Shape& shape = group.shape();
-  return {shape.ranks, shape.slot_bytes, shape.depth, shape.threads};
+  return {shape.ranks, shape.slot_bytes, shape.depth, shape.threads, shape.nodes};
+}
+
+staged::Membership membership_of(const DeviceGroup::Setup& setup) {
+  const auto ranks = static_cast<int>(setup.global_ranks.size());
+  return {setup.between ? setup.layout : NodeLayout::one_node(ranks), setup.rank};
 }
 
 std::optional<DeviceGroup::Failure> failure_of(const staged::Group& group) {
@@ -50,7 +55,7 @@ std::unique_ptr<DeviceGroup> connect_staged(
     const DeviceGroup::Setup& setup,
     std::function<std::unique_ptr<staged::CopyEngine>()> make_engine) {
   return std::make_unique<StagedDeviceGroup>(
-      staged::Group::connect({.rank = setup.rank,
+      staged::Group::connect({.ranks = membership_of(setup),
                               .global_ranks = setup.global_ranks,
                               .staging_bytes = setup.staging_bytes,
                               .threads = setup.workers.threads,
@@ -58,7 +63,8 @@ std::unique_ptr<DeviceGroup> connect_staged(
                               .oversubscribed = setup.workers.oversubscribed,
                               .all_gather = setup.all_gather,
                               .wait = setup.wait,
-                              .make_engine = std::move(make_engine)}));
+                              .make_engine = std::move(make_engine),
+                              .between = setup.between}));
 }
 
 }  // namespace dpt

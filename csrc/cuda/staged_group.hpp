@@ -11,6 +11,7 @@
 
 namespace dpt {
 
+staged::Membership membership_of(const DeviceGroup::Setup& setup);
 cuda::Staging staging_of(const staged::Group& group);
 std::optional<DeviceGroup::Failure> failure_of(const staged::Group& group);
 

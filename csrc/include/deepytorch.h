@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 7
+#define DPT_ABI_VERSION 8
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -125,6 +125,9 @@ typedef struct dpt_request {
    * run there now and come to its end, as while a graph captures the stream, or in an open group of
    * the delegate's operations. NULL: never. */
   int (*busy)(void* call);
+  /* In a request of the core's own: each rank's node, of equally many ranks each, where the
+   * delegate is to go through them in stages. NULL: it isn't. */
+  const int* node_of;
   /* Receives, with DPT_DELEGATED, the operation's number for `record_end`. NULL: nobody will tell.
    */
   uint64_t* recorded;

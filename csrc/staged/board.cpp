@@ -12,9 +12,10 @@ size_t Board::bytes(const Shape& shape) {
 void Board::prepare(char* memory, const Shape& shape) {
   new (memory) Head{};
   const Board board(memory, shape);
+  const auto before = static_cast<uint32_t>(shape.first_chunk - 1);
+  for (size_t slot = 0; slot < kMostDepth; ++slot) board.reduced(slot).store(before);
   for (int rank = 0; rank < shape.ranks; ++rank) {
     new (board.of_rank(rank)) OfRank{};
-    const auto before = static_cast<uint32_t>(shape.first_chunk - 1);
     board.checked(rank).store(before);
     for (size_t slot = 0; slot < kMostDepth; ++slot) {
       board.arrived(rank, slot).store(before);

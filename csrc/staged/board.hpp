@@ -19,12 +19,13 @@ namespace dpt::staged {
 
 // What all ranks of a group agree on.
 struct Shape {
-  int ranks = 0;
+  int ranks = 0;          // of this node
   size_t slot_bytes = 0;  // whole pages
   int depth = 0;
   int threads = 0;           // most workers of one rank
   uint64_t first_chunk = 1;  // another in tests of numbers that go round
   bool on_devices = false;   // where the slots are; then nothing is reduced
+  int nodes = 1;             // with as many ranks each
 };
 
 // NOTE [Breaking] Where a rank does not come, or ranks are in different operations, no lane may
@@ -60,12 +61,15 @@ class Board {
   Word& factor_high(int rank, size_t slot) const { return of_slot(rank, slot).factor_high; }
 
   // Written by workers, for the rank's device. The result of this chunk is in its slot, and nobody
-  // reads its inputs any more.
+  // reads its inputs any more. Where slots are passed on between nodes, for all devices: what other
+  // nodes give for it is in this rank's slot.
   Word& ready(int rank, size_t slot) const { return of_slot(rank, slot).ready.word; }
   // The operation that begins with this chunk is the same on all ranks.
   Word& checked(int rank) const { return of_rank(rank)->checked.word; }
   Word& gate(int rank) const { return of_rank(rank)->gate.word; }
 
+  // What the node's ranks give for this chunk is reduced; between nodes alone.
+  Word& reduced(size_t slot) const { return head()->reduced[slot].word; }
   // Workers that are done with the chunk in this slot.
   Word& counted(size_t slot) const { return head()->counted[slot].word; }
   // Not 0: broken, and why (pipeline.cpp).
@@ -92,7 +96,7 @@ class Board {
   };
   struct Head {
     Line broken;
-    Line counted[kMostDepth];
+    Line counted[kMostDepth], reduced[kMostDepth];
   };
   struct OfRank {
     Line finished, checked, gate;

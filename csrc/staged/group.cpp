@@ -26,7 +26,9 @@ constexpr std::chrono::milliseconds kTrialLimit{2000};
 constexpr std::chrono::microseconds kSpin{200};
 
 Shape largest_shape(const Group::Setup& setup) {
-  Shape shape{static_cast<int>(setup.global_ranks.size()), kLargestSlot, Group::kDepth};
+  const NodeLayout& layout = setup.ranks.layout;
+  Shape shape{layout.ranks_on(setup.ranks.node()), kLargestSlot, Group::kDepth};
+  shape.nodes = layout.num_nodes();
   shape.threads = setup.threads;
   shape.on_devices = !setup.slots.empty();
   if (shape.on_devices) shape.slot_bytes = setup.slot_bytes;
@@ -51,7 +53,7 @@ Shape shape_for(const Group::Setup& setup) {
 
 // What a rank tells the others before memory is shared.
 struct Hello {
-  std::string address;  // rank 0's socket; "-" for the others
+  std::string address;  // the socket of a node's first rank; "-" for the others
   size_t slot_bytes = 0;
   int threads = 0;
   std::string why_not;  // it can't take part
@@ -68,6 +70,9 @@ struct Hello {
     return hello;
   }
 };
+
+// It makes the memory that the ranks of its node share.
+bool is_first(const Group::Setup& setup) { return setup.ranks.local() == 0; }
 
 std::string name_rank(const Group::Setup& setup, size_t rank) {
   return "rank " + std::to_string(setup.global_ranks[rank]);
@@ -103,9 +108,9 @@ UniqueFd create_file(const Shape& shape) {
   return file;
 }
 
-// Rank 0 hands the file to who comes for it.
+// The first rank hands the file to who comes for it.
 void hand_out(const Group::Setup& setup, const UniqueFd& listener, const UniqueFd& file) {
-  for (size_t served = 1; served < setup.global_ranks.size();) {
+  for (int served = 1; served < setup.ranks.layout.ranks_on(setup.ranks.node());) {
     const UniqueFd peer = accept_within(listener, setup.wait.deadline.next_slice());
     if (peer.get() >= 0) {
       send_fds(peer, "board", {file.get()});
@@ -189,7 +194,7 @@ class Group::Memory {
   size_t bytes_;
 };
 
-Group::Group(const Setup& setup, const Shape& shape) : rank_(setup.rank), shape_(shape) {}
+Group::Group(const Setup& setup, const Shape& shape) : ranks_(setup.ranks), shape_(shape) {}
 
 std::unique_ptr<Group> Group::connect(const Setup& setup) {
   const std::shared_ptr<Workers> workers =
@@ -198,18 +203,20 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
   UniqueFd listener;
   hello.why_not = trouble_in([&] {
     hello.slot_bytes = shape_for(setup).slot_bytes;
-    if (setup.rank == 0) listener = listen_abstract(&hello.address);
+    if (is_first(setup)) listener = listen_abstract(&hello.address);
   });
   Shape shape = largest_shape(setup);
   shape.threads = hello.threads;
   std::string address;
+  const NodeLayout& layout = setup.ranks.layout;
+  const int first_here = layout.ranks[setup.ranks.node()][0];
   const std::vector<std::string> words = setup.all_gather(hello.serialize());
   for (size_t rank = 0; rank < words.size(); ++rank) {
     const Hello peer = Hello::parse(words[rank]);
     if (!peer.why_not.empty()) {
       throw Error(DPT_ERR_SYSTEM, name_rank(setup, rank) + ": " + peer.why_not);
     }
-    if (rank == 0) address = peer.address;
+    if (static_cast<int>(rank) == first_here) address = peer.address;
     shape.slot_bytes = std::min(shape.slot_bytes, peer.slot_bytes);
     shape.threads = std::min(shape.threads, peer.threads);
   }
@@ -218,16 +225,16 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
   std::unique_ptr<Group> group(new Group(setup, shape));
   UniqueFd file;
   agree(setup, trouble_in([&] {
-          if (setup.rank == 0) file = create_file(shape);
+          if (is_first(setup)) file = create_file(shape);
         }));
   agree(setup, trouble_in([&] {
-          if (setup.rank == 0) {
+          if (is_first(setup)) {
             hand_out(setup, listener, file);
           } else {
             file = fetch(setup, address);
           }
           group->memory_ = std::make_unique<Memory>(file, Board::bytes(shape));
-          if (setup.rank == 0) Board::prepare(group->memory_->address(), shape);
+          if (is_first(setup)) Board::prepare(group->memory_->address(), shape);
         }));
   agree(setup, trouble_in([&] {
           // Pages lie where they are touched first, and the device's neighbourhood is best.
@@ -235,8 +242,8 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
           if (!shape.on_devices) {
             start_thread([&] {
               run_near(setup.cpus);
-              std::memset(board.inputs_of(setup.rank), 0, board.input_bytes());
-              if (setup.rank == 0) std::memset(board.result(0), 0, board.input_bytes());
+              std::memset(board.inputs_of(setup.ranks.local()), 0, board.input_bytes());
+              if (is_first(setup)) std::memset(board.result(0), 0, board.input_bytes());
             }).join();
           }
           group->engine_ = setup.make_engine();
@@ -244,11 +251,14 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
                               Board::bytes(shape),
                               shape.on_devices ? 0 : shape.slot_bytes);
           // Rewritten by the first operation.
-          try_words(*group->engine_, board.description(setup.rank, 0));
+          try_words(*group->engine_, board.description(setup.ranks.local(), 0));
         }));
   const Board board(group->memory_->address(), shape, setup.slots);
   group->workers_ = workers;
-  group->pipeline_ = std::make_unique<Pipeline>(board, setup.rank, *workers, *group->engine_);
+  std::unique_ptr<Courier> courier;
+  if (setup.between) courier = std::make_unique<Courier>(setup.between, setup.ranks, board);
+  group->pipeline_ =
+      std::make_unique<Pipeline>(board, setup.ranks, *workers, *group->engine_, std::move(courier));
   group->workers_->add(group->pipeline_.get());
   return group;
 }
@@ -265,7 +275,7 @@ Group::~Group() {
   const auto has_ended = [&] { return pipeline_->is_done() && engine_->is_idle(); };
   wait_until([&] { return has_ended() || pipeline_->is_broken(); }, kDestroyGrace);
   if (!has_ended()) {
-    pipeline_->break_off(Pipeline::Failure::kAborted, rank_);
+    pipeline_->break_off(Pipeline::Failure::kAborted, ranks_.rank);
     wait_until(
         [&] {
           pipeline_->release();
@@ -284,13 +294,13 @@ Group::~Group() {
 
 void Group::start(const dpt_request& request, const Cut& cut, Stream stream) {
   const std::chrono::milliseconds timeout(request.timeout_ms);
-  pipeline_->enqueue(Job::of(request, cut, rank_, shape_), timeout, stream);
+  pipeline_->enqueue(Job::of(request, cut, ranks_, shape_), timeout, stream);
 }
 
 void Group::stop_waiting() {
   if (!pipeline_->is_done()) abort();
 }
 
-void Group::abort() { pipeline_->break_off(Pipeline::Failure::kAborted, rank_); }
+void Group::abort() { pipeline_->break_off(Pipeline::Failure::kAborted, ranks_.rank); }
 
 }  // namespace dpt::staged

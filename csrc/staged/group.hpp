@@ -2,7 +2,7 @@
 // The same serves devices that reach each other's memory: what is copied up then goes to a slot on
 // the device, from where peers fetch it, and no multiprocessor is taken.
 //
-// Lifecycle: `connect` is called by all ranks together, on the node they share. The memory is a
+// Lifecycle: `connect` is called by all ranks together. The memory, of the ranks of a node, is a
 // memfd passed over an abstract socket, so nothing of it is visible anywhere, and it is let go, and
 // its pages unlocked, with the last rank's Group. A child process made by fork does not get it.
 #pragma once
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/wait.hpp"
+#include "staged/courier.hpp"
 #include "staged/pipeline.hpp"
 #include "staged/workers.hpp"
 
@@ -21,7 +22,7 @@ namespace dpt::staged {
 class Group {
  public:
   struct Setup {
-    int rank;
+    Membership ranks;
     const std::vector<int64_t>& global_ranks;
     size_t staging_bytes;   // most memory for this group
     int threads;            // of this process; the fewest of all ranks count
@@ -35,11 +36,13 @@ class Group {
     // the host's memory.
     std::vector<char*> slots = {};
     size_t slot_bytes = 0;
+    // The way to other nodes, of as many ranks each; nullptr: there are none.
+    std::shared_ptr<Between> between = nullptr;
     // Of this rank's own, for tests; nullptr: those of the process.
     std::shared_ptr<Workers> workers = nullptr;
   };
   static constexpr size_t kMostWords = 240;
-  static constexpr int kMostRanks = 16;
+  static constexpr int kMostRanks = 16;  // of a node
   static constexpr int kDepth = 3;
 
   // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where any of them can't take part.
@@ -63,7 +66,7 @@ class Group {
 
   Group(const Setup& setup, const Shape& shape);
 
-  int rank_;
+  Membership ranks_;
   Shape shape_;
   std::unique_ptr<Memory> memory_;
   std::unique_ptr<CopyEngine> engine_;

@@ -32,19 +32,38 @@ uint32_t describe(const dpt_request& request, const Job& job) {
 
 }  // namespace
 
-std::string Job::why_not(Collective collective, DataType dtype, ReduceOp op, bool even) {
-  switch (collective) {
+std::string Job::why_not(const Wish& wish) {
+  const std::string none = std::string("CPU-Reduce has no ");
+  switch (wish.collective) {
     case DPT_ALL_REDUCE:
     case DPT_REDUCE_SCATTER:
-      if (can_reduce(dtype, op)) return "";
-      return std::string("CPU-Reduce has no ") + name_of(op) + " of " + name_of(dtype);
-    case DPT_ALL_GATHER:
+      if (can_reduce(wish.dtype, wish.op)) return "";
+      return none + name_of(wish.op) + " of " + name_of(wish.dtype);
     case DPT_BROADCAST:
-      return even ? "" : "CPU-Reduce takes parts of one size only";
+      if (wish.nodes) return none + name_of(wish.collective) + " between nodes";
+      [[fallthrough]];
+    case DPT_ALL_GATHER:
+      return wish.even ? "" : "CPU-Reduce takes parts of one size only";
     default:
-      return std::string("CPU-Reduce has no ") + name_of(collective);
+      return none + name_of(wish.collective);
   }
 }
+
+namespace {
+
+// Sums stay in range between nodes as within one: 16-bit floats are averaged on each, of which all
+// have as many ranks, then among them.
+void plan_travel(Job* job, Collective collective, const Membership& ranks) {
+  job->collects = collective != DPT_ALL_GATHER;
+  job->spreads = collective != DPT_REDUCE_SCATTER;
+  job->nodes_op = job->op == DPT_PREMUL_SUM ? DPT_SUM : job->op;
+  if (job->op != DPT_AVG) return;
+  const bool twice = size_of(job->dtype) == 2;
+  job->nodes_divisor = twice ? ranks.layout.num_nodes() : ranks.layout.size();
+  if (!twice) job->op = DPT_SUM;
+}
+
+}  // namespace
 
 // Sums of what models are trained in; the rest is rare in training, and kernels cost space.
 bool Job::adds_on_device(Collective collective, DataType dtype, ReduceOp op, int ranks) {
@@ -54,15 +73,21 @@ bool Job::adds_on_device(Collective collective, DataType dtype, ReduceOp op, int
   return pays && floats && (op == DPT_SUM || op == DPT_AVG);
 }
 
-Job Job::of(const dpt_request& request, const Cut& cut, int rank, const Shape& shape) {
+Job Job::of(const dpt_request& request,
+            const Cut& cut,
+            const Membership& ranks,
+            const Shape& shape) {
+  const NodeLayout& layout = ranks.layout;
+  const int rank = ranks.rank;
+  const bool travels = shape.nodes > 1;
   Job job{};
   job.dtype = request.dtype;
   job.op = request.reduce_op;
   job.factor = request.reduce_op == DPT_PREMUL_SUM ? request.premul_factor : 1;
   job.piece_bytes = request.count * size_of(request.dtype);
   job.num_pieces = 1;
-  const bool on_device =
-      cut.threads == 0 && adds_on_device(request.collective, job.dtype, job.op, shape.ranks);
+  const bool on_device = cut.threads == 0 && !travels &&
+                         adds_on_device(request.collective, job.dtype, job.op, shape.ranks);
   const Kind reduces = on_device ? Kind::kReduceOnDevice : Kind::kReduce;
   const auto input = [&](int index) { return static_cast<const char*>(request.inputs[index]); };
   const auto output = [&](int index) { return static_cast<char*>(request.outputs[index]); };
@@ -80,27 +105,35 @@ Job Job::of(const dpt_request& request, const Cut& cut, int rank, const Shape& s
       break;
     case DPT_REDUCE_SCATTER:
       job.kind = reduces;
-      for (int to = 0; to < shape.ranks; ++to) {
-        // Then its own part stays where it is, and slots are without their rank's.
-        if (on_device && to == rank) continue;
-        job.pieces.push_back(input(to));
-        if (!on_device) continue;
-        job.downloads.push_back({to, static_cast<size_t>(rank - (rank > to ? 1 : 0)), nullptr});
+      for (const std::vector<int>& node : layout.ranks) {
+        for (const int to : node) {
+          // Then its own part stays where it is, and slots are without their rank's.
+          if (on_device && to == rank) continue;
+          if (to == rank) job.downloads = {{kResult, job.pieces.size(), output(0)}};
+          job.pieces.push_back(input(to));
+          if (!on_device) continue;
+          job.downloads.push_back({to, static_cast<size_t>(rank - (rank > to ? 1 : 0)), nullptr});
+        }
       }
       job.num_pieces = job.pieces.size();
       if (on_device) {
         job.own = input(rank);
         job.own_to = output(0);
-      } else {
-        job.downloads = {{kResult, static_cast<size_t>(rank), output(0)}};
       }
       break;
     case DPT_ALL_GATHER:
       job.kind = Kind::kExchange;
       job.pieces = {input(0)};
-      for (int step = 1; step < shape.ranks; ++step) {
-        const int from = (rank + step) % shape.ranks;  // not all from one at a time
-        job.downloads.push_back({from, 0, output(from)});
+      job.first_piece = ranks.node();
+      job.num_pieces = shape.nodes;
+      for (int step = 0; step < shape.ranks; ++step) {
+        const int from = (ranks.local() + step) % shape.ranks;  // not all from one at a time
+        for (int node = 0; node < shape.nodes; ++node) {
+          const int origin = layout.ranks[node][from];
+          const bool travelled = node != ranks.node();
+          if (origin == rank) continue;
+          job.downloads.push_back({from, static_cast<size_t>(node), output(origin), travelled});
+        }
       }
       job.own = input(0);
       job.own_to = output(rank);
@@ -117,8 +150,9 @@ Job Job::of(const dpt_request& request, const Cut& cut, int rank, const Shape& s
       break;
     default:
       throw Error(DPT_ERR_INTERNAL,
-                  why_not(request.collective, request.dtype, request.reduce_op, true));
+                  why_not({request.collective, request.dtype, request.reduce_op}));
   }
+  if (travels) plan_travel(&job, request.collective, ranks);
   const size_t slot = shape.slot_bytes;
   const size_t wanted = cut.chunk_bytes != 0 ? std::min(cut.chunk_bytes, slot) : slot;
   const size_t whole = job.piece_bytes * job.num_pieces;

@@ -9,8 +9,18 @@
 
 #include "base/types.hpp"
 #include "staged/board.hpp"
+#include "transport/node_layout.hpp"
 
 namespace dpt::staged {
+
+// The ranks of a group, and which of them this one is.
+struct Membership {
+  NodeLayout layout;
+  int rank;
+
+  int node() const { return layout.node_of[rank]; }
+  int local() const { return layout.local_of[rank]; }
+};
 
 // How an operation is cut, from its plan; the same on every rank.
 struct Cut {
@@ -26,26 +36,38 @@ struct Job {
     kReduceOnDevice,  // the same, and there the device adds them up with its own
   };
   struct Download {
-    int from;      // the rank whose slot it is in; kReduce: none, the result's
+    int from;      // the rank of this node whose slot it is in; kReduce: none, the result's
     size_t piece;  // of that slot
     char* to;      // kReduceOnDevice: nowhere, as they go to the lane's buffer
+    bool travelled = false;  // kExchange: it came from another node
   };
 
   static constexpr int kResult = -1;
 
-  // Whether devices reduce with Cut::threads of 0. It pays where that is no more to copy down than
-  // a rank copies up: its own part alone, or the whole of one other rank.
+  // Whether the devices of one node reduce with Cut::threads of 0. It pays where that is no more to
+  // copy down than a rank copies up: its own part alone, or the whole of one other rank.
   static bool adds_on_device(Collective collective, DataType dtype, ReduceOp op, int ranks);
+  struct Wish {
+    Collective collective;
+    DataType dtype;
+    ReduceOp op;
+    bool even = true;    // all parts are of one size
+    bool nodes = false;  // the group spans some
+  };
   // Empty, or why a staged group can't serve such a request.
-  static std::string why_not(Collective collective, DataType dtype, ReduceOp op, bool even);
-  static Job of(const dpt_request& request, const Cut& cut, int rank, const Shape& shape);
+  static std::string why_not(const Wish& wish);
+  static Job of(const dpt_request& request,
+                const Cut& cut,
+                const Membership& ranks,
+                const Shape& shape);
 
   Kind kind;
   DataType dtype;
   ReduceOp op;
   double factor;                    // of this rank's input, with DPT_PREMUL_SUM
   std::vector<const char*> pieces;  // of this rank; none: it gives nothing
-  size_t num_pieces;                // of a rank that gives something
+  size_t first_piece = 0;           // where they begin in its slot
+  size_t num_pieces;                // of a slot
   std::vector<Download> downloads;
   const char* own = nullptr;  // copied to own_to on the device, or added there to what came
   char* own_to = nullptr;
@@ -55,6 +77,12 @@ struct Job {
   int threads;         // workers of each rank that reduce; 0 but for kReduce
   uint32_t description;
 
+  // Between nodes, all of a slot is one block for each: see courier.hpp.
+  bool collects = false;  // nodes add up what others have of their block
+  bool spreads = false;   // and get the others' blocks
+  ReduceOp nodes_op;      // of the nodes' results
+  int nodes_divisor;      // DPT_AVG
+
   size_t offset(uint64_t chunk) const { return chunk * chunk_bytes; }
   size_t bytes(uint64_t chunk) const {
     const size_t rest = piece_bytes - offset(chunk);
@@ -62,6 +90,9 @@ struct Job {
   }
   // Of the pieces in a slot.
   size_t pitch(uint64_t chunk) const { return round_up(bytes(chunk), kCacheLine); }
+  size_t bytes_of_slot(uint64_t chunk) const {
+    return num_pieces == 1 ? bytes(chunk) : num_pieces * pitch(chunk);
+  }
 };
 
 // What one of `workers` reduces of `bytes`: whole cache lines but for the end.

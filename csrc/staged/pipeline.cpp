@@ -5,6 +5,7 @@
 
 #include "base/error.hpp"
 #include "host/reduce_for_device.hpp"
+#include "staged/courier.hpp"
 #include "staged/sanitizer.hpp"
 #include "staged/workers.hpp"
 
@@ -15,6 +16,9 @@ namespace {
 constexpr uint32_t kFarAhead = 1u << 30;
 // How often waits are ended anew while devices undo it.
 constexpr std::chrono::milliseconds kEndAgain{1};
+
+// Of what a rank is doing its own node knows best, and says so within this after its timeout.
+constexpr std::chrono::milliseconds kGraceBetweenNodes{400};
 
 // What drivers take.
 constexpr ptrdiff_t kMostPitch = (ptrdiff_t{1} << 31) - 1;
@@ -28,11 +32,17 @@ constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); 
 
 }  // namespace
 
-Pipeline::Pipeline(Board board, int rank, Workers& workers, CopyEngine& engine)
-    : board_(board),
-      rank_(rank),
+Pipeline::Pipeline(Board board,
+                   Membership ranks,
+                   Workers& workers,
+                   CopyEngine& engine,
+                   std::unique_ptr<Courier> courier)
+    : board_(std::move(board)),
+      ranks_(std::move(ranks)),
+      rank_(ranks_.local()),
       workers_(workers),
       engine_(engine),
+      courier_(std::move(courier)),
       next_chunk_(board.shape().first_chunk),
       cursors_(workers.size()) {
   // Workers begin behind an operation that is over.
@@ -40,6 +50,8 @@ Pipeline::Pipeline(Board board, int rank, Workers& workers, CopyEngine& engine)
   ops_.back()->users = workers.size();
   for (Cursor& cursor : cursors_) cursor.op = ops_.back().get();
 }
+
+Pipeline::~Pipeline() = default;
 
 // ---- What the device does ----
 
@@ -71,7 +83,7 @@ void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream
   } catch (...) {
     // Some of it is on its way, and the other ranks wait for the rest. Nor may the stream go on
     // before what uses its buffers has ended.
-    break_off(Failure::kAborted, rank_);
+    break_off(Failure::kAborted, ranks_.rank);
     try {
       close(op, stream);
     } catch (const Error&) {
@@ -118,12 +130,14 @@ void Pipeline::wait_for_slot(uint64_t number, Job::Kind kind) {
   kinds_[slot] = kind;
   if (!has_predecessor(number)) return;
   if (last == Job::Kind::kReduce) {
-    engine_.wait(lane, board_.ready(rank_, slot), low(before(number)));
+    const Word& read = courier_ ? board_.reduced(slot) : board_.ready(rank_, slot);
+    engine_.wait(lane, read, low(before(number)));
     return;
   }
   for (int peer = 0; peer < board_.shape().ranks; ++peer) {
     // Its own lane might not have said yet that it came there, where that is all it does.
-    const Word& word = peer == rank_ ? board_.arrived(peer, slot) : board_.taken(peer, slot);
+    const bool came = peer == rank_ && !courier_;
+    const Word& word = came ? board_.arrived(peer, slot) : board_.taken(peer, slot);
     engine_.wait(lane, word, low(before(number)));
   }
 }
@@ -159,7 +173,8 @@ void Pipeline::copy_up(const Job& job, uint64_t chunk, int lane, char* to) {
     end = first + 1;
     while (fits && end < pieces.size() && pieces[end] - pieces[end - 1] == distance) ++end;
     const Rows rows{end - first, bytes, pitch, static_cast<size_t>(distance)};
-    engine_.copy_up(lane, to + first * pitch, pieces[first] + job.offset(chunk), rows);
+    char* const place = to + (job.first_piece + first) * pitch;
+    engine_.copy_up(lane, place, pieces[first] + job.offset(chunk), rows);
   }
 }
 
@@ -184,7 +199,9 @@ void Pipeline::put_down(const Op& op, uint64_t chunk) {
   const size_t pitch = job.pitch(chunk);
   char* buffered = adds ? engine_.buffer(lane.index) : nullptr;
   for (const Job::Download& download : job.downloads) {
-    if (!reduces) engine_.wait(lane, board_.arrived(download.from, slot), low(number));
+    const Word& there = download.travelled ? board_.ready(download.from, slot)
+                                           : board_.arrived(download.from, slot);
+    if (!reduces) engine_.wait(lane, there, low(number));
     const char* const from = reduces ? board_.result(slot) : board_.input(download.from, slot);
     if (bytes == 0) continue;
     char* const to = adds ? buffered : download.to + job.offset(chunk);
@@ -229,6 +246,7 @@ Pipeline::Progress Pipeline::advance(int worker) {
     return Progress::kMoved;
   }
   if (!has_begun(*at.op, worker)) return worker == 0 ? Progress::kWaiting : Progress::kIdle;
+  if (worker == 0 && courier_ && carry(at)) return Progress::kMoved;
   const bool reduces = job.kind == Job::Kind::kReduce;
   if (reduces && at.chunk < job.chunks && reduce_chunk(at, worker)) return Progress::kMoved;
   if (!reduces && at.chunk == 0 && check_alone(at)) return Progress::kMoved;
@@ -273,7 +291,7 @@ bool Pipeline::start(Cursor& at, int worker) {
     // Its own, the device may have written over already.
     if (worker == 0 && rank != rank_ &&
         board_.description(rank, slot).load(std::memory_order_relaxed) != job.description) {
-      break_off(Failure::kMismatch, rank);
+      break_off(Failure::kMismatch, ranks_.layout.ranks[ranks_.node()][rank]);
       return false;
     }
     if (job.op != DPT_PREMUL_SUM) continue;
@@ -295,8 +313,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   if (at.chunk == 0 && !start(at, worker)) return false;
 
   const size_t slot = slot_of(number);
-  const size_t bytes =
-      job.num_pieces == 1 ? job.bytes(at.chunk) : job.num_pieces * job.pitch(at.chunk);
+  const size_t bytes = job.bytes_of_slot(at.chunk);
   const int all = shape.ranks * job.threads;
   const Share share = share_of(bytes, rank_ * job.threads + worker, all);
   if (share.begin < share.end) {
@@ -317,8 +334,12 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   tell_sanitizer_of_write();
   if (counted.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(all)) {
     counted.store(0, std::memory_order_relaxed);
-    for (int rank = 0; rank < shape.ranks; ++rank) {
-      board_.ready(rank, slot).store(low(number), std::memory_order_release);
+    if (courier_) {
+      board_.reduced(slot).store(low(number), std::memory_order_release);
+    } else {
+      for (int rank = 0; rank < shape.ranks; ++rank) {
+        board_.ready(rank, slot).store(low(number), std::memory_order_release);
+      }
     }
   }
   ++at.chunk;
@@ -332,8 +353,22 @@ bool Pipeline::check_alone(Cursor& at) {
   return true;
 }
 
+// What is to cross the network, as far as it can go now.
+bool Pipeline::carry(Cursor& at) {
+  try {
+    const bool moved = courier_->advance(at.op->job, at.op->first);
+    if (courier_->other() >= 0) break_off(Failure::kMismatch, courier_->other());
+    return moved;
+  } catch (const Error& error) {
+    courier_->tell_trouble(error);
+    break_off(Failure::kAborted, ranks_.rank);
+    return true;
+  }
+}
+
 void Pipeline::watch(Cursor& at) {
-  if (has_come_to(board_.finished(rank_).load(std::memory_order_acquire), at.op->number)) {
+  const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
+  if (has_come_to(finished, at.op->number) && (!courier_ || courier_->is_through(at.op->first))) {
     at.is_over = true;
     return;
   }
@@ -345,22 +380,29 @@ void Pipeline::watch(Cursor& at) {
     if (has_come_to(arrived, low(at.op->first))) at.started = Clock::now();
     return;
   }
-  if (Clock::now() - *at.started < at.op->timeout) return;
+  const auto waited = Clock::now() - *at.started;
+  if (waited < at.op->timeout) return;
   const uint64_t chunk = std::min(at.chunk, at.op->job.chunks - 1);
-  break_off(Failure::kTimeout, who_is_late(at.op->first + chunk));
+  const int late = who_is_late(at.op->first + chunk);
+  const bool elsewhere = ranks_.layout.node_of[late] != ranks_.node();
+  if (elsewhere && waited < at.op->timeout + kGraceBetweenNodes) return;
+  break_off(Failure::kTimeout, late);
 }
 
 int Pipeline::who_is_late(uint64_t number) const {
   const size_t slot = slot_of(number);
+  const std::vector<int>& here = ranks_.layout.ranks[ranks_.node()];
   const auto first_that_did_not = [&](Word& (Board::*word)(int, size_t) const) {
     for (int rank = 0; rank < board_.shape().ranks; ++rank) {
       const uint32_t value = (board_.*word)(rank, slot).load(std::memory_order_acquire);
-      if (rank != rank_ && !has_come_to(value, low(number))) return rank;
+      if (rank != rank_ && !has_come_to(value, low(number))) return here[rank];
     }
-    return rank_;
+    return ranks_.rank;
   };
   const int late = first_that_did_not(&Board::arrived);
-  return late != rank_ ? late : first_that_did_not(&Board::taken);
+  if (late != ranks_.rank) return late;
+  const int awaited = courier_ ? courier_->awaited() : -1;
+  return awaited >= 0 ? awaited : first_that_did_not(&Board::taken);
 }
 
 // ---- When it is broken ----
@@ -378,6 +420,9 @@ void Pipeline::end_waits() {
     board_.gate(rank).compare_exchange_strong(running, kHeld, std::memory_order_seq_cst);
   }
   const uint32_t far = low(next_chunk_.load(std::memory_order_acquire)) + kFarAhead;
+  for (int slot = 0; slot < board_.shape().depth; ++slot) {
+    board_.reduced(slot).store(far, std::memory_order_release);
+  }
   for (int rank = 0; rank < board_.shape().ranks; ++rank) {
     board_.checked(rank).store(far, std::memory_order_release);
     for (int slot = 0; slot < board_.shape().depth; ++slot) {
@@ -389,6 +434,7 @@ void Pipeline::end_waits() {
 }
 
 Pipeline::Progress Pipeline::leave_broken(Cursor& at, int worker) {
+  if (worker == 0 && courier_) courier_->cancel();
   const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
   at.is_over = worker != 0 || has_come_to(finished, at.op->number);
   if (at.is_over) return Progress::kMoved;

@@ -6,6 +6,9 @@
 //   2. every worker waits until all ranks have, reduces its share of all ranks' slots in rank order
 //      into the result's, and counts; the last of all says `ready`;
 //   3. the lane down waits for that, copies, and says `taken`.
+// Between nodes the last of the workers says `reduced` instead; then a courier passes the chunk on,
+// and says `ready` (courier.hpp).
+//
 // A chunk that is passed on, or that devices reduce, goes from slots to them without workers, who
 // compare what operation the ranks are in, once for each (`checked`).
 //
@@ -26,12 +29,19 @@
 
 namespace dpt::staged {
 
+class Courier;
 class Workers;
 
 class Pipeline {
  public:
-  // `workers` call `advance` once they know of this; at least as many as the shape has.
-  Pipeline(Board board, int rank, Workers& workers, CopyEngine& engine);
+  // `workers` call `advance` once they know of this; at least as many as the shape has. `courier`:
+  // between nodes.
+  Pipeline(Board board,
+           Membership ranks,
+           Workers& workers,
+           CopyEngine& engine,
+           std::unique_ptr<Courier> courier = nullptr);
+  ~Pipeline();
 
   // Starts the operation behind what is on `stream`, which from here on waits for its end. Throws
   // Error(DPT_ERR_ABORTED) when the group is broken; any other error breaks it.
@@ -44,12 +54,13 @@ class Pipeline {
   struct Failure {
     enum Kind : uint32_t { kTimeout = 1, kMismatch, kAborted };
     Kind kind;
-    int peer;           // that was waited for, or differs
+    int peer;           // rank in the group that was waited for, or differs
     uint32_t sequence;  // of the operation, from 1
   };
   // Why this rank's last operations have no results.
   std::optional<Failure> failure() const;
-  // All that is under way ends, without results, and nothing can be started any more.
+  // All that is under way ends, without results, and nothing can be started any more. `peer`: rank
+  // in the group.
   void break_off(Failure::Kind kind, int peer);
   // Lets the streams go on that wait for operations without results.
   void release();
@@ -94,6 +105,7 @@ class Pipeline {
   bool start(Cursor& at, int worker);
   bool reduce_chunk(Cursor& at, int worker);
   bool check_alone(Cursor& at);
+  bool carry(Cursor& at);
   void watch(Cursor& at);
   Progress leave_broken(Cursor& at, int worker);
   int who_is_late(uint64_t number) const;
@@ -107,9 +119,11 @@ class Pipeline {
   size_t slot_of(uint64_t number) const { return number % board_.shape().depth; }
 
   const Board board_;
-  const int rank_;
+  const Membership ranks_;
+  const int rank_;  // its place on the node, as of all ranks here
   Workers& workers_;
   CopyEngine& engine_;
+  const std::unique_ptr<Courier> courier_;
 
   // Of the thread that enqueues.
   std::deque<std::unique_ptr<Op>> ops_;  // the last one, and those before that workers are in

@@ -35,6 +35,17 @@ struct NodeLayout {
     return layout;
   }
 
+  static NodeLayout one_node(int num_ranks) {
+    NodeLayout layout;
+    layout.ranks.emplace_back();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      layout.ranks[0].push_back(rank);
+      layout.node_of.push_back(0);
+      layout.local_of.push_back(rank);
+    }
+    return layout;
+  }
+
   int num_nodes() const { return static_cast<int>(ranks.size()); }
   int size() const { return static_cast<int>(node_of.size()); }
   int ranks_on(int node) const { return static_cast<int>(ranks[node].size()); }

@@ -126,12 +126,12 @@ DevicePlan delegated(std::string reason) { return {"delegate", {0, 0}, 0, std::m
 // Between nodes fewer bytes then count for more than the stages' latency.
 constexpr size_t kStagedBytes = 4 << 20;
 
-// Whether the delegate should carry it out in stages, within nodes and between them.
-bool goes_by_nodes(const ChooseDeviceRequest& request) {
-  const bool parts =
-      request.collective == DPT_ALL_GATHER || request.collective == DPT_REDUCE_SCATTER;
-  const size_t whole = request.bytes * (parts ? request.ranks : 1);
-  return request.nodes > 1 && request.even && (parts || is_whole(request)) && whole >= kStagedBytes;
+DevicePlan delegated_in_stages(const ChooseDeviceRequest& request, std::string reason) {
+  if (request.nodes == 1 || !request.even ||
+      !goes_by_nodes(request.collective, request.bytes, request.ranks)) {
+    return delegated(std::move(reason));
+  }
+  return {"hierarchical", {0, 0}, 0, "fewer bytes between nodes than in one ring"};
 }
 
 DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
@@ -199,12 +199,19 @@ int offer_channels(int num_sms, int used) {
   return std::clamp(static_cast<int>(std::bit_floor(half)), kLeast, cuda::kMaxChannels);
 }
 
+bool goes_by_nodes(Collective collective, size_t bytes, int ranks) {
+  const bool parts = collective == DPT_ALL_GATHER || collective == DPT_REDUCE_SCATTER;
+  const size_t whole = bytes * static_cast<size_t>(parts ? ranks : 1);
+  return (parts || collective == DPT_ALL_REDUCE) && whole >= kStagedBytes;
+}
+
 DevicePlan choose_device(const ChooseDeviceRequest& request) {
-  if (goes_by_nodes(request)) {
-    return {"hierarchical", {0, 0}, 0, "fewer bytes between nodes than in one ring"};
+  if (!request.not_native.empty()) return delegated_in_stages(request, request.not_native);
+  if (request.staging.slot_bytes != 0) {
+    DevicePlan plan = choose_staged(request);
+    const bool is_native = plan.algorithm == kCpuReduce;
+    return is_native ? plan : delegated_in_stages(request, std::move(plan.reason));
   }
-  if (!request.not_native.empty()) return delegated(request.not_native);
-  if (request.staging.slot_bytes != 0) return choose_staged(request);
   if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
     const Candidate chosen =
         request.replayed ? fastest_in_graph(*request.tuned) : request.tuned->chosen;

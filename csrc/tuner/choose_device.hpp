@@ -37,6 +37,10 @@ struct ChooseDeviceRequest {
 // and in different orders; they must all find room on the device.
 int offer_channels(int num_sms, int used);
 
+// Whether the delegate, where it can, carries out an even operation in stages, within nodes and
+// between them. `bytes`: of one part.
+bool goes_by_nodes(Collective collective, size_t bytes, int ranks);
+
 DevicePlan choose_device(const ChooseDeviceRequest& request);
 
 // The plans worth trying for an even request, without the delegate: first the rule of thumb's, then

@@ -20,7 +20,7 @@ bool reduces(Collective collective) {
 // What a rank copies up.
 size_t bytes_up(const ChooseDeviceRequest& request) {
   if (request.collective != DPT_REDUCE_SCATTER) return request.bytes;
-  const int others = request.staging.ranks - 1;
+  const int others = request.staging.ranks * request.staging.nodes - 1;
   return request.bytes * static_cast<size_t>(request.devices_add ? others : others + 1);
 }
 
@@ -61,7 +61,8 @@ DevicePlan choose_staged(const ChooseDeviceRequest& request) {
   return {kCpuReduce,
           {depth, usual_threads(request)},
           usual_chunk(request),
-          "through the host's memory: the GPUs have no peer access"};
+          request.staging.nodes > 1 ? "through the hosts' memory to the network and back"
+                                    : "through the host's memory: the GPUs have no peer access"};
 }
 
 std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {

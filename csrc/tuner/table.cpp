@@ -18,6 +18,7 @@ constexpr size_t kScratchBytes = 32 << 20;
 constexpr size_t kSharedScratchBytes = 96 << 20;
 // Between nodes one trial of long messages takes long, and middling ones tell as much.
 constexpr size_t kNodesScratchBytes = 8 << 20;
+constexpr size_t kMostBetweenGpus = 16 << 20;  // the same of one buffer on the device
 
 constexpr double kEqual = 1.03;
 constexpr double kBeyondNoise = 1.1;
@@ -54,7 +55,10 @@ std::optional<int> bucket_of(Collective collective, size_t bytes, const TuningCl
   constexpr int kSecond = std::bit_width(2 * kFirstNominal);
   const int above = static_cast<int>(std::bit_width(bytes)) - kSecond;
   int bucket = above < 0 ? 0 : std::min(above / 2 + 1, last_bucket(group));
-  if (group.on_device()) return bucket;
+  if (group.on_device()) {
+    while (group.nodes > 1 && nominal_of(bucket) > kMostBetweenGpus) --bucket;
+    return bucket;
+  }
   size_t most = group.oversubscribed ? kSharedScratchBytes / group.ranks : kScratchBytes;
   if (group.nodes > 1) most = std::min(most, kNodesScratchBytes);
   const size_t buffers = num_buffers(collective, group.ranks);

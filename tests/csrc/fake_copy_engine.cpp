@@ -122,6 +122,7 @@ void FakeCopyEngine::check_mapped(const char* host, const Rows& rows) const {
 }
 
 void FakeCopyEngine::fork(staged::Stream stream) {
+  if (options_.on_fork) options_.on_fork();
   if (stream == nullptr) return;
   for (Lane& each : lanes_) order(*static_cast<FakeLane*>(stream), flushed(each));
 }

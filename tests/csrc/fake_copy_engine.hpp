@@ -63,6 +63,8 @@ class FakeCopyEngine final : public staged::CopyEngine {
     // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody
     // but the thread sanitizer.
     const staged::Word* broken = nullptr;
+    // Called at the begin of each operation.
+    std::function<void()> on_fork = {};
     // Called before each copy; what it throws `enqueue` throws.
     std::function<void()> before_copy = {};
   };

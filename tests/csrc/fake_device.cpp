@@ -138,6 +138,7 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     return connect_staged(setup, [&setup] {
       testing::FakeCopyEngine::Options options;
       options.aliased = true;
+      options.on_fork = [] { testing::advance_device(testing::fake_devices().staged_us); };
       options.can_map = setup.rank != testing::fake_devices().unmappable_rank;
       return std::make_unique<testing::FakeCopyEngine>(setup.rank, options);
     });

@@ -20,6 +20,7 @@ struct FakeDevices {
   bool waiting = false;                             // a kernel waits for another rank
   bool queues = true;                               // see DeviceTrials::can_queue
   size_t free_bytes = size_t{1} << 30;
+  double staged_us = 0;  // what takes an operation of those that are staged
   // Microseconds that a plan takes for so many bytes.
   std::function<double(const DevicePlan& plan, size_t bytes)> time_us;
 };

@@ -12,6 +12,7 @@
 
 #include "comm/decisions.hpp"
 #include "comm/end_process.hpp"
+#include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
 #include "fake_copy_engine.hpp"
 #include "fake_device.hpp"
@@ -187,6 +188,157 @@ TEST_F(CpuReduce, OneRankThatCannotMapTheMemory) {
     EXPECT_EQ(program.sum_ones(kMiB), DPT_DELEGATED);
   });
   EXPECT_THAT(reason_of("delegate"), HasSubstr("rank 1: this fake driver maps nothing"));
+}
+
+// ---- Groups that span nodes ----
+
+class CpuReduceNodes : public CpuReduce {
+ protected:
+  CpuReduceNodes() { Fabric::instance().emulate_nodes({"a", "b"}); }
+  ~CpuReduceNodes() override { Fabric::instance().emulate_nodes({}); }
+};
+
+TEST_F(CpuReduceNodes, ServeThreeCollectives) {
+  run_ranks(4, [](Rank& rank) {
+    Program program(rank);
+    for (const size_t bytes : {4UL, 100004UL, 9 * kMiB}) {
+      EXPECT_EQ(program.sum_ones(bytes), DPT_COMPLETED);
+      program.check_sum();
+    }
+    constexpr size_t kCount = 50001;
+    const auto own = static_cast<float>(rank.rank());
+    std::vector<float> mine(kCount, own);
+    std::vector<float> all(4 * kCount);
+    Request gather(DPT_ALL_GATHER, DPT_FLOAT32, kCount);
+    gather.input(mine.data());
+    for (int from = 0; from < 4; ++from) gather.output(all.data() + from * kCount);
+    EXPECT_EQ(program.run(gather), DPT_COMPLETED);
+    std::vector<float> part(kCount);
+    Request scatter(DPT_REDUCE_SCATTER, DPT_FLOAT32, kCount);
+    scatter.reduce_op(DPT_SUM).output(part.data());
+    for (int to = 0; to < 4; ++to) scatter.input(all.data() + to * kCount);
+    EXPECT_EQ(program.run(scatter), DPT_COMPLETED);
+    Request broadcast(DPT_BROADCAST, DPT_FLOAT32, kCount);
+    broadcast.root(2).input(mine.data()).output(mine.data());
+    EXPECT_EQ(program.run(broadcast), DPT_DELEGATED);
+    program.lane().synchronize();
+    for (int from = 0; from < 4; ++from) {
+      EXPECT_EQ(all[from * kCount], static_cast<float>(from));
+      EXPECT_EQ(all[(from + 1) * kCount - 1], static_cast<float>(from));
+    }
+    EXPECT_EQ(part, std::vector<float>(kCount, 4 * own));
+  });
+  EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("to the network and back"));
+}
+
+TEST_F(CpuReduceNodes, OneGpuOnEach) {
+  fake_devices().peer_access = true;  // to nobody
+  run_ranks(2, [](Rank& rank) {
+    Program program(rank);
+    EXPECT_EQ(program.sum_ones(3 * kMiB), DPT_COMPLETED);
+    program.check_sum();
+  });
+}
+
+TEST_F(CpuReduceNodes, GpusThatReachEachOtherAreTheDelegates) {
+  fake_devices().peer_access = true;
+  run_ranks(4, [](Rank& rank) {
+    Program program(rank);
+    EXPECT_EQ(program.sum_ones(kMiB), DPT_DELEGATED);
+    EXPECT_EQ(rank.delegate().node_of, std::vector<int>{});
+    EXPECT_EQ(program.sum_ones(4 * kMiB), DPT_DELEGATED);
+    EXPECT_EQ(rank.delegate().node_of, (std::vector{0, 1, 0, 1}));
+  });
+}
+
+TEST_F(CpuReduceNodes, AreChosenWhereTheyAreFaster) {
+  std::atomic<int> in_stages = 0;
+  const auto stock_of = [&](double time_us) {
+    return [&in_stages, time_us](const dpt_request& request) {
+      in_stages += request.node_of != nullptr ? 1 : 0;
+      advance_device(time_us);
+      return DPT_OK;
+    };
+  };
+  fake_devices().free_bytes = 64 * kMiB;
+  fake_devices().staged_us = 600;
+  // All but the largest sizes are known, which leaves the more of the budget to these.
+  const auto know = [](double staged_us) {
+    const Candidate staged{known_algorithm("cpu_reduce"), 64 << 10, 3, 1};
+    const Entry entry = {summarize(staged, {staged_us}),
+                         summarize({known_algorithm("delegate")}, {1000})};
+    const TuningClass group{4, false, 2, "a fake GPU, 132 SMs, without peer access"};
+    Decisions::instance().reset();
+    for (const Collective each : {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER}) {
+      for (int bucket = 0; bucket < 3; ++bucket) {
+        Decisions::instance().add_measured(group, each, bucket, entry);
+      }
+    }
+  };
+  know(600);
+  run_ranks(4,
+            [](Rank& rank) {
+              Program program(rank);
+              for (const size_t size : {kMiB, 20 * kMiB}) {
+                EXPECT_EQ(program.sum_ones(size), DPT_COMPLETED);
+                program.check_sum();
+              }
+              EXPECT_EQ(program.sum_ones(4096), DPT_DELEGATED);  // too small to be measured
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock_of(1000)});
+  EXPECT_GT(in_stages, 0);
+  for (const DecisionRow& row : Decisions::instance().rows()) {
+    EXPECT_EQ(row.group.nodes, 2);
+    EXPECT_STREQ(row.decision.chosen.algorithm, "cpu_reduce")
+        << name_of(row.collective) << ": " << row.decision.source << ", "
+        << row.decision.times.size();
+  }
+  know(2000);
+  run_ranks(4,
+            [](Rank& rank) {
+              Program program(rank);
+              EXPECT_EQ(program.sum_ones(kMiB), DPT_DELEGATED);
+              EXPECT_EQ(rank.delegate().node_of, std::vector<int>{});
+              EXPECT_EQ(program.sum_ones(8 * kMiB), DPT_DELEGATED);
+              EXPECT_EQ(rank.delegate().node_of, (std::vector{0, 1, 0, 1}));
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock_of(500)});
+}
+
+TEST_F(CpuReduceNodes, ARankOfAnotherNodeThatDoesNotComeIsNamed) {
+  std::barrier all(4);
+  run_ranks(4,
+            [&](Rank& rank) {
+              Program program(rank);
+              EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+              program.check_sum();
+              all.arrive_and_wait();
+              if (rank.rank() != 3) {
+                EXPECT_EQ(program.sum_ones(kMiB, 300), DPT_COMPLETED);
+                program.lane().synchronize();
+                const Failure failure = failure_of([&] { program.sum_ones(kMiB); });
+                EXPECT_THAT(failure.what(), HasSubstr("rank 3 did not come in time"));
+              }
+              all.arrive_and_wait();
+            },
+            {.raise_errors = true});
+}
+
+TEST_F(CpuReduceNodes, ARankThatLeavesIsTold) {
+  std::barrier all(2);
+  run_ranks(2,
+            [&](Rank& rank) {
+              Program program(rank);
+              EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+              program.check_sum();
+              all.arrive_and_wait();
+              if (rank.rank() == 1) return rank.destroy();
+              EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+              program.lane().synchronize();
+              const Failure failure = failure_of([&] { program.sum_ones(kMiB); });
+              EXPECT_THAT(failure.what(), HasSubstr("rank 1"));
+            },
+            {.raise_errors = true});
 }
 
 TEST_F(CpuReduce, MemoryIsGivenBack) {

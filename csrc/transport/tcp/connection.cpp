@@ -120,12 +120,33 @@ size_t Connection::wait_received(uint64_t message, const WaitContext& wait) {
   }
   DPT_CHECK(message >= first_received_);
   const size_t bytes = received_bytes_[message - first_received_];
+  forget_received(message);
+  return bytes;
+}
+
+bool Connection::is_sent(uint64_t message, const WaitContext& wait) {
+  const Lock lock(mutex_);
+  if (first_outgoing_ <= message) check_usable(wait);
+  return first_outgoing_ > message;
+}
+
+bool Connection::is_received(uint64_t message, const WaitContext& wait) {
+  const Lock lock(mutex_);
+  if (first_incoming_ <= message) {
+    check_usable(wait);
+    return false;
+  }
+  forget_received(message);
+  return true;
+}
+
+// And what came before it.
+void Connection::forget_received(uint64_t message) {
   while (first_received_ <= message) {
     received_bytes_.pop_front();
     ++first_received_;
   }
   update_interest();
-  return bytes;
 }
 
 void Connection::cancel() {

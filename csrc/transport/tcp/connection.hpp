@@ -57,6 +57,10 @@ class Connection {
   // Error: DPT_ERR_TIMEOUT, DPT_ERR_PEER_LOST, DPT_ERR_INTERRUPTED, or what Host::check throws.
   void wait_sent(uint64_t message, const WaitContext& wait);
   size_t wait_received(uint64_t message, const WaitContext& wait);
+  // The same without waiting, of what the reactor moves. Throw as those that wait, but for
+  // timeouts.
+  bool is_sent(uint64_t message, const WaitContext& wait);
+  bool is_received(uint64_t message, const WaitContext& wait);
 
   // Gives up the messages under way, whose memory goes away: where there are any, the connection
   // carries none any more.
@@ -126,6 +130,7 @@ class Connection {
   void flush_control();
   void read_control();
   void check_usable(const WaitContext& wait);
+  void forget_received(uint64_t message);
   void poll_sockets(Lock& lock, std::chrono::milliseconds slice);
   [[noreturn]] void time_out(Lock& lock, const WaitContext& wait);
 
