@@ -159,6 +159,7 @@ class Communicator {
   bool native_;
   size_t staging_bytes_;
   bool raise_errors_;
+  bool forces_tuning_;  // whatever is known
   std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;

@@ -210,8 +210,12 @@ void Communicator::settle_between_nodes(const dpt_request& request, const WaitCo
                                 .inputs = &no_input,
                                 .outputs = &no_output,
                                 .sequence = next_sequence_++};
+      WaitContext own_time = wait;
+      own_time.deadline = Deadline(wait.deadline.timeout());
       device_tuning_.settle(
-          {*segment_, operation, plan, wait, WaitStyle::kBackground, nodes_.get()}, bytes, bench);
+          {*segment_, operation, plan, own_time, WaitStyle::kBackground, nodes_.get()},
+          bytes,
+          bench);
     }
   }
 }
@@ -285,7 +289,9 @@ bool Communicator::can_stage_by_nodes(const WaitContext& wait, bool peer_access)
   for (const auto& ranks : layout.ranks) can &= ranks.size() == layout.ranks[0].size();
   if (!can) return false;
   const bool apart = !peer_access || layout.ranks[0].size() == 1;
-  for (const char each : exchange(context, static_cast<char>(apart))) can &= each != 0;
+  // As long as nobody has timed it on GPUs it is for who asks.
+  const bool asked = delegate_.execute == nullptr || forces_tuning_;
+  for (const char each : exchange(context, static_cast<char>(apart && asked))) can &= each != 0;
   return can;
 }
 
@@ -296,8 +302,7 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const RunContext here{*segment_, none, plan, wait, WaitStyle::kBackground};
   const DeviceClass devices = describe_devices(here, device);
   if (nodes_ && !can_stage_by_nodes(wait, devices.peer_access)) {
-    state->why_not =
-        "GPUs on several nodes, of which some reach each other, are the stock backend's";
+    state->why_not = "ranks on several nodes have no GPU kernels";
     return;
   }
   const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};

@@ -272,7 +272,7 @@ Group::~Group() {
     }
     return done();
   };
-  const auto has_ended = [&] { return pipeline_->is_done() && engine_->is_idle(); };
+  const auto has_ended = [&] { return pipeline_->is_quiet() && engine_->is_idle(); };
   wait_until([&] { return has_ended() || pipeline_->is_broken(); }, kDestroyGrace);
   if (!has_ended()) {
     pipeline_->break_off(Pipeline::Failure::kAborted, ranks_.rank);

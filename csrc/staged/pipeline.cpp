@@ -370,6 +370,7 @@ void Pipeline::watch(Cursor& at) {
   const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
   if (has_come_to(finished, at.op->number) && (!courier_ || courier_->is_through(at.op->first))) {
     at.is_over = true;
+    seen_to_the_end_.store(at.op->number, std::memory_order_release);
     return;
   }
   // It takes its time from when the device came to it.
@@ -466,6 +467,11 @@ void Pipeline::release() {
 bool Pipeline::is_done() const {
   return board_.finished(rank_).load(std::memory_order_acquire) ==
          last_number_.load(std::memory_order_acquire);
+}
+
+bool Pipeline::is_quiet() const {
+  return is_done() && (!courier_ || seen_to_the_end_.load(std::memory_order_acquire) ==
+                                        last_number_.load(std::memory_order_acquire));
 }
 
 }  // namespace dpt::staged

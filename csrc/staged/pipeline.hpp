@@ -67,6 +67,8 @@ class Pipeline {
   bool is_broken() const { return board_.broken().load(std::memory_order_acquire) != 0; }
   // Whether all operations have ended with their results.
   bool is_done() const;
+  // And nothing is on its way between nodes.
+  bool is_quiet() const;
   // Every wait ends; see NOTE [Breaking]. Devices that are still under way undo it, so once more.
   void end_waits();
 
@@ -130,6 +132,8 @@ class Pipeline {
   Job::Kind kinds_[Board::kMostDepth] = {};
   std::atomic<uint64_t> next_chunk_;
   std::atomic<uint32_t> last_number_{0};
+
+  std::atomic<uint32_t> seen_to_the_end_{0};  // number of the last operation, by the first worker
 
   std::vector<Cursor> cursors_;
 };

@@ -285,7 +285,7 @@ TEST_F(CpuReduceNodes, AreChosenWhereTheyAreFaster) {
               }
               EXPECT_EQ(program.sum_ones(4096), DPT_DELEGATED);  // too small to be measured
             },
-            {.tune = DPT_TUNE_AUTO, .execute = stock_of(1000)});
+            {.tune = DPT_TUNE_FORCE, .execute = stock_of(1000)});
   EXPECT_GT(in_stages, 0);
   for (const DecisionRow& row : Decisions::instance().rows()) {
     EXPECT_EQ(row.group.nodes, 2);
@@ -302,7 +302,7 @@ TEST_F(CpuReduceNodes, AreChosenWhereTheyAreFaster) {
               EXPECT_EQ(program.sum_ones(8 * kMiB), DPT_DELEGATED);
               EXPECT_EQ(rank.delegate().node_of, (std::vector{0, 1, 0, 1}));
             },
-            {.tune = DPT_TUNE_AUTO, .execute = stock_of(500)});
+            {.tune = DPT_TUNE_FORCE, .execute = stock_of(500)});
 }
 
 TEST_F(CpuReduceNodes, ARankOfAnotherNodeThatDoesNotComeIsNamed) {

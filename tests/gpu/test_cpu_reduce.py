@@ -94,7 +94,7 @@ def _one(rank: int, world_size: int) -> float:
     return value[0].item()
 
 
-def _results(rank: int, world_size: int) -> None:
+def _results(rank: int, world_size: int, num_nodes: int = 1) -> None:
     device = _device(rank)
     for dtype in ROUNDING:
         for shift, count in enumerate(COUNTS):
@@ -122,6 +122,8 @@ def _results(rank: int, world_size: int) -> None:
         own.copy_(inputs[rank])
         dist.all_gather_into_tensor(gathered, own)
         assert torch.equal(gathered, torch.cat(inputs)), f"all_gather in place of {count}"
+        if num_nodes > 1:
+            continue  # broadcasts between nodes are the stock backend's
         root = count % world_size
         value = inputs[rank].clone()
         dist.broadcast(value, root)
@@ -309,6 +311,13 @@ def test_results(world_size: int) -> None:
     _spawn(_results, world_size, timeout_s=120.0)
 
 
+@pytest.mark.parametrize("nodes", ["a,b", "a,a,b,b", "a,b,a,b", "a,b,c,d"])
+def test_results_between_nodes(nodes: str) -> None:
+    env = {**NATIVE, "DEEPYTORCH_NODE_ID": nodes}
+    num_nodes = len(set(nodes.split(",")))
+    _spawn(_results, len(nodes.split(",")), num_nodes, env=env, timeout_s=120.0, fresh=True)
+
+
 @pytest.mark.parametrize(("queues", "num_groups"), [(8, 2), (32, 3)])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_groups_in_opposite_orders(world_size: int, queues: int, num_groups: int) -> None:
@@ -345,6 +354,14 @@ def test_a_killed_rank_is_named() -> None:
     said, seconds = outcomes[0]
     assert "rank 1 (pid" in said, said
     assert "died" in said, said
+    assert seconds < 10
+
+
+def test_a_killed_rank_of_another_node_is_named() -> None:
+    env = {**NATIVE, "DEEPYTORCH_NODE_ID": "a,b"}
+    outcomes = _spawn(_killed, 2, env=env, expect_dead={1}, fresh=True)
+    said, seconds = outcomes[0]
+    assert "rank 1" in said, said
     assert seconds < 10
 
 
