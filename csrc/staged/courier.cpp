@@ -75,8 +75,8 @@ bool Courier::is_done(const Trip& trip) const {
   return trip.arrived && trip.sent.empty() && trip.spreading == job_.spreads;
 }
 
-bool Courier::is_through(uint64_t first) {
-  return first == first_ && greetings_to_come_.empty() && have_gone(&greetings_sent_) &&
+bool Courier::is_through(uint64_t first) const {
+  return first == first_ && greetings_to_come_.empty() && greetings_sent_.empty() &&
          trips_.empty() && num_collected_ == (job_.collects ? carried_ : 0) &&
          num_spread_ == (job_.spreads ? carried_ : 0);
 }
@@ -88,6 +88,7 @@ bool Courier::advance(const Job& job, uint64_t first) {
     greet();
     return true;
   }
+  have_gone(&greetings_sent_);
   if (!greetings_to_come_.empty()) return hear();
   bool moved = false;
   for (Trip& trip : trips_) moved |= settle(trip);

@@ -48,7 +48,7 @@ class Courier {
   // partner is lost.
   bool advance(const Job& job, uint64_t first);
   // Nothing is left to do for that operation.
-  bool is_through(uint64_t first);
+  bool is_through(uint64_t first) const;
   // A partner that is in another operation; -1: none is known.
   int other() const { return other_; }
   // A partner that something is to come from; -1: nothing is.
