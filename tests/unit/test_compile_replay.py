@@ -53,6 +53,7 @@ def _load(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.DEVICE = "cpu"
+    module.AUTOCAST = False  # many processors emulate bfloat16
     return module
 
 
