@@ -182,6 +182,7 @@ GroupTuning::Proposal GroupTuning::propose(const Operation& operation,
   proposal.measure = native.max_chunk_bytes >= Segment::kMaxChunkBytes;
   const auto near = decisions.nearest(group_, collective, bucket);
   // On the device the delegate does well at large sizes, whatever is faster at much smaller ones.
+  // Between nodes the network decides for both.
   const bool serves =
       near && (!group_.on_device() || group_.nodes > 1 || std::abs(near->first - bucket) <= 1);
   if (serves) {
