@@ -34,6 +34,7 @@ class Candidate(TypedDict):
     chunk_bytes: int
     channels: int
     threads: int
+    delegated: int
     median_us: float
     spread_us: tuple[float, float]
 
@@ -49,6 +50,7 @@ class TunedPlan(TypedDict):
     chunk_bytes: int
     channels: int
     threads: int
+    delegated: int
     reason: str
     source: str
     candidates: list[Candidate]

@@ -29,7 +29,7 @@ TUNE = ("auto", "off", "force")
 
 _SPLIT = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 _TIMEOUT_S = 120.0
-_PARAMETERS = ("algorithm", "chunk_bytes", "channels", "threads")
+_PARAMETERS = ("algorithm", "chunk_bytes", "channels", "threads", "delegated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,14 @@ class Candidate:
     """A plan that was tried: median time and quartiles in microseconds; `speedup` is the stock
     backend's time (gloo's, on GPUs NCCL's) over this one's, None where that was not tried.
     `channels` of `threads` are a GPU kernel's grid, 0 on the host; of cpu_reduce, each rank's
-    slots, of `chunk_bytes`, and its workers."""
+    slots, of `chunk_bytes`, and its workers. `delegated` percent of the message are the stock
+    backend's at the same time."""
 
     algorithm: str
     chunk_bytes: int
     channels: int
     threads: int
+    delegated: int
     median_us: float
     spread_us: tuple[float, float]
     speedup: float | None
@@ -218,6 +220,7 @@ def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:
             chunk_bytes=time["chunk_bytes"],
             channels=time["channels"],
             threads=time["threads"],
+            delegated=time["delegated"],
             median_us=time["median_us"],
             spread_us=(time["spread_us"][0], time["spread_us"][1]),
             speedup=None if stock is None else stock / time["median_us"],

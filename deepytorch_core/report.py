@@ -196,7 +196,8 @@ def _place(plan: dict[str, Any]) -> str:
 
 def _parameters(plan: dict[str, Any]) -> str:
     grid = f"/{plan['channels']}x{plan['threads']}" if plan["channels"] else ""
-    return grid + (f"/{plan['chunk_bytes'] >> 10}K" if plan["chunk_bytes"] else "")
+    chunk = f"/{plan['chunk_bytes'] >> 10}K" if plan["chunk_bytes"] else ""
+    return grid + chunk + (f"/{plan['delegated']}% delegated" if plan["delegated"] else "")
 
 
 def _microseconds(time_us: float) -> str:

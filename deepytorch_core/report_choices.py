@@ -11,7 +11,7 @@ from deepytorch_core.decisions import is_stock
 from deepytorch_core.topology import size_text
 
 DELEGATE = "delegate"
-_PARAMETERS = ("algorithm", "chunk_bytes", "channels", "threads")
+_PARAMETERS = ("algorithm", "chunk_bytes", "channels", "threads", "delegated")
 
 Saved = Mapping[str, Any]
 

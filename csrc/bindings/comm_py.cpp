@@ -25,6 +25,7 @@ py::dict to_dict(const DecisionRow& row) {
     to["chunk_bytes"] = candidate.chunk_bytes;
     to["channels"] = candidate.channels;
     to["threads"] = candidate.threads;
+    to["delegated"] = candidate.delegated;
   };
   py::list candidates;
   for (const Measurement& time : decision.times) {

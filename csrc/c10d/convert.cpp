@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
+#include <stdexcept>
+
 namespace dpt::c10d_adapter {
 namespace {
 
@@ -38,6 +40,19 @@ std::optional<dpt_data_type> to_data_type(at::ScalarType type) {
 }
 
 }  // namespace
+
+at::ScalarType to_scalar_type(dpt_data_type type) {
+  switch (type) {
+    case DPT_FLOAT16:
+      return at::kHalf;
+    case DPT_BFLOAT16:
+      return at::kBFloat16;
+    case DPT_FLOAT32:
+      return at::kFloat;
+    default:
+      throw std::invalid_argument("the core asks for floats of 16 and 32 bits, and nothing else");
+  }
+}
 
 std::string text_of(const std::exception& error) {
   const auto* own = dynamic_cast<const c10::Error*>(&error);

@@ -34,6 +34,9 @@ struct Elements {
 };
 Elements elements_of(const at::Tensor& tensor, bool reduces);
 
+// Of the floats that the core asks the stock backend to reduce. Throws std::invalid_argument.
+at::ScalarType to_scalar_type(dpt_data_type type);
+
 dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op);
 // The factor of PREMUL_SUM; 1 for other reduce ops.
 double premul_factor_of(const c10d::ReduceOp& op);

@@ -1,4 +1,5 @@
-// Requests of the core's own on the stock backend: how the tuner learns what gloo and NCCL take.
+// Requests of the core's own on the stock backend: how the tuner learns what gloo and NCCL take,
+// and how NCCL gets its part of what is divided.
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
@@ -6,6 +7,7 @@
 #include <algorithm>
 
 #include "backend.hpp"
+#include "convert.hpp"
 #include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
@@ -13,7 +15,7 @@ namespace {
 
 // `parts` buffers of the request, which lie one behind the other, as one flat tensor.
 at::Tensor wrap_parts(void* first, const dpt_request& request, int64_t parts) {
-  const auto type = request.dtype == DPT_BFLOAT16 ? at::kBFloat16 : at::kFloat;
+  const at::ScalarType type = to_scalar_type(request.dtype);
   const auto device = request.on_device != 0
                           ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(request.device))
                           : at::Device(at::kCPU);
@@ -47,6 +49,7 @@ WorkPtr start_request(c10d::Backend& stock, const dpt_request& request) {
     case DPT_ALL_REDUCE: {
       std::vector<at::Tensor> tensors = {outputs(1)};
       auto options = options_for<c10d::AllreduceOptions>(request);
+      if (request.reduce_op == DPT_AVG) options.reduceOp = c10d::ReduceOp::AVG;
       return stock.allreduce(tensors, options);
     }
     case DPT_REDUCE: {
@@ -146,9 +149,9 @@ dpt_status Backend::execute_on_delegate(void* context,
   const at::Device device(on_device ? at::kCUDA : at::kCPU);
   try {
     const bool sums = request->reduce_op == DPT_SUM || request->reduce_op == DPT_NO_REDUCE;
-    if (request->dtype != (on_device ? DPT_BFLOAT16 : DPT_FLOAT32) || !sums) {
-      throw std::invalid_argument(
-          "the tuner times sums of float32, on devices of bfloat16, and nothing else");
+    const bool averages = request->reduce_op == DPT_AVG && request->collective == DPT_ALL_REDUCE;
+    if (!sums && !averages) {
+      throw std::invalid_argument("the core asks for sums and averages, and nothing else");
     }
     Backend& backend = *static_cast<Backend*>(context);
     if (!on_device) {

@@ -31,6 +31,7 @@ struct SharedEntry {
     uint64_t chunk_bytes;
     int32_t channels;
     int32_t threads;
+    int32_t delegated;
     double median_us;
     double low_us;
     double high_us;
@@ -48,6 +49,7 @@ SharedEntry to_shared(const Entry& entry) {
     time.chunk_bytes = measurement.candidate.chunk_bytes;
     time.channels = measurement.candidate.channels;
     time.threads = measurement.candidate.threads;
+    time.delegated = measurement.candidate.delegated;
     time.median_us = measurement.median_us;
     time.low_us = measurement.low_us;
     time.high_us = measurement.high_us;
@@ -61,7 +63,7 @@ Entry from_shared(const SharedEntry& shared) {
     const SharedEntry::Time& time = shared.times[i];
     const char* algorithm = known_algorithm(time.algorithm);
     DPT_CHECK(algorithm != nullptr);
-    entry.push_back({{algorithm, time.chunk_bytes, time.channels, time.threads},
+    entry.push_back({{algorithm, time.chunk_bytes, time.channels, time.threads, time.delegated},
                      time.median_us,
                      time.low_us,
                      time.high_us});

@@ -49,6 +49,8 @@ class GroupTuning {
   // Whether native code is used only where it is known to be no slower.
   bool delegate_competes() const { return delegate_competes_; }
   const TuningClass& group() const { return group_; }
+  // Everything is measured anew, on all ranks.
+  bool is_forced() const { return tune_ == DPT_TUNE_FORCE; }
 
   // Whether `settle` is to be called before the next operation of this size. Tens of nanoseconds,
   // as `find`.

@@ -136,10 +136,11 @@ class Communicator {
   void refuse_without_descriptors(const WaitContext& wait);
   void join_devices(const dpt_request& request);
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
-  // Whether GPUs go through the hosts' memory and between nodes: of one node, no two reach each
-  // other.
-  bool can_stage_by_nodes(const WaitContext& wait, bool peer_access) const;
-  // Whether every rank's delegate can, and the nodes are alike.
+  // Whether nodes have equally many ranks, and this holds for all of them.
+  bool are_alike(const WaitContext& wait, bool mine) const;
+  // Whether all ranks want GPUs to go through the hosts' memory and between nodes.
+  bool wants_staging_by_nodes(const WaitContext& wait) const;
+  // Whether every rank's delegate can go through the nodes in stages.
   bool can_go_by_nodes(const WaitContext& wait) const;
   bool watch_device();
   bool watch_delegate();

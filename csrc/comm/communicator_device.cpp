@@ -11,9 +11,11 @@
 #include "comm/device_class.hpp"
 #include "comm/end_process.hpp"
 #include "comm/fabric.hpp"
+#include "comm/hybrid.hpp"
 #include "comm/measure.hpp"
 #include "staged/job.hpp"
 #include "tuner/choose_device.hpp"
+#include "tuner/choose_staged.hpp"
 
 namespace dpt {
 namespace {
@@ -75,7 +77,7 @@ dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* re
 void Communicator::launch_on_device(const dpt_request& request, const DevicePlan& plan) {
   const cuda::Stream stream = request.stream(request.call);
   try {
-    device_->group->launch(request, plan, stream);
+    launch_divided(*device_->group, {&delegate_, segment_.get()}, request, plan, stream);
   } catch (const Error& error) {
     // A part of it may be on its way, and the other ranks wait for the rest.
     const bool copies = is_staged() || plan.algorithm == cuda::kCopyEngine;
@@ -135,25 +137,27 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   // Between nodes all was settled when the ranks met.
   if (tunes && !nodes_ && device_tuning_.is_open(request.collective, bytes))
     settle_on_device(request, bytes);
-  return choose_device({.collective = request.collective,
-                        .bytes = bytes,
-                        .even = even,
-                        .large = request.reduce_op == DPT_NO_REDUCE ||
-                                 cuda::has_large_kernels(request.dtype, request.reduce_op),
-                        .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
-                        .not_native = std::move(reason),
-                        .ranks = static_cast<int>(global_ranks_.size()),
-                        .nodes = by_nodes ? nodes_->num_nodes() : 1,
-                        .delegate = device_tuning_.delegate_competes(),
-                        .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
-                        .devices_add = !nodes_ && staged::Job::adds_on_device(
-                                                      request.collective,
-                                                      request.dtype,
-                                                      request.reduce_op,
-                                                      static_cast<int>(global_ranks_.size())),
-                        .copies = tunes ? device_->group->copies() : cuda::Staging{},
-                        .replayed = tunes && bytes >= kLeastCopied && is_busy(request),
-                        .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+  return choose_device(
+      {.collective = request.collective,
+       .bytes = bytes,
+       .even = even,
+       .large = request.reduce_op == DPT_NO_REDUCE ||
+                cuda::has_large_kernels(request.dtype, request.reduce_op),
+       .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
+       .not_native = std::move(reason),
+       .ranks = static_cast<int>(global_ranks_.size()),
+       .nodes = by_nodes ? nodes_->num_nodes() : 1,
+       .delegate = device_tuning_.delegate_competes(),
+       .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
+       .devices_add =
+           !nodes_ && staged::Job::adds_on_device(request.collective,
+                                                  request.dtype,
+                                                  request.reduce_op,
+                                                  static_cast<int>(global_ranks_.size())),
+       .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
+       .copies = tunes ? device_->group->copies() : cuda::Staging{},
+       .replayed = tunes && bytes >= kLeastCopied && is_busy(request),
+       .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
 }
 
 void Communicator::run_in_turn(const dpt_request& request,
@@ -180,7 +184,9 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
                             .sequence = next_sequence_++};
   const Plan plan;
   run_in_turn(request, [&](const WaitContext& wait) {
-    DeviceBench bench(*device_->group, request, device_tuning_.rival());
+    // As long as nobody has timed it on GPUs it is for who asks.
+    DeviceBench bench(
+        *device_->group, request, device_tuning_.rival(), {.divides = device_tuning_.is_forced()});
     try {
       device_tuning_.settle(
           {*segment_, operation, plan, wait, WaitStyle::kBackground}, bytes, bench);
@@ -193,7 +199,8 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
 // All sizes at once, while the ranks are here anyway: later they may come at different times, which
 // nothing but an operation's timeout would tell the other nodes.
 void Communicator::settle_between_nodes(const dpt_request& request, const WaitContext& wait) {
-  DeviceBench bench(*device_->group, request, device_tuning_.rival(), device_->by_nodes);
+  DeviceBench bench(
+      *device_->group, request, device_tuning_.rival(), {.by_nodes = device_->by_nodes});
   const Plan plan;
   const void* no_input = nullptr;  // the trials have their own
   void* no_output = nullptr;
@@ -264,47 +271,39 @@ void Communicator::refuse_without_descriptors(const WaitContext& wait) {
                  wait);
 }
 
-bool Communicator::can_go_by_nodes(const WaitContext& wait) const {
+bool Communicator::are_alike(const WaitContext& wait, bool mine) const {
+  const NodeLayout& layout = nodes_->layout;
+  for (const auto& ranks : layout.ranks) {
+    if (ranks.size() != layout.ranks[0].size()) return false;
+  }
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
   const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
-  const NodeLayout& layout = nodes_->layout;
-  bool can = layout.ranks[0].size() > 1;
-  for (const auto& ranks : layout.ranks) can &= ranks.size() == layout.ranks[0].size();
-  for (const char each :
-       exchange(context, static_cast<char>(delegate_.start_by_nodes != nullptr))) {
-    can &= each != 0;
-  }
-  return can;
+  const std::vector<char> all = exchange(context, static_cast<char>(mine));
+  return std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
 }
 
-bool Communicator::can_stage_by_nodes(const WaitContext& wait, bool peer_access) const {
-  Operation none{};
-  none.collective = DPT_BARRIER;
-  const Plan plan;
-  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
-  const NodeLayout& layout = nodes_->layout;
-  bool can = layout.size() <= kMostMeasuringRanks;
-  for (const auto& ranks : layout.ranks) can &= ranks.size() == layout.ranks[0].size();
-  if (!can) return false;
-  const bool apart = !peer_access || layout.ranks[0].size() == 1;
+bool Communicator::can_go_by_nodes(const WaitContext& wait) const {
+  return nodes_->layout.ranks[0].size() > 1 && are_alike(wait, delegate_.start_by_nodes != nullptr);
+}
+
+bool Communicator::wants_staging_by_nodes(const WaitContext& wait) const {
   // As long as nobody has timed it on GPUs it is for who asks.
   const bool asked = delegate_.execute == nullptr || forces_tuning_;
-  for (const char each : exchange(context, static_cast<char>(apart && asked))) can &= each != 0;
-  return can;
+  return nodes_->layout.size() <= kMostMeasuringRanks && are_alike(wait, asked);
 }
 
 void Communicator::connect_devices(int device, const WaitContext& wait, DeviceState* state) {
+  const auto refuse = [&] { state->why_not = "ranks on several nodes have no GPU kernels"; };
+  if (nodes_ && !wants_staging_by_nodes(wait)) return refuse();
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
   const RunContext here{*segment_, none, plan, wait, WaitStyle::kBackground};
   const DeviceClass devices = describe_devices(here, device);
-  if (nodes_ && !can_stage_by_nodes(wait, devices.peer_access)) {
-    state->why_not = "ranks on several nodes have no GPU kernels";
-    return;
-  }
+  const bool is_apart = !devices.peer_access || here.size() == 1;
+  if (nodes_ && !are_alike(wait, is_apart)) return refuse();
   const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
   const auto all_gather = [&](const std::string& mine) {
     Text text{};

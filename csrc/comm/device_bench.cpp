@@ -9,11 +9,12 @@
 #include "algorithms/nodes.hpp"
 #include "base/error.hpp"
 #include "base/log.hpp"
-#include "comm/lost_rank.hpp"
+#include "comm/hybrid.hpp"
 #include "comm/measure.hpp"
 #include "comm/race.hpp"
 #include "staged/job.hpp"
 #include "tuner/choose_device.hpp"
+#include "tuner/choose_staged.hpp"
 
 namespace dpt {
 namespace {
@@ -113,14 +114,13 @@ class Trial {
 
  private:
   bool call(const Candidate& candidate) const {
+    const WatchedDelegate stock{delegate_, &context_.segment};
     if (!is_delegate(candidate)) {
-      group_.launch(request, to_device_plan(candidate, "on trial"), stream);
+      launch_divided(group_, stock, request, to_device_plan(candidate, "on trial"), stream);
       return true;
     }
     dpt_error error{};
-    before_delegate(&context_.segment);
-    const dpt_status status = delegate_->execute(delegate_->context, &request, &error);
-    if (after_delegate(&context_.segment, status, error) == DPT_OK) return true;
+    if (stock.execute(request, &error) == DPT_OK) return true;
     log(LogLevel::kDebug, std::string("the stock backend is no candidate: ") + error.message);
     return false;
   }
@@ -191,25 +191,26 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   trial.request.on_device = 1;
   trial.request.device = request_.device;
   trial.request.call = request_.call;
-  if (by_nodes_ && goes_by_nodes(collective, bytes, ranks)) {
+  if (options_.by_nodes && goes_by_nodes(collective, bytes, ranks)) {
     trial.request.node_of = nodes->layout.node_of.data();
   }
 
+  bool has_delegate = delegate_ != nullptr;
+  const auto before = Clock::now();
+  if (has_delegate) has_delegate = trial.try_delegate();
+  const auto connecting = Clock::now() - before;  // the program would wait for it just the same
   std::vector<Candidate> racers = device_candidates(
       {.collective = collective,
        .bytes = bytes,
        .layout = group_.layout(),
        .not_native = "",
+       .delegate = has_delegate,
        .staging = group_.staging(),
        .devices_add = nodes == nullptr && staged::Job::adds_on_device(
                                               collective, kType, trial.request.reduce_op, ranks),
+       .divisible = options_.divides && can_be_divided(collective, kType, trial.request.reduce_op),
        .copies = group_.copies()});
-  Clock::duration connecting{};
-  if (delegate_ != nullptr) {
-    const auto before = Clock::now();
-    if (trial.try_delegate()) racers.push_back({known_algorithm("delegate")});
-    connecting = Clock::now() - before;  // the program would wait for it just the same
-  }
+  if (has_delegate) racers.push_back({known_algorithm("delegate")});
   std::vector<int> calls(racers.size(), kFirstCalls);
   const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {
     const auto time_us = trial.run(racers[i], calls[i], since, elapsed);

@@ -13,13 +13,17 @@ namespace dpt {
 
 class DeviceBench final : public Bench {
  public:
+  struct Options {
+    bool by_nodes = false;  // the delegate goes through nodes in stages where it would
+    bool divides = false;   // it is also tried with a part of the message, beside CPU-Reduce
+  };
   // `request` is the program's, which all ranks are about to start. `delegate`: nullptr, it does
-  // not compete. `by_nodes`: it goes through nodes in stages where it would.
+  // not compete.
   DeviceBench(DeviceGroup& group,
               const dpt_request& request,
               const dpt_delegate* delegate,
-              bool by_nodes = false)
-      : group_(group), request_(request), delegate_(delegate), by_nodes_(by_nodes) {}
+              Options options)
+      : group_(group), request_(request), delegate_(delegate), options_(options) {}
 
   bool is_busy() const override {
     return request_.busy != nullptr && request_.busy(request_.call) != 0;
@@ -30,7 +34,7 @@ class DeviceBench final : public Bench {
   DeviceGroup& group_;
   const dpt_request& request_;
   const dpt_delegate* delegate_;
-  bool by_nodes_;
+  Options options_;
 };
 
 }  // namespace dpt

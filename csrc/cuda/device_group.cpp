@@ -127,7 +127,10 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     return group_.layout.block_bytes() + (copies_ ? kCopySlots : 0);
   }
 
-  void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
+  void launch(const dpt_request& request,
+              const DevicePlan& plan,
+              cuda::Stream stream,
+              const Beside&) override {
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
     if (plan.algorithm == cuda::kCopyEngine) {

@@ -68,8 +68,15 @@ class DeviceGroup {
   // What copy engines do of a group that has kernels, if they can: see cuda::kCopyEngine.
   virtual cuda::Staging copies() const { return {}; }
   virtual size_t memory_bytes() const { return layout().block_bytes(); }
-  // Starts `request` on `stream`, where its buffers are ready, and returns.
-  virtual void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) = 0;
+  // Puts on the operation's stream what is to run at the same time.
+  using Beside = std::function<void()>;
+  // Starts `request` on `stream`, where its buffers are ready, and returns. `beside`, of a group
+  // that is staged: called once what serves `request` no longer waits for what comes on `stream`,
+  // which goes on behind both.
+  virtual void launch(const dpt_request& request,
+                      const DevicePlan& plan,
+                      cuda::Stream stream,
+                      const Beside& beside) = 0;
 
   struct Failure {
     enum Kind { kTimeout, kMismatch, kAborted };

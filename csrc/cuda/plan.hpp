@@ -34,6 +34,7 @@ struct DevicePlan {
   cuda::Grid grid{0, 0};   // of cpu_reduce: slots and workers of each rank; none: GPUs add
   size_t chunk_bytes = 0;  // what a slot of a queue carries at most; 0: all it holds
   std::string reason;
+  int delegated = 0;  // percent of the message that the delegate carries out at the same time
 };
 
 }  // namespace dpt

@@ -35,8 +35,11 @@ class StagedDeviceGroup final : public DeviceGroup {
   cuda::Staging staging() const override { return staging_of(*group_); }
   size_t memory_bytes() const override { return group_->memory_bytes(); }
 
-  void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream stream) override {
-    group_->start(request, {plan.chunk_bytes, plan.grid.threads}, stream);
+  void launch(const dpt_request& request,
+              const DevicePlan& plan,
+              cuda::Stream stream,
+              const Beside& beside) override {
+    group_->start(request, {plan.chunk_bytes, plan.grid.threads}, stream, beside);
   }
 
   std::optional<Failure> failure() const override { return failure_of(*group_); }

@@ -292,9 +292,12 @@ Group::~Group() {
   }
 }
 
-void Group::start(const dpt_request& request, const Cut& cut, Stream stream) {
+void Group::start(const dpt_request& request,
+                  const Cut& cut,
+                  Stream stream,
+                  const std::function<void()>& beside) {
   const std::chrono::milliseconds timeout(request.timeout_ms);
-  pipeline_->enqueue(Job::of(request, cut, ranks_, shape_), timeout, stream);
+  pipeline_->enqueue(Job::of(request, cut, ranks_, shape_), timeout, stream, beside);
 }
 
 void Group::stop_waiting() {

@@ -53,7 +53,11 @@ class Group {
 
   const Shape& shape() const { return shape_; }
   size_t memory_bytes() const { return Board::bytes(shape_); }
-  void start(const dpt_request& request, const Cut& cut, Stream stream);
+  // `beside`: see Pipeline::enqueue.
+  void start(const dpt_request& request,
+             const Cut& cut,
+             Stream stream,
+             const std::function<void()>& beside = {});
 
   std::optional<Pipeline::Failure> failure() const { return pipeline_->failure(); }
   void abort();

@@ -55,7 +55,10 @@ Pipeline::~Pipeline() = default;
 
 // ---- What the device does ----
 
-void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream stream) {
+void Pipeline::enqueue(const Job& job,
+                       std::chrono::milliseconds timeout,
+                       Stream stream,
+                       const std::function<void()>& beside) {
   if (is_broken()) {
     throw Error(DPT_ERR_ABORTED, "the group's operations on GPUs were broken off");
   }
@@ -63,6 +66,7 @@ void Pipeline::enqueue(const Job& job, std::chrono::milliseconds timeout, Stream
   try {
     const std::shared_ptr<void> entered = engine_.enter();
     engine_.fork(stream);
+    if (beside) beside();
     const bool own_is_result = job.kind == Job::Kind::kExchange;
     if (own_is_result && job.own != job.own_to) {
       engine_.copy_local(job.own_to, job.own, job.piece_bytes);

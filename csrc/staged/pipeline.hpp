@@ -18,6 +18,7 @@
 #include <atomic>
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,9 +44,15 @@ class Pipeline {
            std::unique_ptr<Courier> courier = nullptr);
   ~Pipeline();
 
-  // Starts the operation behind what is on `stream`, which from here on waits for its end. Throws
-  // Error(DPT_ERR_ABORTED) when the group is broken; any other error breaks it.
-  void enqueue(const Job& job, std::chrono::milliseconds timeout, Stream stream);
+  // Starts the operation behind what is on `stream`, which from here on waits for its end.
+  // `beside`, if any, puts there what is to run at the same time, before anything of the operation
+  // is on a lane: on every rank alike, so that nothing of the two waits for each other where a lane
+  // and `stream` share a queue. Throws Error(DPT_ERR_ABORTED) when the group is broken; any other
+  // error breaks it.
+  void enqueue(const Job& job,
+               std::chrono::milliseconds timeout,
+               Stream stream,
+               const std::function<void()>& beside = {});
 
   enum class Progress { kIdle, kWaiting, kMoved };
   // Does what can be done without waiting: at most one chunk's share.

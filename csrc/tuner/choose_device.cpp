@@ -178,15 +178,8 @@ bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
          algorithm->serves(request, {candidate.channels, candidate.threads});
 }
 
-Candidate fastest_in_graph(const Decision& decision) {
-  if (decision.chosen.algorithm != cuda::kCopyEngine) return decision.chosen;
-  Entry kernels;
-  for (const Measurement& each : decision.times) {
-    if (each.candidate.algorithm != cuda::kCopyEngine) kernels.push_back(each);
-  }
-  const Measurement* const best =
-      winner(kernels, {.max_chunk_bytes = ~size_t{0}, .delegate = true, .on_device = true});
-  return best != nullptr ? best->candidate : Candidate{known_algorithm("delegate")};
+bool can_be_replayed(const Candidate& candidate) {
+  return candidate.algorithm != cuda::kCopyEngine;
 }
 
 }  // namespace
@@ -214,7 +207,7 @@ DevicePlan choose_device(const ChooseDeviceRequest& request) {
   }
   if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
     const Candidate chosen =
-        request.replayed ? fastest_in_graph(*request.tuned) : request.tuned->chosen;
+        request.replayed ? best_of(*request.tuned, can_be_replayed) : request.tuned->chosen;
     if (is_delegate(chosen)) return delegated(request.tuned->reason);
     if (serves(chosen, request)) return to_device_plan(chosen, request.tuned->reason);
   }
@@ -253,11 +246,23 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
   return found;
 }
 
+Candidate best_of(const Decision& decision, bool (*serves)(const Candidate& candidate)) {
+  if (serves(decision.chosen)) return decision.chosen;
+  Entry left;
+  for (const Measurement& each : decision.times) {
+    if (serves(each.candidate)) left.push_back(each);
+  }
+  const Measurement* const best =
+      winner(left, {.max_chunk_bytes = ~size_t{0}, .delegate = true, .on_device = true});
+  return best != nullptr ? best->candidate : Candidate{known_algorithm("delegate")};
+}
+
 DevicePlan to_device_plan(const Candidate& candidate, std::string reason) {
   return {candidate.algorithm,
           {candidate.channels, candidate.threads},
           candidate.chunk_bytes,
-          std::move(reason)};
+          std::move(reason),
+          candidate.delegated};
 }
 
 const char* known_device_algorithm(const char* name) {

@@ -27,6 +27,7 @@ struct ChooseDeviceRequest {
   bool delegate = false;       // it competes: it keeps what native code is not known to do faster
   cuda::Staging staging = {};  // of a group without peer access, which has no kernels
   bool devices_add = false;    // of such a group: staged::Job::adds_on_device
+  bool divisible = false;      // of such a group: can_be_divided
   cuda::Staging copies = {};   // how copy engines serve a group that has kernels
   bool replayed = false;       // a graph is captured, which would repeat the same chunks' numbers
   const Decision* tuned = nullptr;  // for this collective and size; nullptr: the rule of thumb
@@ -47,6 +48,9 @@ DevicePlan choose_device(const ChooseDeviceRequest& request);
 // smaller grids, which leave more of the device to others. At most kMostDeviceCandidates.
 constexpr size_t kMostDeviceCandidates = 11;
 std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
+
+// What was chosen, or else the best of what was measured that serves.
+Candidate best_of(const Decision& decision, bool (*serves)(const Candidate& candidate));
 
 DevicePlan to_device_plan(const Candidate& candidate, std::string reason);
 

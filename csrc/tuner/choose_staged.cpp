@@ -12,6 +12,11 @@ constexpr size_t kFewChunks = 4;
 constexpr size_t kSmallestChunk = 64 << 10;
 // The slots of all ranks together then stay in the cache of most processors.
 constexpr size_t kUsualChunk = 1 << 20;
+// Below this there is little to divide, and the delegate's start takes as long.
+constexpr size_t kLeastDivided = 4 << 20;
+// Parts in percent that the delegate may get: from what it does where CPU-Reduce is clearly faster
+// to where both are alike.
+constexpr int kDelegatedParts[] = {25, 40, 50};
 
 bool reduces(Collective collective) {
   return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
@@ -36,6 +41,14 @@ int usual_threads(const ChooseDeviceRequest& request) {
   return request.devices_add ? 0 : request.staging.threads;
 }
 
+// The delegate must be there to be given a part, and to be worth it the network must not be what
+// both wait for.
+bool can_divide(const ChooseDeviceRequest& request) {
+  return request.divisible && request.delegate && request.staging.nodes == 1;
+}
+
+bool is_undivided(const Candidate& candidate) { return candidate.delegated == 0; }
+
 bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
   return std::strcmp(candidate.algorithm, kCpuReduce) == 0 && candidate.chunk_bytes > 0 &&
          candidate.threads >= (request.devices_add ? 0 : 1) &&
@@ -44,15 +57,21 @@ bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
 
 }  // namespace
 
+bool can_be_divided(Collective collective, DataType dtype, ReduceOp op) {
+  const bool floats = dtype == DPT_FLOAT32 || dtype == DPT_BFLOAT16 || dtype == DPT_FLOAT16;
+  return collective == DPT_ALL_REDUCE && floats && (op == DPT_SUM || op == DPT_AVG);
+}
+
 DevicePlan choose_staged(const ChooseDeviceRequest& request) {
   const int depth = request.staging.depth;
   if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
-    const Candidate& chosen = request.tuned->chosen;
+    const Candidate chosen =
+        can_divide(request) ? request.tuned->chosen : best_of(*request.tuned, is_undivided);
     if (is_delegate(chosen)) return {"delegate", {0, 0}, 0, request.tuned->reason};
     if (serves(chosen, request)) {
       // A later group may have smaller slots.
       const size_t chunk = std::min(chosen.chunk_bytes, request.staging.slot_bytes);
-      return {kCpuReduce, {depth, chosen.threads}, chunk, request.tuned->reason};
+      return {kCpuReduce, {depth, chosen.threads}, chunk, request.tuned->reason, chosen.delegated};
     }
   }
   if (request.delegate) {
@@ -68,10 +87,10 @@ DevicePlan choose_staged(const ChooseDeviceRequest& request) {
 std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   const size_t usual = usual_chunk(request);
   std::vector<Candidate> found;
-  const auto add = [&](size_t chunk, int threads) {
-    const Candidate candidate{kCpuReduce, chunk, request.staging.depth, threads};
+  const auto add = [&](size_t chunk, int threads, int delegated = 0) {
+    const Candidate candidate{kCpuReduce, chunk, request.staging.depth, threads, delegated};
     const bool known = std::any_of(found.begin(), found.end(), [&](const Candidate& each) {
-      return each.chunk_bytes == chunk && each.threads == threads;
+      return each.chunk_bytes == chunk && each.threads == threads && each.delegated == delegated;
     });
     if (!known && serves(candidate, request) && chunk <= request.staging.slot_bytes) {
       found.push_back(candidate);
@@ -83,14 +102,20 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   if (threads > 1) add(usual, threads / 2);
   add(usual / 2, threads);
   add(usual * 2, threads);
+  if (can_divide(request) && request.bytes >= kLeastDivided) {
+    for (const int delegated : kDelegatedParts) add(usual, threads, delegated);
+  }
   return found;
 }
 
 std::string describe_staged(const Candidate& candidate) {
   const std::string slots =
       std::to_string(candidate.channels) + " slots of " + describe_bytes(candidate.chunk_bytes);
-  if (candidate.threads == 0) return slots + ", added up by the GPUs";
-  return slots + ", " + std::to_string(candidate.threads) + " workers for each rank";
+  const std::string who = candidate.threads == 0
+                              ? ", added up by the GPUs"
+                              : ", " + std::to_string(candidate.threads) + " workers for each rank";
+  if (candidate.delegated == 0) return slots + who;
+  return slots + who + ", NCCL beside it with " + std::to_string(candidate.delegated) + "%";
 }
 
 }  // namespace dpt

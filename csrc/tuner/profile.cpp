@@ -100,13 +100,18 @@ Measurement parse_time(const Value& time, const std::string& path) {
     fail(path + ".chunk_bytes is " + std::to_string(chunk) + ", not a multiple of " +
          std::to_string(kCacheLine));
   }
+  const int delegated = get_count(time, "delegated", path);
+  if (delegated >= 100) {
+    fail(path + ".delegated is " + std::to_string(delegated) + ", not a part in percent");
+  }
   const auto& spread = get<Array>(time, "spread_us", path);
   if (spread.size() != 2) fail(path + ".spread_us needs two numbers");
   const double median = to_number(field(time, "median_us", path), path + ".median_us");
   return {{algorithm,
            static_cast<size_t>(chunk),
            get_count(time, "channels", path),
-           get_count(time, "threads", path)},
+           get_count(time, "threads", path),
+           delegated},
           median,
           to_number(spread[0], path + ".spread_us[0]"),
           to_number(spread[1], path + ".spread_us[1]")};
@@ -150,6 +155,9 @@ Array dump_table(const TimingTable& table) {
         if (candidate.channels != 0) {
           time.push_back({"channels", {static_cast<int64_t>(candidate.channels)}});
           time.push_back({"threads", {static_cast<int64_t>(candidate.threads)}});
+        }
+        if (candidate.delegated != 0) {
+          time.push_back({"delegated", {static_cast<int64_t>(candidate.delegated)}});
         }
         time.push_back({"median_us", to_value(measurement.median_us)});
         time.push_back(

@@ -118,6 +118,7 @@ const Measurement* winner(const Entry& entry, const Limits& limits) {
   const Measurement* delegate = nullptr;
   const auto usable = [&](const Measurement& measurement) {
     return !is_delegate(measurement.candidate) &&
+           (limits.delegate || measurement.candidate.delegated == 0) &&
            measurement.candidate.chunk_bytes <= limits.max_chunk_bytes;
   };
   for (const Measurement& each : entry) {

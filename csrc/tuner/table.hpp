@@ -61,6 +61,7 @@ struct Candidate {
   size_t chunk_bytes = 0;
   int channels = 0;  // the grid of a kernel on the device; 0 on the host
   int threads = 0;
+  int delegated = 0;  // percent of the message that the delegate carries out at the same time
 };
 
 // The table's own copy of an algorithm's name, so that names compare and outlive their source;

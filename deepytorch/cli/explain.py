@@ -146,6 +146,8 @@ def _cells(candidate: "Candidate", stock: str) -> list[str]:
     if candidate.algorithm == "cpu_reduce":
         grid = f"{candidate.channels} slots of {chunk}"
         chunk = f"{candidate.threads} workers"
+        if candidate.delegated:
+            chunk += f", {candidate.delegated}% by {stock}"
     return [
         "*" if candidate.chosen else "",
         stock if candidate.algorithm == "delegate" else candidate.algorithm,

@@ -38,7 +38,10 @@ class FakeGroup final : public DeviceGroup {
   const cuda::Layout& layout() const override { return layout_; }
 
   // Sums of floats; other operations only take their time.
-  void launch(const dpt_request& request, const DevicePlan& plan, cuda::Stream) override {
+  void launch(const dpt_request& request,
+              const DevicePlan& plan,
+              cuda::Stream,
+              const Beside&) override {
     meeting_->inputs[rank_] = request.inputs[0];
     meeting_->all.arrive_and_wait();
     std::vector<float> sum;

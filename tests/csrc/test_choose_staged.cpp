@@ -72,6 +72,44 @@ TEST(ChooseStaged, DevicesAddUpWhatIsTheirOwn) {
             1);
 }
 
+TEST(ChooseStaged, ThePartOfTheDelegate) {
+  ChooseDeviceRequest request = request_for(DPT_ALL_REDUCE, 16 * kMiB);
+  const auto parts = [&] {
+    std::vector<int> found;
+    for (const Candidate& each : device_candidates(request)) {
+      if (each.delegated != 0) found.push_back(each.delegated);
+    }
+    return found;
+  };
+  request.divisible = true;
+  EXPECT_EQ(parts(), std::vector<int>{});  // there is none
+  request.delegate = true;
+  EXPECT_EQ(parts(), (std::vector{25, 40, 50}));
+  EXPECT_LE(device_candidates(request).size(), kMostDeviceCandidates);
+  request.bytes = kMiB;
+  EXPECT_EQ(parts(), std::vector<int>{});
+  request.bytes = 16 * kMiB;
+  request.staging.nodes = 2;
+  EXPECT_EQ(parts(), std::vector<int>{});
+  request.staging.nodes = 1;
+
+  const Measurement whole{{kCpuReduce, kMiB, 3, 8}, 20, 19.9, 20.1};
+  const Measurement divided{{kCpuReduce, kMiB, 3, 8, 40}, 10, 9.9, 10.1};
+  const Measurement stock{{known_algorithm("delegate")}, 30, 29.9, 30.1};
+  Decision decision = decide({whole, divided, stock}, {kMiB * 1024, true, true}, "measured");
+  EXPECT_THAT(decision.reason, HasSubstr("8 workers for each rank, NCCL beside it with 40%"));
+  request.tuned = &decision;
+  EXPECT_EQ(choose_device(request).delegated, 40);
+  request.divisible = false;  // of another type
+  EXPECT_STREQ(choose_device(request).algorithm, kCpuReduce);
+  EXPECT_EQ(choose_device(request).delegated, 0);
+  decision.times.erase(decision.times.begin());
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  // Where the delegate doesn't compete it gets no part either.
+  decision = decide({divided, whole}, {kMiB * 1024, false, true}, "measured");
+  EXPECT_EQ(decision.chosen.delegated, 0);
+}
+
 TEST(ChooseStaged, FewCandidatesThatAllServe) {
   for (const Collective collective :
        {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER, DPT_ALL_GATHER, DPT_BROADCAST}) {

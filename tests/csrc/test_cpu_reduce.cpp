@@ -1,5 +1,4 @@
-// Groups of GPUs without peer access, from the C ABI down to the copy engine, which is a fake
-// (fake_device.hpp): when CPU-Reduce serves, what it gives, and how it ends.
+// Groups of GPUs without peer access: when CPU-Reduce serves, what it gives, and how it ends.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -10,13 +9,8 @@
 #include <string>
 #include <thread>
 
-#include "comm/decisions.hpp"
-#include "comm/end_process.hpp"
 #include "comm/fabric.hpp"
-#include "comm/statistics.hpp"
-#include "fake_copy_engine.hpp"
-#include "fake_device.hpp"
-#include "rank_threads.hpp"
+#include "staged_program.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -27,81 +21,6 @@ using ::testing::HasSubstr;
 
 constexpr size_t kMiB = 1 << 20;
 
-class CpuReduce : public ::testing::Test {
- protected:
-  CpuReduce() {
-    Decisions::instance().reset();
-    reset_statistics();
-    fake_devices() = {};
-    fake_devices().why_absent = "";
-    fake_devices().peer_access = false;
-    fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
-    replace_end_process([this](const std::string&) { ++ends_; });
-  }
-  ~CpuReduce() override {
-    replace_end_process(nullptr);
-    Decisions::instance().reset();
-    fake_devices() = {};
-  }
-
-  static std::function<dpt_status(const dpt_request&)> stock(double time_us) {
-    return [time_us](const dpt_request&) {
-      advance_device(time_us);
-      return DPT_OK;
-    };
-  }
-
-  static std::string reason_of(const std::string& algorithm) {
-    for (const StatisticsRow& row : all_statistics()) {
-      if (row.algorithm == algorithm) return row.reason;
-    }
-    return "none";
-  }
-
-  std::atomic<int> ends_ = 0;
-};
-
-// A rank's program: one stream.
-class Program {
- public:
-  explicit Program(Rank& rank, bool busy = false)
-      : rank_(rank), busy_(busy), lane_(rank.rank(), 0) {}
-
-  FakeLane& lane() { return lane_; }
-
-  dpt_outcome run(Request& request) {
-    request.request.on_device = 1;
-    request.request.device = rank_.rank();
-    request.request.stream = [](void* call) -> void* { return current(call); };
-    if (busy_) request.request.busy = [](void*) { return 1; };
-    current(nullptr) = &lane_;
-    return rank_.run(request);
-  }
-
-  dpt_outcome sum_ones(size_t bytes, int64_t timeout_ms = 20000) {
-    values_.assign(bytes / sizeof(float), 1.0F);
-    Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values_.size());
-    request.reduce_op(DPT_SUM).timeout_ms(timeout_ms).input(values_.data()).output(values_.data());
-    return run(request);
-  }
-  void check_sum() {
-    lane_.synchronize();
-    const auto ranks = static_cast<float>(rank_.size());
-    EXPECT_EQ(values_, std::vector<float>(values_.size(), ranks));
-  }
-
- private:
-  static FakeLane*& current(void*) {
-    thread_local FakeLane* lane = nullptr;
-    return lane;
-  }
-
-  Rank& rank_;
-  bool busy_;
-  FakeLane lane_;
-  std::vector<float> values_;
-};
-
 TEST_F(CpuReduce, ServesFourCollectives) {
   run_ranks(3, [](Rank& rank) {
     Program program(rank);
@@ -109,29 +28,9 @@ TEST_F(CpuReduce, ServesFourCollectives) {
       EXPECT_EQ(program.sum_ones(bytes), DPT_COMPLETED);
       program.check_sum();
     }
-    constexpr size_t kCount = 50001;
-    const auto own = static_cast<float>(rank.rank());
-    std::vector<float> mine(kCount, own);
-    std::vector<float> all(3 * kCount);
-    Request gather(DPT_ALL_GATHER, DPT_FLOAT32, kCount);
-    gather.input(mine.data());
-    for (int from = 0; from < 3; ++from) gather.output(all.data() + from * kCount);
-    EXPECT_EQ(program.run(gather), DPT_COMPLETED);
-    std::vector<float> part(kCount);
-    Request scatter(DPT_REDUCE_SCATTER, DPT_FLOAT32, kCount);
-    scatter.reduce_op(DPT_MAX).output(part.data());
-    for (int to = 0; to < 3; ++to) scatter.input(all.data() + to * kCount);
-    EXPECT_EQ(program.run(scatter), DPT_COMPLETED);
-    Request broadcast(DPT_BROADCAST, DPT_FLOAT32, kCount);
-    broadcast.root(2).input(mine.data()).output(mine.data());
-    EXPECT_EQ(program.run(broadcast), DPT_COMPLETED);
-    program.lane().synchronize();
-    for (int from = 0; from < 3; ++from) {
-      EXPECT_EQ(all[from * kCount], static_cast<float>(from));
-      EXPECT_EQ(all[(from + 1) * kCount - 1], static_cast<float>(from));
-    }
-    EXPECT_EQ(part, std::vector<float>(kCount, own));
-    EXPECT_EQ(mine, std::vector<float>(kCount, 2.0F));
+    program.gather_and_scatter(DPT_MAX);
+    EXPECT_EQ(program.broadcast_from_2(), DPT_COMPLETED);
+    EXPECT_EQ(program.values(), std::vector<float>(program.values().size(), 2.0F));
   });
   EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("no peer access"));
 }
@@ -205,28 +104,8 @@ TEST_F(CpuReduceNodes, ServeThreeCollectives) {
       EXPECT_EQ(program.sum_ones(bytes), DPT_COMPLETED);
       program.check_sum();
     }
-    constexpr size_t kCount = 50001;
-    const auto own = static_cast<float>(rank.rank());
-    std::vector<float> mine(kCount, own);
-    std::vector<float> all(4 * kCount);
-    Request gather(DPT_ALL_GATHER, DPT_FLOAT32, kCount);
-    gather.input(mine.data());
-    for (int from = 0; from < 4; ++from) gather.output(all.data() + from * kCount);
-    EXPECT_EQ(program.run(gather), DPT_COMPLETED);
-    std::vector<float> part(kCount);
-    Request scatter(DPT_REDUCE_SCATTER, DPT_FLOAT32, kCount);
-    scatter.reduce_op(DPT_SUM).output(part.data());
-    for (int to = 0; to < 4; ++to) scatter.input(all.data() + to * kCount);
-    EXPECT_EQ(program.run(scatter), DPT_COMPLETED);
-    Request broadcast(DPT_BROADCAST, DPT_FLOAT32, kCount);
-    broadcast.root(2).input(mine.data()).output(mine.data());
-    EXPECT_EQ(program.run(broadcast), DPT_DELEGATED);
-    program.lane().synchronize();
-    for (int from = 0; from < 4; ++from) {
-      EXPECT_EQ(all[from * kCount], static_cast<float>(from));
-      EXPECT_EQ(all[(from + 1) * kCount - 1], static_cast<float>(from));
-    }
-    EXPECT_EQ(part, std::vector<float>(kCount, 4 * own));
+    program.gather_and_scatter(DPT_SUM);
+    EXPECT_EQ(program.broadcast_from_2(), DPT_DELEGATED);
   });
   EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("to the network and back"));
 }

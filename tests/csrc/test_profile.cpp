@@ -28,9 +28,9 @@ TimingTable table_with(Collective collective, int bucket, double median_us) {
   return table;
 }
 
-std::string message_of(const std::string& text) {
+std::string message_of(const std::string& text, const ProfileKey& key = kKey) {
   try {
-    find_in_profile(text, kKey);
+    find_in_profile(text, key);
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), DPT_ERR_INVALID);
     return error.what();
@@ -113,6 +113,19 @@ TEST(Profile, KeepsGridsOfTheDeviceApartFromTheHosts) {
   // Host tables are written as they always were.
   EXPECT_THAT(host_only, Not(HasSubstr("on_device")));
   EXPECT_THAT(host_only, Not(HasSubstr("channels")));
+}
+
+TEST(Profile, KeepsTheDelegatesPart) {
+  const ProfileKey device{"a GPU", "1.2.3", {4, false, 1, "a GPU"}};
+  TimingTable table;
+  table.at(DPT_ALL_REDUCE, 3) = {{{known_algorithm("cpu_reduce"), 1 << 20, 3, 4, 40}, 10, 9, 11},
+                                 {{known_algorithm("cpu_reduce"), 1 << 20, 3, 4}, 20, 19, 21}};
+  std::string text = merge_into_profile("", device, table);
+  const Entry entry = find_in_profile(text, device)->at(DPT_ALL_REDUCE, 3);
+  EXPECT_EQ(entry.at(0).candidate.delegated, 40);
+  EXPECT_EQ(entry.at(1).candidate.delegated, 0);
+  text.replace(text.find("\"delegated\": 40"), 15, "\"delegated\": 100");
+  EXPECT_THAT(message_of(text, device), HasSubstr("times[0].delegated is 100"));
 }
 
 TEST(Profile, WithoutWhatDevicesAddedIsReadable) {

@@ -28,6 +28,7 @@ def plan(**changes: Any) -> dict[str, Any]:
         "chunk_bytes": 131072,
         "channels": 0,
         "threads": 0,
+        "delegated": 0,
         "reason": "fastest measured, chunks of 128 KiB",
         "source": "measured now",
         "candidates": [
@@ -47,6 +48,7 @@ def times(
         "chunk_bytes": chunk_bytes,
         "channels": channels,
         "threads": 512 if channels else 0,
+        "delegated": 0,
         "median_us": median_us,
         "spread_us": (median_us - 10, median_us + 10),
     }
@@ -135,6 +137,10 @@ def test_slots_and_workers_of_cpu_reduce_are_told() -> None:
     (found,) = explain.device_answers(QUESTION, [staged])
     assert found.candidates[0].chosen
     assert _cells(found.candidates[0], "NCCL")[1:3] == ["cpu_reduce", "3 slots of 1M, 4 workers"]
+    divided = staged | {"delegated": 40, "candidates": [tried, tried | {"delegated": 40}]}
+    (found,) = explain.device_answers(QUESTION, [divided])
+    assert [candidate.chosen for candidate in found.candidates] == [False, True]
+    assert _cells(found.candidates[1], "NCCL")[2] == "3 slots of 1M, 4 workers, 40% by NCCL"
 
 
 def test_tables_of_gpus_come_from_the_profile(tmp_path: Path) -> None:

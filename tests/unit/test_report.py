@@ -33,6 +33,7 @@ def plan() -> dict[str, Any]:
             "chunk_bytes": chunk_bytes,
             "channels": 0,
             "threads": 0,
+            "delegated": 0,
             "median_us": median_us,
             "spread_us": (median_us - 1, median_us + 1),
         }
@@ -49,6 +50,7 @@ def plan() -> dict[str, Any]:
         "chunk_bytes": 131072,
         "channels": 0,
         "threads": 0,
+        "delegated": 0,
         "reason": "fastest measured",
         "source": "measured now",
         "candidates": [time("pipelined", 131072, 300.4), time("delegate", 0, 1500.0)],
@@ -112,12 +114,18 @@ def test_steps_are_said_once_there_are_two(made: report.Report) -> None:
 def test_decisions_of_gpus_name_them_and_their_grids() -> None:
     kernel = {"algorithm": "low_latency", "channels": 8, "threads": 512, "median_us": 8.25}
     stock = {"algorithm": "delegate", "channels": 0, "threads": 0, "median_us": 16.0}
-    times = [kernel | {"chunk_bytes": 0}, stock | {"chunk_bytes": 0}]
-    decided = plan() | kernel | {"chunk_bytes": 0, "candidates": times, "device": "NVIDIA H200"}
+    whole = {"chunk_bytes": 0, "delegated": 0}
+    times = [kernel | whole, stock | whole]
+    decided = plan() | kernel | whole | {"candidates": times, "device": "NVIDIA H200"}
     assert report._sentence(decided) == (
         "decision: all_reduce of 2 ranks on NVIDIA H200, 524288 to 2097151 bytes: "
         "low_latency/8x512, measured now (low_latency/8x512 8.2 us, delegate 16.0 us)"
     )
+
+
+def test_decisions_name_the_delegates_part() -> None:
+    divided = plan() | {"algorithm": "cpu_reduce", "channels": 3, "threads": 4, "delegated": 40}
+    assert "cpu_reduce/3x4/128K/40% delegated" in report._sentence(divided)
 
 
 def test_choices_made_in_python(
