@@ -23,7 +23,7 @@ export PYTHON
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
-.PHONY: help venv adapter demo test lint lint-and-compile test-native test-python test-extended test-network test-tensorflow \
+.PHONY: help venv adapter demo test setup lint lint-and-compile build-native test-native test-python test-extended test-network test-tensorflow \
         test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
         sanitize format clean
 
@@ -32,13 +32,16 @@ help: ## this list
 
 venv: $(VENV)/.project ## .venv with everything: PyTorch, the tools, this project (editable)
 
-$(VENV)/.dependencies: pyproject.toml constraints.txt
+$(VENV)/.tools: constraints.txt
 	@.ci/system python compiler
-	@echo "Setting up $(VENV) (PyTorch first: about two minutes) ..."
+	@echo "Setting up $(VENV) (about two minutes) ..."
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) scikit-build-core pybind11 cmake ninja setuptools wheel
+	@touch $@
+
+$(VENV)/.dependencies: $(VENV)/.tools pyproject.toml constraints.txt
 	@# On its own, so that nothing else pulls in a second, larger build of it.
 	@$(PIP) torch
-	@$(PIP) scikit-build-core pybind11 cmake ninja setuptools wheel
 	@# The project's own dependencies, without building it: that is the next step.
 	@$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	  e = p['optional-dependencies']; [e.pop(x) for x in ('all', 'examples', 'fp8')]; \
@@ -77,7 +80,14 @@ adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it i
 demo: venv ## train a small Llama with the stock stack and with ours, and compare
 	@$(BIN)/deepytorch train llama_sft --compare --nproc-per-node 2
 
-test: lint-and-compile test-native test-python ## everything below, then all Python tests
+test: setup lint-and-compile test-native test-python ## everything below, then all Python tests
+
+# Fetching and unpacking packages keeps one core busy, the compiler of the native tests the other.
+setup: $(VENV)/.tools
+	@mkdir -p build
+	@$(MAKE) --no-print-directory build-native > build/native.log 2>&1 & native=$$!; \
+	  $(MAKE) --no-print-directory venv; status=$$?; \
+	  wait $$native || { cat build/native.log; exit 1; }; exit $$status
 
 # The linters keep one core busy, the compiler of what the tests need the other.
 lint-and-compile: venv
@@ -97,10 +107,12 @@ lint: venv ## ruff, mypy --strict, clang-format: check only
 	  --cache-dir $(CURDIR)/.mypy_cache
 	@$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 
-test-native: venv ## GoogleTest of the torch-free core: ranks are threads
+build-native: $(VENV)/.tools
 	@.ci/system gtest
 	@$(BIN)/cmake -S . -B build/csrc $(CMAKE_FLAGS) > /dev/null
 	@$(BIN)/cmake --build build/csrc
+
+test-native: build-native ## GoogleTest of the torch-free core: ranks are threads
 	$(BIN)/ctest --test-dir build/csrc --output-on-failure --parallel 2
 
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take

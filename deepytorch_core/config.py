@@ -511,7 +511,7 @@ def set_for_nccl(settings: Mapping[str, str]) -> None:
 
 
 def set_where_unset(settings: Mapping[str, str]) -> None:
-    """Put environment variables in place that the native core, or NCCL, reads later.
+    """Put environment variables in place that the native core, NCCL or gloo reads later.
 
     What the user has set, NCCL's also in its files, stays as it is.
     """
@@ -522,7 +522,7 @@ def set_where_unset(settings: Mapping[str, str]) -> None:
 
 
 def is_set(variable: str) -> bool:
-    """Whether the user has set this variable of the native core's or NCCL's."""
+    """Whether the user has set this variable of the native core's, NCCL's or gloo's."""
     return variable in os.environ or variable in nccl_settings()
 
 

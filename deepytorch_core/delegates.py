@@ -102,6 +102,8 @@ class StockFactory:
         """
         from torch.distributed import distributed_c10d as c10d
 
+        from deepytorch_core.network import gloo_env
+
         if device_type in self.made:
             return cast("Backend", self.made[device_type])
 
@@ -114,6 +116,7 @@ class StockFactory:
         # Keys of its own: several backends of one group share the group's store.
         store = c10d.PrefixStore(f"delegate/{device_type}/", self._spec.store)
         if name == "gloo":  # NCCL needs only those ranks that take part
+            gloo_env.before_gloo()
             self._meet(store, limit_s or self.timeout.total_seconds())
         if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
             backend = self._from_registry(name, store)

@@ -101,6 +101,32 @@ def test_collectives_equal_gloos_with_a_delay_and_uneven_nodes() -> None:
             assert all(same)
 
 
+def with_gloos_own_choice(rank: int, world_size: int) -> str | None:
+    os.environ.pop("GLOO_SOCKET_IFNAME")  # noqa: TID251
+    backend.register()
+    dist.init_process_group(
+        "deepytorch",
+        store=rank_store("own choice"),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=40),
+    )
+    if rank % 2 == 0:  # between nodes these are gloo's
+        dist.send(torch.full((5,), float(rank)), rank + 1)
+    else:
+        received = torch.empty(5)
+        dist.recv(received, rank - 1)
+        assert received.eq(rank - 1).all()
+    return os.environ.get("GLOO_SOCKET_IFNAME")  # noqa: TID251
+
+
+# The machine's own name leads nowhere on these nodes, as where /etc/hosts says 127.0.1.1.
+def test_gloo_finds_the_way_to_other_nodes(network: Network) -> None:
+    cyclic = placed(network, "cyclic")
+    interface = network.environment(0)["GLOO_SOCKET_IFNAME"]
+    assert spawn_ranks(with_gloos_own_choice, 4, placement=cyclic) == [interface] * 4
+
+
 def reduce_until_told(
     rank: int,
     world_size: int,
