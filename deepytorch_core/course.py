@@ -54,23 +54,27 @@ class Counters:
         return Counters(*(max(0.0, getattr(self, n) - getattr(before, n)) for n in names))
 
 
-def counters() -> Counters:
-    """What is known now. Loads nothing that is not loaded."""
+def clocks() -> Counters:
+    """What can be asked at every step, without `waited_s` and `held_s`."""
     core = sys.modules.get("deepytorch_core._core")
     adapter = sys.modules.get("deepytorch_c10d")
     loaders = sys.modules.get("deepytorch_core.loader_waits")
+    return Counters(
+        exposed_s=adapter.exposed_s() if adapter is not None else 0.0,
+        data_s=loaders.waited_s() if loaders is not None else 0.0,
+        tuning_s=core.spent_on_tuning_s() if core is not None else 0.0,
+    )
+
+
+def counters() -> Counters:
+    """What is known now. Loads nothing that is not loaded."""
+    core = sys.modules.get("deepytorch_core._core")
     waited_us = held_us = 0.0
     rank = global_rank()
     for group in core.arrivals() if core is not None else ():
         waited_us += group["waited_us"]
         held_us += sum(one["cost_us"] for one in group["ranks"] if one["rank"] == rank)
-    return Counters(
-        exposed_s=adapter.exposed_s() if adapter is not None else 0.0,
-        waited_s=waited_us / 1e6,
-        held_s=held_us / 1e6,
-        data_s=sum(one["waited_s"] for one in loaders.report()) if loaders is not None else 0.0,
-        tuning_s=core.spent_on_tuning_s() if core is not None else 0.0,
-    )
+    return dataclasses.replace(clocks(), waited_s=waited_us / 1e6, held_s=held_us / 1e6)
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Course:
         self._pause_s = 0.0
         self._steps = 0
         self._last_s = 0.0  # when the last step ended
+        self._last_clocks = Counters()
         self._open: tuple[float, float, int, Counters] | None = None  # where the bucket begins
         self._losses: list[tuple[int, float]] = []
         self._stride = 1
@@ -128,13 +133,13 @@ class Course:
         key = id(parameters[0]) if parameters else id(optimizer)
         now = time.monotonic()
         with self._lock:
+            self._last_s = now
+            self._last_clocks = clocks()
             if self._stepped_on and key not in self._stepped_on:
                 self._stepped_on.add(key)
-                self._last_s = now
                 return
             self._stepped_on = {key}
             self._steps += 1
-            self._last_s = now
             adapter = sys.modules.get("deepytorch_c10d")
             if adapter is not None:
                 adapter.step_ended()
@@ -147,7 +152,7 @@ class Course:
         """What follows, up to the next step, belongs to no step."""
         with self._lock:
             if self._open is not None and self._last_s > self._open[1]:
-                self._sample(self._last_s)
+                self._keep(self._open_bucket())
             self._open = None
             self._stepped_on = set()
 
@@ -166,7 +171,7 @@ class Course:
         with self._lock:
             buckets = list(self._buckets)
             if self._open is not None and self._last_s > self._open[1]:
-                buckets.append(self._bucket(self._last_s, counters()))
+                buckets.append(self._open_bucket())
             losses = list(self._losses)
             steps = self._steps
         whole = Bucket(0.0, 0.0, 0, Counters())
@@ -190,14 +195,28 @@ class Course:
         start_s, began, steps, before = self._open
         return Bucket(start_s, now - began, self._steps - steps, known.since(before))
 
-    def _sample(self, now: float) -> None:
-        began = time.thread_time()
-        known = counters()
-        self._buckets.append(self._bucket(now, known))
+    def _open_bucket(self) -> Bucket:
+        """Up to the last step's end. What came after, saving and evaluating, is no step's."""
+        last = self._last_clocks
+        known = dataclasses.replace(
+            counters(), exposed_s=last.exposed_s, data_s=last.data_s, tuning_s=last.tuning_s
+        )
+        bucket = self._bucket(self._last_s, known)
+        spent = bucket.spent
+        waited_s = min(spent.waited_s, spent.exposed_s)
+        return dataclasses.replace(bucket, spent=dataclasses.replace(spent, waited_s=waited_s))
+
+    def _keep(self, bucket: Bucket) -> None:
+        self._buckets.append(bucket)
         if len(self._buckets) >= _MOST_BUCKETS:
             pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
             self._buckets = [_joined(first, second) for first, second in pairs]
             self._interval_s *= 2
+
+    def _sample(self, now: float) -> None:
+        began = time.thread_time()
+        known = counters()
+        self._keep(self._bucket(now, known))
         self._begin(now, known)
         self._pause_s = (time.thread_time() - began) / _SHARE
 

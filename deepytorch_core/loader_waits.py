@@ -38,6 +38,11 @@ def report() -> tuple[dict[str, Any], ...]:
     return tuple(dataclasses.asdict(one) for one in _known.values() if one.batches)
 
 
+def waited_s() -> float:
+    """Seconds that all of them were waited for."""
+    return sum(one.waited_s for one in _known.values())
+
+
 def install(module: ModuleType, patches: Patches) -> None:
     """Time the loaders of `torch.utils.data.dataloader`."""
     patches.replace(module._BaseDataLoaderIter, "__next__", _timed)

@@ -45,6 +45,9 @@ def spent(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What the counters say; the test adds to it."""
     values = dict.fromkeys(("exposed_s", "waited_s", "held_s", "data_s", "tuning_s"), 0.0)
     monkeypatch.setattr(course, "counters", lambda: Counters(**values))
+    monkeypatch.setattr(
+        course, "clocks", lambda: Counters(**values | {"waited_s": 0.0, "held_s": 0.0})
+    )
     monkeypatch.delitem(sys.modules, "deepytorch_c10d", raising=False)
     return values
 
@@ -130,6 +133,28 @@ def test_what_lies_between_two_activations_is_nobodys(
 
 
 @pytest.mark.usefixtures("clock", "spent")
+@pytest.mark.parametrize("paused", [False, True])
+def test_what_comes_after_the_last_step_is_no_steps(
+    clock: Clock, spent: dict[str, float], paused: bool
+) -> None:
+    seen, optimizer = Course(), Optimizer()
+    for _ in range(3):
+        clock.now += 0.01
+        spent["exposed_s"] += 0.002
+        spent["waited_s"] += 0.001
+        optimizer.step(seen)
+    clock.now += 5.0
+    for name in spent:
+        spent[name] += 4.0
+    if paused:
+        seen.pause()
+    found = seen.report()
+    assert found["seconds"] == pytest.approx(0.02)
+    assert found["exposed_s"] == pytest.approx(0.004)
+    assert found["waited_s"] <= found["exposed_s"]
+    assert (found["data_s"], found["tuning_s"]) == (0.0, 0.0)
+
+
 def test_of_very_many_losses_some_are_kept() -> None:
     seen = Course()
     for step in range(10_000):
