@@ -34,7 +34,7 @@ def before_gloo() -> None:
         say_once(f"gloo chooses its network interface by itself: {error}", level="debug")
         return
     config.set_where_unset({VARIABLE: name})
-    say_once(f"gloo: set {VARIABLE}={name}, since this machine's name leads back into it")
+    say_once(f"gloo: set GLOO_SOCKET_IFNAME={name}, since this machine's name leads back into it")
 
 
 def interface_of(address: str) -> str:
