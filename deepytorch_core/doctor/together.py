@@ -20,7 +20,7 @@ from typing import Any
 from deepytorch_core import config
 from deepytorch_core.doctor.finding import Finding, State
 from deepytorch_core.doctor.machine import Machine
-from deepytorch_core.network import path_mtu, prepare
+from deepytorch_core.network import addresses, path_mtu, prepare
 from deepytorch_core.network.link import Link
 from deepytorch_core.network.path_mtu import PathMtu
 
@@ -205,7 +205,7 @@ def _here(machine: Machine) -> dict[str, Any]:
 
     error, address, interface, mtu = "", "", "", 0
     try:
-        address = prepare.own_address()
+        address = addresses.own_address()
         nic = next(nic for nic in machine.topology.nics if address in nic.addresses)
         interface, mtu = nic.name, nic.mtu
     except (OSError, StopIteration) as problem:

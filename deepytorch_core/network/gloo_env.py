@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 
 from deepytorch_core import config
 from deepytorch_core.console import say_once
-from deepytorch_core.network import prepare
+from deepytorch_core.network import addresses
 
-VARIABLE = "GLOO_SOCKET_IFNAME"
+_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _done = False
 
@@ -26,42 +25,12 @@ def before_gloo() -> None:
     if _done or not config.spans_nodes():
         return
     _done = True
-    if config.is_set(VARIABLE) or _has_usable_name(socket.gethostname()):
+    if config.is_set(_VARIABLE) or addresses.is_known_by(socket.gethostname()):
         return
     try:
-        name = interface_of(prepare.own_address())
+        name = addresses.interface_of(addresses.own_address())
     except OSError as error:
         say_once(f"gloo chooses its network interface by itself: {error}", level="debug")
         return
-    config.set_where_unset({VARIABLE: name})
+    config.set_where_unset({_VARIABLE: name})
     say_once(f"gloo: set GLOO_SOCKET_IFNAME={name}, since this machine's name leads back into it")
-
-
-def interface_of(address: str) -> str:
-    """The interface that has `address`. Raises OSError when there is none."""
-    from deepytorch_core import topology  # loads the native core
-
-    for nic in topology.discover().nics:
-        if address in nic.addresses:
-            return nic.name
-    raise OSError(f"no interface has {address}")
-
-
-def _has_usable_name(hostname: str) -> bool:
-    """Whether other nodes can reach what gloo finds under the machine's name."""
-    try:
-        found = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return any(_is_own(family, address) for family, _, _, _, address in found)
-
-
-def _is_own(family: int, address: tuple[object, ...]) -> bool:
-    if ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
-        return False
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as trial:
-            trial.bind(address)
-    except OSError:
-        return False
-    return True

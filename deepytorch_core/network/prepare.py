@@ -11,12 +11,9 @@ verdict is to set nothing.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import secrets
-import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepytorch_core import config, decisions
 from deepytorch_core.console import say_once
+from deepytorch_core.network import addresses, nccl_env, nccl_table, probe, rdma
 from deepytorch_core.network import link as links
-from deepytorch_core.network import nccl_env, nccl_table, probe, rdma
 from deepytorch_core.network.nccl_env import Choice
 
 if TYPE_CHECKING:
@@ -37,8 +34,6 @@ _HERE_LIMIT_S = 60.0
 _RESULT_LIMIT_S = probe.LIMIT_S + 5.0
 FILE = "network.json"
 """In the cache folder: what was measured, see `link.recall`."""
-
-_SIOCGIFADDR = 0x8915
 
 _done = False
 
@@ -161,7 +156,7 @@ def plan_for(nodes: Sequence[str]) -> list[list[int]]:
 
 def _measure(store: Any, number: int, *, is_receiver: bool, measure: bool) -> None:
     """One side's part of a pair; the receiver puts the result, or why there is none."""
-    address = own_address()
+    address = addresses.own_address()
     store.set(f"address/{number}/{int(is_receiver)}", address)
     theirs = _wait(store, f"address/{number}/{int(not is_receiver)}", _RESULT_LIMIT_S)
     free_cores = _free_cores()
@@ -256,43 +251,3 @@ def _free_cores() -> float:
     from deepytorch_core import _core
 
     return _core.usable_cores() / config.local_world_size()
-
-
-def own_address() -> str:
-    """The address of the interface that carries the job.
-
-    Option `ifname`, else NCCL's own choice by NCCL_SOCKET_IFNAME, else the one that leads to the
-    rendezvous store or, without one, into the world. Raises OSError when there is none.
-    """
-    asked = config.current().ifname or config.nccl_settings().get("NCCL_SOCKET_IFNAME", "")
-    name = matching_interface(asked, [name for _, name in socket.if_nameindex()])
-    if name is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            request = struct.pack("256s", name.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
-    host, port = config.rendezvous_address() or ("192.0.2.1", 9)
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
-        asking.connect(address)  # sends nothing
-        found: str = asking.getsockname()[0]
-    if found.startswith("127.") or found == "::1":
-        raise OSError(
-            f"the route to {host} leads back into this machine: name the interface between the "
-            "nodes with option ifname"
-        )
-    return found
-
-
-def matching_interface(asked: str, names: Sequence[str]) -> str | None:
-    """The first of `names` that NCCL_SOCKET_IFNAME=`asked` means; None for what excludes only.
-
-    "eth" is a prefix, "=eth0" a whole name, "^lo" what it is not.
-    """
-    if not asked or asked.startswith("^"):
-        return None
-    whole = asked.startswith("=")
-    for wanted in asked.lstrip("=").split(","):
-        for name in names:
-            if name == wanted or (not whole and name.startswith(wanted)):
-                return name
-    return None

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 
 from deepytorch_core import config
+from deepytorch_core.network import addresses, nccl_table, prepare, probe
 from deepytorch_core.network import link as links
-from deepytorch_core.network import nccl_table, prepare, probe
 from deepytorch_core.testing import rank_store, spawn_ranks
 from deepytorch_core.testing.emulation import Network, Placement, Setting, seats
 
@@ -109,8 +109,8 @@ def with_table(rank: int, world_size: int, folder: Path) -> list:
 
 def without_address(rank: int, world_size: int) -> dict:
     """The first rank takes an address for its own that it doesn't have."""
-    wrong = "192.0.2.77" if rank == 0 else prepare.own_address()
-    with mock.patch.object(prepare, "own_address", return_value=wrong):
+    wrong = "192.0.2.77" if rank == 0 else addresses.own_address()
+    with mock.patch.object(addresses, "own_address", return_value=wrong):
         return dict(prepare.together(rank_store("job"), rank=rank, size=world_size).settings)
 
 

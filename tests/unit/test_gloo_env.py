@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from deepytorch_core import config, topology
-from deepytorch_core.network import gloo_env, prepare
+from deepytorch_core.network import addresses, gloo_env
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What was set, in a job of several nodes whose machines are called by a loopback address."""
     found: dict[str, str] = {}
-    monkeypatch.delenv(gloo_env.VARIABLE, raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(gloo_env, "_done", False)
     monkeypatch.setattr(config, "spans_nodes", lambda: True)
     monkeypatch.setattr(config, "set_where_unset", found.update)
-    monkeypatch.setattr(prepare, "own_address", lambda: "10.1.2.3")
+    monkeypatch.setattr(addresses, "own_address", lambda: "10.1.2.3")
     nics = [
         SimpleNamespace(name="docker0", addresses=("172.17.0.1",)),
         SimpleNamespace(name="eth1", addresses=("fe80::1", "10.1.2.3")),
@@ -60,13 +60,13 @@ def test_a_name_that_leads_nowhere_is_replaced_by_the_interface_between_the_node
 def test_a_name_that_others_reach_stays(
     chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gloo_env, "_is_own", lambda family, address: True)
+    monkeypatch.setattr(addresses, "_is_own", lambda family, address: True)
     gloo_env.before_gloo()
     assert not chosen
 
 
 def test_what_the_user_set_stays(chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gloo_env.VARIABLE, "eth0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     gloo_env.before_gloo()
     assert not chosen
 
@@ -88,6 +88,6 @@ def test_without_an_interface_gloo_goes_by_its_own_choice(
             raise OSError("the route to 127.0.0.1 leads back into this machine")
         return address
 
-    monkeypatch.setattr(prepare, "own_address", own_address)
+    monkeypatch.setattr(addresses, "own_address", own_address)
     gloo_env.before_gloo()
     assert not chosen

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed
 
 from deepytorch_core import backend, config, decisions, delegates
+from deepytorch_core.network import addresses, nccl_env, nccl_table, prepare
 from deepytorch_core.network import link as links
-from deepytorch_core.network import nccl_env, nccl_table, prepare
 from deepytorch_core.network.link import Link
 
 
@@ -148,7 +148,7 @@ def test_the_first_ranks_of_neighbouring_nodes_measure(nodes, pairs):
     ],
 )
 def test_interfaces_are_named_as_nccl_has_it(asked, name):
-    assert prepare.matching_interface(asked, ["lo", "docker0", "eth0", "eth1"]) == name
+    assert addresses.matching_interface(asked, ["lo", "docker0", "eth0", "eth1"]) == name
 
 
 def test_what_the_user_set_for_nccl_also_in_files(tmp_path):

@@ -23,13 +23,13 @@ class Facts:
 
 
 def gather(machine: Machine) -> Facts:
-    from deepytorch_core.network import prepare, rdma
+    from deepytorch_core.network import addresses, rdma
 
     nics = machine.topology.nics
     alone = machine.together is not None and machine.together.num_nodes == 1
     has_rdma = bool(rdma.usable(machine.topology))
     try:
-        address = prepare.own_address()
+        address = addresses.own_address()
     except (OSError, socket.gaierror) as error:
         return Facts(nics, "", str(error), has_rdma, alone)
     name = next((nic.name for nic in nics if address in nic.addresses), "")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deepytorch_core import config
 from deepytorch_core.doctor.finding import Finding, State, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
-from deepytorch_core.network.prepare import matching_interface
+from deepytorch_core.network.addresses import matching_interface
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "DEEPYTORCH_IFNAME")
 # NCCL's documentation: threads times sockets of each must not exceed it.
