@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+from deepytorch_core import config
 from deepytorch_core.errors import OFF_SWITCH
 
 if TYPE_CHECKING:
@@ -118,10 +119,15 @@ class StockFactory:
         if name == "gloo":  # NCCL needs only those ranks that take part
             gloo_env.before_gloo()
             self._meet(store, limit_s or self.timeout.total_seconds())
-        if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
-            backend = self._from_registry(name, store)
-        else:
-            backend = self._gloo(store) if name == "gloo" else self._nccl(store)
+        try:
+            if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
+                backend = self._from_registry(name, store)
+            else:
+                backend = self._gloo(store) if name == "gloo" else self._nccl(store)
+        except RuntimeError as error:
+            if name == "gloo" and (why := self._why_unconnected()):
+                raise _backend_error(f"{self._what()}: {why}; gloo: {error}") from error
+            raise
         self.made[device_type] = backend
         return backend
 
@@ -273,19 +279,25 @@ class StockFactory:
                 f"deepytorch: group {self._spec.name}: this torch was built without gloo, which "
                 "serves CPU tensors that native code does not"
             )
-        try:
-            backend: Any = c10d.ProcessGroupGloo(
-                store, self._spec.rank, self._spec.size, timeout=self.timeout
-            )
-        except RuntimeError as error:
-            if dead := self.who_died():
-                raise _backend_error(f"{self._what()}: {dead}; gloo: {error}") from error
-            raise
+        backend: Any = c10d.ProcessGroupGloo(
+            store, self._spec.rank, self._spec.size, timeout=self.timeout
+        )
         backend.options.global_ranks_in_group = self._spec.global_ranks
         backend.options.group_name = self._spec.name
         backend._set_sequence_number_for_group()
         made: Backend = backend
         return made
+
+    def _why_unconnected(self) -> str:
+        """What explains that gloo could not connect the ranks, as far as known."""
+        if dead := self.who_died():
+            return dead
+        if not config.spans_nodes():
+            return ""
+        return (
+            "the nodes did not find each other (GLOO_SOCKET_IFNAME or option ifname names the "
+            "interface between them; a firewall must let its ports through)"
+        )
 
     def _nccl(self, store: Store) -> Backend:
         from torch.distributed import distributed_c10d as c10d

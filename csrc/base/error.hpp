@@ -21,6 +21,10 @@ class Error : public std::runtime_error {
   dpt_status status_;
 };
 
+// What is said of a rank that ended its membership itself: "rank 1" + kHasLeft.
+inline constexpr char kHasLeft[] =
+    " has left the group (destroy_process_group, or its program's end)";
+
 // Error(DPT_ERR_SYSTEM) for a failed system call: "<what>: <strerror> (errno N)".
 [[noreturn]] void throw_system_error(const std::string& what);
 

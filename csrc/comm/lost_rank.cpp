@@ -40,10 +40,7 @@ bool LostRank::look_for_gone(const Segment& segment, Time now) {
     if (const std::string why = segment.stock_failure(rank); !why.empty() && !since_) {
       note_failed(segment, rank, why, now);
     }
-    note("rank " + std::to_string(segment.global_rank(rank)) +
-             " has left the group (destroy_process_group, or its program's end)",
-         How::kLeft,
-         now);
+    note("rank " + std::to_string(segment.global_rank(rank)) + kHasLeft, How::kLeft, now);
     return true;
   }
   return false;

@@ -97,9 +97,7 @@ bool MessageExchange::post_letter(Peer& peer, const PostPtr& post) {
   if (segment_.has_left(peer.rank)) {
     if (segment_.aborted()) return false;  // the next step says why
     finish(post,
-           Error(DPT_ERR_PEER_LOST,
-                 describe(*post) + ": " + rank_name(peer.rank) +
-                     " has left the group (destroy_process_group)"));
+           Error(DPT_ERR_PEER_LOST, describe(*post) + ": " + rank_name(peer.rank) + kHasLeft));
     return true;
   }
   const size_t bytes = post->bytes();
@@ -344,9 +342,7 @@ void MessageExchange::end_those_waiting_for_who_left() {
     forget(post);
     const std::string who =
         post->partner == DPT_ANY_RANK ? "every other rank" : rank_name(post->partner);
-    finish(post,
-           Error(DPT_ERR_PEER_LOST,
-                 describe(*post) + ": " + who + " has left the group (destroy_process_group)"));
+    finish(post, Error(DPT_ERR_PEER_LOST, describe(*post) + ": " + who + kHasLeft));
   }
 }
 

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepytorch_core import activation, adapter, backend, config, delegates
 from deepytorch_core.delegates import GroupSpec, StockFactory
+from deepytorch_core.network import gloo_env
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,22 @@ def test_a_delegate_made_later_takes_the_timeout_set_meanwhile() -> None:
     factory.live_options._timeout = timedelta(seconds=4)
     made: Any = factory("cpu")
     assert made.options._timeout == timedelta(seconds=4)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_between_nodes_gloos_failed_start_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    def fail(self: StockFactory, *args: Any) -> None:
+        raise RuntimeError("connectFullMesh failed")
+
+    monkeypatch.setattr(config, "spans_nodes", lambda: nodes > 1)
+    monkeypatch.setattr(gloo_env, "before_gloo", lambda: None)
+    monkeypatch.setattr(StockFactory, "_gloo", fail)
+    monkeypatch.setattr(StockFactory, "_from_registry", fail)
+    found = "GLOO_SOCKET_IFNAME.*gloo: connectFullMesh" if nodes > 1 else "^connectFullMesh"
+    with pytest.raises(RuntimeError, match=found):
+        StockFactory(spec())("cpu")
 
 
 def test_a_device_without_stock_backend_is_named() -> None:

@@ -341,8 +341,8 @@ void Segment::check_left(const WaitContext& wait) {
     if (!has_left(peer)) continue;
     if (state.barriers.load(std::memory_order_acquire) >= mine) continue;
     fail(DPT_ERR_PEER_LOST,
-         wait.describe() + ": rank " + std::to_string(global_ranks_[peer]) +
-             " has left the group (destroy_process_group) and will not come");
+         wait.describe() + ": rank " + std::to_string(global_ranks_[peer]) + kHasLeft +
+             " and will not come");
   }
 }
 

@@ -183,8 +183,7 @@ void Connection::check_usable(const WaitContext& wait) {
   if (left_ && open) return;
   if (left_) {
     throw Error(DPT_ERR_PEER_LOST,
-                wait.describe() + ": " + peer_name_ +
-                    " has left the group (destroy_process_group) and will not come");
+                wait.describe() + ": " + peer_name_ + kHasLeft + " and will not come");
   }
   if (std::chrono::steady_clock::now() - ended_at_ > kFarewellGrace) {
     throw Error(DPT_ERR_PEER_LOST, wait.describe() + ": " + peer_name_ + " closed its connection");
