@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import decisions
-from deepytorch_core.nn.deferred_logits import DeferredLogits, steps, too_late
+from deepytorch_core.nn.deferred_logits import BYPASSED, DeferredLogits, WatchedLogits
 from deepytorch_core.nn.kernels import (
     STOCK,
     Kernel,
@@ -40,6 +40,7 @@ from deepytorch_core.nn.kernels import (
 )
 from deepytorch_core.nn.linear_cross_entropy import is_linear, linear_cross_entropy_sum
 from deepytorch_core.nn.loss import IGNORED_LABEL
+from deepytorch_core.nn.weight_changes import Changes, steps, too_late
 
 KIND = "causal_loss"
 # What the stock loss is called; models with another one keep it.
@@ -189,6 +190,8 @@ class HeadForward:
         self.weights = Weights(head)
         self.armed = False
         self.dropped = False
+        # When the last pass was watched.
+        self._watched_at: Moment | None = None
 
     def __call__(
         self,
@@ -203,36 +206,36 @@ class HeadForward:
         stands_by = not self.armed or self.dropped or torch.compiler.is_compiling()
         if stands_by or args or kwargs or self._is_refused():
             return type(self.head).forward(self.head, hidden, *args, **kwargs)
-        if self.watches > 0:
-            self.watches -= 1
-            return self._watched(type(self.head).forward(self.head, hidden))
+        if self._is_watching():
+            logits = type(self.head).forward(self.head, hidden)
+            return WatchedLogits.watch(logits, self._drop_as_read)
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
         weights, made_at = self.weights, self.weights.moment()
         deferred = DeferredLogits.make(
-            lambda: self.logits(hidden, weights, made_at),
+            lambda rows: self.logits(rows, weights, made_at),
+            hidden,
+            parameters=self.head.parameters(),
             shape=(*hidden.shape[:-1], self.head.out_features),
             dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
             device=hidden.device,
-            source=(self.head, hidden, None),
+            source=(self.head, hidden),
         )
-        deferred.hooks = "never"
+        deferred.bypassed = BYPASSED
         return deferred
 
-    def _watched(self, logits: torch.Tensor) -> DeferredLogits:
-        def read() -> torch.Tensor:
-            self._drop("somebody reads the logits of training steps")
-            return logits
+    def _is_watching(self) -> bool:
+        """Until the weights change: an activation checkpoint may make the last pass again."""
+        now = self.weights.moment()
+        if not any(one.requires_grad for one in self.head.parameters()):
+            now = (steps.count, [])
+        if self.watches > 0:
+            self.watches -= 1
+            self._watched_at = now
+        return now == self._watched_at
 
-        watched = DeferredLogits.make(
-            read,
-            shape=logits.shape,
-            dtype=logits.dtype,
-            device=logits.device,
-            source=(self.head, None, logits),
-        )
-        watched.hooks = "now"
-        return watched
+    def _drop_as_read(self) -> None:
+        self._drop("somebody reads the logits of training steps")
 
     def _drop(self, reason: str) -> None:
         if not self.dropped:
@@ -290,11 +293,12 @@ class LossFromHidden:
             "shift_labels": shift_labels,
             **kwargs,
         }
-        if not isinstance(logits, DeferredLogits) or logits.shape[-1] != vocab_size:
+        if isinstance(logits, WatchedLogits):
+            return self._watched(logits, labels, vocab_size, **given)
+        is_left_out = isinstance(logits, DeferredLogits) and not logits.is_read
+        if not is_left_out or logits.shape[-1] != vocab_size:
             return self._stock(logits, labels, vocab_size, **given)
-        head, hidden, watched = logits.source
-        if watched is not None:
-            return self._stock(watched, labels, vocab_size, **given)
+        head, hidden = logits.source
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(hidden.device)
@@ -305,6 +309,14 @@ class LossFromHidden:
             num_items_in_batch = num_items_in_batch.to(loss.device)
         mean: torch.Tensor = loss / num_items_in_batch
         return mean
+
+    def _watched(self, logits: WatchedLogits, *others: Any, **given: Any) -> torch.Tensor:
+        """This is not to be told."""
+        tell = logits.tell
+        try:
+            return self._stock(logits.unwatched(), *others, **given)
+        finally:
+            WatchedLogits.watch(logits, tell)
 
     def _stock(self, logits: Any, labels: Any, vocab_size: Any, **given: Any) -> torch.Tensor:
         return self.original(logits=logits, labels=labels, vocab_size=vocab_size, **given)
@@ -328,6 +340,7 @@ class Weights:
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head
+        self._changes = Changes(lambda: head.parameters())
         self._noted: list[weakref.ref[nn.Parameter]] | None = None
         # Whoever copies or unpickles a head makes this before the head has any attribute.
         if "_parameters" in vars(head):
@@ -347,7 +360,7 @@ class Weights:
 
     def moment(self) -> Moment:
         """Another one once they have changed: by an optimizer, which may be fused, or by hand."""
-        return steps.count, [one._version for one in self._head.parameters()]
+        return self._changes.count, [one._version for one in self._head.parameters()]
 
     def are_others(self) -> bool:
         """Whether the head has any that it did not have, in other memory."""

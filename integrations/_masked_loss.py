@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepytorch_core.nn.deferred_logits import DeferredLogits, too_late
+from deepytorch_core.nn.deferred_logits import BYPASSED, DeferredLogits
 from deepytorch_core.nn.kernels import (
     Kernel,
     Place,
@@ -30,6 +31,7 @@ from deepytorch_core.nn.kernels import (
     register_place,
 )
 from deepytorch_core.nn.loss import IGNORED_LABEL
+from deepytorch_core.nn.weight_changes import too_late
 
 from ._causal_loss import Moment, Weights, is_hooked, stand_in
 
@@ -40,8 +42,14 @@ _TOKENS = {"cpu": 256}
 _DEFAULT_TOKENS = 4096
 _TRAINED = 6  # one token in so many, in the trial
 
-# Of the forward pass that is running: at least as many as the batch has; None: nobody knows.
-_most_targets: int | None = None
+
+class _Running(threading.local):
+    """What is known of the forward pass that this thread is running."""
+
+    most_targets: int | None = None  # at least as many as the batch has; None: nobody knows
+
+
+_running = _Running()
 
 
 def most_targets(num_targets: int) -> int:
@@ -52,8 +60,7 @@ def most_targets(num_targets: int) -> int:
 
 def expect(bound: int | None) -> None:
     """From here on forward passes have at most so many targets; None: nobody knows."""
-    global _most_targets
-    _most_targets = bound
+    _running.most_targets = bound
 
 
 def is_used(model: nn.Module) -> bool:
@@ -64,7 +71,7 @@ def is_used(model: nn.Module) -> bool:
 
 @contextmanager
 def _expecting(bound: int) -> Iterator[None]:
-    before = _most_targets
+    before = _running.most_targets
     expect(bound)
     try:
         yield
@@ -186,21 +193,22 @@ class MaskedHead:
         self.armed = False
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        bound = None if torch.compiler.is_compiling() or not self.armed else _most_targets
+        bound = None if torch.compiler.is_compiling() or not self.armed else _running.most_targets
         refused = self.weights.are_others() or any(map(is_hooked, self.head.modules()))
         if bound is None or args or kwargs or refused:
             return self._stock(hidden, *args, **kwargs)
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
         deferred = DeferredLogits.make(
-            functools.partial(self._logits, hidden, self.weights.moment()),
+            functools.partial(self._logits, self.weights.moment()),
+            hidden,
+            parameters=self.head.parameters(),
             shape=(*hidden.shape[:-1], self.vocabulary),
             dtype=torch.get_autocast_dtype(kind) if enabled else hidden.dtype,
             device=hidden.device,
-            source=None,
-            cross_entropy=functools.partial(self._loss, hidden, bound),
         )
-        deferred.hooks = "never"
+        deferred.cross_entropy = functools.partial(self._loss, hidden, bound)
+        deferred.bypassed = BYPASSED
         return deferred
 
     @property
@@ -224,7 +232,7 @@ class MaskedHead:
         rows = hidden.flatten(0, -2).index_select(0, places)
         return F.cross_entropy(self._stock(rows), chosen, ignore_index=ignore_index)
 
-    def _logits(self, hidden: torch.Tensor, made_at: Moment) -> torch.Tensor:
+    def _logits(self, made_at: Moment, hidden: torch.Tensor) -> torch.Tensor:
         if made_at != self.weights.moment():
             raise too_late()
         found: torch.Tensor = self._stock(hidden)

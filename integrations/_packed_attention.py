@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +26,14 @@ _PREFIX = "deepytorch_varlen_over_"
 # What attentions take besides, and packed ones here can't do; by their argument's name.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
 
-# Whether the forward pass that is running has one packed row; it makes no mask then.
-_packed = False
+
+class _Running(threading.local):
+    """What is known of the forward pass that this thread is running."""
+
+    is_packed = False  # it has one packed row, and makes no mask
+
+
+_running = _Running()
 
 
 def register(stock: str) -> str:
@@ -57,14 +64,12 @@ def packed_forward() -> Iterator[None]:
 
 def enter_packed() -> None:
     """From here on a model's forward pass gets one packed row."""
-    global _packed
-    _packed = True
+    _running.is_packed = True
 
 
 def leave_packed() -> None:
     """From here on forward passes get padded batches."""
-    global _packed
-    _packed = False
+    _running.is_packed = False
 
 
 @functools.cache  # compiled code is made for one function, not for its likes
@@ -145,7 +150,7 @@ def _mask_over(stock: str) -> Callable[..., Any]:
     masks = interface()
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        if not _packed:
+        if not _running.is_packed:
             return masks[stock](*args, **kwargs)
         # No attention but ours can do without a mask here, and this one fits none: whatever would
         # run another on a packed row fails.

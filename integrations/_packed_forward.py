@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepytorch_core import decisions
 from deepytorch_core.data import Packing, Shapes, full, plan
+from deepytorch_core.data.shapes import Shape
 
 from . import _masked_loss, _packed_attention, _unpacked_output
 from ._contract import IntegrationError
@@ -26,6 +28,8 @@ from ._padding_free import BATCH_KEY
 
 # Parts of a row, in which the share of its tokens that are targets is counted.
 _SHARES = 16
+# Batches whose shape is known, should they come again.
+_MOST_FITTED = 64
 # Arguments with one entry a token, which are packed.
 _PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids")
 # Arguments that ask for the same of a row as of a batch. Any other may do something with it.
@@ -66,6 +70,16 @@ class PlanningCollate:
         return batch
 
 
+class _Call(NamedTuple):
+    """A packed call."""
+
+    packing: Packing
+    row: int  # tokens
+    with_loss: bool
+    is_tuple: bool  # it asks for one
+    with_cache: bool  # whose parts would have a cache among them
+
+
 class PackedForward:
     """The hooks of one model.
 
@@ -101,10 +115,12 @@ class PackedForward:
             if one is not outer
             for hooks in (one._forward_pre_hooks, one._forward_hooks)
         ]
-        # Of the calls under way, the innermost last: the packing and the row's tokens, or None.
-        self._calls: list[tuple[Packing, int, bool] | None] = []
+        # Those under way, the innermost last; None for what is not packed.
+        self._calls: list[_Call | None] = []
         self._said: set[str] = set()
         self._full: tuple[int, int] | None = None
+        # Of the last batches, by what is known of them.
+        self._fitted: OrderedDict[tuple[int, int, int], Shape] = OrderedDict()
         self._target_share = 0  # the largest so far, in parts of a row's tokens
 
     def install(self, outer: torch.nn.Module) -> Callable[[], None]:
@@ -171,7 +187,11 @@ class PackedForward:
         self._attentions.use_packed()
         self.are_few = self.shapes.are_few
         row = packed["input_ids"].shape[1]
-        self._calls.append((packing, row, "labels" in packed))
+        is_tuple = call.get("return_dict") is False
+        if is_tuple:
+            packed["return_dict"] = True  # a tuple doesn't say what its parts are
+        has_cache = is_tuple and self._would_cache(call)
+        self._calls.append(_Call(packing, row, "labels" in packed, is_tuple, has_cache))
         self._expect(packing, row)
         _packed_attention.enter_packed()
         return (), packed
@@ -187,8 +207,10 @@ class PackedForward:
         self._attentions.use_packed()
         if call is None or output is None:
             return output
-        packing, row, with_loss = call
-        return _unpacked_output.unpacked(output, packing, row, lazily=with_loss)
+        result = _unpacked_output.unpacked(output, call.packing, call.row, lazily=call.with_loss)
+        if not call.is_tuple or isinstance(result, tuple):
+            return result
+        return _unpacked_output.as_tuple(result, with_cache=call.with_cache)
 
     def _is_bare(self, call: dict[str, Any]) -> bool:
         """Whether it is a batch without a mask, to be replayed by a causal model; see `_stays`."""
@@ -275,7 +297,7 @@ class PackedForward:
         """The arguments for one packed row in place of those for a padded batch."""
         ids, labels = call["input_ids"], call.get("labels")
         device = ids.device
-        shape = self.shapes.fit(packing.num_tokens, packing.shape[0], packing.longest)
+        shape = self._fit(packing)
         filling = shape.num_tokens - packing.num_tokens
         lengths = [0, *packing.lengths]
         if filling:
@@ -299,6 +321,21 @@ class PackedForward:
         if "use_cache" in self._names or getattr(self._model.config, "use_cache", False):
             packed["use_cache"] = False
         return packed
+
+    def _would_cache(self, call: dict[str, Any]) -> bool:
+        asked = call.get("use_cache")
+        return bool(getattr(self._model.config, "use_cache", False) if asked is None else asked)
+
+    def _fit(self, packing: Packing) -> Shape:
+        """Within a backward pass, where an activation checkpoint is computed again, as before."""
+        batch = (packing.num_tokens, packing.shape[0], packing.longest)
+        is_again = torch._C._current_graph_task_id() != -1
+        if not is_again or batch not in self._fitted:
+            self._fitted[batch] = self.shapes.fit(*batch)
+            self._fitted.move_to_end(batch)
+            if len(self._fitted) > _MOST_FITTED:
+                self._fitted.popitem(last=False)
+        return self._fitted[batch]
 
     def _positions(self, call: dict[str, Any], packing: Packing) -> Tensor:
         given, rule = call.get("position_ids"), self.conventions

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from deepytorch_core.data import Packing
-from deepytorch_core.nn.deferred_logits import DeferredLogits
+from deepytorch_core.nn.deferred_logits import DeferredLogits, apart, refuse_hooks
 
 from ._contract import IntegrationError
 
 _FLAT_FIELDS = ("router_logits",)  # [batch * width, ...] where others have [batch, width, ...]
+_CACHE = "past_key_values"
 # Of TRL's fused head: [batch, width - 1], by the token that predicts, and zero without a label.
 _SHIFTED_FIELDS = (
     "log_probs",
@@ -56,11 +58,30 @@ def unpacked(output: Any, packing: Packing, row: int, *, lazily: bool) -> Any:
     vars(result)["_pending"] = {
         name: (packing, row) for name, value in output.items() if not _is_single(value)
     }
+    vars(result)["_with_loss"] = lazily
     if lazily:
         return result
     for name in list(output):
         output[name] = result[name]
     return output
+
+
+class _NoCache:
+    """In the place of a cache, which a packed row has none of."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise IntegrationError(
+            f"padding_free: {name} of the past_key_values of the model's output was asked for, but "
+            "a batch without padding has none: set padding_free=off"
+        )
+
+
+def as_tuple(output: Any, *, with_cache: bool) -> tuple[Any, ...]:
+    """What `return_dict=False` gives, in the order of the output's fields."""
+    fields = {name: output[name] for name in output}
+    if with_cache and _CACHE in output.__dataclass_fields__:
+        fields[_CACHE] = _NoCache()
+    return tuple(fields[name] for name in output.__dataclass_fields__ if name in fields)
 
 
 def _is_single(value: Any) -> bool:
@@ -90,31 +111,38 @@ def _padded(value: Any, packing: Packing, row: int, name: str) -> Any:
     )
 
 
-class _NoGradientAtPadding(torch.autograd.Function):
-    """The same tensor. A loss that takes it at padding got zeros where stock has other values."""
+def _refuse_at_padding(places: Tensor, gradient: Tensor) -> None:
+    """A loss that takes the output at padding got zeros where stock has other values."""
+    used = (gradient != 0).reshape(gradient.shape[:2].numel(), -1).any(dim=1)
+    torch._assert_async(  # without waiting for a device
+        ~used.index_fill(0, places, False).any(),
+        "padding_free: the loss takes what the model gives at padding, where it is zero now: "
+        "leave padding out by attention_mask, or set padding_free=off",
+    )
 
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return padded.view_as(padded)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (places,) = ctx.saved_tensors
-        used = (gradient != 0).reshape(gradient.shape[:2].numel(), -1).any(dim=1)
-        torch._assert_async(  # without waiting for a device
-            ~used.index_fill(0, places, False).any(),
-            "padding_free: the loss takes what the model gives at padding, where it is zero now: "
-            "leave padding out by attention_mask, or set padding_free=off",
-        )
-        return gradient, None
+_BYPASSED = (
+    "the loss of this step was computed from a row without padding, so its gradient for the padded "
+    "batch's output would never come: set padding_free=off"
+)
+
+
+def _bypassed(value: Any) -> Any:
+    """The same, to be refused to whoever waits for the loss's gradient."""
+    if isinstance(value, tuple | list):
+        for one in value:
+            _bypassed(one)
+    elif type(value) is Tensor and value.requires_grad and value.dim():
+        refuse_hooks(value, _BYPASSED)
+    return value
 
 
 def _watched(padded: Tensor, packing: Packing) -> Tensor:
     if not padded.requires_grad or packing.is_full:
         return padded
-    watched: Tensor = _NoGradientAtPadding.apply(padded, packing.indices)  # type: ignore[no-untyped-call]
-    return watched
+    check = functools.partial(_refuse_at_padding, packing.indices)
+    padded.register_hook(unserializable_hook(check))  # type: ignore[no-untyped-call]
+    return padded
 
 
 class _Lazy(OrderedDict[str, Any]):
@@ -134,11 +162,14 @@ class _Lazy(OrderedDict[str, Any]):
         pending = vars(self).get("_pending", {})
         if name in pending:
             packing, row = pending[name]
-            stand_in = vars(self).get("_stand_ins", {}).pop(name, None)
-            if stand_in is None:
-                value = _padded(OrderedDict.__getitem__(self, name), packing, row, name)
+            value = OrderedDict.__getitem__(self, name)
+            if isinstance(value, DeferredLogits) or name in vars(self).get("_stand_ins", {}):
+                value = self._stand_in(name)  # with the hooks that were put on it
             else:
-                value = stand_in.materialized()  # with the hooks that were put on it
+                with apart():  # as it would have been made, whoever reads it first
+                    value = _padded(value, packing, row, name)
+                value = _bypassed(value) if vars(self)["_with_loss"] else value
+            vars(self).get("_stand_ins", {}).pop(name, None)
             OrderedDict.__setitem__(self, name, value)
             vars(self)[name] = value
             del pending[name]  # not before: who reads on after an error gets it again
@@ -151,16 +182,25 @@ class _Lazy(OrderedDict[str, Any]):
         has_gradient = isinstance(value, DeferredLogits) or (is_packed and value.requires_grad)
         if packing is None or not is_packed or not has_gradient or name in _FLAT_FIELDS:
             return self[name]
+        return self._stand_in(name)
+
+    def _stand_in(self, name: str) -> DeferredLogits:
+        """What is padded when it is used."""
+        value = OrderedDict.__getitem__(self, name)
+        packing, row = vars(self)["_pending"][name]
         stand_ins = vars(self).setdefault("_stand_ins", {})
         if name not in stand_ins:
-            stand_ins[name] = DeferredLogits.make(
-                functools.partial(_padded, value, packing, row, name),
-                shape=(*packing.shape, *value.shape[2:]),
-                dtype=value.dtype,
-                device=value.device,
-                source=None,
-            )
-        return stand_ins[name]
+            with apart():
+                stand_ins[name] = DeferredLogits.make(
+                    lambda packed: _padded(packed, packing, row, name),
+                    value,
+                    shape=(*packing.shape, *value.shape[2:]),
+                    dtype=value.dtype,
+                    device=value.device,
+                )
+            stand_ins[name].bypassed = getattr(value, "bypassed", None)
+        made: DeferredLogits = stand_ins[name]
+        return made
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -229,17 +269,17 @@ def _lazy_type(model_output: type) -> type:
 
 def _flatten(output: Any) -> tuple[list[Any], Any]:
     names = list(output.keys())
-    context = (type(output), names, dict(vars(output)["_pending"]))
+    context = (type(output), names, dict(vars(output)["_pending"]), vars(output)["_with_loss"])
     return [OrderedDict.__getitem__(output, name) for name in names], context
 
 
 def _unflatten(values: Any, context: Any) -> Any:
-    lazy, names, pending = context
+    lazy, names, pending, with_loss = context
     result = lazy.__new__(lazy)
     for field in lazy.__dataclass_fields__:
         vars(result)[field] = None
     for name, value in zip(names, values, strict=True):
         OrderedDict.__setitem__(result, name, value)
         vars(result)[name] = value
-    vars(result)["_pending"] = dict(pending)
+    vars(result).update(_pending=dict(pending), _with_loss=with_loss)
     return result

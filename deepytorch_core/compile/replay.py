@@ -29,8 +29,11 @@ from deepytorch_core.compile import graphs, module_state
 from deepytorch_core.compile.loans import copies_of
 from deepytorch_core.compile.module_state import PLAIN
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
-from deepytorch_core.nn.deferred_logits import DeferredLogits, steps, too_late
+from deepytorch_core.nn.deferred_logits import DeferredLogits, WatchedLogits, read
+from deepytorch_core.nn.weight_changes import Changes, too_late
 
+# Outputs that may be left out of a pass, and come when they are read.
+_LATE = (DeferredLogits, WatchedLogits)
 # Gradients of parameters that together are so large are not copied out.
 LENT_BYTES = 1 << 30
 
@@ -121,7 +124,9 @@ class Replay:
             torch.empty_like(one).requires_grad_(one.requires_grad) for one in call.tensors
         ]
         self._copy_in(call.tensors)
-        self._parameters = [one for one in module.parameters() if one.requires_grad]
+        self._changes = Changes(module.parameters)
+        self._trained = [one for one in module.parameters() if one.requires_grad]
+        self._parameters = self._trained
         self._inputs = [one for one in self._static if one.requires_grad]
         self._buffers = list(module.buffers())
         # Each pass begins with the same, or those of a module that goes by them could not agree.
@@ -232,12 +237,15 @@ class Replay:
         buffers.put_back()  # the pass has been counted once already
         return leaves
 
-    def _read(self, call: Call, number: Tensor | None, leaf: int, made_at: int) -> Tensor:
+    def _read_late(
+        self, left_out: tuple[Call, Tensor | None, int, int], *tensors: Tensor
+    ) -> Tensor:
         """Logits that the pass left out."""
-        if made_at != steps.count:
+        call, number, leaf, made_at = left_out
+        if made_at != self._changes.count:
             raise too_late()
-        found = self._once_more(call, number, call.tensors)[leaf]
-        logits: Tensor = found.materialized() if isinstance(found, DeferredLogits) else found
+        found = self._once_more(call, number, tensors)[leaf]
+        logits: Tensor = read(found)
         return logits
 
     @property
@@ -266,7 +274,7 @@ class Replay:
         strange = [
             one
             for one in leaves
-            if not isinstance(one, (DeferredLogits, *PLAIN))
+            if not isinstance(one, (*_LATE, *PLAIN))
             and (type(one) is not Tensor or one.device.type != self._kind)
         ]
         if strange:
@@ -397,14 +405,16 @@ class Replay:
             if leaf is Tensor:
                 leaves.append(next(found))
             elif isinstance(leaf, _LeftOut):
-                read = functools.partial(self._read, call, number, place, steps.count)
+                left_out = (call, number, place, self._changes.count)
+                compute = functools.partial(self._read_late, left_out)
                 leaves.append(
                     DeferredLogits.make(
-                        read,
+                        compute,
+                        *call.tensors,
+                        parameters=self._trained,
                         shape=leaf.shape,
                         dtype=leaf.dtype,
                         device=self._recorder.device,
-                        source=None,
                     )
                 )
             else:
@@ -451,7 +461,7 @@ class _LeftOut:
 
 def _kept(leaf: Any) -> Any:
     """What is known of an output before it is computed: itself, where it is no tensor."""
-    if isinstance(leaf, DeferredLogits):
+    if isinstance(leaf, _LATE):
         return _LeftOut(tuple(leaf.shape), leaf.dtype)
     return Tensor if isinstance(leaf, Tensor) else leaf
 
@@ -475,9 +485,7 @@ def _leaves_under(outputs: Sequence[Tensor]) -> set[int]:
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     """Outputs that a pass computes."""
-    return [
-        one for one in leaves if isinstance(one, Tensor) and not isinstance(one, DeferredLogits)
-    ]
+    return [one for one in leaves if isinstance(one, Tensor) and not isinstance(one, _LATE)]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 import deepytorch
@@ -148,6 +149,53 @@ def test_kernels_say_when_logits_are_read_too_late() -> None:
         late.logits.sum()
 
 
+def test_kernels_leave_logits_readable_after_a_step_of_other_weights() -> None:
+    model, other = build("llama"), nn.Linear(3, 3)
+    mine = torch.optim.AdamW(model.parameters(), fused=True)
+    others = torch.optim.AdamW(other.parameters(), fused=True)
+    swap(model)
+
+    def step(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                one.grad = torch.ones_like(one)
+        optimizer.step()
+
+    # It may hold copies that stand for the model's, until one has stepped that holds the model's.
+    before = model(**batch())
+    step(others)
+    with pytest.raises(RuntimeError, match="the weights have changed since"):
+        before.logits.sum()
+    step(mine)
+    after = model(**batch())
+    step(others)
+    assert after.logits.argmax(-1).shape == (3, 11)
+    last = model(**batch())
+    # As who shards an optimizer's state does: it steps copies from here on.
+    for group in mine.param_groups:
+        group["params"] = [one.detach().clone() for one in group["params"]]
+    step(mine)
+    with pytest.raises(RuntimeError, match="the weights have changed since"):
+        last.logits.sum()
+
+
+def test_kernels_auto_watches_a_pass_again_in_a_checkpoint_of_the_model() -> None:
+    ours, stock = build("llama"), build("llama")
+    _causal_loss.ChunkedLoss().apply(
+        ours, Setting(model=ours, device=torch.device("cpu"), mode="auto")
+    )
+    ours(**batch())  # so that watching ends between a pass and its second time
+    for step in range(_causal_loss.WATCHED + 2):
+        for model in (ours, stock):
+            given = batch(step)
+            loss = checkpoint(lambda m, g: m(**g).loss, model, given, use_reentrant=False)
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert isinstance(ours(**batch()).logits, DeferredLogits)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_kernels_auto_watches_whether_somebody_reads_the_logits(reads: bool) -> None:
     ours, stock = build("llama"), build("llama")
@@ -158,6 +206,8 @@ def test_kernels_auto_watches_whether_somebody_reads_the_logits(reads: bool) -> 
         output = assert_same_training(ours, stock, num_items_in_batch=9)
         if reads and step == 1:
             torch.testing.assert_close(output.logits.detach(), stock(**batch()).logits.detach())
+        for model in (ours, stock):
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
     assert forward.dropped == reads
     assert (type(output.logits) is torch.Tensor) == reads
     if reads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import runpy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -272,3 +274,61 @@ def test_the_padding_free_example_of_the_guide_runs(capsys: pytest.CaptureFixtur
     assert "trains without padding: True" in said
     loss = float(said.partition("loss ")[2].split()[0])
     assert loss < 4  # of 5.5 at the start
+
+
+def test_padding_free_models_train_in_threads_side_by_side() -> None:
+    """What one's pass is like is nothing to the other's, which is another while."""
+    model, other = llama(), llama(attn_implementation="eager")
+    for one in (model, other):
+        _padding_free.attach(one, "on", adapter="test")
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        assert done.wait(60)
+
+    wait.__module__ = "torch"  # else its batches stay padded
+    model.model.layers[0].register_forward_pre_hook(wait)
+    seen: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: seen.append(model(**batch()).loss))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with torch.no_grad():
+            evaluated = other.eval()(**batch()).loss
+        trained = other.train()(**batch()).loss
+    finally:
+        done.set()
+        thread.join()
+    expected = llama()(**batch()).loss
+    for loss in (evaluated, trained, *seen):
+        torch.testing.assert_close(loss, expected)
+    assert len(seen) == 1
+
+
+def test_padding_free_checkpoints_of_the_model_recompute_rows_of_the_same_size() -> None:
+    stock, model = llama(), llama()
+    _padding_free.attach(model, "on", adapter="test")
+    attached = _padding_free._attachment(model)
+    assert attached is not None
+    attached.forward.shapes.use_few(4)  # from the thirteenth batch on
+    model(**batch())
+    for step in range(1, 15):
+        for one in (stock, model):
+            given = batch(step)
+            loss = checkpoint(lambda m, g: m(**g).loss, one, given, use_reentrant=False)
+            loss.backward()
+    for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_gets_the_batch_of_a_padding_free_student() -> None:
+    """With the plan in it, as keywords."""
+    student, teacher = llama(), llama(num_hidden_layers=1).eval()
+    loader = DataLoader([example(row) for row in range(4)], batch_size=4, collate_fn=padded)
+    _padding_free.attach(student, "on", adapter="test", loaders=[loader])
+    (planned,) = loader
+    assert BATCH_KEY in planned
+    expected = teacher(**padded([example(row) for row in range(4)]))
+    for one in (teacher, torch.compile(teacher, backend="eager")):
+        torch.testing.assert_close(one(**planned).logits, expected.logits)

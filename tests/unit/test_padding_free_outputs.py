@@ -91,7 +91,7 @@ def test_what_only_a_training_model_gives_for_a_sequence_is_an_error_when_it_is_
     for read in (lambda: output.scores, lambda: output["scores"], lambda: list(output.values())):
         with pytest.raises(_contract.IntegrationError, match=said):
             read()
-    with pytest.raises(_contract.IntegrationError, match=r"\[2\] of the model's output"):
+    with pytest.raises(_contract.IntegrationError, match="scores of the model's output"):
         model(**batch_of(), return_dict=False)
 
 
@@ -153,3 +153,79 @@ def test_another_head_of_the_same_name_gets_its_padding() -> None:
     ours, theirs = (one(**batch, fused_lm_head=True).log_probs for one in (model, stock))
     assert torch.equal(ours, theirs)
     assert decisions.made()[-1]["reason"] == "the model is called with fused_lm_head=True"
+
+
+def mixture(**more: Any) -> Any:
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "output_router_logits": True}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**SHAPE, **experts, **more)).train()
+
+
+@pytest.mark.parametrize("asked", [{}, {"output_hidden_states": True}, {"use_cache": False}])
+def test_a_tuple_of_a_mixture_of_experts_is_the_padded_one(asked: dict[str, Any]) -> None:
+    stock, model = mixture(), mixture()
+    assert _padding_free.attach(model, "on", adapter="test")
+    batch = batch_of()
+    real = batch["attention_mask"] != 0
+    ours, theirs = (one(**batch, return_dict=False, **asked) for one in (model, stock))
+    assert len(ours) == len(theirs)
+    for mine, expected in zip(ours, theirs, strict=True):
+        if isinstance(expected, hf.Cache):
+            with pytest.raises(_contract.IntegrationError, match=r"layers of the past_key_values"):
+                _ = mine.layers
+            continue
+        leaves = [torch.utils._pytree.tree_leaves(one) for one in (mine, expected)]
+        for packed, padded in zip(*leaves, strict=True):
+            assert packed.shape == padded.shape
+            if padded.dim() == 2:  # of the router, [batch * width, experts]
+                torch.testing.assert_close(packed[real.flatten()], padded[real.flatten()])
+            elif padded.dim() == 3:
+                torch.testing.assert_close(packed[real], padded[real])
+            else:
+                torch.testing.assert_close(packed, padded)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_who_looks_at_outputs_without_gradients_leaves_others_theirs(without: Any) -> None:
+    """A metric first, then a loss of logits."""
+    stock, model = (scored(of_tokens) for _ in range(2))
+    assert _padding_free.attach(model, "on", adapter="test")
+    batch = batch_of()
+    real = batch["attention_mask"] != 0
+    for one in (stock, model):
+        output = one(**batch)
+        with without():
+            output.logits.argmax(-1)
+        (output.logits[real].square().mean() + output.loss).backward()
+    for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    stock, model = (scored(of_tokens) for _ in range(2))
+    assert _padding_free.attach(model, "on", adapter="test")
+    batch = batch_of()
+    real = batch["attention_mask"] != 0
+    for one in (stock, model):
+        logits = one(**batch).logits
+        logits.div_(2)
+        logits[:, 1] += 1
+        logits[real].square().mean().backward()
+    for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_of_outputs_that_a_packed_loss_went_without_is_refused() -> None:
+    model = scored(of_tokens)
+    assert _padding_free.attach(model, "on", adapter="test")
+    batch = batch_of()
+    output = model(**batch, output_hidden_states=True)
+    for wait in (lambda: output.logits.register_hook(print), output.logits.retain_grad):
+        with pytest.raises(RuntimeError, match="from a row without padding"):
+            wait()
+    # A loss of its own has one.
+    del batch["labels"]
+    logits = model(**batch).logits
+    logits.retain_grad()
+    logits[:, 0].square().sum().backward()
+    assert logits.grad is not None
