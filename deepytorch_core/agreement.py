@@ -8,7 +8,8 @@ whichever rank comes to an end first; a rank that comes later reads that verdict
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +19,11 @@ from deepytorch_core.console import say
 # together.
 HERE_LIMIT_S = 60.0
 # After so long it is said whom they wait for.
-_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
 # As long as another rank may compile.
 _READY_LIMIT_S = 960.0
+
+_FIRST_PAUSE_S, _PAUSE_S = 0.0005, 0.05
 
 _YES = "yes"
 
@@ -78,7 +81,7 @@ def gather(store: Any, *, rank: int, size: int, value: str, here_limit_s: float)
     store.set(keys[rank], value)
     if rank == 0:
         absent = _absent(store, keys, here_limit_s)
-        verdict = f"{_ranks(absent)} did not come within {here_limit_s:g} s" if absent else _YES
+        verdict = f"{named(absent)} did not come within {here_limit_s:g} s" if absent else _YES
     elif _absent(store, ["verdict"], 2 * here_limit_s):
         verdict = "rank 0 came to no decision"
     else:
@@ -92,10 +95,10 @@ def gather(store: Any, *, rank: int, size: int, value: str, here_limit_s: float)
 def _judge(store: Any, size: int, here_limit_s: float) -> str:
     absent = _not_here(store, list(range(size)), here_limit_s, tells=True)
     if absent:
-        return f"{_ranks(absent)} did not activate it within {here_limit_s:g} s"
+        return f"{named(absent)} did not activate it within {here_limit_s:g} s"
     absent = _absent(store, [f"ready/{rank}" for rank in range(size)], _READY_LIMIT_S)
     if absent:
-        return f"{_ranks(absent)} did not have it ready within {_READY_LIMIT_S:g} s"
+        return f"{named(absent)} did not have it ready within {_READY_LIMIT_S:g} s"
     answers = store.multi_get([f"ready/{rank}" for rank in range(size)])
     for rank, answer in enumerate(answers):
         if answer.decode() != _YES:
@@ -114,10 +117,10 @@ def _await(store: Any, here_limit_s: float, *, tells: bool) -> str:
 
 def _not_here(store: Any, ranks: list[int], limit_s: float, *, tells: bool) -> list[int]:
     keys = [f"here/{rank}" for rank in ranks]
-    patience_s = min(_PATIENCE_S, limit_s / 2)
+    patience_s = min(PATIENCE_S, limit_s / 2)
     absent = _absent(store, keys, patience_s)
     if absent and tells:
-        late = _ranks([ranks[index] for index in absent])
+        late = named([ranks[index] for index in absent])
         say(f"waiting for {late} to activate deepytorch; torch's own collectives are kept if not")
     return [ranks[index] for index in _absent(store, keys, limit_s - patience_s)] if absent else []
 
@@ -131,6 +134,21 @@ def _absent(store: Any, keys: list[str], limit_s: float) -> list[int]:
     return []
 
 
-def _ranks(ranks: list[int]) -> str:
-    names = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+def poll(is_there: Callable[[], bool], limit_s: float) -> bool:
+    """Ask again and again; False when the time is over. A store's own wait can't end early.
+
+    That one also prints two lines of torch's when the time is over.
+    """
+    until, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+    while not is_there():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S)
+    return True
+
+
+def named(numbers: Sequence[int]) -> str:
+    """ "rank 5", "ranks 5, 7": the first eight of them."""
+    names = ", ".join(str(rank) for rank in numbers[:8]) + (", ..." if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {names}"

@@ -2,7 +2,8 @@
 
 A section "deepytorch" in DeepSpeed's configuration has to work in a script that imports nothing of
 ours. So `deepspeed.initialize` is wrapped as soon as deepspeed has been imported. Without the
-section the wrapper passes the call on as it came. With it, it finds the adapter by its entry point,
+section the wrapper passes the call on as it came, and leaves word for ranks that have it
+(`deepytorch_core.bystander`). With it, it finds the adapter by its entry point,
 which is the first time that more of deepytorch is loaded, and hands the call over.
 
 NOTE [while it is being imported] `import deepspeed` imports torch, and that may be where we are
@@ -18,6 +19,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from deepytorch_core import config
+from deepytorch_core.bystander import Bystander
 from deepytorch_core.import_hook import ImportHook
 from deepytorch_core.patching import Patches
 
@@ -36,7 +39,11 @@ ENTRY_POINTS = "deepytorch.integrations"
 
 _FRAMEWORK = "deepspeed"
 _INITIALIZE = "initialize"
+_CONNECT = "init_distributed"
 _KEY = re.compile(rf"\b{SECTION}[\"']?\s*:")  # with Hjson's quotes, or none
+# Why a rank does not come where others with the section wait for it: "rank 1 has ...".
+NO_SECTION = f'no section "{SECTION}" in DeepSpeed\'s configuration'
+IS_OFF = "deepytorch switched off (DEEPYTORCH_ENABLED=0)"
 IN_ARGS = ("deepspeed_config", "deepscale_config")
 """Attributes of the argument `args` that may hold the configuration."""
 
@@ -123,11 +130,44 @@ def switched_off() -> bool:
 
 def _wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        if not _is_flagged(original, args, kwargs) or switched_off():
+        is_flagged, is_off = _is_flagged(original, args, kwargs), switched_off()
+        if is_flagged and not is_off:
+            return _adapter()(original, args, kwargs)
+        if is_off and not is_flagged:
             return original(*args, **kwargs)
-        return _adapter()(original, args, kwargs)
+        return without_adapter(original, args, kwargs, IS_OFF if is_off else NO_SECTION)
 
     return initialize
+
+
+def without_adapter(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """DeepSpeed's own `initialize`; an error on all ranks where others have the section.
+
+    Args:
+        original: `deepspeed.initialize`.
+        args, kwargs: its arguments.
+        reason: why this rank does without, `NO_SECTION` or `IS_OFF`.
+    """
+    waits = kwargs.get("mpu") is None  # else DeepSpeed's groups are the user's own
+    with Bystander(_FRAMEWORK, reason) as bystander, contextlib.ExitStack() as stack:
+
+        def connecting(connect: Callable[..., Any]) -> Callable[..., Any]:
+            def init_distributed(*args: Any, **kwargs: Any) -> Any:
+                result = connect(*args, **kwargs)
+                bystander.meet(waits=waits)
+                return result
+
+            return init_distributed
+
+        bystander.meet(waits=waits)
+        comm = sys.modules.get(f"{_FRAMEWORK}.comm")
+        if hasattr(comm, _CONNECT):  # where the ranks may be connected only now
+            patches = Patches()
+            stack.callback(patches.undo)
+            patches.replace(comm, _CONNECT, connecting)
+        return original(*args, **kwargs)
 
 
 def _is_flagged(

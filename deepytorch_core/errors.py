@@ -19,3 +19,7 @@ class TuneError(RuntimeError):
 
 class CompareError(RuntimeError):
     """A script can't be compared: it failed, ended too early, or would harm what was there."""
+
+
+class IntegrationError(RuntimeError):
+    """An adapter can't do what it was asked to; one line, with the way out, on every rank."""

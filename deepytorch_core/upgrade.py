@@ -120,6 +120,8 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
         stock = {device: group._get_backend(torch.device(device)) for device in devices}
         record = _Upgraded(name, old_config, new_config, _adapter_over(c10d, group, stock))
         _upgraded[group] = record
+    elif group is c10d.GroupMember.WORLD:
+        live.rouse()
     # torch keeps these in the backends, and asks whichever comes first.
     group_name, description = group.group_name, group.group_desc
     for device in devices:

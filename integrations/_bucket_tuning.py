@@ -73,7 +73,8 @@ class BucketTuning:
         self._began: float | None = None
         self._is_whole = True  # nothing but training since then
         self._is_training = True  # the module's mode then
-        self._gradients = _Gradients(self._parameters)
+        with _buckets.requiring_gradients(ddp, self._parameters):  # as a hook wants it
+            self._gradients = _Gradients(self._parameters)
         self._in_use = self._base
         self._handle = ddp.register_forward_pre_hook(self)
         ddp.join_hook = _JoinHook(self, ddp)
@@ -162,7 +163,7 @@ class BucketTuning:
 
 
 class _Gradients:
-    """Whether one has come, of parameters that all require them; a hook of each.
+    """Whether one has come, of parameters that are reduced; a hook of each.
 
     DDP reduces all when the first comes after a forward pass that is not in `no_sync`. One of them
     alone would not tell: this rank may not use it.

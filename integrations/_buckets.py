@@ -8,8 +8,8 @@ new Reducer goes through what every one does: a first step with preliminary buck
 that has learnt the order of the gradients. Parameters, their gradients and DDP's own hooks on the
 forward pass stay; registered memory is placed by deepytorch_core.registered as ever.
 
-A Reducer reduces the parameters that required gradients when it was made. Some may be frozen now,
-for a while: the new one is given the old one's (`reduced_parameters`).
+A Reducer reduces the parameters that required gradients when it was made. Others may require them
+now: the new one is given the old one's (`reduced_parameters`).
 """
 
 from __future__ import annotations
@@ -62,19 +62,21 @@ def why_fixed(ddp: Any) -> str | None:
         return "its optimizer runs inside the backward pass"
     if not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook"):
         return "it has a communication hook that can't be told from outside"
-    made_with, parameters = ddp._get_ddp_logging_data(), reduced_parameters(ddp)
-    if (len(parameters), num_bytes(parameters)) != (
-        made_with["num_parameter_tensors"],
-        made_with["total_parameter_size_bytes"],
-    ):
-        return "parameters were frozen or unfrozen since it was made; do that after this call"
+    present = set(ddp.parameters())
+    if any(parameter not in present for parameter in reduced_parameters(ddp)):
+        return "parameters were replaced since it was made: wrap the module again"
     return None
 
 
 def reduced_parameters(ddp: Any) -> list[nn.Parameter]:
-    """The parameters whose gradients a module that `why_fixed` says nothing about reduces."""
-    parameters: list[nn.Parameter] = ddp._build_params_for_reducer()[0]
-    return parameters
+    """The parameters whose gradients the module's Reducer reduces, whatever was frozen since."""
+    try:
+        # Only in copies of its buckets does a Reducer tell what it was made with.
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:  # a bucket of sparse gradients, before the first step
+        parameters: list[nn.Parameter] = ddp._build_params_for_reducer()[0]
+        return parameters
+    return [parameter for bucket in buckets for parameter in bucket.parameters()]
 
 
 def num_bytes(parameters: Sequence[nn.Parameter]) -> int:
@@ -89,13 +91,13 @@ def rebuild(ddp: Any, parameters: Sequence[nn.Parameter], layout: Layout | None 
 
     Args:
         ddp: a module that `why_fixed` says nothing about.
-        parameters: its `reduced_parameters`, from before any of them was frozen.
+        parameters: its `reduced_parameters`.
         layout: its bucket sizes from now on; default: as they are.
     """
     ddp._remove_autograd_hooks()
     # The old buckets go before the new ones come.
     ddp.reducer = ddp.logger = None
-    with _requiring_gradients(ddp, parameters), _sizes(ddp, layout):
+    with requiring_gradients(ddp, parameters), _sizes(ddp, layout):
         ordered, sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(ordered)
         ddp._ddp_init_helper(ordered, sparse, names, ddp.static_graph)
@@ -111,7 +113,7 @@ def rebuild(ddp: Any, parameters: Sequence[nn.Parameter], layout: Layout | None 
 
 
 @contextlib.contextmanager
-def _requiring_gradients(ddp: Any, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def requiring_gradients(ddp: Any, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Have these parameters of the module require gradients, and no others."""
     wanted = set(parameters)
     others = [one for one in ddp.parameters() if one.requires_grad != (one in wanted)]

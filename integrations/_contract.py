@@ -6,26 +6,25 @@ what it changes in a `Changes` that it marks the changed object with, and offers
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import metadata
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import activation, agreement, config
+from deepytorch_core import activation, agreement, bystander, config
 from deepytorch_core.config import Options
+from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH
+from deepytorch_core.errors import IntegrationError as IntegrationError
 from deepytorch_core.patching import Patches
 
 # Ranks call an adapter at the same line of the same script.
 HERE_LIMIT_S = 60.0
-
-
-class IntegrationError(RuntimeError):
-    """An adapter can't do what it was asked to; one line, with the way out, on every rank."""
 
 
 def require(distribution: str, versions: str, *, tested: str) -> None:
@@ -246,14 +245,55 @@ def _exchange(
     """Every rank's statement, by rank."""
     store, rank, size = connection
     own = agreement.numbered(store, f"deepytorch/{adapter}", rank)
+    own.set(bystander.JOINS, "1")
     own.set(str(rank), json.dumps(statement))
-    keys = [str(other) for other in range(size)]
-    try:
-        own.wait(keys, timedelta(seconds=HERE_LIMIT_S))
-    except RuntimeError:  # torch's DistStoreError: the time is over
-        absent = ", ".join(key for key in keys if not own.check([key]))
+    here = _await(adapter, own, rank, size)
+    statements = {sender: json.loads(own.get(str(sender))) for sender in here}
+    declining = {
+        sender: one[bystander.DECLINES]
+        for sender, one in statements.items()
+        if bystander.DECLINES in one
+    }
+    if declining:
+        with contextlib.suppress(RuntimeError):  # as one of them may have ended
+            told = [bystander.knows(sender) for sender in declining]
+            agreement.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
+        raise bystander.disagreement(adapter, declining)
+    absent = [other for other in range(size) if other not in statements]
+    if absent:
         raise IntegrationError(
-            f"{adapter}: rank(s) {absent} did not call it within {HERE_LIMIT_S:g} s: use it on "
-            f"every rank or on none; {OFF_SWITCH}"
-        ) from None
-    return [json.loads(value) for value in own.multi_get(keys)]
+            f"{adapter}: rank(s) {', '.join(map(str, absent))} did not call it within "
+            f"{HERE_LIMIT_S:g} s{_doing(absent)}: use it on every rank or on none; {OFF_SWITCH}"
+        )
+    return list(statements.values())
+
+
+def _await(adapter: str, own: Any, rank: int, size: int) -> list[int]:
+    """Wait until all ranks have come, or one that declines; the ranks that are here by then."""
+    everyone = [str(other) for other in range(size)]
+
+    def is_over() -> bool:
+        return bool(own.check(everyone) or own.check([bystander.DECLINES]))
+
+    def here() -> list[int]:
+        return [other for other in range(size) if own.check([str(other)])]
+
+    patience_s = min(agreement.PATIENCE_S, HERE_LIMIT_S / 2)
+    if not agreement.poll(is_over, patience_s):
+        present = here()
+        if rank == min(present):
+            absent = [other for other in range(size) if other not in present]
+            say(
+                f"{adapter} waits for {agreement.named(absent)}, up to {HERE_LIMIT_S:g} s: it is "
+                f"for every rank or for none{_doing(absent)}",
+                level="warning",
+            )
+        agreement.poll(is_over, HERE_LIMIT_S - patience_s)
+    return here()
+
+
+def _doing(absent: list[int]) -> str:
+    """What one of them does instead, in parentheses; empty where that can't be known from here."""
+    hang = sys.modules.get("deepytorch_core.hang.live")  # there where deepytorch serves a group
+    seen = hang.whereabouts(absent) if hang is not None else ""
+    return f" ({seen})" if seen else ""

@@ -5,13 +5,13 @@ collectives through deepytorch; the script stays as it is. `initialize` here doe
 Python. The section's names are the options of `deepytorch_core.config.Options`.
 
 Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
-(`deepytorch_core.deepspeed_flag`). Without the section the wrapper only passes the call on. With it
-the process groups that exist are upgraded in place, and bucket sizes that the configuration leaves
-open are filled in (`_deepspeed_buckets`); an engine's transformers model trains without padding
-(`_padding_free`, by hooks), fused kernels go into the model (`_kernels`), and it is compiled as
-option `compile` says, except under ZeRO-3. DeepSpeed's monitor, where one is configured, also
-writes figures of deepytorch's (`_live`). Left alone: ZeRO's own code, checkpoints, launchers, the
-accelerator object.
+(`deepytorch_core.deepspeed_flag`). Without the section the wrapper passes the call on, unless other
+ranks have it: then all have an error. With it the process groups that exist are upgraded in place,
+and bucket sizes that the configuration leaves open are filled in (`_deepspeed_buckets`); an
+engine's transformers model trains without padding (`_padding_free`, by hooks), fused kernels go
+into the model (`_kernels`), and it is compiled as option `compile` says, except under ZeRO-3.
+DeepSpeed's monitor, where one is configured, also writes figures of deepytorch's (`_live`). Left
+alone: ZeRO's own code, checkpoints, launchers, the accelerator object.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def run_flagged(
     require(_NAME, VERSIONS, tested=TESTED)
     source = _configuration(inspect.signature(original).bind(*args, **kwargs).arguments)
     if source is None or SECTION not in source:
-        result: tuple[Any, ...] = original(*args, **kwargs)
+        reason = deepspeed_flag.NO_SECTION
+        result: tuple[Any, ...] = deepspeed_flag.without_adapter(original, args, kwargs, reason)
         return result
     return _initialize(original, args, kwargs, {})
 
@@ -104,19 +105,22 @@ def _initialize(
     kwargs: dict[str, Any],
     given: dict[str, Any],
 ) -> tuple[Any, ...]:
+    if deepspeed_flag.switched_off():
+        reason = deepspeed_flag.IS_OFF
+        stock: tuple[Any, ...] = deepspeed_flag.without_adapter(original, args, kwargs, reason)
+        return stock
     call = inspect.signature(original).bind(*args, **kwargs)
     in_force: Options | None = None
     with contextlib.ExitStack() as stack:
-        if not deepspeed_flag.switched_off():
-            source = _configuration(call.arguments) or {}
-            options = {**_section(source), **given}
-            _connect(call, options)
-            joined = join(_NAME, options)
-            if joined.options.enabled:
-                _joined.append(joined)
-                in_force = joined.options
-                stack.enter_context(_filled(call, source, joined.options))
-                _swap_kernels(call.arguments, joined.options)
+        source = _configuration(call.arguments) or {}
+        options = {**_section(source), **given}
+        _connect(call, options)
+        joined = join(_NAME, options)
+        if joined.options.enabled:
+            _joined.append(joined)
+            in_force = joined.options
+            stack.enter_context(_filled(call, source, joined.options))
+            _swap_kernels(call.arguments, joined.options)
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
     if in_force is None:
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -193,6 +194,11 @@ def apply_and_undo(rank: int, world_size: int) -> dict[str, Any]:
         # The same object again is left as it is.
         again = adapter._accelerator.apply(accelerator, {"log": "error"}, adapter="accelerate")
         undone = [adapter.undo(accelerator), adapter.undo(accelerator)]
+        # The plugin, and a copy of it, serve again.
+        for one in (plugin, copy.deepcopy(plugin)):
+            renewed = Accelerator(cpu=True, kwargs_handlers=[one])
+            undone.append(dist.get_backend() == "deepytorch" and adapter.undo(renewed))
+        del plugin, one
         left = attributes(accelerator)
         return {
             "during": during,
@@ -212,7 +218,7 @@ def test_an_existing_group_is_upgraded_in_place_and_undo_gives_it_back() -> None
             "during": "deepytorch",
             "marks": 1,
             "again": True,
-            "undone": [True, False],
+            "undone": [True, False, True, True],
             "keys": set(),
             "init": True,
             "backend": "gloo",

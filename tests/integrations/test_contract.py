@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 import deepytorch
 from deepytorch.integrations import _contract
-from deepytorch_core.testing import spawn_ranks
+from deepytorch_core.testing import rank_store, spawn_ranks
 
 
 class Owner:
@@ -157,20 +159,35 @@ def test_what_an_adapter_checks_itself_is_shared_too() -> None:
     assert run({}, "no such model") == ["test on rank 1: no such model"] * 2
 
 
-def join_on_rank_0(rank: int, world_size: int) -> str | None:
-    stock_group()
-    _contract.HERE_LIMIT_S = 0.5
+def join_on_rank_0(rank: int, world_size: int, served: bool) -> str | None:
+    if served:
+        dist.init_process_group("cpu:deepytorch")
+        dist.all_reduce(torch.ones(1))
+    else:
+        stock_group()
+    _contract.HERE_LIMIT_S = 0.5 if not served else 3.0
     if rank == 1:
+        rank_store("done").get("rank 0")
         return None
-    with pytest.raises(_contract.IntegrationError) as error:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        pytest.raises(_contract.IntegrationError) as error,
+    ):
         _contract.join("test")
-    return str(error.value)
+    rank_store("done").set("rank 0", "1")
+    return f"{said.getvalue()}{error.value}"
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    message, _ = spawn_ranks(join_on_rank_0, 2, fresh=True)
+@pytest.mark.parametrize("served", [False, True])
+def test_a_rank_that_does_not_come_is_named(served: bool) -> None:
+    message, _ = spawn_ranks(join_on_rank_0, 2, served, fresh=True)
     assert message is not None
-    assert "rank(s) 1 did not call it within 0.5 s" in message
+    limit, doing = ("0.5 s", "")
+    if served:  # then it is known what the rank does instead
+        limit, doing = "3 s", " (rank 1: it is in test_contract.py:"
+    early, late = message.splitlines()
+    assert early.startswith(f"deepytorch: test waits for rank 1, up to {limit}: it is for every ")
+    assert late.startswith(f"test: rank(s) 1 did not call it within {limit}{doing}")
 
 
 def join_switched_off(rank: int, world_size: int) -> tuple[bool, str]:

@@ -149,7 +149,7 @@ def bad(rank: int, world_size: int) -> list[str]:
         (ddp.tune_buckets, make_model(), ({},)),
         (ddp.tune_buckets, DistributedDataParallel(make_model(), mixed_precision=half), ({},)),
         (ddp.tune_buckets, with_built_in_hook(), ({},)),
-        (ddp.tune_buckets, with_a_frozen_layer(), ({},)),
+        (ddp.tune_buckets, with_a_new_head(), ({},)),
     ]
     said = []
     for apply, model, keywords in cases:
@@ -167,9 +167,9 @@ def with_built_in_hook() -> DistributedDataParallel:
     return model
 
 
-def with_a_frozen_layer() -> DistributedDataParallel:
+def with_a_new_head() -> DistributedDataParallel:
     model = DistributedDataParallel(make_model())
-    model.module[2].requires_grad_(False)
+    model.module[-1].weight = nn.Parameter(model.module[-1].weight.detach().clone())
     return model
 
 
@@ -187,7 +187,7 @@ def test_a_wrong_argument_is_one_line_on_every_rank() -> None:
         "Sequential is no DistributedDataParallel: pass what prepare_ddp returned",
         "this module's buckets can't be changed: DDP's mixed_precision has",
         "this module's buckets can't be changed: it has a communication hook that can't be told",
-        "this module's buckets can't be changed: parameters were frozen or unfrozen since",
+        "this module's buckets can't be changed: parameters were replaced since it was",
     ]
     for said in spawn_ranks(bad, 2, fresh=True):
         for message, part in zip(said, expected, strict=True):

@@ -276,6 +276,35 @@ def test_weights_are_stocks_whatever_the_loop_does(tmp_path: Path) -> None:
     spawn_ranks(train_as_stock, 2, options, backend="deepytorch", fresh=True)
 
 
+def swapped(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    def trained(*, tunes: bool) -> tuple[torch.Tensor, set[nn.Parameter], nn.Module]:
+        torch.manual_seed(3)
+        layers = [nn.Linear(13, 64), *(nn.Linear(64, 64) for _ in range(2)), nn.Linear(64, 5)]
+        layers[1].requires_grad_(False)
+        model = DistributedDataParallel(nn.Sequential(*layers), find_unused_parameters=True)
+        # Others of the same number and sizes, which DDP does not reduce.
+        layers[1].requires_grad_(True)
+        layers[2].requires_grad_(False)
+        if tunes:
+            start_tuning(model, options, LAYOUTS[0])
+        job = Job(model, rank)
+        for number in range(48):
+            layers[2].requires_grad_(number >= 20)
+            job.step()
+        assert not hooked(model)
+        return weights([model]), set(_buckets.reduced_parameters(model)), layers[1]
+
+    stock, _, _ = trained(tunes=False)
+    tuned, reduced, unfrozen = trained(tunes=True)
+    assert torch.equal(tuned, stock)
+    assert not reduced & set(unfrozen.parameters())
+
+
+def test_what_was_frozen_when_it_was_wrapped_is_not_reduced_later(tmp_path: Path) -> None:
+    options = {"tune": "force", "profile": tmp_path / "profile.json"}
+    spawn_ranks(swapped, 2, options, backend="deepytorch", fresh=True)
+
+
 def joined(rank: int, world_size: int, options: dict[str, Any]) -> None:
     job = Job(ddp.prepare_ddp(make_model(), **options), rank)
     base = _buckets.layout_of(job.model)

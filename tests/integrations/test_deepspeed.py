@@ -456,6 +456,47 @@ def test_a_flag_on_some_ranks_only_names_the_others() -> None:
     assert "deepspeed: rank(s) 1 did not call it within 0.5 s" in seen[0][0]
 
 
+def flag_on_rank_0(rank: int, world_size: int, how: str) -> str:
+    import deepspeed
+
+    deepytorch.deactivate()
+    if how != "not connected":
+        dist.init_process_group("gloo")
+    deepspeed_flag.arm("test")
+    given = flagged() if rank == 0 or how == "switched off" else configuration()
+    if how == "switched off":
+        deepspeed_flag.switched_off = lambda: rank == 1
+    with pytest.raises(_contract.IntegrationError) as error:
+        engine(given, adapter.initialize if how == "switched off" else deepspeed.initialize)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "has"),
+    [
+        ("connected", 'no section "deepytorch" in DeepSpeed\'s configuration'),
+        ("not connected", 'no section "deepytorch" in DeepSpeed\'s configuration'),
+        ("switched off", "deepytorch switched off (DEEPYTORCH_ENABLED=0)"),
+    ],
+)
+def test_a_flag_on_some_ranks_only_is_the_same_line_on_every_rank(how: str, has: str) -> None:
+    seen = spawn_ranks(flag_on_rank_0, 2, how, **IMPORTED, env=ENVIRONMENT)
+    said = f"deepspeed: rank 1 has {has}, and other ranks use deepytorch: give every rank the same"
+    assert all(message.startswith(said) and "\n" not in message for message in seen)
+
+
+def stock_in_turns(rank: int, world_size: int) -> tuple[list[float], bool]:
+    stock_group()
+    deepspeed_flag.arm("test")
+    made = [engine(configuration()) for _ in range(2)][1]
+    return train(made, 1), deepytorch.is_active()
+
+
+def test_without_a_flag_on_any_rank_deepspeed_goes_on() -> None:
+    results = spawn_ranks(stock_in_turns, 2, **IMPORTED, env=ENVIRONMENT)
+    assert [active for _, active in results] == [False, False]
+
+
 def switched_off(rank: int, world_size: int) -> tuple[str, bool, int]:
     stock_group()
     deepspeed_flag.arm("test")

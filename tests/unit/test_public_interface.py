@@ -181,6 +181,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--device": "cpu",
         "--policy": "auto",
         "--blocks": 7,
+        "--timeout-s": 3600.0,
         "--json": None,
     },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
