@@ -7,6 +7,7 @@ torch.distributed.distributed_c10d and acts right after that module has been exe
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -75,7 +76,17 @@ def activate(**options: Any) -> None:
 def activate_on_import() -> None:
     """What `import deepytorch` does: `activate`, if it has not been done."""
     if _active is None and not _left_to_adapter.get():
-        activate()
+        try:
+            activate()
+        except ValueError:
+            if not _is_command():
+                raise
+
+
+def _is_command() -> bool:
+    """Whether this process is the command `deepytorch`, which tells of a wrong option in a line."""
+    started_as = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return started_as == "deepytorch" or sys.orig_argv[1:3] == ["-m", "deepytorch.cli"]
 
 
 @contextlib.contextmanager
@@ -154,6 +165,10 @@ def deactivate() -> None:
             left = upgrade.num_groups_made_as_ours(c10d)
             if left:
                 say_once(f"{left} group(s) made with deepytorch keep it until they are destroyed")
+                return
+        hang = sys.modules.get("deepytorch_core.hang.live")
+        if hang is not None:
+            hang.rest()
 
 
 def is_active() -> bool:

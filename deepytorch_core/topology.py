@@ -190,7 +190,11 @@ def discover() -> Topology:
 
 def load(path: str | Path) -> Topology:
     """Read a file that `dump` wrote. Raises OSError, or ValueError that names the wrong field."""
-    return Topology.from_json(Path(path).read_text(encoding="utf-8"))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} holds no topology: {error}") from None
+    return Topology.from_json(text)
 
 
 def dump(topology: Topology, path: str | Path) -> None:

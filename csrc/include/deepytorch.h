@@ -164,9 +164,10 @@ typedef struct dpt_delegate {
   dpt_status (*run)(void* context, void* call, dpt_error* error);
   /* Carries out a request of the core's own, where buffers of one kind lie one behind the other:
    * how the tuner times the delegate, and how that gets its part of an operation that is divided.
-   * Sums, and of an all_reduce also averages, of floats of 16 and 32 bits. On host memory to its end, with NULL for `call`. On a device
-   * the operation is put on the stream that `stream` gave for `call`, and the thread goes on. NULL:
-   * the delegate is no candidate, and gets only what native code can't do. */
+   * Sums, and of an all_reduce also averages, of floats of 16 and 32 bits. On host memory to its
+   * end, with NULL for `call`. On a device the operation is put on the stream that `stream` gave
+   * for `call`, and the thread goes on. NULL: the delegate is no candidate, and gets only what
+   * native code can't do. */
   dpt_status (*execute)(void* context, const dpt_request* request, dpt_error* error);
   /* As `start`, in stages within nodes and between them: all_reduce, all_gather and reduce_scatter
    * of equal parts. `node_of` is each rank's node, of equally many ranks each. NULL: it can't. */

@@ -40,6 +40,9 @@ bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")
 help.dress(app)
 
+# As a shell has it for what Ctrl-C ended.
+_INTERRUPTED = 130
+
 
 def main() -> None:
     """Runs the command line and exits: 0, 1 after an error, 2 for wrong use; an error is a line.
@@ -56,6 +59,8 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
+        if console.was_interrupted():
+            sys.exit(_INTERRUPTED)
         wrong_use = help.usage_error(error)
         if wrong_use is None and console.shows_tracebacks():
             raise

@@ -1,6 +1,7 @@
 """`deepytorch bench`: ours and a baseline, checked and timed in turns in one run."""
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,6 +132,8 @@ def collectives(
     """
     from deepytorch_core.bench import job as jobs
 
+    shared.check_place("--json", json)
+    shared.check_place("--plot", plot)
     emulated = None
     if nodes:
         emulated = jobs.Nodes(
@@ -280,6 +283,7 @@ def ddp(
     """
     from deepytorch_core.bench import job as jobs
 
+    shared.check_place("--json", json)
     job = jobs.DdpJob(
         model=model,
         parameters=jobs.parse_size(parameters),
@@ -318,6 +322,9 @@ def compile(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     policy: Annotated[str, typer.Option(help="auto, or a policy of deepytorch.compile.")] = "auto",
     blocks: Annotated[int, typer.Option(help="Timed blocks of steps of each arm.")] = 7,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Time limit of one workload, all arms, in seconds.")
+    ] = 3600.0,
     json: Annotated[
         Path | None, typer.Option("--json", help="Append one record per workload to this file.")
     ] = None,
@@ -326,26 +333,34 @@ def compile(
 
     Each arm is a process of its own; all start from the same weights and see the same batches.
     Workloads whose library is not installed are named and left out. Exits with status 1 when losses
-    differ by more than rounding explains.
+    differ by more than rounding explains, or a workload was ended by its time limit; the others are
+    measured all the same.
     """
     from deepytorch.workloads import compile_suite
     from deepytorch.workloads.compile_worker import CompileJob
     from deepytorch_core.bench import launch, record
     from deepytorch_core.bench.job import BenchError, parse_names
 
-    rows = []
+    shared.check_place("--json", json)
+    rows, ended = [], []
     for name in parse_names(only) if only else compile_suite.names(suite):
         job = CompileJob(
             world_size=1,
             device=device,
             ours="compile",  # no collectives of ours
-            timeout_s=3600,
+            timeout_s=math.ceil(timeout_s),
             workload=name,
             blocks=blocks,
             policy=policy,
         )
         try:
-            (row,) = launch.run(job)
+            (row,) = launch.run(job, limit_s=timeout_s)
+        except launch.TimeLimitError as error:
+            console.err().print(
+                f"[bold red]error:[/] {name}: {error}: raise --timeout-s, or leave it out by --only"
+            )
+            ended.append(name)
+            continue
         except BenchError as error:
             if "pip install" not in str(error):
                 raise
@@ -361,6 +376,8 @@ def compile(
         console.out().print(compile_summary(rows), soft_wrap=True)
     for row in rows:
         refuse_differing_losses(row)
+    if ended:
+        raise typer.Exit(1)
 
 
 def compile_line(row: "Record") -> str:
@@ -441,6 +458,7 @@ def groups(
     from deepytorch_core.bench import groups as bench
     from deepytorch_core.bench import record
 
+    shared.check_place("--json", json)
     found = bench.run(count, world_size)
     for line in bench.lines(found):
         console.out().print(line, soft_wrap=True, highlight=False)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import bench, console, help
+from deepytorch.cli import bench, console, help, shared
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.job import Nodes
@@ -93,6 +93,8 @@ def train(
     from deepytorch_core.bench import job as jobs
     from deepytorch_core.bench import launch, record
 
+    shared.check_place("--json", json)
+    shared.check_place("--report", report)
     if report is not None:
         _check_report(report, workload, json)
     if workload == "list":

@@ -1,8 +1,12 @@
 """How the command talks: tables on standard output, errors and remarks on standard error."""
 
+import errno
 import io
 import os
+import signal
 import sys
+import threading
+from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,14 +16,35 @@ from rich.table import Table
 PIPED_WIDTH = 200
 
 
+_interrupted = False
+
+
 def prepare() -> None:
-    """Make the best of what the process was started with: closed streams, poor encodings."""
+    """Make the best of what the process was started with: closed streams, poor encodings.
+
+    Ctrl-C is remembered, see `was_interrupted`.
+    """
+    if threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
+        signal.signal(signal.SIGINT, _interrupt)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    signal.default_int_handler(number, frame)
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C came: torch's import may swallow it, or make another error of it."""
+    return _interrupted
 
 
 def out() -> Console:
@@ -34,6 +59,10 @@ def err() -> Console:
 def error(error: Exception) -> None:
     """Prints an error for a person: what went wrong, without where in our code."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "the output"
+        wrong_use(f"{where} can't be written: {error.strerror}; make room, or write elsewhere")
+        return
     if isinstance(error, OSError) and error.filename is not None:
         wrong_use(f"{error.filename}: {error.strerror}")
         return

@@ -1,5 +1,8 @@
 """torchrun in this process, with its own options, and with the exit status of what failed."""
 
+import contextlib
+import os
+import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,10 +10,11 @@ from typing import Any
 
 import typer
 
-from deepytorch.cli import help
+from deepytorch.cli import console, help
 
 _WRONG_USE = 2
 _RUNNER = Path(__file__).with_name("runner.py")
+_NO_ADDRESS = "127.0.0.1"  # --master-addr where neither an option nor the environment gives one
 
 
 class Command(help.Command):
@@ -62,15 +66,22 @@ def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> 
     """torchrun's options, then the script and its arguments, as torchrun's own parser reads them.
 
     `default_processes` stands in for an absent --nproc-per-node. Exits with status 2 and torchrun's
-    message when the options are wrong, or raises ValueError.
+    message when the options are wrong, or raises ValueError; also for a wrong variable of ours, as
+    every process would.
     """
     from torch.distributed import run as torchrun
+
+    from deepytorch_core import config
+
+    config.Options.from_env()
 
     parser: ArgumentParser = torchrun.get_args_parser()
     parser.prog = command
     if parser.get_default("nproc_per_node") == "1":  # else set by the environment, PET_...
         parser.set_defaults(nproc_per_node=default_processes)
     default_port = parser.get_default("master_port")
+    if parser.get_default("node_rank") == 0:  # else set by the environment
+        parser.set_defaults(node_rank=None)
     options = parser.parse_args(list(arguments))
     if options.nproc_per_node.isdecimal() and int(options.nproc_per_node) < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: expected 1 or more")
@@ -78,6 +89,51 @@ def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> 
     if alone and not options.rdzv_endpoint and options.master_port == default_port:
         options.standalone = True  # a free port, so that runs on one machine never meet
     return options
+
+
+def settle_meeting(options: Namespace) -> None:
+    """How the nodes find each other, where torchrun's defaults would let them wait without end.
+
+    It takes every node without a number for the first, and goes by the first one's own name, which
+    may be 127.0.1.1. Raises ValueError where they could not meet.
+    """
+    from deepytorch_core.network import addresses
+
+    numbered = options.node_rank is not None
+    options.node_rank = options.node_rank or 0
+    if options.nnodes.split(":")[-1] == "1":
+        return
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    if options.rdzv_backend == "static" and not numbered:
+        if not options.rdzv_endpoint and options.master_addr == _NO_ADDRESS:
+            raise ValueError(
+                f"--nnodes {options.nnodes}: where do the nodes meet? Give all of them "
+                "--rdzv-endpoint HOST:PORT of one, or --master-addr HOST and each its --node-rank"
+            )
+        if options.rdzv_endpoint:
+            options.rdzv_backend = "c10d"
+    name = socket.getfqdn(socket.gethostname())
+    if options.local_addr is not None or not host or addresses.is_known_by(name):
+        return
+    with contextlib.suppress(OSError, ValueError):  # then it is torchrun's own way
+        host = host.strip("[]")
+        options.local_addr = addresses.address_towards(host, int(port))
+        # By its name this machine would not find out that it is to serve the others.
+        if addresses.has_address(host, options.local_addr) and "is_host" not in options.rdzv_conf:
+            options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, "is_host=1"]))
+
+
+def check_script(context: typer.Context, options: Namespace) -> None:
+    """Ends the command, as wrong use, where Python could not begin with the script."""
+    if options.module or options.no_python:
+        return
+    script = Path(options.training_script)
+    if not script.exists():
+        context.fail(f"there is no script {script}")
+    if script.is_dir() and not (script / "__main__.py").exists():
+        context.fail(f"{script} is a folder without __main__.py: name a script")
+    if not os.access(script, os.R_OK):
+        context.fail(f"{script} can't be read: no permission")
 
 
 def activated(options: Namespace) -> Namespace:
@@ -98,13 +154,17 @@ def activated(options: Namespace) -> Namespace:
 def launch(options: Namespace) -> int:
     """Runs torchrun; returns 0, or the exit status of the process that failed first.
 
-    A process ended by a signal counts as 128 + its number, as in a shell.
+    A process ended by a signal counts as 128 + its number, as in a shell. Raises ValueError where
+    several nodes could not meet.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     start: Callable[[Namespace], None] = torchrun.run
+    settle_meeting(options)
+    if console.was_interrupted():
+        raise KeyboardInterrupt
     try:
         start(options)
     except ChildFailedError as error:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepytorch.cli import console, help
+from deepytorch.cli import console, help, shared
 
 
 def add_to(app: typer.Typer) -> None:
@@ -129,6 +129,7 @@ def write_page(html: Path, files: list[Path]) -> None:
     names = [file.stem for file in files]
     if len(set(names)) < len(names):
         names = [str(file) for file in files]
+    shared.check_place("--html", html)
     reports, comparisons = {}, []
     for name, file in zip(names, files, strict=True):
         saved = read(file, with_comparisons=True)
@@ -136,7 +137,12 @@ def write_page(html: Path, files: list[Path]) -> None:
             reports[name] = saved
         else:
             comparisons.append(saved)
-    report_page.write(html, reports, comparisons)
+    try:
+        report_page.write(html, reports, comparisons)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        listed = ", ".join(map(str, files))
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{listed}: no page can be made of what this holds: {reason}") from error
     console.err().print(f"written: {html}", markup=False)
 
 
@@ -144,7 +150,7 @@ def read(path: Path, *, with_comparisons: bool = False) -> dict[str, Any]:
     """A report saved as JSON, or what `run --compare --json` wrote; ValueError when it is none."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ValueError(f"{path} holds no report: {error}") from error
     if with_comparisons and isinstance(saved, dict) and {"verdicts", "runs"} <= saved.keys():
         return saved

@@ -73,9 +73,7 @@ def run(
         arguments.insert(0, "--module")
     default = str(launcher.num_gpus() or 1)
     options = launcher.parse(arguments, command="deepytorch run", default_processes=default)
-    script = Path(options.training_script)
-    if not (options.module or options.no_python or script.exists()):
-        context.fail(f"there is no script {script}")
+    launcher.check_script(context, options)
     if not compare:
         raise typer.Exit(launcher.launch(launcher.activated(options)))
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import selectors
 import signal
@@ -29,16 +30,21 @@ _GRACE_S = 3.0  # how long the other ranks may take to report after the first fa
 _WITH_LOG = ("sh", "-c", 'exec "$@" > "$0" 2>&1')
 
 
+class TimeLimitError(BenchError):
+    """A run was ended because its time was over."""
+
+
 class WorkerError(RuntimeError):
     """A rank failed; the message holds the traceback of every rank that had one of its own."""
 
 
-def run(job: Run) -> Iterator[Record]:
+def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
     """Measures `job` on processes of this machine; yields each row's record as it is ready.
 
     What rank 0 printed goes to standard error at the end, also where Ctrl-C or SIGTERM is it.
-    Raises BenchError when the job cannot run here and WorkerError when a rank fails. No process is
-    left when the iteration ends, however it ends.
+    Raises BenchError when the job cannot run here, TimeLimitError, which is one, when it has not
+    ended within `limit_s` seconds, and WorkerError when a rank fails. No process is left when the
+    iteration ends, however it ends.
     """
     origin = provenance()
     if job.ours == "deepytorch":
@@ -61,12 +67,12 @@ def run(job: Run) -> Iterator[Record]:
         ranks = stack.enter_context(_Ranks(job, setup, folder, network))
         stack.enter_context(_ending_at_sigterm())
         try:
-            for message in ranks.messages():
+            for message in ranks.messages(limit_s):
                 if "error" in message:
                     raise BenchError(message["error"])
                 settings = {**setup.settings, **job.baseline_settings}
                 yield {**message["record"], "baseline_settings": settings, **origin}
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, TimeLimitError):
             sys.stderr.write(ranks.output(0))  # how far it came
             raise
         sys.stderr.write(ranks.output(0))  # warnings, said once
@@ -145,19 +151,24 @@ class _Ranks:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=_GRACE_S)
+            elif process.poll() is None:  # what it started, too: each is the first of a session
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self._processes:
             process.wait()
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self, limit_s: float) -> Iterator[dict[str, Any]]:
         """What the ranks send until all of them ended; raises WorkerError if one failed."""
         pending = b""
-        deadline = float("inf")
+        deadline, until = math.inf, time.monotonic() + limit_s
         reader = self._ends[0]
         with selectors.DefaultSelector() as selector:
             selector.register(reader, selectors.EVENT_READ)
             while time.monotonic() < deadline:
                 ended = [process.poll() for process in self._processes]
+                if time.monotonic() >= until:
+                    raise TimeLimitError(f"it did not end within {limit_s:g} s")
                 if selector.select(timeout=0.05):
                     *lines, pending = (pending + os.read(reader, 1 << 16)).split(b"\n")
                     yield from (json.loads(line) for line in lines)

@@ -24,6 +24,7 @@ BOUNDARY = b"\0"
 _MOST_FRAMES = 200  # of a thread
 
 _registered = 0
+_watches_forks = False
 _descriptors: tuple[int, ...] = ()
 
 
@@ -32,7 +33,7 @@ def register() -> int:
 
     Idempotent. A forked child answers to nobody until it calls this itself.
     """
-    global _registered, _descriptors
+    global _registered, _descriptors, _watches_forks
     if _registered:
         return _registered
     chosen = processes.free_signal(range(signal.SIGRTMAX - 8, signal.SIGRTMIN, -1))
@@ -51,25 +52,38 @@ def register() -> int:
         _descriptors = (memory, reading, writing)
         faulthandler.register(chosen, file=memory, all_threads=True, chain=False)
         _registered = chosen
-        os.register_at_fork(after_in_child=_forget)
+        if not _watches_forks:
+            os.register_at_fork(after_in_child=_forget)
+            _watches_forks = True
     return _registered
+
+
+def unregister() -> None:
+    """Answers nobody from now on; the thread ends. Does nothing where `register` did nothing."""
+    global _registered, _descriptors
+    if _registered:
+        faulthandler.unregister(_registered)
+        memory, _, writing = _descriptors
+        _registered, _descriptors = 0, ()
+        os.close(writing)  # which the thread sees
+        os.close(memory)
 
 
 def _forget() -> None:
     """In a forked child, where the thread is gone: its answers would go to its parent's readers."""
-    global _registered, _descriptors
-    if _registered:
-        faulthandler.unregister(_registered)
-        for descriptor in _descriptors:
-            os.close(descriptor)
-        _registered, _descriptors = 0, ()
+    reading = _descriptors[1:2]
+    unregister()
+    for descriptor in reading:
+        os.close(descriptor)
 
 
 def _serve(questions: int) -> None:
     with contextlib.suppress(OSError):
         while os.read(questions, 1):
             text = _all_stacks().encode(errors="replace")
-            os.write(_descriptors[0], BOUNDARY + text + BOUNDARY)
+            for memory in _descriptors[:1]:
+                os.write(memory, BOUNDARY + text + BOUNDARY)
+        os.close(questions)
 
 
 def _all_stacks() -> str:

@@ -35,10 +35,13 @@ class Job:
 def jobs(pids: Iterable[int] | None = None, name: str | None = None) -> list[Job]:
     """The jobs on this node: all, those that these processes are of, or the one called `name`.
 
-    Raises RecordError for a given process without a record, OSError for one that can't be looked
+    A process that a rank has started (a data loader's worker), or that has started ranks, is of
+    their job.
+
+    Raises RecordError for a given process that is of none, OSError for one that can't be looked
     into.
     """
-    wanted = None if pids is None else {_name(record.read(pid)) for pid in pids}
+    wanted = None if pids is None else {name for pid in pids for name in _names(pid)}
     found: dict[str, list[Record]] = {}
     for pid in record.find():
         with contextlib.suppress(OSError, RecordError):  # it may have ended meanwhile
@@ -49,6 +52,23 @@ def jobs(pids: Iterable[int] | None = None, name: str | None = None) -> list[Job
         for job, members in sorted(found.items())
         if (wanted is None or job in wanted) and name in (None, job)
     ]
+
+
+def _names(pid: int) -> set[str]:
+    """The jobs that a process is of: one, or those of all ranks that it has started."""
+    try:
+        return {_name(record.read(pid))}
+    except record.NoRecordError as error:
+        for above in processes.ancestors(pid):
+            with contextlib.suppress(record.NoRecordError, OSError):
+                return {_name(record.read(above))}
+        below = [one for one in record.find() if pid in processes.ancestors(one)]
+        if not below:
+            raise record.NoRecordError(
+                f"{error}, and no rank has started it or was started by it: leave --pid out to "
+                "see all jobs"
+            ) from None
+        return {_name(record.read(one)) for one in below}
 
 
 def _name(one: Record) -> str:

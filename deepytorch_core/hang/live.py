@@ -17,14 +17,23 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from deepytorch_core import config
 from deepytorch_core.console import say
-from deepytorch_core.hang import answer, collect, evidence, processes, record, table, verdict
+from deepytorch_core.hang import (
+    answer,
+    collect,
+    evidence,
+    processes,
+    record,
+    table,
+    verdict,
+    words,
+)
 from deepytorch_core.hang.evidence import Rank
 
 # Explaining a failure takes so long at most, of which other nodes get the first part to answer.
@@ -76,8 +85,6 @@ def join(store: Any, *, rank: int, size: int, life: object) -> None:
     global _home
     from torch._C._distributed_c10d import PrefixStore
 
-    from deepytorch_core import _core
-
     own: Any = PrefixStore("deepytorch/hang", store)
     job = secrets.token_hex(6)
     if size > 1:
@@ -96,13 +103,27 @@ def join(store: Any, *, rank: int, size: int, life: object) -> None:
     _home = _Home(own, rank, size, job)
     weakref.finalize(life, _let_go, _home).atexit = False
     _judged.clear()
-    _core.identify_process(job=job, rank=rank, world_size=size, signal=answer.register())
+    rouse()
     if size > 1 and own is not None and config.spans_nodes():
         thread = threading.Thread(
             target=_listen, args=(_home,), name="deepytorch-hang", daemon=True
         )
         thread.start()
         atexit.register(_end, _home, thread)
+
+
+def rouse() -> None:
+    """Have this process answer who asks what it does: after `join`, and again after `rest`."""
+    from deepytorch_core import _core
+
+    if _home is not None:
+        signal = answer.register()
+        _core.identify_process(job=_home.job, rank=_home.rank, world_size=_home.size, signal=signal)
+
+
+def rest() -> None:
+    """Answer nobody, until `rouse`: no group of this process goes through deepytorch any more."""
+    answer.unregister()
 
 
 def _let_go(home: _Home) -> None:
@@ -145,6 +166,20 @@ def explain_failure(group: str, failure: str) -> str:
     except Exception as error:  # the operation's own error matters more
         say(f"the hang was not explained: {type(error).__name__}: {error}", level="debug")
         return ""
+
+
+def whereabouts(ranks: Iterable[int]) -> str:
+    """What the first of these ranks that this node knows of does: "rank 1: it is in ...".
+
+    Empty where nothing is known. Raises nothing.
+    """
+    if _home is not None:
+        with contextlib.suppress(Exception):  # who asks has an error of its own to tell
+            known = {one.rank: one for one in _here(_home)}
+            for rank in ranks:
+                if rank in known:
+                    return f"rank {rank}: {words.state(known[rank])}"
+    return ""
 
 
 def _failed_operation(group: str) -> evidence.Operation | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def state(pid: int) -> tuple[str, str]:
     if letter == "D":
         return evidence.IN_KERNEL, _kernel_function(pid)
     return evidence.RUNNING, ""
+
+
+def ancestors(pid: int) -> list[int]:
+    """Who started the process, who started that one, and so on; the next first."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while (pid := int(_stat(pid)[1])) > 0:
+            found.append(pid)
+    return found
 
 
 def sleeps(task: str) -> bool:

@@ -49,6 +49,10 @@ class RecordError(ValueError):
     """This is no flight record that this version can read."""
 
 
+class NoRecordError(RecordError):
+    """A process has no flight record, or there is no such process."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A flight record at one moment. `peers` are pids by global rank, of ranks on its node."""
@@ -72,7 +76,7 @@ def read(pid: int) -> Record:
     look."""
     descriptor = open_memfd(pid, NAME, os.O_RDONLY)
     if descriptor is None:
-        raise RecordError(f"process {pid} has no flight record: it made no group with deepytorch")
+        raise NoRecordError(f"process {pid} has no flight record: it made no group with deepytorch")
     try:
         return read_descriptor(descriptor)
     finally:
@@ -98,7 +102,7 @@ def open_memfd(pid: int, name: str, flags: int) -> int | None:
     try:
         entries = os.listdir(folder)
     except FileNotFoundError:
-        raise RecordError(f"there is no process {pid}") from None
+        raise NoRecordError(f"there is no process {pid}") from None
     for entry in entries:
         with contextlib.suppress(OSError):
             link = os.readlink(folder / entry).removesuffix(" (deleted)")

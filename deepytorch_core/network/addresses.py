@@ -70,6 +70,12 @@ def interface_of(address: str) -> str:
     raise OSError(f"no interface has {address}")
 
 
+def has_address(hostname: str, address: str) -> bool:
+    """Whether `hostname`, a name or an address, stands for `address`. Raises OSError for one
+    that nobody knows."""
+    return any(found[0] == address for *_, found in socket.getaddrinfo(hostname, None))
+
+
 def is_known_by(hostname: str) -> bool:
     """Whether one of the addresses that `hostname` stands for is this machine's, and other nodes
     could reach it."""

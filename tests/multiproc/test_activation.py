@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+import time
 from contextlib import redirect_stderr
 from datetime import timedelta
 from io import StringIO
@@ -108,6 +110,16 @@ def test_sub_groups_of_four_ranks_and_a_second_initialisation() -> None:
         assert of_rank == {"totals": [2, 2, *sizes, 4], "names": OURS}
 
 
+def stacks_threads() -> list[str]:
+    """Threads by which others learn what this process does, after some time to end."""
+    for _ in range(20):
+        names = [one.name for one in threading.enumerate() if one.name == "deepytorch-stacks"]
+        if not names:
+            break
+        time.sleep(0.05)
+    return names
+
+
 def upgrade(rank: int, world_size: int) -> dict[str, Any]:
     init(rank, world_size, "gloo")
     group = dist.new_group(list(range(world_size)), group_desc="mine")
@@ -133,6 +145,7 @@ def upgrade(rank: int, world_size: int) -> dict[str, Any]:
     activation.deactivate()
     after = [names(), names(group), total(world_size), total(world_size, group)]
     assert default._get_backend(torch.device("cpu")) is stock
+    assert stacks_threads()  # there is a group of ours
     assert names(newer)[0] == "deepytorch"  # was made so, and has nothing to go back to
     assert total(world_size, newer) == world_size
 
@@ -150,6 +163,20 @@ def test_existing_groups_are_upgraded_in_place_and_back() -> None:
         assert found["native"] == 2
         assert found["after"] == [GLOO, GLOO, 2, 2]
         assert found["again"] == [both, 2, 1]
+
+
+def on_and_off(rank: int, world_size: int) -> list[tuple[float, list[str]]]:
+    init(rank, world_size, "gloo")
+    seen = []
+    for switch in (activation.activate, activation.deactivate) * 2:
+        switch()
+        seen.append((total(world_size), stacks_threads()))
+    return seen
+
+
+def test_without_groups_of_ours_no_thread_is_left() -> None:
+    on, off = (2, ["deepytorch-stacks"]), (2, [])
+    assert spawn_ranks(on_and_off, 2, fresh=True) == [[on, off, on, off]] * 2
 
 
 def upgrade_of_other_backends(rank: int, world_size: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -211,9 +212,8 @@ def test_a_checkpoint_that_was_there_is_not_deleted(project: Project, given: str
     done = project.compare(DELETES, given=given)
     assert done.exit_code == 1
     message = str(done.exception)
-    assert "failed with exit status 1 under the arm 'stock'" in message
-    assert "Traceback (most recent call last)" in message
-    assert "train.py" in message
+    assert "\n" not in message
+    assert re.search(r"train\.py, line \d+\)$", message)
     assert f"would delete {project.elsewhere}, which was there" in message
     assert weights.read_text() == "old"
     assert not project.receipt.exists()

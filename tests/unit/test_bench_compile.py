@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from deepytorch.cli import bench
+from deepytorch.cli import app, bench
 from deepytorch.workloads import compile_suite
 from deepytorch.workloads.compile_worker import CompileJob, record_of
 from deepytorch_core.bench import tables
@@ -96,3 +98,25 @@ def test_compile_workload_trains(name: str) -> None:
     loss.backward()
     assert torch.isfinite(loss)
     assert any(bool(one.grad.any()) for one in workload.model.parameters() if one.grad is not None)
+
+
+def test_a_workload_that_takes_too_long_is_ended_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    (tmp_path / "endless.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n{{child.pid}}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(CompileJob, "WORKER", "endless")
+    names = ",".join(compile_suite.names("default")[:2])
+    limit = ["--timeout-s", "3", "--only", names]
+    result = CliRunner().invoke(app, ["bench", "compile", *limit])
+    assert result.exit_code == 1
+    for name in names.split(","):
+        assert f"error: {name}: it did not end within 3 s: raise --timeout-s, or" in result.stderr
+    left = [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}/cmdline").exists()]
+    assert not [pid for pid in left if Path(f"/proc/{pid}/cmdline").read_bytes()]

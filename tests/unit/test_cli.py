@@ -1,8 +1,13 @@
 """The command line without starting processes: help, errors, what is passed on."""
 
+import contextlib
+import errno
 import io
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +176,7 @@ def test_run_without_a_script_says_so(launched):
     ("arguments", "message"),
     [
         (["missing.py", "--lr", "1"], "there is no script missing.py"),
+        (["."], ". is a folder without __main__.py: name a script"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0: expected 1 or more"),
         (["--compare", "--html", ".", "train.py"], "is a folder: name a file"),
         (["--compare", "--json", "/proc/none/found.json", "train.py"], "can't be written"),
@@ -180,6 +186,57 @@ def test_run_starts_nothing_that_must_fail(launched, monkeypatch, capsys, argume
     assert main(monkeypatch, "run", *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not launched
+
+
+def test_tune_starts_nothing_without_a_script(launched, monkeypatch, capsys):
+    assert main(monkeypatch, "tune", "--nproc-per-node", "2", "missing.py") == 2
+    assert "there is no script missing.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["report"], ["run", __file__], ["tune", "--nproc-per-node", "2", __file__], ["bench", "ddp"]],
+)
+def test_a_wrong_variable_is_one_line(command):
+    name = [sys.executable, "-m", "deepytorch.cli"]
+    environment = {**os.environ, "DEEPYTORCH_TUNE": "perhaps"}  # noqa: TID251
+    result = subprocess.run([*name, *command], env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: DEEPYTORCH_TUNE='perhaps': expected one of auto, off")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_interrupt_that_was_lost_counts(monkeypatch, capsys):
+    from torch.distributed import run as torchrun
+
+    from deepytorch.cli import console
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(console, "_interrupted", False)
+    monkeypatch.setattr(torchrun, "run", lambda options: pytest.fail("it was started"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        console.prepare()
+        with contextlib.suppress(KeyboardInterrupt):  # as the import of torch may do
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(parse("train.py"))
+    # What else may come of it.
+    monkeypatch.setattr(launch, "run", lambda job: [][0])
+    assert main(monkeypatch, "bench", "collectives") == 130
+    assert not capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(launch, "run", fail)
+    assert main(monkeypatch, "bench", "collectives") == 1
+    said = "error: the output can't be written: No space left on device; make room, or write"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_a_program_has_said_itself_is_not_told_again(monkeypatch, capsys):
@@ -309,6 +366,13 @@ class FakeRun:
 def bench(monkeypatch, fake, *arguments):
     monkeypatch.setattr(launch, "run", fake)
     return invoke("bench", "collectives", *arguments)
+
+
+@pytest.mark.parametrize("command", ["collectives", "ddp", "train", "compile"])
+def test_bench_measures_nothing_that_it_can_not_write(monkeypatch, command, tmp_path):
+    monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("it was measured"))
+    result = invoke("bench", command, "--json", str(tmp_path))
+    assert "is a folder: name a file" in str(result.exception)
 
 
 def test_bench_options_reach_the_job(monkeypatch):
@@ -476,13 +540,24 @@ def test_report_shows_a_saved_report(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"other": 1}', '{"native_calls": 1}', '{"native_calls": 1, "rows": [{}]}']
+    "text",
+    ["{", "[]", '{"other": 1}', '{"native_calls": 1}', '{"native_calls": 1, "rows": [{}]}', "\xff"],
 )
 def test_report_refuses_another_file(tmp_path, text):
     path = tmp_path / "report.json"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     result = invoke("report", str(path))
-    assert "holds no report" in str(result.exception)
+    assert f"{path} holds no report" in str(result.exception)
+
+
+@pytest.mark.parametrize("text", ["\xff", '{"other": 1}', '{"native_calls": {}}'])
+def test_report_makes_no_page_of_another_file(tmp_path, text):
+    path = tmp_path / "report.json"
+    path.write_text(text, encoding="latin-1")
+    result = invoke("report", str(path), "--html", str(tmp_path / "page.html"))
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception).startswith(f"{path}")
+    assert "holds" in str(result.exception)
 
 
 def test_report_shows_environment_adapter_and_options():

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from deepytorch.cli import compare, launcher
-from deepytorch.cli.compare import report
+from deepytorch.cli.compare import failure, report
 from deepytorch_core import config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import Plan
@@ -468,17 +468,62 @@ def test_too_few_steps(
         compare.compare(job(), lambda line: None)
 
 
-def test_a_failure_names_the_arm_and_shows_the_traceback(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("noise\n" * 99 + "[rank1]: Traceback (most recent call last):\nKeyError: 1\n")
-    message = compare._failure(compare.ARMS["deepytorch"], 1, log, 9.0)
-    assert message.startswith(
-        "the script failed with exit status 1 under the arm 'deepytorch':\n[r"
-    )
-    assert "KeyError: 1" in message
-    assert "DEEPYTORCH_ENABLED=0" in message
-    assert "DEEPYTORCH_ENABLED=0" not in compare._failure(compare.ARMS["stock"], 1, log, 9.0)
-    assert "within 9 s" in compare._failure(compare.ARMS["stock"], None, log, 9.0)
+OUTPUT = """\
+noise
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "{cli}/runner.py", line 82, in <module>
+[rank1]:     main(sys.argv[1:])
+[rank1]:   File "<frozen runpy>", line 88, in _run_code
+[rank1]:   File "/home/me/train.py", line 3, in <module>
+[rank1]:     step()
+[rank1]:     ~~~~^^
+[rank1]: KeyError: 'weights'
+[rank1]: of layer 3
+Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+W1123 17:21:16.213 199 torch/distributed/elastic/multiprocessing/api.py:1028] Sending ...
+============
+"""
+
+
+def said_of(output: str, status: int | None = 1, hint: str = "") -> list[str]:
+    return failure.words(output, status, arm="ours", hint=hint, limit_s=9.0).splitlines()
+
+
+def test_a_failure_is_the_scripts_own_error() -> None:
+    output = OUTPUT.format(cli=Path(failure.__file__).parents[1])
+    assert said_of(output, hint="the way out") == [
+        "the script failed with exit status 1 under the arm 'ours': KeyError: 'weights'",
+        "Traceback (most recent call last):",
+        '  File "/home/me/train.py", line 3, in <module>',
+        "    step()",
+        "    ~~~~^^",
+        "KeyError: 'weights'",
+        "of layer 3",
+        "the way out",
+    ]
+    chained = output.replace("of layer 3", "\nDuring handling of the above exception, another one:")
+    assert '  File "/home/me/train.py", line 9, in <module>' in said_of(chained)
+    assert said_of("one\ntwo\n") == [
+        "the script failed with exit status 1 under the arm 'ours':",
+        "one",
+        "two",
+    ]
+
+
+def test_a_run_that_took_too_long_shows_what_it_said_last() -> None:
+    said = said_of("noise\n" * 99 + OUTPUT, None)
+    assert said[0].endswith("did not take its steps within 9 s (--timeout-s) under the arm 'ours':")
+    assert len(said) == 41
+
+
+def test_what_the_comparison_refuses_is_one_line() -> None:
+    refusal = "deepytorch_core.errors.CompareError: the script would overwrite /w.pt"
+    output = OUTPUT.replace("KeyError: 'weights'", refusal)
+    library = '[rank1]:   File "/v/lib/python3.11/site-packages/torch/x.py", line 4, in save'
+    output = output.replace("[rank1]:     step()", f"[rank1]:     step()\n{library}")
+    said = "the script would overwrite /w.pt (/home/me/train.py, line 3)"
+    assert said_of(output) == [said]
 
 
 def test_several_machines_are_refused() -> None:

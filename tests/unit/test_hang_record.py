@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -145,6 +146,33 @@ def test_this_process_is_found(alone: _core.Communicator) -> None:
     assert os.getpid() in record.find()
     (job,) = collect.jobs([os.getpid()])
     assert os.getpid() in [one.pid for one in job.records]
+
+
+def test_what_a_rank_has_started_is_of_its_job(alone: _core.Communicator) -> None:
+    worker = "import sys, subprocess; subprocess.run([sys.executable, '-c', 'import time; "
+    worker += "print(1, flush=True); time.sleep(60)'])"
+    with subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE) as started:
+        try:
+            assert started.stdout is not None
+            started.stdout.readline()
+            (below,) = [
+                int(pid)
+                for pid in os.listdir("/proc")
+                if pid.isdecimal() and processes.ancestors(int(pid))[:1] == [started.pid]
+            ]
+            own = [one.name for one in collect.jobs([os.getpid()])]
+            for pid in (started.pid, below):
+                assert [one.name for one in collect.jobs([pid])] == own
+            # Who has started the rank, too.
+            assert set(own) <= {one.name for one in collect.jobs([os.getppid()])}
+        finally:
+            started.kill()
+            os.kill(below, signal.SIGKILL)
+
+
+def test_a_process_of_no_job_names_the_way_out() -> None:
+    with pytest.raises(RecordError, match="there is no process 4194304, and .*leave --pid out"):
+        collect.jobs([1 << 22])
 
 
 def test_a_process_without_one_is_told() -> None:
@@ -345,6 +373,22 @@ def test_a_forked_child_does_not_answer_for_its_parent() -> None:
     os.close(reading)
     os.close(writing)
     assert stacks.ask(os.getpid(), signal_number)
+
+
+def test_it_stops_answering_and_begins_again() -> None:
+    signal_number = answer.register()
+    answer.unregister()
+    answer.unregister()
+    for _ in range(100):  # the thread ends when it sees that its pipe is closed
+        if "deepytorch-stacks" not in [thread.name for thread in threading.enumerate()]:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the thread goes on")
+    assert not stacks.ask(os.getpid(), signal_number)
+    assert record.open_memfd(os.getpid(), record.STACKS_NAME, os.O_RDONLY) is None
+    again = answer.register()
+    assert "test_it_stops_answering" in stacks.ask(os.getpid(), again)
 
 
 def test_a_process_that_would_die_of_the_signal_is_not_sent_it() -> None:

@@ -529,6 +529,14 @@ def test_progress_is_one_picture_in_a_terminal(
     assert ("\x1b[32m" in shown) is not no_color  # green
 
 
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script t.py where the test runs."""
+    (tmp_path / "t.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("script")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -546,6 +554,7 @@ def test_what_cant_be_tuned_is_refused(arguments: list[str], message: str) -> No
     assert message in str(done.exception)
 
 
+@pytest.mark.usefixtures("script")
 def test_a_place_that_cant_be_written_is_told_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,6 +564,7 @@ def test_a_place_that_cant_be_written_is_told_before_anything_runs(
     (tmp_path / "open.json").chmod(0o666)
     for place, message in (
         (tmp_path / "file" / "own.json", "can't be written"),
+        (tmp_path, "is a folder: give --profile FILE"),
         (tmp_path / "open.json", "the profile can't be kept: .* can be written by others"),
     ):
         arguments = ["tune", "--nproc-per-node", "2", "--profile", str(place), "t.py"]

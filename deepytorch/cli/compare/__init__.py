@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepytorch.cli.compare import failure
 from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
@@ -44,7 +45,6 @@ _TERMINATE_S = 40.0
 _LOOK_S = 0.05
 # In the nodes' own network, where nobody else is.
 _EMULATED_PORT = 29400
-_TAIL_LINES = 40
 
 Say = Callable[[str], None]
 Watch = Callable[[Sequence[float]], bool]
@@ -194,7 +194,15 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
         log = folder / "output"
         status = _launch(job, folder, arm.variables, log, watch)
         if status != 0:
-            raise CompareError(_failure(arm, status, log, job.timeout_s))
+            raise CompareError(
+                failure.words(
+                    log.read_text(errors="replace").replace(str(folder / "root"), ""),
+                    status,
+                    arm=arm.name,
+                    hint=arm.hint,
+                    limit_s=job.timeout_s,
+                )
+            )
         sample = result.read(arm.name, folder / "ranks", job.world_size)
         left = _without_empty(sample.made_folders)
         if left:
@@ -300,21 +308,6 @@ def _arguments(job: Job) -> list[str]:
     if script.is_relative_to(Path.cwd()):
         script = script.relative_to(Path.cwd())
     return [*job.arguments[:place], str(script), *job.arguments[place + 1 :]]
-
-
-def _failure(arm: Arm, status: int | None, log: Path, timeout_s: float) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    how = f"failed with exit status {status}"
-    if status is None:
-        how = f"did not take its steps within {timeout_s:g} s (--timeout-s)"
-    traceback = [number for number, line in enumerate(lines) if "Traceback (most recent" in line]
-    if traceback and status is not None:
-        lines = lines[traceback[0] :]
-        shown = lines[: 2 * _TAIL_LINES]
-    else:
-        shown = lines[-_TAIL_LINES:]
-    hint = f"\n{arm.hint}" if arm.hint else ""
-    return f"the script {how} under the arm {arm.name!r}:\n" + "\n".join(shown) + hint
 
 
 def processes(options: Namespace, *, what: str = "--compare") -> int:

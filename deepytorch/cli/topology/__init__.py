@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepytorch.cli import console, help
+from deepytorch.cli import console, help, shared
 
 if TYPE_CHECKING:
     from deepytorch_core.topology import Topology
@@ -44,6 +44,9 @@ def topology(
     """Show cores, memory, NUMA nodes, networks, RDMA adapters and GPUs, and how they are linked."""
     from deepytorch_core import topology as model
     from deepytorch_core.network import rdma
+
+    shared.check_place("--svg", svg)
+    shared.check_place("--png", png)
 
     if recorded is not None and measure:
         raise typer.BadParameter("--measure is for this machine, not for a recorded one")

@@ -70,6 +70,7 @@ def tune(
         arguments.insert(0, "--module")
     default = str(launcher.num_gpus() or 1)
     options = launcher.parse(arguments, command="deepytorch tune", default_processes=default)
+    launcher.check_script(context, options)
 
     from deepytorch.cli import compare
     from deepytorch.cli.tune import emulated, session

@@ -116,6 +116,8 @@ def _place() -> Path:
     path = config.profile_path()
     if path is None:
         raise TuneError("there is no place for the profile: give --profile FILE")
+    if path.is_dir():
+        raise TuneError(f"the profile {path} is a folder: give --profile FILE")
     reason = why_not_believed(path)
     if reason is not None:
         raise TuneError(f"the profile can't be kept: {reason}")

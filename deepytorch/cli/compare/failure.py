@@ -1,0 +1,89 @@
+"""What is said of a run that failed: the script's own error, not the launcher's words or ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_TAIL_LINES = 40
+_TRACEBACK = "Traceback (most recent call last):"
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_REFUSAL = re.compile(r"^deepytorch_core\.errors\.CompareError: (.*)")
+_LAUNCHER = re.compile(r"^(=+$|[IWEF]\d{4} .* torch/distributed/)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+)')
+_LIBRARY = re.compile(r"/site-packages/|/lib/python3|^<")
+# Between the launcher and the script's first line.
+_CLI, _CORE = Path(__file__).parents[1], Path(__file__).parents[3] / "deepytorch_core"
+_OURS = (str(_CLI / "runner.py"), str(_CORE / "compare"), "<frozen runpy>")
+
+
+def words(output: str, status: int | None, *, arm: str, hint: str, limit_s: float) -> str:
+    """An error's text, its first line the whole of it.
+
+    Args:
+        output: what the processes of the run wrote.
+        status: the launcher's exit status; None where the time was over.
+        arm: the arm's name.
+        hint: what else to say; may be empty.
+        limit_s: how long the run might have taken.
+    """
+    lines = [_RANK.sub("", line) for line in output.splitlines()]
+    for number, line in enumerate(lines):
+        refusal = _REFUSAL.match(line)
+        if refusal is not None:  # by which we have stopped the script ourselves
+            return f"{refusal[1]}{_place(lines[:number])}"
+    how = f"failed with exit status {status}"
+    if status is None:
+        how = f"did not take its steps within {limit_s:g} s (--timeout-s)"
+    traceback = [] if status is None else _first_traceback(lines)
+    shown = traceback[: 2 * _TAIL_LINES] or lines[-_TAIL_LINES:]
+    first = f"the script {how} under the arm {arm!r}"
+    if shown:
+        first = f"{first}: {_error(traceback)}".rstrip()
+    return "\n".join([first, *shown, *([hint] if hint else [])])
+
+
+def _place(before: Sequence[str]) -> str:
+    """Where the script was, in parentheses: the last frame that is neither a library's nor ours."""
+    for line in reversed(before):
+        frame = _FRAME.match(line)
+        if frame is not None and not frame[1].startswith(_OURS) and not _LIBRARY.search(frame[1]):
+            return f" ({frame[1]}, line {frame[2]})"
+    return ""
+
+
+def _first_traceback(lines: Sequence[str]) -> list[str]:
+    """The first one with its error, from the script's own first line on; empty if there is none."""
+    if _TRACEBACK not in lines:
+        return []
+    taken: list[str] = []
+    ours = False
+    for line in lines[lines.index(_TRACEBACK) :]:
+        if line == _TRACEBACK and taken and not _is_chained(taken):
+            break  # another rank's
+        frame = _FRAME.match(line)
+        if frame is not None:
+            ours = frame[1].startswith(_OURS)
+        elif not line.startswith("    "):
+            ours = False
+            if _LAUNCHER.match(line):
+                break
+        if not ours:
+            taken.append(line)
+    while taken and not taken[-1].strip():
+        taken.pop()
+    return taken
+
+
+def _is_chained(taken: Sequence[str]) -> bool:
+    said = next((line for line in reversed(taken) if line.strip()), "")
+    return said.startswith(("During handling of the above", "The above exception was"))
+
+
+def _error(traceback: Sequence[str]) -> str:
+    """The line that follows the last frame."""
+    after = len(traceback)
+    while after > 0 and not traceback[after - 1].startswith(("  ", _TRACEBACK)):
+        after -= 1
+    return traceback[after] if after < len(traceback) else ""
