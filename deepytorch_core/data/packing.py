@@ -110,9 +110,10 @@ class Packing:
     def unpack(self, packed: Tensor) -> Tensor:
         """[1, at least tokens, ...] to [batch, width, ...], zero at padding; differentiable."""
         batch, width = self.shape
-        padded = packed.new_zeros(batch * width, *packed.shape[2:])
+        padded = packed.new_zeros(batch, width, *packed.shape[2:])
         tokens = packed[0, : self.num_tokens]
-        return padded.index_copy(0, self.indices, tokens).view(batch, width, *packed.shape[2:])
+        # No view of it: FSDP2 warns of those that a model returns.
+        return padded.index_put((self.indices // width, self.indices % width), tokens)
 
     def columns(self) -> Tensor:
         """int64 [1, tokens]: each token's column in the padded batch."""

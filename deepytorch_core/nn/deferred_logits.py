@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class _Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and _is_wrappers(args[0]):
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())  # of hooks; a dict knows no weak reference
         raise RuntimeError(f"{self.what}: {self.reason}")
 
 

@@ -190,3 +190,18 @@ def test_kernels_deferred_logits_have_no_memory_for_who_goes_past_python() -> No
     with pytest.raises(RuntimeError, match="data pointer"):
         torch.utils.dlpack.to_dlpack(logits)
     assert bool((torch.from_dlpack(logits) == WIDTH).all())
+
+
+def test_frameworks_may_hook_what_the_loss_went_without() -> None:
+    """FSDP and DeepSpeed hook all outputs, and take their hooks off again."""
+    from deepytorch_core.nn.deferred_logits import refuse_hooks
+
+    def wrappers(gradient: torch.Tensor) -> None: ...
+
+    wrappers.__module__ = "torch.distributed.fsdp"
+    logits = torch.ones(3, requires_grad=True) * 2
+    refuse_hooks(logits, "for the test")
+    handle = logits.register_hook(wrappers)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="register_hook: for the test"):
+        logits.register_hook(lambda gradient: None)
