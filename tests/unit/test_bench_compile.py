@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -118,5 +119,15 @@ def test_a_workload_that_takes_too_long_is_ended_and_named(
     assert result.exit_code == 1
     for name in names.split(","):
         assert f"error: {name}: it did not end within 3 s: raise --timeout-s, or" in result.stderr
-    left = [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}/cmdline").exists()]
-    assert not [pid for pid in left if Path(f"/proc/{pid}/cmdline").read_bytes()]
+    started = pids.read_text().split()
+    until = time.monotonic() + 20  # a killed process takes a moment to end
+    while any(map(_is_running, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(_is_running, started))
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # a zombie has none
+    except OSError:
+        return False
