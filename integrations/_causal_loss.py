@@ -40,7 +40,7 @@ from deepytorch_core.nn.kernels import (
 )
 from deepytorch_core.nn.linear_cross_entropy import is_linear, linear_cross_entropy_sum
 from deepytorch_core.nn.loss import IGNORED_LABEL
-from deepytorch_core.nn.weight_changes import Changes, steps, too_late
+from deepytorch_core.nn.weight_changes import steps, too_late
 
 KIND = "causal_loss"
 # What the stock loss is called; models with another one keep it.
@@ -226,13 +226,16 @@ class HeadForward:
 
     def _is_watching(self) -> bool:
         """Until the weights change: an activation checkpoint may make the last pass again."""
-        now = self.weights.moment()
-        if not any(one.requires_grad for one in self.head.parameters()):
-            now = (steps.count, [])
         if self.watches > 0:
             self.watches -= 1
-            self._watched_at = now
-        return now == self._watched_at
+            self._watched_at = self.weights.moment()
+            return True
+        if self._watched_at is not None:
+            trained = any(one.requires_grad for one in self.head.parameters())
+            stepped = self._watched_at[0] != steps.count
+            if self.weights.changed_since(self._watched_at) if trained else stepped:
+                self._watched_at = None
+        return self._watched_at is not None
 
     def _drop_as_read(self) -> None:
         self._drop("somebody reads the logits of training steps")
@@ -260,7 +263,7 @@ class HeadForward:
     def logits(self, hidden: torch.Tensor, weights: Weights, made_at: Moment) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
-        late = made_at != weights.moment() or weights.are_others()
+        late = weights.changed_since(made_at) or weights.are_others()
         if late and not armed:
             raise too_late()
         try:
@@ -340,7 +343,6 @@ class Weights:
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head
-        self._changes = Changes(lambda: head.parameters())
         self._noted: list[weakref.ref[nn.Parameter]] | None = None
         # Whoever copies or unpickles a head makes this before the head has any attribute.
         if "_parameters" in vars(head):
@@ -359,8 +361,15 @@ class Weights:
         return len(self._then())
 
     def moment(self) -> Moment:
-        """Another one once they have changed: by an optimizer, which may be fused, or by hand."""
-        return self._changes.count, [one._version for one in self._head.parameters()]
+        """Now, for `changed_since`."""
+        return steps.count, [one._version for one in self._head.parameters()]
+
+    def changed_since(self, moment: Moment) -> bool:
+        """Whether they may have changed: by an optimizer, which may be fused, or by hand."""
+        count, versions = moment
+        if versions != [one._version for one in self._head.parameters()]:
+            return True
+        return steps.may_have_changed(self._head.parameters(), since=count)
 
     def are_others(self) -> bool:
         """Whether the head has any that it did not have, in other memory."""

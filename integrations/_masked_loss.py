@@ -233,7 +233,7 @@ class MaskedHead:
         return F.cross_entropy(self._stock(rows), chosen, ignore_index=ignore_index)
 
     def _logits(self, made_at: Moment, hidden: torch.Tensor) -> torch.Tensor:
-        if made_at != self.weights.moment():
+        if self.weights.changed_since(made_at):
             raise too_late()
         found: torch.Tensor = self._stock(hidden)
         return found

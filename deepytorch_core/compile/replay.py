@@ -30,7 +30,7 @@ from deepytorch_core.compile.loans import copies_of
 from deepytorch_core.compile.module_state import PLAIN
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.nn.deferred_logits import DeferredLogits, WatchedLogits, read
-from deepytorch_core.nn.weight_changes import Changes, too_late
+from deepytorch_core.nn.weight_changes import steps, too_late
 
 # Outputs that may be left out of a pass, and come when they are read.
 _LATE = (DeferredLogits, WatchedLogits)
@@ -124,8 +124,8 @@ class Replay:
             torch.empty_like(one).requires_grad_(one.requires_grad) for one in call.tensors
         ]
         self._copy_in(call.tensors)
-        self._changes = Changes(module.parameters)
-        self._trained = [one for one in module.parameters() if one.requires_grad]
+        self._weights = list(module.parameters())
+        self._trained = [one for one in self._weights if one.requires_grad]
         self._parameters = self._trained
         self._inputs = [one for one in self._static if one.requires_grad]
         self._buffers = list(module.buffers())
@@ -242,7 +242,7 @@ class Replay:
     ) -> Tensor:
         """Logits that the pass left out."""
         call, number, leaf, made_at = left_out
-        if made_at != self._changes.count:
+        if steps.may_have_changed(self._weights, since=made_at):
             raise too_late()
         found = self._once_more(call, number, tensors)[leaf]
         logits: Tensor = read(found)
@@ -405,7 +405,7 @@ class Replay:
             if leaf is Tensor:
                 leaves.append(next(found))
             elif isinstance(leaf, _LeftOut):
-                left_out = (call, number, place, self._changes.count)
+                left_out = (call, number, place, steps.count)
                 compute = functools.partial(self._read_late, left_out)
                 leaves.append(
                     DeferredLogits.make(

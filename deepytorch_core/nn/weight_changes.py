@@ -1,64 +1,65 @@
-"""Whether weights have changed since something was to be computed from them."""
+"""Whether weights may have changed since something was to be computed from them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
 class Steps:
-    """Counts optimizer steps; a parameter's version does not: fused kernels leave it as it is.
+    """Which optimizers have stepped, and when; a parameter's version does not tell: fused kernels
+    leave it as it is.
 
-    To be registered with `register_optimizer_step_post_hook`.
+    To be registered with `register_optimizer_step_post_hook`. A step costs next to nothing: what
+    it may have changed is found out when somebody asks.
+
+    Attributes:
+        count: of steps so far.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.watching: weakref.WeakSet[Changes] = weakref.WeakSet()
+        self._last: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the optimizer's id
+        self._last_of_gone = 0
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.count += 1
-        held = _held_by(optimizer) if self.watching else set()
-        for one in list(self.watching):
-            one.stepped(optimizer, held)
+        key = id(optimizer)
+        known = self._last.get(key)
+        if known is not None and known[0]() is not optimizer:
+            self._last_of_gone = max(self._last_of_gone, known[1])
+        self._last[key] = (weakref.ref(optimizer), self.count)
+
+    def may_have_changed(self, weights: Iterable[torch.Tensor], *, since: int) -> bool:
+        """Whether a step after number `since` may have changed any of these weights.
+
+        Any may, as an optimizer may hold copies that stand for them, unless one that has stepped
+        holds all of those that are trained. Then others' steps don't count.
+        """
+        if self.count == since:
+            return False
+        self._forget_gone()
+        if self._last_of_gone > since:
+            return True
+        ours = list(weights)
+        trained = {id(one) for one in ours if one.requires_grad}
+        held = [(_held_by(optimizer()), last) for optimizer, last in self._last.values()]
+        if any(last > since and any(id(one) in theirs for one in ours) for theirs, last in held):
+            return True
+        return bool(trained) and not any(trained <= theirs for theirs, _ in held)
+
+    def _forget_gone(self) -> None:
+        for key, (optimizer, last) in list(self._last.items()):
+            if optimizer() is None:
+                self._last_of_gone = max(self._last_of_gone, last)
+                del self._last[key]
 
 
 steps = Steps()
 """The process's: logits can't be computed any more after a step that changes what makes them."""
-
-
-class Changes:
-    """Counts the optimizer steps that may have changed some weights.
-
-    Any step may, as an optimizer may hold copies that stand for them: until one has stepped that
-    holds all of those that are trained. Then others' steps don't count.
-
-    Args:
-        parameters: gives the weights.
-    """
-
-    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self.count = 0
-        self._parameters = parameters
-        self._owner: Callable[[], Any] = lambda: None
-        steps.watching.add(self)
-
-    def stepped(self, optimizer: Any, held: set[int]) -> None:
-        """Take note of a step of an optimizer, which holds the tensors of these ids."""
-        ours = list(self._parameters())
-        trained = {id(one) for one in ours if one.requires_grad}
-        if any(id(one) in held for one in ours):
-            self.count += 1
-            is_owner = bool(trained) and trained <= held
-            self._owner = weakref.ref(optimizer) if is_owner else lambda: None
-            return
-        owner = self._owner()
-        is_owned = owner is not None and trained <= _held_by(owner)
-        if trained and not is_owned:
-            self.count += 1
 
 
 def _held_by(optimizer: Any) -> set[int]:
