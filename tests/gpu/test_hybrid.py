@@ -36,8 +36,9 @@ def _device(rank: int) -> torch.device:
 
 
 def _measure(rank: int, world_size: int) -> None:
-    for count in COUNTS:
-        dist.all_reduce(torch.ones(count, device=_device(rank)))
+    for dtype in ROUNDING:  # of other sizes in bytes
+        for count in COUNTS:
+            dist.all_reduce(torch.ones(count, dtype=dtype, device=_device(rank)))
     torch.cuda.synchronize()
 
 
