@@ -1,16 +1,15 @@
 """Accelerate: `Accelerator(kwargs_handlers=[DeepytorchPlugin(...)])`.
 
-Replaced is `Accelerator.__init__`, for as long as there is a DeepytorchPlugin: it takes the plugin
-out of `kwargs_handlers`, which Accelerate itself looks up by exact class, and once the process
-group is there deepytorch is put under this one Accelerator (`_accelerator`). Nothing happens to
-Accelerators that were given no plugin. Left alone are data loaders, optimizers, gradient
-accumulation, mixed precision, checkpoints, and DDP's own keywords and hooks.
+Replaced is `Accelerator.__init__`, from the first DeepytorchPlugin on: it takes the plugin out of
+`kwargs_handlers`, which Accelerate itself looks up by exact class, and once the process group is
+there deepytorch is put under this one Accelerator (`_accelerator`). Nothing happens to Accelerators
+that were given no plugin. Left alone are data loaders, optimizers, gradient accumulation, mixed
+precision, checkpoints, and DDP's own keywords and hooks.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,12 +41,6 @@ class DeepytorchPlugin(KwargsHandler):  # type: ignore[misc]
     Wrong options are an IntegrationError on every rank when the Accelerator is built.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> DeepytorchPlugin:
-        # Here, because a copy has no __init__.
-        plugin: DeepytorchPlugin = super().__new__(cls)
-        _install(plugin)
-        return plugin
-
     def __init__(
         self,
         *,
@@ -58,6 +51,7 @@ class DeepytorchPlugin(KwargsHandler):  # type: ignore[misc]
             ddp_kwargs = DistributedDataParallelKwargs(**ddp_kwargs)
         self.ddp_kwargs = ddp_kwargs
         self.options = options
+        _install()
 
     def __repr__(self) -> str:
         return f"DeepytorchPlugin(ddp_kwargs={self.ddp_kwargs!r}, options={self.options!r})"
@@ -83,30 +77,23 @@ class DeepytorchAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def undo(accelerator: Accelerator) -> bool:
-    """Put the Accelerator and its process groups back as they were.
+    """Put the Accelerator, its process groups and `Accelerator.__init__` back as they were.
 
-    Returns False when there was nothing to undo. Collective: all ranks must call it. The same
-    DeepytorchPlugin may be used again; the last one takes what is replaced of Accelerate with it.
+    Returns False when there was nothing to undo. Collective: all ranks must call it. To apply it
+    again make a new DeepytorchPlugin.
     """
+    _uninstall()
     return _accelerator.undo(accelerator)
 
 
 _installed: _contract.Changes | None = None
-_plugins: weakref.WeakSet[DeepytorchPlugin] = weakref.WeakSet()
 
 
-def _install(plugin: DeepytorchPlugin) -> None:
+def _install() -> None:
     global _installed
-    _plugins.add(plugin)
-    weakref.finalize(plugin, _uninstall_after_last).atexit = False
     if _installed is None:
         _installed = _contract.Changes()
         _installed.replace(Accelerator, "__init__", _constructing)
-
-
-def _uninstall_after_last() -> None:
-    if not any(True for _ in _plugins):
-        _uninstall()
 
 
 def _uninstall() -> None:
