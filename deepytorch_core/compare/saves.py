@@ -29,6 +29,7 @@ _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 # How torch names the folders that its compiler keeps for the user.
 _COMPILERS = f"{os.sep}torchinductor_"
 _WRITES = os.O_WRONLY | os.O_RDWR
+_TICK = 0.1  # s: kernels stamp files by a clock that is up to one timer interrupt behind
 _NO_FOLDER = -1  # what Python's audit events say where a path is no name within an open folder
 _Function = Callable[..., Any]
 
@@ -41,7 +42,7 @@ class Saves:
         self._outside = os.path.realpath(plan.outside)
         self._source = workspace.source_of(self._view)
         self._tools_own = () if self._source is None else _tools_own(self._source)
-        self._began = time.time()
+        self._began = time.time() - _TICK
         self._patches = Patches()
         self._is_copying = False
         # Where the script writes into nothing that stays.
