@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import math
 import pickle
+import pickletools
 import queue
 import struct
 import subprocess
@@ -122,8 +123,9 @@ class Settings:
 
 
 def _namesake() -> str:
-    find: Any = vars(pickle)["whichmodule"]
-    return str(find(torch.contiguous_format, "torch.contiguous_format"))
+    # Asked of a pickle: `pickle.whichmodule` passes over modules that the one in C takes.
+    pickled = pickletools.genops(pickle.dumps(torch.contiguous_format))
+    return next(value for _, value, _ in pickled if isinstance(value, str))
 
 
 class Ahead:

@@ -82,6 +82,9 @@ class CompiledRegion:
         self._ahead: Ahead | None = None
         self._at_once = False
         self._compiled = self._compile()
+        # The gradients of blocks and parts come one by one as it is, and a single rank sends none.
+        # What torch compiles for DDP's buckets is neither kept in its cache nor looked for there.
+        self.is_cut_by_buckets = region.is_model and guard.Ranks(region.name).size > 1
 
     def prepare(self, ahead: Ahead) -> None:
         """Leave the next graphs to helpers, and run them eagerly, until `restart`."""
@@ -327,8 +330,7 @@ def _capturing(region: CompiledRegion) -> Iterator[None]:
     _watch_failures()
     before, outer = (config.suppress_errors, config.optimize_ddp), _now.region
     config.suppress_errors, _now.region = True, region
-    if len(region.region.modules) > 1:
-        # DDP's buckets would cut the blocks up; their gradients come block by block as it is.
+    if not region.is_cut_by_buckets:
         config.optimize_ddp = False
     try:
         yield

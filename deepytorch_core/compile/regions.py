@@ -27,6 +27,8 @@ class Region:
 
     name: str
     modules: tuple[nn.Module, ...]
+    is_model: bool = False
+    """Whether it is all of a model, compiled as one."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -47,7 +49,7 @@ def find(model: nn.Module) -> list[Region]:
     for name, block in blocks:
         groups.setdefault(signature(block), []).append((name, block))
     if _saving(root, list(groups.values())) < LEAST_SAVING and _can_be_region(root):
-        return [Region(type(root).__name__, (root,))]
+        return [Region(type(root).__name__, (root,), is_model=True)]
     regions = [
         Region(members[0][0], tuple(module for _, module in members)) for members in groups.values()
     ]

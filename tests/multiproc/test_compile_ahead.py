@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
 from deepytorch_core import compile as engine
@@ -46,21 +51,22 @@ class Part(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
         if self.mixes:
-            heads = self.norm(x).unflatten(-1, (2, 4)).transpose(0, 1)
+            heads = x.unflatten(-1, (2, 4)).transpose(0, 1)
             mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
             x = x + mixed.transpose(0, 1).flatten(1)
         return x + self.down(nn.functional.silu(self.up(x)))
 
 
 class Whole(nn.Module):
-    """Five parts, of which there are two kinds."""
+    """Five parts; one is unlike all the others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList([Part(mixes=True), Part(mixes=False)])
+        self.down = nn.ModuleList([Part(mixes=True), Part(mixes=True)])
         self.middle = Part(mixes=False)
-        self.up = nn.ModuleList([Part(mixes=False), Part(mixes=True)])
+        self.up = nn.ModuleList([Part(mixes=True), Part(mixes=True)])
 
     def forward(self, x: Tensor) -> Tensor:
         for part in (*self.down, self.middle, *self.up):
@@ -87,8 +93,44 @@ def unusual_switches() -> Iterator[None]:
     switches.resemble(before)
 
 
-@pytest.mark.usefixtures("unusual_switches")
-def test_a_training_goes_on_while_helpers_compile_it() -> None:
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Of this process alone, as a launcher starts one where there is one GPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def spawned() -> Iterator[None]:
+    """As in a child of multiprocessing's, whose script imports torch before all else does."""
+    script: Any = types.ModuleType("__mp_main__")
+    script.torch = torch
+    before = dict(sys.modules)
+    others = {name: one for name, one in before.items() if name != "__mp_main__"}
+    sys.modules.clear()
+    sys.modules.update({"__mp_main__": script} | others)
+    yield
+    before.update((name, one) for name, one in sys.modules.items() if name != "__mp_main__")
+    sys.modules.clear()
+    sys.modules.update(before)
+
+
+@pytest.mark.usefixtures("spawned")
+def test_helpers_name_torch_as_a_pickle_of_this_process_does() -> None:
+    name = ahead._namesake().encode()
+    assert bytes([len(name)]) + name in pickle.dumps(torch.contiguous_format)
+
+
+def alone(model: nn.Module) -> nn.Module:
+    return model
+
+
+@pytest.mark.usefixtures("unusual_switches", "group", "spawned")
+@pytest.mark.parametrize("wrap", [alone, DistributedDataParallel])
+def test_a_training_goes_on_while_helpers_compile_it(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
     torch.manual_seed(0)
     model = Whole()
     stock = copy.deepcopy(model)
@@ -97,11 +139,14 @@ def test_a_training_goes_on_while_helpers_compile_it() -> None:
     optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, stock)]
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
+    wrapped = wrap(model)
     counters.clear()
     waited = number = 0
     taken_over = {2}
     while not found.is_settled and number < 50_000:
-        mine, other = (step(m, o, number) for m, o in zip((model, stock), optimizers, strict=True))
+        mine, other = (
+            step(m, o, number) for m, o in zip((wrapped, stock), optimizers, strict=True)
+        )
         assert mine == pytest.approx(other, rel=0.1, abs=5e-3)  # bf16 in another order
         waited += found.is_waiting
         if found.is_waiting:
@@ -116,7 +161,7 @@ def test_a_training_goes_on_while_helpers_compile_it() -> None:
     (made,) = [one for one in decisions.made() if one["what"] == "compile of Whole"][-1:]
     assert made["chosen"] in ("inductor", "eager"), made
     with torch.profiler.profile() as profile:
-        step(model, optimizers[0], number)
+        step(wrapped, optimizers[0], number)
     assert not [one.key for one in profile.key_averages() if "flash_attention" in one.key]
     for mine_, other_ in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine_, other_, rtol=5e-2, atol=5e-3)
