@@ -1,8 +1,9 @@
 """One process of `bench compile`: one arm of one workload. Started by `launch.run`.
 
 Three arms, each a process of its own: ours, eager, and torch.compile as it comes. They warm up one
-after the other, without any cache on disk, then train in turns, block by block. Benchmarks of
-several workloads may run side by side: they share the warm-up's time, and none is timed meanwhile.
+after the other, each from an empty cache on disk, then train in turns, block by block. Benchmarks
+of several workloads may run side by side: they share the time of warming up, and none is timed
+meanwhile.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class CompileJob(Run):
     """`bench compile` of one workload; `blocks` of each arm are timed."""
 
     WORKER: ClassVar[str] = "deepytorch.workloads.compile_worker"
+    COMPILES_AFRESH: ClassVar[bool] = True
 
     workload: str = "transformers/llama"
     blocks: int = 7
@@ -64,9 +66,8 @@ class CompileJob(Run):
         return len(ARMS)
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
-        """Every arm compiles for itself; decisions of earlier runs don't count."""
-        own = {"DEEPYTORCH_TUNE": "force"} if process == OURS else {"DEEPYTORCH_ENABLED": "0"}
-        return {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", **own}
+        """Decisions of earlier runs don't count."""
+        return {"DEEPYTORCH_TUNE": "force"} if process == OURS else {"DEEPYTORCH_ENABLED": "0"}
 
 
 class Arm:

@@ -91,6 +91,7 @@ class Run:
     WORKER: ClassVar[str]  # the module that runs as a rank
     NUM_STORES: ClassVar[int] = 0  # beyond the one over which the processes meet
     APART: ClassVar[bool] = False  # each arm has processes of its own
+    COMPILES_AFRESH: ClassVar[bool] = False  # no process finds what any other has compiled
 
     world_size: int
     device: str = "cpu"

@@ -130,6 +130,8 @@ class _Ranks:
                 network, seats = self._network, self._job.seats
                 for rank in range(self._job.num_processes):
                     variables = self._job.environment(rank, [one.port for one in self._others])
+                    if self._job.COMPILES_AFRESH:
+                        variables = {**variables, **self._caches(rank)}
                     # Several processes of a rank, one for each arm, share its place.
                     node = None if network is None else seats[rank % len(seats)].node
                     self._start(self._command(rank), self._log(rank), variables, node=node)
@@ -249,6 +251,11 @@ class _Ranks:
         if stuck:
             parts.append(f"still waiting when the run was ended: {', '.join(stuck)}")
         raise WorkerError("\n".join(parts).rstrip())
+
+    def _caches(self, rank: int) -> dict[str, str]:
+        folder = self._folder / f"compiled{rank}"
+        names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        return {name: str(folder / below) for name, below in names.items()}
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"

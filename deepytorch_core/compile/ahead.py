@@ -71,7 +71,8 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
     if torch.cuda.mem_get_info(device)[0] < 2 * _num_helpers() * HELPER_BYTES + spare:
         return "there is too little memory left on the GPU"
     caches = (functorch.enable_autograd_cache, inductor.fx_graph_cache)
-    return None if all(caches) else "torch's caches are switched off"
+    is_on = all(caches) and not inductor.force_disable_caches
+    return None if is_on else "torch's caches are switched off"
 
 
 def _num_helpers() -> int:

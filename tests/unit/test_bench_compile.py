@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from deepytorch.cli import app, bench
 from deepytorch.workloads import compile_suite
 from deepytorch.workloads.compile_worker import CompileJob, record_of
-from deepytorch_core.bench import tables
+from deepytorch_core.bench import launch, tables
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import COMPILE_FIELDS, provenance
 
@@ -124,6 +124,25 @@ def test_a_workload_that_takes_too_long_is_ended_and_named(
     while any(map(_is_running, started)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(_is_running, started))
+
+
+def test_no_arm_finds_what_was_compiled_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "told.py").write_text(
+        "import os, sys\n"
+        "names = ('TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR')\n"
+        f"open('{tmp_path}/' + sys.argv[1], 'w').write(' '.join(map(os.environ.get, names)))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CompileJob, "WORKER", "told")
+    job = CompileJob(world_size=1, ours="compile")
+    assert not list(launch.run(job))
+    folders = {one for arm in "012" for one in (tmp_path / arm).read_text().split()}
+    assert len(folders) == 6
+    assert str(tmp_path) not in folders
+    assert not any(Path(one).exists() for one in folders)
 
 
 def _is_running(pid: str) -> bool:
