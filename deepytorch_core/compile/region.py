@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ MOST_COMPILES = 6
 # A further policy may take as long as the compiles that sharing has saved, and this much longer
 # than the first.
 SLOWER_POLICY = 3.0
+
+_TORCH = str(Path(torch.__file__).parent)
 
 _number = 0
 
@@ -234,8 +238,12 @@ class CompiledRegion:
         self._compiled = self._compile()
 
     def _compile(self) -> Callable[..., Any]:
-        function = _own_code(type(self.region.modules[0]).forward)
-        return torch.compile(function, backend=_Backend(self), dynamic=self._is_dynamic)
+        function = type(self.region.modules[0]).forward
+        if inspect.getfile(function).startswith(_TORCH):
+            # Code of torch's own shares one frame with all such code: a `Linear` of another size
+            # would then be one whose sizes change.
+            function = _calling(function)
+        return torch.compile(_own_code(function), backend=_Backend(self), dynamic=self._is_dynamic)
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -286,6 +294,13 @@ class Forward:
             return type(module).forward(module, *args, **kwargs)
         with _kept_versions(self._norms):
             return self._compiled.call(module, args, kwargs)
+
+
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _own_code(function: Any) -> Any:

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from torch import nn
 
 from deepytorch_core.compile import ahead
+from deepytorch_core.compile.policies import Policy, register_policy
+from deepytorch_core.compile.region import CompiledRegion
+from deepytorch_core.compile.regions import Region
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
+
+
+@register_policy
+class Seeing(Policy):
+    """Runs the captured graph, and notes what it takes: sizes that may change are numbers."""
+
+    name = "seeing"
+    seen: ClassVar[list[Any]] = []
+
+    def compile_graph(self, graph: Any, inputs: Any) -> Any:
+        self.seen.extend(inputs)
+        return graph.forward
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_parts_of_torchs_own_classes_are_not_taken_for_one_of_changing_sizes(
+    is_nested: bool,
+) -> None:
+    convs = nn.Conv1d(2, 3, 3, stride=2), nn.Conv1d(3, 2, 1)
+    parts = [nn.Sequential(one, nn.ReLU()) if is_nested else one for one in convs]
+    Seeing.seen.clear()
+    for number, module in enumerate(parts):
+        region = Region(str(number), (module,))
+        CompiledRegion(region, [Seeing()], budget_s=100.0, is_on=lambda _: True).install()
+    x = torch.randn(5, 2, 9)
+    expected = convs[1](torch.relu(convs[0](x)) if is_nested else convs[0](x))
+    found = parts[1](parts[0](x))
+    torch.testing.assert_close(found, torch.relu(expected) if is_nested else expected)
+    assert all(isinstance(one, torch.Tensor) for one in Seeing.seen)
+    assert {tuple(one.shape) for one in Seeing.seen} >= {(5, 2, 9), (5, 3, 4)}
 
 
 def large() -> nn.Module:
