@@ -32,6 +32,7 @@ from deepytorch_core.guard.state import (
 from deepytorch_core.guard.timing import (
     LEAST_GAIN,
     ROUNDS,
+    Clock,
     in_ms,
     interleaved,
     is_faster,
@@ -43,6 +44,7 @@ from deepytorch_core.guard.timing import (
 __all__ = [
     "AMPLIFIED",
     "Candidate",
+    "Clock",
     "Contents",
     "Decision",
     "Ranks",
@@ -94,8 +96,7 @@ class Trial:
         scaler: a GradScaler that `run` uses.
         dtype: in what `run` computes, if less exact than its tensors' own (autocast).
         budget_s: seconds for all candidates together; what doesn't fit is not tried.
-        is_launched_ahead: whether what the GPU computes is timed, without its waits for launches:
-            for what is compiled afterwards.
+        clock: makes what times `run`, all ranks at once, before the first timing; None: as it is.
     """
 
     module: nn.Module
@@ -103,7 +104,7 @@ class Trial:
     scaler: Any = None
     dtype: torch.dtype | None = None
     budget_s: float = 120.0
-    is_launched_ahead: bool = False
+    clock: Callable[[Callable[[], object], Ranks], Clock] | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ class _Judge:
         self._reference: Any = None
         self._rounded: Any = None
         self._in_place: Candidate | None = None
+        self._clock: Clock | None = None
         parameter = next(trial.module.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
 
@@ -347,13 +349,15 @@ class _Judge:
         candidates: dict[str, Candidate | None] = {STOCK: None, **{one.name: one for one in good}}
         samples, failed = {}, None
         with preserved(self._trial.module, scaler=self._trial.scaler):
+            if self._clock is None and self._trial.clock is not None:
+                self._clock = self._trial.clock(self._run, self._ranks)
             try:
                 samples = interleaved(
                     dict.fromkeys(candidates, self._run),
                     self._device,
                     budget_s=self._trial.budget_s,
                     prepare=lambda name: self._switch(candidates[name]),
-                    is_launched_ahead=self._trial.is_launched_ahead,
+                    clock=self._clock,
                 )
             except Exception as error:
                 if self._in_place is None:

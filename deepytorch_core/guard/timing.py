@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -16,8 +15,9 @@ LEAST_GAIN = 0.02
 ROUNDS = 7
 # Shorter calls are repeated to this within a sample.
 SAMPLE_S = 2e-3
-# More than any GPU's clock, so that launches end before what they wait for.
-CYCLES_PER_S = 3e9
+
+Clock = Callable[[Callable[[], object]], float]
+"""Gives the seconds of a call."""
 
 
 def interleaved(
@@ -27,7 +27,7 @@ def interleaved(
     rounds: int = ROUNDS,
     budget_s: float = math.inf,
     prepare: Callable[[str], object] = lambda name: None,
-    is_launched_ahead: bool = False,
+    clock: Clock | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of a call of each arm, `rounds` samples each, the arms in turns.
 
@@ -40,15 +40,14 @@ def interleaved(
         rounds: samples of each arm.
         budget_s: seconds for all of it.
         prepare: called with an arm's name before each of its samples, untimed.
-        is_launched_ahead: on CUDA, time what the GPU computes as if no launch kept it waiting.
+        clock: what times a call, if not from outside and repeated to a sample's length.
     """
     began = time.perf_counter()
-    is_ahead = is_launched_ahead and device.type == "cuda"
-    repetitions, launching_s = {}, {}
+    repetitions = {}
     for name, call in arms.items():
         prepare(name)
         call()
-        took = launching_s[name] = _timed(call, 1, device)
+        took = _timed(call, 1, device)
         repetitions[name] = max(1, min(100, math.ceil(SAMPLE_S / max(took, 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)
@@ -57,8 +56,8 @@ def interleaved(
             break
         for name in order if number % 2 == 0 else reversed(order):
             prepare(name)
-            if is_ahead:
-                samples[name].append(_timed_ahead(arms[name], launching_s[name], device))
+            if clock is not None:
+                samples[name].append(clock(arms[name]))
             else:
                 samples[name].append(_timed(arms[name], repetitions[name], device))
     return samples
@@ -71,20 +70,6 @@ def _timed(call: Callable[[], object], repetitions: int, device: torch.device) -
         call()
     synchronize(device)
     return (time.perf_counter() - began) / repetitions
-
-
-def _timed_ahead(call: Callable[[], object], launching_s: float, device: torch.device) -> float:
-    """Seconds on the GPU of what is launched while it is kept busy with something else."""
-    event: Any = torch.cuda.Event
-    start, end = event(enable_timing=True), event(enable_timing=True)
-    stream = torch.cuda.current_stream(device)
-    synchronize(device)
-    torch.cuda._sleep(int(CYCLES_PER_S * launching_s))  # type: ignore[no-untyped-call]
-    start.record(stream)
-    call()
-    end.record(stream)
-    synchronize(device)
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def synchronize(device: torch.device) -> None:

@@ -10,6 +10,7 @@ Dropout fills its mask in the order of memory, so the same random numbers fall o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepytorch_core import config, decisions, guard
+from deepytorch_core.compile import gpu_time
 from deepytorch_core.guard import Candidate, Trial
 from deepytorch_core.nn.swaps.fused_optimizer import match_gradients, match_state
 
@@ -96,6 +98,7 @@ class ChannelsLast:
 
     def _convert(self, layout: torch.memory_format) -> None:
         self._model.to(memory_format=layout)  # type: ignore[call-overload]
+        torch.clear_autocast_cache()  # weights that are cast already are in the former layout
         for parameter in self._model.parameters():
             if parameter.grad is not None and parameter.dim() == 4:
                 parameter.grad = parameter.grad.contiguous(memory_format=layout)
@@ -200,14 +203,14 @@ class _FirstBatch:
         kind = next(model.parameters()).device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         candidate = Candidate(NAME, layout.apply, layout.undo)
-        # Eager steps can be too busy launching to show what their convolutions take.
+        # Eager steps can be too busy launching to show what their convolutions take on the GPU.
         is_compiled = kind == "cuda" and config.current().compile != "off"
         trial = Trial(
             module=model,
             run=run,
             dtype=autocast,
             budget_s=BUDGET_S,
-            is_launched_ahead=is_compiled,
+            clock=functools.partial(gpu_time.clock_for, model) if is_compiled else None,
         )
         shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
         prefer = "it is the layout of compiled convolutions" if is_compiled else None

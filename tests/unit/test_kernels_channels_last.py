@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepytorch_core import config, decisions, guard
 from deepytorch_core.config import Options
@@ -245,3 +246,29 @@ def test_kernels_channels_last_of_a_copy_is_not_measured(monkeypatch: pytest.Mon
     monkeypatch.setattr(guard, "choose", lambda *_, **__: pytest.fail("measured"))
     copied(torch.randn(2, 3, 9, 7)).sum().backward()
     assert not is_channels_last(copied)
+
+
+class Layouts(TorchDispatchMode):
+    """Notes whether the weights of convolutions are in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            weight = args[1]
+            self.seen.append(weight.is_contiguous(memory_format=torch.channels_last))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_that_autocast_has_kept_change_their_layout_too() -> None:
+    model, x = network(), torch.randn(4, 3, 9, 7)
+    layout = channels_last.ChannelsLast(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Layouts() as layouts:
+        model(x)
+        layout.apply()
+        model(x)
+        layout.undo()
+        model(x)
+    assert layouts.seen == [False, False, True, True, False, False]
