@@ -71,6 +71,8 @@ __all__ = [
 ]
 
 STOCK = "stock"
+# Where a trial has a clock of its own, nothing of the machine's noise is in what it gives.
+CLOCKED_ROUNDS = 3
 # Of each way, after which what the noise hides stays hidden.
 MOST_SAMPLES = 4 * ROUNDS
 
@@ -355,6 +357,7 @@ class _Judge:
                 samples = interleaved(
                     dict.fromkeys(candidates, self._run),
                     self._device,
+                    rounds=ROUNDS if self._clock is None else CLOCKED_ROUNDS,
                     budget_s=self._trial.budget_s,
                     prepare=lambda name: self._switch(candidates[name]),
                     clock=self._clock,

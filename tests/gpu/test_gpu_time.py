@@ -103,8 +103,9 @@ def test_nothing_of_the_timed_graphs_stays() -> None:
     before = torch.cuda.memory_allocated()
     handle: Any = channels_last.choose(model)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        model(torch.randn(8, 16, 31, 27, device="cuda"))
+        model(torch.randn(8, 16, 512, 512, device="cuda"))
     handle()
     gc.collect()
     torch.clear_autocast_cache()
-    assert torch.cuda.memory_allocated() <= before + (1 << 20)  # libraries' workspaces
+    # Libraries keep workspaces for each stream; what the pass alone takes is half a GiB.
+    assert torch.cuda.memory_allocated() <= before + (128 << 20)
