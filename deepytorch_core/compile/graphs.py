@@ -104,12 +104,15 @@ class Graph:
                 kernel_timing.in_few_rounds(),
                 _repeatable_backward(),  # torch leaves backward passes to their first call
             ):
-                good = self._checked(args)
-                if len(good) > 1:
-                    times = _times(good, args)
-                    chosen = min(times, key=lambda name: times[name])
-                elif good:
-                    (chosen,) = good
+                try:
+                    good = self._checked(args)
+                    if len(good) > 1:
+                        times = _times(good, args)
+                        chosen = min(times, key=lambda name: times[name])
+                    elif good:
+                        (chosen,) = good
+                except torch.OutOfMemoryError as error:  # beside what the training itself takes
+                    self._dropped.update(dict.fromkeys(self._compiled, guard.first_line(error)))
             torch.clear_autocast_cache()
         self._run = self._eager if chosen == EAGER else self._compiled[chosen]
         self._compiled.clear()

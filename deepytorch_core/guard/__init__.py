@@ -288,6 +288,17 @@ class _Judge:
 
     def _apply(self, candidate: Candidate) -> str | None:
         """Put in place what computes the same as stock on every rank; returns why not."""
+        try:
+            own = self._applied(candidate)
+        except torch.OutOfMemoryError as error:  # for what is kept to compare: a step has room
+            candidate.undo()
+            own = first_line(error)
+        problem = self._ranks.first_problem(own)
+        if problem is not None and own is None:
+            candidate.undo()
+        return problem
+
+    def _applied(self, candidate: Candidate) -> str | None:
         if self._reference is None:
             self._reference = self._results()
         found = None
@@ -303,10 +314,7 @@ class _Judge:
                 own = self._difference(found, self._limits())
                 if own is None:
                     candidate.apply()
-        problem = self._ranks.first_problem(own)
-        if problem is not None and own is None:
-            candidate.undo()
-        return problem
+        return own
 
     def _difference(self, found: Any, limits: Any = None) -> str | None:
         for number, what in enumerate(("output", "gradient")):
@@ -362,6 +370,8 @@ class _Judge:
                     prepare=lambda name: self._switch(candidates[name]),
                     clock=self._clock,
                 )
+            except torch.OutOfMemoryError as error:  # stock's as well: it is not a step alone
+                failed = [(self._in_place or good[0]).name, first_line(error)]
             except Exception as error:
                 if self._in_place is None:
                     raise  # stock itself failed

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core.compile import regions
+from deepytorch_core.compile import graphs, regions
 
 pytestmark = pytest.mark.usefixtures("own_profile")
 
@@ -179,3 +179,29 @@ def test_compile_notices_hooks_that_come_and_go(
     assert len(seen) == 2
     assert "down" in region.failure
     assert capsys.readouterr().err.count("a hook was put on down inside") == 1
+
+
+@pytest.mark.parametrize("fitting", [0, 1])
+def test_compile_where_memory_is_for_a_step_alone(
+    fitting: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock, calls = graphs._Results.of, []
+
+    def of(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > fitting:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return stock(*args)
+
+    monkeypatch.setattr(graphs._Results, "of", of)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Block() for _ in range(4)], nn.Dropout(0.5)), torch.randn(5, 8)
+    twin = copy.deepcopy(model)
+    deepytorch.compile(model, "inductor")
+    for one in (model, twin):
+        torch.manual_seed(3)
+        one(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+    said = capsys.readouterr().err
+    assert said.count("runs eagerly: inductor: OutOfMemoryError: CUDA out of memory") == 1

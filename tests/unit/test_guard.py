@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import random
@@ -328,6 +329,25 @@ def test_guard_drops_what_fails_only_while_timed() -> None:
     assert decision.chosen == "stock"
     assert decision.dropped == {"s": "MemoryError: full"}
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("fitting", [0, 1, 2, 4, 7])
+def test_guard_leaves_stock_where_memory_is_for_a_step_alone(fitting: int) -> None:
+    model = nn.Linear(4, 4)
+    trial, calls = _trial(model, torch.randn(2, 4)), []
+
+    def run() -> Any:
+        calls.append(1)
+        if len(calls) > fitting:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return trial.run()
+
+    same = Swapped(model, lambda stock: stock).named("x")
+    decision = guard.choose("large", [same], dataclasses.replace(trial, run=run))
+    assert (decision.chosen, decision.reason) == ("stock", "no candidate is left")
+    assert decision.dropped["x"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert "forward" not in vars(model)
+    assert model.weight.grad is None
 
 
 def test_guard_lets_errors_of_the_stock_way_out() -> None:
