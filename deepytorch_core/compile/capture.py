@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
-from deepytorch_core.compile import known_waits, module_state
+from deepytorch_core.compile import graphs, known_waits, module_state
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.compile.replay import Call, Replay, Token
 from deepytorch_core.console import say
@@ -170,12 +170,12 @@ class Capture:
         sizes = sizes_of(self._root)
         is_early = sizes is not None and not sizes.are_few
         if is_early or not self._is_used() or self._is_pending():
-            return self._forward(*args, **kwargs)
+            return self._launched(args, kwargs)
         if self._num_watched < WATCHED_CALLS:
             return self._watched(args, kwargs)
         if not self._recorder.reclaim(self._root.parameters()):
             self._miss("somebody keeps the gradients of the last step")
-            return self._forward(*args, **kwargs)
+            return self._launched(args, kwargs)
         try:
             call = Call.of(args, kwargs, self._recorder.kind)
             state = self._states.now()
@@ -187,12 +187,30 @@ class Capture:
             replay = None
             self._miss(str(error))
         if replay is None:
-            return self._forward(*args, **kwargs)
+            return self._launched(args, kwargs)
         self._misses = 0
         self._recorder.take_turn()
         token = Token(self._note_repeated)
         self._pending = weakref.ref(token)
         return replay(call, token)
+
+    def _launched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The pass as it is. If memory is lacking for it, that of the graphs is given back."""
+        is_timed = self._root.training and not self._is_on()
+        if not self.has_replays or self._is_pending() or is_timed:
+            return self._forward(*args, **kwargs)
+        trained = _Trained(self._root) if self._root.training else None
+        try:
+            return self._forward(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if trained is not None and trained.has_counted():
+                raise
+        self._give_up("another pass needs their memory")
+        self._drop()
+        torch.cuda.empty_cache()
+        if trained is not None:
+            graphs.rewind(trained.numbers)
+        return self._forward(*args, **kwargs)
 
     def _count_repeated(self) -> None:
         """Give up where replays only come on top of the passes that the training needs."""
@@ -308,6 +326,25 @@ class Capture:
             self.failure = why
             name = type(self._root).__name__
             say(f"CUDA graphs of {name}: its passes are launched as before: {why}", level="warning")
+
+
+class _Trained:
+    """What a pass in training may leave behind, where it fails."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.numbers = guard.random_numbers()
+        self._root = root
+        self._buffers = list(root.buffers())
+        self._versions = [one._version for one in self._buffers]
+
+    def has_counted(self) -> bool:
+        """Whether a buffer is another, or has been written to: twice would be wrong."""
+        now = list(self._root.buffers())
+        return (
+            len(now) != len(self._buffers)
+            or any(one is not before for one, before in zip(now, self._buffers, strict=True))
+            or [one._version for one in now] != self._versions
+        )
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

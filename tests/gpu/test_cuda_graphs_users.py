@@ -265,3 +265,46 @@ def test_packed_rows_are_looked_for_again_after_two_captures_at_once() -> None:
     for thread in threads:
         thread.join()
     assert masks.find_packed_sequence_indices is look
+
+
+class Large(Layers):
+    """No room for passes of many rows beside graphs; random numbers, which have one device."""
+
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__(*more, *([nn.Dropout(0.4)] if DEVICE == "cuda" else []))
+        self.found: Capture | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if len(x) > 9 and self.found is not None and self.found.has_replays:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return y
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_graphs_make_room_for_a_larger_pass(is_evaluation: bool) -> None:
+    model = Large().to(DEVICE)
+    twin, x = copy.deepcopy(model), rows(7).repeat(3, 1)
+    found = captured(model)
+    train(model, squares)
+    train(twin, squares)
+    vars(model)["found"] = found
+    assert found.has_replays
+    for one in (model, twin):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(not is_evaluation):
+            one.train(not is_evaluation)
+            one.result = one(x)
+    torch.testing.assert_close(model.result, twin.result, rtol=1e-4, atol=1e-5)
+    assert "another pass needs their memory" in str(found.failure)
+    assert not found.has_replays
+    assert train(model, squares) == pytest.approx(train(twin, squares), rel=1e-4, abs=1e-6)
+
+
+def test_a_pass_that_has_counted_something_is_not_made_twice() -> None:
+    model = Large(nn.BatchNorm1d(6)).to(DEVICE)
+    found = captured(model)
+    train(model, squares)
+    vars(model)["found"] = found
+    with pytest.raises(torch.OutOfMemoryError):
+        model(rows(7).repeat(3, 1))
