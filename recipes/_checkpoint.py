@@ -7,13 +7,14 @@ ranks wrote it, and the SHA-256 of every file. Those of a course of training tha
 on from an older one, are moved to ``checkpoints/abandoned/``.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepytorch.recipes import _travel
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._engines import Engine
-from deepytorch.recipes._run import Process, everyones, runs
+from deepytorch.recipes._run import Process, everyones, on_main, runs, wait_for_all
 
 FOLDER = "checkpoints"  # in a run's folder
 
@@ -66,7 +68,7 @@ def save(
     partial = place.with_name(place.name + _PARTIAL)
     problem = _attempt(lambda: _begin(partial) if process.is_main else None, process)
     if problem is None:
-        problem = _attempt(lambda: _write(engine, state, partial, process), process)
+        problem = _caught(lambda: _write_all(engine, state, partial, process))
     if problem is None:
         manifest = {**facts, "step": step, **asdict(written)}
         after = step - 1 if previous is None else previous
@@ -148,10 +150,12 @@ def load(engine: Engine, path: Path, process: Process, *, facts: Facts) -> dict[
         if own != process.rank:
             state.pop("random", None)
 
-    # All ranks know that the files are whole before any takes part in loading them.
-    problem = _attempt(check, process) or _attempt(read, process)
+    original = path
+    with _there(path, process) as path:
+        # All ranks know that the files are whole before any takes part in loading them.
+        problem = _attempt(check, process) or _attempt(read, process)
     if problem is not None:
-        raise RecipeError(f"cannot resume from {path}: {problem}")
+        raise RecipeError(f"cannot resume from {original}: {problem}")
     return state
 
 
@@ -183,9 +187,30 @@ def _begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write(engine: Engine, state: dict[str, Any], partial: Path, process: Process) -> None:
-    engine.save(partial, process.rank)
-    torch.save(state, partial / f"rank-{process.rank}.pt")
+def _write_all(engine: Engine, state: dict[str, Any], partial: Path, process: Process) -> None:
+    """Every rank's part, in rank 0's ``partial``; RecipeError, on every rank, if one fails."""
+    first = _travel.first_beside(partial.parent, process)
+    own = partial if first == 0 else partial.with_name(f"{partial.name}-{first}")
+
+    if process.rank == first != 0:
+        shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
+    if process.world_size > 1:
+        wait_for_all(process)
+
+    def write() -> None:
+        own.mkdir(exist_ok=True)
+        engine.save(own, process.rank)
+        torch.save(state, own / f"rank-{process.rank}.pt")
+
+    try:
+        problem = _attempt(write, process)
+        if problem is not None:
+            raise RecipeError(problem)
+        if process.world_size > 1:
+            _travel.collect(own, partial, first, process)
+    finally:
+        if process.rank == first != 0:
+            shutil.rmtree(own, ignore_errors=True)
 
 
 def _step_of(path: Path) -> int:
@@ -206,6 +231,36 @@ def _finish(partial: Path, place: Path, facts: dict[str, Any], previous: int) ->
             aside.parent.mkdir(exist_ok=True)
             left.rename(aside)
     partial.rename(place)
+
+
+@contextlib.contextmanager
+def _there(path: Path, process: Process) -> Iterator[Path]:
+    """The checkpoint of rank 0, or a copy of it for as long as the context is open. Collective."""
+    if process.world_size == 1:
+        yield path
+        return
+    own = _bytes_of(path / _MANIFEST)
+    known = on_main(lambda: own, process)
+    sees = known is None or own == known
+    if everyones(None if sees else "it is elsewhere", process) is None:
+        yield path
+        return
+    copy = path.with_name(f"{path.name}.copy")
+    try:
+        first = _travel.first_beside(path.parent, process)
+        first = 0 if sees else first
+        _travel.spread(path, copy, first, process)
+        yield path if sees else copy
+    finally:
+        if not sees:
+            shutil.rmtree(copy, ignore_errors=True)
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def run_recipe(
 
 def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process) -> int:
     """Train on ``config.backend``; save, export and show a sample."""
-    path = None
+    path = written = None
     if config.resume is not None:
         path = on_main(
             lambda: _checkpoint.find(str(config.resume), config.output_dir, config.name), process
@@ -86,8 +86,9 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
         config = _elastic.fit(config, written, process, path)
     trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
     start, run_dir = 0, None
-    if path is not None:
-        start, run_dir = _resume(recipe, trainer, task, path), _checkpoint.run_of(path)
+    if path is not None and written is not None:
+        start = _resume(recipe, trainer, task, path, written)
+        run_dir = _checkpoint.run_of(path)
     previous = 0 if run_dir is None else start
     if run_dir is None:
         run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
@@ -260,13 +261,18 @@ class _Course:
         return f"It is lost, since there is no checkpoint either ({problem}): use save_every"
 
 
-def _resume(recipe: str, trainer: Trainer[BatchT], task: Task[BatchT], path: Path) -> int:
+def _resume(
+    recipe: str,
+    trainer: Trainer[BatchT],
+    task: Task[BatchT],
+    path: Path,
+    written: _checkpoint.Written,
+) -> int:
     process = trainer.process
     facts = {"recipe": recipe, "engine": trainer.options.engine}
     state = _checkpoint.load(trainer.engine, path, process, facts=facts)
     trainer.go_on_after(int(state["step"]))
     told = f"resumed     {path}, after step {state['step']}"
-    written = _checkpoint.written(path)
     _elastic.go_on(task.batches, state, written, trainer.options, process)
     if written.world_size != process.world_size:
         told += (

@@ -133,6 +133,7 @@ def process(world_size=1):
 def one_rank(monkeypatch):
     """No process group: what all ranks would say is what this one says."""
     monkeypatch.setattr(_checkpoint, "everyones", lambda problem, process: problem)
+    monkeypatch.setattr(_checkpoint, "on_main", lambda action, process: action())
     monkeypatch.setattr(_checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 0)
 
 
