@@ -48,7 +48,6 @@ class CompileJob(Run):
     """`bench compile` of one workload; `blocks` of each arm are timed."""
 
     WORKER: ClassVar[str] = "deepytorch.workloads.compile_worker"
-    COMPILES_AFRESH: ClassVar[bool] = True
 
     workload: str = "transformers/llama"
     blocks: int = 7
@@ -67,7 +66,8 @@ class CompileJob(Run):
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """Decisions of earlier runs don't count."""
-        return {"DEEPYTORCH_TUNE": "force"} if process == OURS else {"DEEPYTORCH_ENABLED": "0"}
+        own = {"DEEPYTORCH_TUNE": "force"} if process == OURS else {"DEEPYTORCH_ENABLED": "0"}
+        return {**self.caches(ARMS[process]), **own}
 
 
 class Arm:

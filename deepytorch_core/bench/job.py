@@ -85,13 +85,13 @@ class Nodes:
 class Run:
     """What every benchmark has: its ranks, and the two arms.
 
-    `library` is the compiled code of a baseline that has any, filled in by the launcher.
+    `library` is the compiled code of a baseline that has any, filled in by the launcher, as is
+    `scratch` unless it is given: a folder for what `caches` keep.
     """
 
     WORKER: ClassVar[str]  # the module that runs as a rank
     NUM_STORES: ClassVar[int] = 0  # beyond the one over which the processes meet
     APART: ClassVar[bool] = False  # each arm has processes of its own
-    COMPILES_AFRESH: ClassVar[bool] = False  # no process finds what any other has compiled
 
     world_size: int
     device: str = "cpu"
@@ -99,6 +99,7 @@ class Run:
     timeout_s: int = 120
     ours: str = "deepytorch"  # another name measures that backend instead: how the tests run
     library: str = ""
+    scratch: str = ""
     nodes: Nodes | None = None  # None: all ranks live on this machine as it is
 
     def __post_init__(self) -> None:
@@ -145,6 +146,11 @@ class Run:
     def baseline_settings(self) -> dict[str, str]:
         """What the record says of the baseline beyond its name."""
         return {}
+
+    def caches(self, name: str) -> dict[str, str]:
+        """Environment variables of processes that find no compiled code but each other's."""
+        names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        return {variable: f"{self.scratch}/{name}/{one}" for variable, one in names.items()}
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """Environment variables of one process; the launcher serves `NUM_STORES` stores for it."""

@@ -53,9 +53,11 @@ def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
         adapter.load()  # compiled once here, not by every rank against its time limit
     with contextlib.ExitStack() as stack:
         setup = stack.enter_context(baselines.prepare(job.baseline, job.world_size))
-        job = dataclasses.replace(job, library=setup.library)
         origin["versions"] = {**origin["versions"], **setup.versions}
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deepytorch-bench-")))
+        folder = Path(stack.enter_context(scratch_folder()))
+        job = dataclasses.replace(
+            job, library=setup.library, scratch=job.scratch or str(folder / "scratch")
+        )
         network = _network(job)
         if network is not None and job.nodes is not None:
             stack.enter_context(network)
@@ -76,6 +78,11 @@ def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
             sys.stderr.write(ranks.output(0))  # how far it came
             raise
         sys.stderr.write(ranks.output(0))  # warnings, said once
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for as long as a benchmark takes."""
+    return tempfile.TemporaryDirectory(prefix="deepytorch-bench-")
 
 
 @contextlib.contextmanager
@@ -130,8 +137,6 @@ class _Ranks:
                 network, seats = self._network, self._job.seats
                 for rank in range(self._job.num_processes):
                     variables = self._job.environment(rank, [one.port for one in self._others])
-                    if self._job.COMPILES_AFRESH:
-                        variables = {**variables, **self._caches(rank)}
                     # Several processes of a rank, one for each arm, share its place.
                     node = None if network is None else seats[rank % len(seats)].node
                     self._start(self._command(rank), self._log(rank), variables, node=node)
@@ -251,11 +256,6 @@ class _Ranks:
         if stuck:
             parts.append(f"still waiting when the run was ended: {', '.join(stuck)}")
         raise WorkerError("\n".join(parts).rstrip())
-
-    def _caches(self, rank: int) -> dict[str, str]:
-        folder = self._folder / f"compiled{rank}"
-        names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-        return {name: str(folder / below) for name, below in names.items()}
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"

@@ -61,6 +61,10 @@ def test_arms_differ_by_their_variables_alone() -> None:
     assert headline.environment("ours") == {}
     assert headline.environment("ours-compute") == {"DEEPYTORCH_COLLECTIVES": "stock"}
     assert job(arm="ours").environment(1, [])["LOCAL_RANK"] == "1"
+    names = ("DEEPYTORCH_PROFILE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    arms = [job(arm=arm, scratch="/x").environment(0, []) for arm in ("ours", "tuned-compile")]
+    assert all(one[name].startswith("/x/") for one in arms for name in names)
+    assert len({one[name] for one in arms for name in names}) == 6
     row = headline.ROWS["bert-amp"]
     assert headline.arms_of(row, split=False) == ("plain", "tuned-compile", "ours")
 

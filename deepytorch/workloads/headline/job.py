@@ -69,6 +69,9 @@ class ArmJob(Run):
             "LOCAL_WORLD_SIZE": str(sum(other.node == seat.node for other in self.seats)),
             "GROUP_RANK": str(seat.node),
             "TOKENIZERS_PARALLELISM": "false",
+            # As for somebody who trains this for the first time, in the first round.
+            "DEEPYTORCH_PROFILE": f"{self.scratch}/{self.arm}/profile.json",
+            **self.caches(self.arm),
             **headline.environment(self.arm),
         }
 

@@ -37,12 +37,13 @@ def compare(job: ArmJob, *, rounds: int, split: bool, say: Say, only: Sequence[s
         known = ", ".join(headline.arms_of(row, split=True))
         raise BenchError(f"{row.name} has no arm {', '.join(sorted(unknown))}; it has {known}")
     samples: dict[str, list[Record]] = {arm: [] for arm in arms}
-    for number in range(rounds):
-        for arm in arms if number % 2 == 0 else tuple(reversed(arms)):
-            (found,) = launch.run(dataclasses.replace(job, arm=arm))
-            samples[arm].append(found)
-            median = statistics.median(found["step_time_us"]) / 1e3
-            say(f"round {number + 1}/{rounds}  {arm:<28} {median:10.2f} ms a step")
+    with launch.scratch_folder() as folder:
+        for number in range(rounds):
+            for arm in arms if number % 2 == 0 else tuple(reversed(arms)):
+                (found,) = launch.run(dataclasses.replace(job, arm=arm, scratch=folder))
+                samples[arm].append(found)
+                median = statistics.median(found["step_time_us"]) / 1e3
+                say(f"round {number + 1}/{rounds}  {arm:<28} {median:10.2f} ms a step")
     return _record(job, samples, rounds)
 
 
