@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -25,7 +26,8 @@ import torch.distributed as dist
 from deepytorch.recipes import _travel
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._engines import Engine
-from deepytorch.recipes._run import Process, everyones, on_main, runs, wait_for_all
+from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._run import Process, all_of, everyones, on_main, runs, wait_for_all
 
 FOLDER = "checkpoints"  # in a run's folder
 
@@ -114,6 +116,33 @@ def find(resume: str, output_dir: str, name: str) -> Path | None:
     return own[-1]
 
 
+def find_on_all(resume: str, options: RunOptions, process: Process) -> Path | None:
+    """What `find` gives on rank 0. Collective.
+
+    Raises RecipeError, on every rank, if another node has a later one: of nodes that share no
+    storage torchrun makes any one the first, and going on from less would lose the rest.
+    """
+    path: Path | None = None
+    problem = None
+    try:
+        path = find(resume, options.output_dir, options.name)
+    except (RecipeError, OSError) as error:
+        problem = str(error)
+    run = "" if path is None else (run_of(path) or path).name
+    own = (run, 0 if path is None else _step_of(path) if _NAME.fullmatch(path.name) else 0)
+    found = all_of((own, str(path), problem, platform.node()), process)
+    latest = max(range(len(found)), key=lambda rank: (found[rank][0], -rank))
+    if found[latest][0] > found[0][0]:
+        _, place, _, node = found[latest]
+        raise RecipeError(
+            f"resume={resume}: {place} is on {node}, with rank {latest}, and {found[0][3]}, where "
+            "rank 0 is, has none as late: copy that run's folder there"
+        )
+    if found[0][2] is not None:
+        raise RecipeError(found[0][2])
+    return on_main(lambda: path, process) if process.world_size > 1 else path
+
+
 def run_of(path: Path) -> Path | None:
     """The folder of the run that the checkpoint ``path`` is in; None if it lies elsewhere."""
     return path.parents[1] if path.parent.name == FOLDER else None
@@ -193,7 +222,8 @@ def _write_all(engine: Engine, state: dict[str, Any], partial: Path, process: Pr
     own = partial if first == 0 else partial.with_name(f"{partial.name}-{first}")
 
     if process.rank == first != 0:
-        shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
+        for left in partial.parent.glob(f"*{_PARTIAL}-*"):  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
     if process.world_size > 1:
         wait_for_all(process)
 
@@ -249,6 +279,8 @@ def _there(path: Path, process: Process) -> Iterator[Path]:
     try:
         first = _travel.first_beside(path.parent, process)
         first = 0 if sees else first
+        if process.rank == first != 0:
+            shutil.rmtree(copy, ignore_errors=True)  # of a run that was killed
         _travel.spread(path, copy, first, process)
         yield path if sees else copy
     finally:

@@ -31,6 +31,7 @@ from deepytorch.recipes._run import (
     print_any_text,
     say_error,
     stock_backend,
+    together,
     wait_for_all,
 )
 from deepytorch.recipes._trainer import Task, Trainer
@@ -61,7 +62,7 @@ def run_recipe(
         stock = "gloo" if arguments.compare else stock_backend(device)
         backend = stock if arguments.compare or config.backend == "stock" else "deepytorch"
         with distributed(backend, device) as process:
-            task = prepare(config, process)
+            task = together(lambda: prepare(config, process), process)
             if arguments.dry_run:
                 _memory.print_estimate(task, config, process)
                 return 0
@@ -76,9 +77,7 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
     """Train on ``config.backend``; save, export and show a sample."""
     path = written = None
     if config.resume is not None:
-        path = on_main(
-            lambda: _checkpoint.find(str(config.resume), config.output_dir, config.name), process
-        )
+        path = _checkpoint.find_on_all(str(config.resume), config, process)
         if path is None and process.is_main:
             console.print("resume=auto  no checkpoint yet: starting a new run")
     if path is not None:
@@ -273,7 +272,9 @@ def _resume(
     state = _checkpoint.load(trainer.engine, path, process, facts=facts)
     trainer.go_on_after(int(state["step"]))
     told = f"resumed     {path}, after step {state['step']}"
-    _elastic.go_on(task.batches, state, written, trainer.options, process)
+    together(
+        lambda: _elastic.go_on(task.batches, state, written, trainer.options, process), process
+    )
     if written.world_size != process.world_size:
         told += (
             f", of {written.world_size} processes: now {process.world_size} with "

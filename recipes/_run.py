@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -96,20 +96,59 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
 
 
 def on_main(action: Callable[[], T], process: Process) -> T:
-    """What ``action`` gives on rank 0, on every rank; a RecipeError there is one on all."""
+    """What ``action`` gives on rank 0, on every rank; whatever it raises there is raised on all.
+
+    As a RecipeError on the others, which would wait for it otherwise.
+    """
     box: list[Any] = [None, None]
+    raised: Exception | None = None
     if process.is_main:
         try:
             box[0] = action()
         except RecipeError as error:
-            box[1] = str(error)
+            raised, box[1] = error, str(error)
+        except Exception as error:
+            raised, box[1] = error, f"rank 0: {type(error).__name__}: {error}"
     # NCCL moves what lies on the GPU; gloo, under a comparison, moves it in the host's memory.
     device = torch.device("cpu") if dist.get_backend() == "gloo" else process.device
     dist.broadcast_object_list(box, src=0, device=device)
+    if raised is not None:
+        raise raised
     if box[1] is not None:
         raise RecipeError(box[1])
     found: T = box[0]
     return found
+
+
+def together(action: Callable[[], T], process: Process) -> T:
+    """What ``action`` gives on this rank; if it fails on any, the same RecipeError on all.
+
+    For what depends on a node's files, packages and GPUs. If it has collectives in it, it must
+    have agreed before each of them.
+    """
+    if process.world_size == 1:
+        return action()
+    value: T | None = None
+    problem = None
+    try:
+        value = action()
+    except (RecipeError, OSError, ImportError) as error:
+        problem = str(error)
+    problems = all_of(problem, process)
+    failed = [(rank, one) for rank, one in enumerate(problems) if one]
+    if failed:
+        rank, first = failed[0]
+        is_everyones = len(failed) == len(problems) and len(set(problems)) == 1
+        raise RecipeError(first if is_everyones else f"rank {rank}: {first}")
+    return cast(T, value)
+
+
+def all_of(value: T, process: Process) -> list[T]:
+    """Every rank's ``value``, in the order of ranks."""
+    values: list[Any] = [value] * process.world_size
+    if process.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def everyones(problem: str | None, process: Process) -> str | None:

@@ -17,7 +17,7 @@ from deepytorch.recipes import _fp8, _memory
 from deepytorch.recipes._batches import BatchT, EndlessBatches
 from deepytorch.recipes._engines import enable_checkpointing, start_engine
 from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process
+from deepytorch.recipes._run import Process, together
 from deepytorch_core.nn import channels_last
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 
@@ -69,12 +69,7 @@ class Trainer(Generic[BatchT]):
     ) -> None:
         self.options, self.process, self.group = options, process, group
         torch.manual_seed(options.seed)  # every trainer starts from the same weights
-        model = task.make_model()
-        _memory.refuse_if_too_large(model, options, process)
-        model.to(process.device)
-        model.train()
-        if options.precision == "fp8":
-            _fp8.convert(model, options, process)
+        model = together(lambda: self._made(task), process)
         if options.gradient_checkpointing:
             enable_checkpointing(model)
         self.flops_per_unit = task.flops_of(model) if task.flops_of else 0.0
@@ -96,6 +91,16 @@ class Trainer(Generic[BatchT]):
             deepytorch.compile(model, policy=options.compile, steps=steps)
         self.loss_share = task.make_loss(self.engine.wrapped, ours)
         self.go_on_after(0)
+
+    def _made(self, task: Task[BatchT]) -> nn.Module:
+        """The model on its device; RecipeError if it can't be there, or not in this precision."""
+        model = task.make_model()
+        _memory.refuse_if_too_large(model, self.options, self.process)
+        model.to(self.process.device)
+        model.train()
+        if self.options.precision == "fp8":
+            _fp8.convert(model, self.options, self.process)
+        return model
 
     def _make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(

@@ -7,7 +7,7 @@ systems of a network may list what they knew a while ago.
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._run import Process, everyones, on_main, wait_for_all
 
 CHUNK_BYTES = 64 << 20
+CHUNKS_AT_ONCE = 16
 
 _Files = Sequence[tuple[str, int]]
 
@@ -28,6 +29,10 @@ def first_beside(folder: Path, process: Process) -> int:
     Collective. Raises RecipeError, on every rank, where one can't write there.
     """
     if process.world_size == 1:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(str(error)) from error
         return 0
     token = on_main(lambda: secrets.token_hex(8), process)
 
@@ -43,7 +48,9 @@ def first_beside(folder: Path, process: Process) -> int:
     problem = everyones(problem, process)
     first = process.rank
     if problem is None:
-        first = next(rank for rank in range(process.rank + 1) if mark(rank).exists())
+        with contextlib.suppress(OSError):
+            seen = (rank for rank in range(process.rank) if mark(rank).exists())
+            first = next(seen, process.rank)
         wait_for_all(process)
     with contextlib.suppress(OSError):
         mark(process.rank).unlink()
@@ -61,11 +68,9 @@ def collect(own: Path, place: Path, first: int, process: Process) -> None:
     is_sending = process.rank == first != 0
     problem = None
     for source, files in _offered(own if is_sending else None, process):
-        if process.rank == source:
-            problem = _send(own, files, 0, process)
-        elif process.is_main:
-            found = _receive(place, files, source, process)
-            problem = problem or found
+        folder = place if process.is_main else own
+        found = _copy(files, folder, process, source=source, target=0)
+        problem = problem or found
     _settle(problem, process)
 
 
@@ -77,11 +82,9 @@ def spread(place: Path, own: Path, first: int, process: Process) -> None:
     problem = None
     for _, files in _offered(place if process.is_main else None, process):
         for target in [rank for rank, takes in enumerate(receivers) if takes]:
-            if process.is_main:
-                found = _send(place, files, target, process)
-                problem = problem or found
-            elif process.rank == target:
-                problem = _receive(own, files, 0, process)
+            folder = place if process.is_main else own
+            found = _copy(files, folder, process, source=0, target=target)
+            problem = problem or found
     _settle(problem, process)
 
 
@@ -91,55 +94,67 @@ def _settle(problem: str | None, process: Process) -> None:
         raise RecipeError(problem)
 
 
-def _offered(folder: Path | None, process: Process) -> Iterator[tuple[int, _Files]]:
+def _offered(folder: Path | None, process: Process) -> list[tuple[int, _Files]]:
     """Of each rank with a folder its number, and the names and sizes of the files there."""
     own: _Files | None = None
+    problem = None
     if folder is not None:
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        own = [(str(path.relative_to(folder)), path.stat().st_size) for path in paths]
+        try:
+            paths = sorted(path for path in folder.rglob("*") if path.is_file())
+            own = [(str(path.relative_to(folder)), path.stat().st_size) for path in paths]
+        except OSError as error:
+            problem = str(error)
     everything: list[Any] = [None] * process.world_size
     dist.all_gather_object(everything, own)
-    yield from ((rank, files) for rank, files in enumerate(everything) if files is not None)
+    _settle(problem, process)
+    return [(rank, files) for rank, files in enumerate(everything) if files is not None]
 
 
-def _send(folder: Path, files: _Files, target: int, process: Process) -> str | None:
-    """Send all bytes that were announced, also where they can't be read: the other end waits."""
+def _copy(files: _Files, folder: Path, process: Process, *, source: int, target: int) -> str | None:
+    """Move all bytes that were announced, also where they can't be read or written: the other end
+    waits for them. Collective: every rank comes here, and is told now and then that it goes on, as
+    nobody waits for longer than a group's timeout."""
     problem = None
     for name, size in files:
-        with contextlib.ExitStack() as stack:
-            file: Any = None
-            for begin in range(0, size, CHUNK_BYTES):
-                data = bytearray(min(CHUNK_BYTES, size - begin))
-                try:
-                    file = file or stack.enter_context((folder / name).open("rb"))
-                    if file.readinto(data) != len(data):
-                        raise OSError(f"{name} became shorter")
-                except OSError as error:
-                    problem = problem or str(error)
-                dist.send(torch.frombuffer(data, dtype=torch.uint8).to(_device(process)), target)
-    return problem
-
-
-def _receive(folder: Path, files: _Files, source: int, process: Process) -> str | None:
-    problem = None
-    for name, size in files:
-        with contextlib.ExitStack() as stack:
-            file: Any = None
-            try:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context((folder / name).open("wb"))
-            except OSError as error:
-                problem = problem or str(error)
-            for begin in range(0, size, CHUNK_BYTES):
-                count = min(CHUNK_BYTES, size - begin)
+        for number, begin in enumerate(range(0, size, CHUNK_BYTES) or [0]):
+            count = min(CHUNK_BYTES, size - begin)
+            if process.rank == source:
+                data, found = _read(folder / name, begin, count)
+                if count:
+                    dist.send(data.to(_device(process)), target)
+            elif process.rank == target:
                 data = torch.empty(count, dtype=torch.uint8, device=_device(process))
-                dist.recv(data, source)
-                try:
-                    if file is not None and problem is None:
-                        file.write(data.cpu().numpy())
-                except OSError as error:
-                    problem = str(error)
+                if count:
+                    dist.recv(data, source)
+                found = None if problem else _write(folder / name, begin, data.cpu())
+            else:
+                found = None
+            problem = problem or found
+            if number % CHUNKS_AT_ONCE == 0:
+                wait_for_all(process)
     return problem
+
+
+def _read(path: Path, begin: int, count: int) -> tuple[torch.Tensor, str | None]:
+    data = bytearray(count)
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            if file.readinto(data) != count:
+                raise OSError(f"{path} became shorter")
+    except OSError as error:
+        return torch.zeros(count, dtype=torch.uint8), str(error)
+    return torch.frombuffer(data, dtype=torch.uint8) if count else torch.zeros(0), None
+
+
+def _write(path: Path, begin: int, data: torch.Tensor) -> str | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab" if begin else "wb") as file:  # closing it may raise, too
+            file.write(data.numpy().tobytes())
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _device(process: Process) -> torch.device:

@@ -23,13 +23,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from deepytorch.recipes import _diffusion, _images
+from deepytorch.recipes import _diffusion, _images, _prior
 from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._diffusion import Parts
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process, console, wait_for_all
+from deepytorch.recipes._run import Process, console, together
 from deepytorch.recipes._trainer import Task
 from deepytorch_core.data.cache import sample_posterior
 
@@ -113,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: Config, process: Process) -> Task[LatentBatch]:
     """The images as latents, the model and the loss."""
-    parts = make_parts(config)
+    parts = together(lambda: make_parts(config), process)
     if config.train_text_encoder and parts.is_xl:
         raise RecipeError("train_text_encoder=true is not offered for SDXL: train its UNet alone")
-    images = instance_images(config)
+    images = together(lambda: instance_images(config), process)
     _diffusion.to_device(parts, process.device)
     if config.model is None:
         _diffusion.fit_vae(parts.vae, images)
@@ -246,23 +246,19 @@ def instance_images(config: Config) -> list[torch.Tensor]:
 
 
 def class_images(config: Config, parts: Parts, process: Process) -> list[torch.Tensor]:
-    """The prior: the images in ``class_data``; each rank makes its share of what is missing."""
-    folder = class_folder(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    there = {path.name for path in folder.iterdir() if _images.is_image(path)}
-    wait_for_all(process)  # or a quick rank's images would be counted by a slow one
-    free = [one for one in range(config.num_class_images) if f"made-{one:04d}.png" not in there]
-    missing = free[: max(0, config.num_class_images - len(there))]
-    for number in missing[process.rank :: process.world_size]:
+    """The prior: the images in ``class_data``, of which the ranks make what is missing."""
+
+    def make(number: int) -> Any:
         (image,) = generate(parts, config, config.class_prompt, [number])
-        # Named when it is whole: a run that is killed leaves no half image to train on.
-        partial = folder / f"made-{number:04d}.partial"
-        image.save(partial, format="PNG")
-        partial.replace(partial.with_suffix(".png"))
-    wait_for_all(process)
-    files = _images.image_files(folder)[: config.num_class_images]
-    size = config.image_size
-    return [_images.as_tensor(_images.centre_crop(_images.read_image(one), size)) for one in files]
+        return image
+
+    files = _prior.made_in(class_folder(config), config.num_class_images, make, process)
+
+    def read() -> list[torch.Tensor]:
+        images = (_images.read_image(path) for path in files)
+        return [_images.as_tensor(_images.centre_crop(one, config.image_size)) for one in images]
+
+    return together(read, process)
 
 
 def class_folder(config: Config) -> Path:

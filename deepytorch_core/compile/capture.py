@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -130,6 +131,7 @@ class Capture:
         self._num_repeated = 0  # passes in a row
         self._states = module_state.States(root)
         self._recorder = Recorder(next(root.parameters()).device)
+        self._buffers = list(root.buffers())
 
     @property
     def has_replays(self) -> bool:
@@ -197,19 +199,19 @@ class Capture:
     def _launched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The pass as it is. If memory is lacking for it, that of the graphs is given back."""
         is_timed = self._root.training and not self._is_on()
-        if not self.has_replays or self._is_pending() or is_timed:
+        is_plain = not self.has_replays or self._is_pending() or is_timed
+        if is_plain or torch.cuda.is_current_stream_capturing():
             return self._forward(*args, **kwargs)
-        trained = _Trained(self._root) if self._root.training else None
+        attempt = _Attempt(self._root, self._buffers, (args, kwargs))
         try:
             return self._forward(*args, **kwargs)
         except torch.OutOfMemoryError:
-            if trained is not None and trained.has_counted():
+            if not attempt.may_be_repeated():
                 raise
         self._give_up("another pass needs their memory")
         self._drop()
         torch.cuda.empty_cache()
-        if trained is not None:
-            graphs.rewind(trained.numbers)
+        graphs.rewind(attempt.numbers)
         return self._forward(*args, **kwargs)
 
     def _count_repeated(self) -> None:
@@ -328,23 +330,38 @@ class Capture:
             say(f"CUDA graphs of {name}: its passes are launched as before: {why}", level="warning")
 
 
-class _Trained:
-    """What a pass in training may leave behind, where it fails."""
+class _Attempt:
+    """A pass that may fail halfway, and what it would then have done to others."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.numbers = guard.random_numbers()
+    def __init__(self, root: nn.Module, buffers: list[torch.Tensor], given: Any) -> None:
         self._root = root
-        self._buffers = list(root.buffers())
-        self._versions = [one._version for one in self._buffers]
+        self._buffers = buffers
+        self._given = given
+        self._before = self._now()
+        # In evaluation none are drawn, and looking takes its time.
+        self.numbers = guard.random_numbers() if root.training else ()
 
-    def has_counted(self) -> bool:
-        """Whether a buffer is another, or has been written to: twice would be wrong."""
-        now = list(self._root.buffers())
+    def may_be_repeated(self) -> bool:
+        """Whether it has written to nothing that it was given, a cache for one, or has counted."""
+        things, versions = self._now()
+        known = (torch.Tensor, *module_state.PLAIN)
+        # Norms write to their statistics without a trace.
+        norms = self._root.modules() if self._root.training else ()
         return (
-            len(now) != len(self._buffers)
-            or any(one is not before for one, before in zip(now, self._buffers, strict=True))
-            or [one._version for one in now] != self._versions
+            not any(isinstance(one, _NormBase) and one.track_running_stats for one in norms)
+            and all(isinstance(one, known) for one in things)
+            and None not in versions
+            and [id(one) for one in things] == [id(one) for one in self._before[0]]
+            and versions == self._before[1]
         )
+
+    def _now(self) -> tuple[list[Any], list[int | None]]:
+        """What it could write to, and how often tensors among it were; None if nobody counts."""
+        # In evaluation they are hardly ever other ones, and to find them takes as long.
+        things = list(self._root.buffers()) if self._root.training else list(self._buffers)
+        things += tree_leaves(self._given)
+        tensors = [one for one in things if isinstance(one, torch.Tensor)]
+        return things, [None if one.is_inference() else one._version for one in tensors]
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

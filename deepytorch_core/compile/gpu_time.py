@@ -55,6 +55,7 @@ def _replayed(recorder: Recorder, module: nn.Module, call: Call) -> float:
     with recorder.own_leaves(module):
         with recorder.rehearsing():
             alone()
+        recorder.take_new_memory()
         graph, _ = recorder.record(alone)
         graph.replay()
 

@@ -357,7 +357,9 @@ def _device_type(args: Sequence[Any]) -> str:
 
 
 def rewind(state: Sequence[torch.Tensor]) -> None:
-    """Put the generators to where `guard.random_numbers` has seen them."""
+    """Put the generators to where `guard.random_numbers` has seen them; nowhere if it has none."""
+    if not state:
+        return
     host, *devices = state
     torch.set_rng_state(host)
     if devices:

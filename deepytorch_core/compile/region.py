@@ -40,7 +40,7 @@ MOST_COMPILES = 6
 # than the first.
 SLOWER_POLICY = 3.0
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}/"
 
 _number = 0
 

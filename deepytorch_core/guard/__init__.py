@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 STOCK = "stock"
-# Where a trial has a clock of its own, nothing of the machine's noise is in what it gives.
+# Where a trial has a clock of its own, little of the machine's noise is in what it gives.
 CLOCKED_ROUNDS = 3
 # Of each way, after which what the noise hides stays hidden.
 MOST_SAMPLES = 4 * ROUNDS
@@ -370,12 +370,12 @@ class _Judge:
                     prepare=lambda name: self._switch(candidates[name]),
                     clock=self._clock,
                 )
-            except torch.OutOfMemoryError as error:  # stock's as well: it is not a step alone
-                failed = [(self._in_place or good[0]).name, first_line(error)]
             except Exception as error:
-                if self._in_place is None:
+                # Of stock's way, it may be what times it that failed, or memory beside a step's.
+                is_trials = self._clock is not None or isinstance(error, torch.OutOfMemoryError)
+                if self._in_place is None and not is_trials:
                     raise  # stock itself failed
-                failed = [self._in_place.name, first_line(error)]
+                failed = [(self._in_place or good[0]).name, first_line(error)]
             finally:
                 self._switch(None)
         first = next((one for one in self._ranks.gather(failed) if one is not None), None)

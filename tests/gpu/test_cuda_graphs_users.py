@@ -267,6 +267,10 @@ def test_packed_rows_are_looked_for_again_after_two_captures_at_once() -> None:
     assert masks.find_packed_sequence_indices is look
 
 
+class Seen(list[int]):
+    """What a pass adds to, as generation does to its cache."""
+
+
 class Large(Layers):
     """No room for passes of many rows beside graphs; random numbers, which have one device."""
 
@@ -274,8 +278,10 @@ class Large(Layers):
         super().__init__(*more, *([nn.Dropout(0.4)] if DEVICE == "cuda" else []))
         self.found: Capture | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seen: Any = None) -> Tensor:
         y = super().forward(x)
+        if seen is not None:
+            seen.append(1) if isinstance(seen, list) else seen.add_(1)
         if len(x) > 9 and self.found is not None and self.found.has_replays:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return y
@@ -308,3 +314,17 @@ def test_a_pass_that_has_counted_something_is_not_made_twice() -> None:
     vars(model)["found"] = found
     with pytest.raises(torch.OutOfMemoryError):
         model(rows(7).repeat(3, 1))
+
+
+@pytest.mark.parametrize("kind", ["object", "list", "tensor", "inference"])
+def test_a_pass_that_has_written_to_what_it_was_given_is_not_made_twice(kind: str) -> None:
+    model = Large().to(DEVICE)
+    found = captured(model)
+    train(model, squares)
+    vars(model)["found"] = found
+    model.eval()
+    seen: Any = {"object": Seen(), "list": []}.get(kind, torch.zeros(1, device=DEVICE))
+    with torch.inference_mode(kind == "inference"), pytest.raises(torch.OutOfMemoryError):
+        model(rows(7).repeat(3, 1), seen=seen)
+    assert sum(seen) == 1
+    assert found.has_replays

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from deepytorch.recipes import _checkpoint, _travel
 from deepytorch.recipes._checkpoint import Written
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._run import Process
+from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._prior import made_in
+from deepytorch.recipes._run import Process, on_main, together
 from deepytorch_core.testing import spawn_ranks
 
 # Rank 0 is a node, ranks 1 and 2 another one, and rank 3 sees what rank 0 sees.
@@ -92,15 +95,15 @@ def test_a_checkpoint_of_nodes_without_shared_storage_lies_on_the_first(tmp_path
 def _failing(rank: int, _: int, folder: str, where: str) -> None:
     node = NODE_OF[rank]
     mine = Path(folder) / f"node{node}" / "checkpoints"
-    receive = _travel._receive
+    write = _travel._write
 
-    def refusing(place: Path, announced: Any, source: int, process: Process) -> str | None:
-        (place / announced[0][0]).mkdir(parents=True)
-        return receive(place, announced, source, process)
+    def refusing(path: Path, begin: int, data: torch.Tensor) -> str | None:
+        path.mkdir(parents=True, exist_ok=True)
+        return write(path, begin, data)
 
     with pytest.MonkeyPatch.context() as patch:
         if where == "sent":  # a file that can't be written to rank 0's disk
-            patch.setattr(_travel, "_receive", refusing)
+            patch.setattr(_travel, "_write", refusing)
         elif rank == 2:
             mine.parent.mkdir(parents=True, exist_ok=True)
             mine.write_text("no folder")
@@ -145,3 +148,79 @@ def _copied(rank: int, _: int, folder: str) -> None:
 
 def test_a_copied_checkpoint_is_read_where_it_lies(tmp_path: Path) -> None:
     spawn_ranks(_copied, RANKS, str(tmp_path), backend="gloo")
+
+
+def _resumed(rank: int, _: int, folder: str) -> None:
+    process = Process(rank, RANKS, torch.device("cpu"))
+    options = RunOptions(name="r", output_dir=f"{folder}/node{NODE_OF[rank]}")
+    assert _checkpoint.find_on_all("auto", options, process) is None
+    run = "r-20260101-000000/checkpoints"
+    torch.distributed.barrier()
+    if rank in (0, 1):
+        later = Path(options.output_dir) / run / f"step-{4 + rank:08d}"
+        later.mkdir(parents=True)
+        (later / "manifest.json").write_text("{}")
+    torch.distributed.barrier()
+    with pytest.raises(RecipeError, match="step-00000005 is on .*, with rank 1, and .* has none"):
+        _checkpoint.find_on_all("auto", options, process)
+    torch.distributed.barrier()
+    if rank == 0:
+        (Path(options.output_dir) / run / "step-00000004").rename(
+            Path(options.output_dir) / run / "step-00000006"
+        )
+    torch.distributed.barrier()
+    found = _checkpoint.find_on_all("auto", options, process)
+    assert str(found) == f"{folder}/node0/{run}/step-00000006"
+    with pytest.raises(RecipeError, match="resume=nowhere is no checkpoint"):
+        _checkpoint.find_on_all("nowhere", options, process)
+
+
+def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path: Path) -> None:
+    spawn_ranks(_resumed, RANKS, str(tmp_path), backend="gloo")
+
+
+def _agreeing(rank: int, world_size: int) -> None:
+    process = Process(rank, world_size, torch.device("cpu"))
+
+    def read() -> int:
+        if rank == 1:
+            raise FileNotFoundError("no data.json")
+        return rank
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert together(lambda: rank, process) == rank
+    with pytest.raises(RecipeError, match="^rank 1: no data.json$"):
+        together(read, process)
+    with pytest.raises(RecipeError, match="^too few$"):
+        together(lambda: fail(RecipeError("too few")), process)
+    kind, text = (PermissionError, "^no$") if rank == 0 else (RecipeError, "^rank 0: Perm.*: no$")
+    with pytest.raises(kind, match=text):
+        on_main(lambda: fail(PermissionError("no")), process)
+
+
+def test_what_one_rank_cannot_do_is_one_error_on_all() -> None:
+    spawn_ranks(_agreeing, 3, backend="gloo")
+
+
+def _prior(rank: int, _: int, folder: str) -> None:
+    process = Process(rank, RANKS, torch.device("cpu"))
+    made: list[int] = []
+
+    def make(number: int) -> Image.Image:
+        made.append(number)
+        return Image.new("RGB", (2, 2), (number, 0, 0))
+
+    mine = Path(folder) / f"node{NODE_OF[rank]}" / "class"
+    files = made_in(mine, 5, make, process)
+    assert [Image.open(path).getpixel((0, 0))[0] for path in files] == [0, 1, 2, 3, 4]
+    everything: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(everything, made)
+    assert everything == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]
+    assert len(made_in(mine, 5, make, process)) == 5
+    assert made == everything[rank]
+
+
+def test_each_node_has_all_images_of_the_class(tmp_path: Path) -> None:
+    spawn_ranks(_prior, RANKS, str(tmp_path), backend="gloo")

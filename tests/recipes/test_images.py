@@ -100,7 +100,6 @@ def made(monkeypatch):
         return [Image.new("RGB", (8, 8)) for _ in seeds]
 
     monkeypatch.setattr(stable_diffusion_dreambooth, "generate", generate)
-    monkeypatch.setattr(stable_diffusion_dreambooth, "wait_for_all", lambda process: None)
     return numbers
 
 

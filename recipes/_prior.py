@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images of a class, made once by all ranks: the prior of DreamBooth."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepytorch.recipes import _images
+from deepytorch.recipes._run import Process, all_of, together
+from deepytorch.recipes._travel import first_beside
+
+
+def made_in(folder: Path, count: int, make: Callable[[int], Any], process: Process) -> list[Path]:
+    """``count`` images in ``folder``, of which ranks that see it share what is missing.
+
+    Collective. ``make`` gives the same image of a number to whoever asks, so that nodes with
+    folders of their own train on the same ones. Raises RecipeError, on every rank, if one fails.
+    """
+    first = first_beside(folder, process)
+    there = together(lambda: {one.name for one in _found(folder)}, process)
+    mates = [rank for rank, other in enumerate(all_of(first, process)) if other == first]
+    free = [number for number in range(count) if _name(number) not in there]
+    missing = free[: max(0, count - len(there))]
+
+    def share() -> None:
+        for number in missing[mates.index(process.rank) :: len(mates)]:
+            # Named when it is whole: a run that is killed leaves no half image to train on.
+            partial = (folder / _name(number)).with_suffix(".partial")
+            make(number).save(partial, format="PNG")
+            partial.replace(partial.with_suffix(".png"))
+
+    together(share, process)
+    return together(lambda: _images.image_files(folder)[:count], process)
+
+
+def _name(number: int) -> str:
+    return f"made-{number:04d}.png"
+
+
+def _found(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _images.is_image(path)]
