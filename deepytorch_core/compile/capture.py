@@ -200,7 +200,7 @@ class Capture:
         """The pass as it is. If memory is lacking for it, that of the graphs is given back."""
         is_timed = self._root.training and not self._is_on()
         is_plain = not self.has_replays or self._is_pending() or is_timed
-        is_others = torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+        is_others = torch.compiler.is_compiling() or self._recorder.is_captured_now()
         if is_plain or is_others:
             return self._forward(*args, **kwargs)
         attempt = _Attempt(self._root, self._buffers, (args, kwargs))

@@ -69,6 +69,10 @@ class Recorder:
         missing = (MEMORY_OF_PASSES * pass_bytes - room) / 2**30
         return f"{missing:.1f} GiB of GPU memory are missing for it"
 
+    def is_captured_now(self) -> bool:
+        """Whether what is launched now goes into somebody's graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def take_new_memory(self) -> None:
         """Share no memory with graphs recorded before, which may be gone but for a tensor."""
         self._pool = torch.cuda.graph_pool_handle()

@@ -107,6 +107,9 @@ class Emulated(recorder.Recorder):
     def lacks_memory(self) -> str | None:
         return None
 
+    def is_captured_now(self) -> bool:
+        return False
+
     def take_turn(self) -> None:
         pass
 
