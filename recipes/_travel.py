@@ -9,13 +9,12 @@ import contextlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._run import Process, everyones, on_main, wait_for_all
+from deepytorch.recipes._run import Process, all_of, everyones, on_main, wait_for_all
 
 CHUNK_BYTES = 64 << 20
 CHUNKS_AT_ONCE = 16
@@ -77,8 +76,7 @@ def collect(own: Path, place: Path, first: int, process: Process) -> None:
 def spread(place: Path, own: Path, first: int, process: Process) -> None:
     """Copy rank 0's ``place`` into the ``own`` folder of nodes that don't see it; see `collect`."""
     is_receiving = process.rank == first != 0
-    receivers: list[Any] = [None] * process.world_size
-    dist.all_gather_object(receivers, is_receiving)
+    receivers = all_of(is_receiving, process)
     problem = None
     for _, files in _offered(place if process.is_main else None, process):
         for target in [rank for rank, takes in enumerate(receivers) if takes]:
@@ -104,8 +102,7 @@ def _offered(folder: Path | None, process: Process) -> list[tuple[int, _Files]]:
             own = [(str(path.relative_to(folder)), path.stat().st_size) for path in paths]
         except OSError as error:
             problem = str(error)
-    everything: list[Any] = [None] * process.world_size
-    dist.all_gather_object(everything, own)
+    everything = all_of(own, process)
     _settle(problem, process)
     return [(rank, files) for rank, files in enumerate(everything) if files is not None]
 
