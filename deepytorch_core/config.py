@@ -476,6 +476,13 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
     return None
 
 
+def slurm_tasks(environ: Mapping[str, str] | None = None) -> int:
+    """How many processes srun started with this one; 0 outside of a step of Slurm's."""
+    environ = os.environ if environ is None else environ
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    return int(tasks) if tasks.isdecimal() else 0
+
+
 def rendezvous_address(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     """Host and port at which rank 0 serves, or shall serve, the store; None if not given."""
     environ = os.environ if environ is None else environ

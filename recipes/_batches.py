@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -80,7 +81,8 @@ class EndlessBatches(Generic[BatchT]):
     def __next__(self) -> BatchT:
         if self._batches is None:
             self._order.start = self._position
-            self._batches = iter(self._loader)
+            with _without_sigterm():  # what a worker starts before it could say so inherits it
+                self._batches = iter(self._loader)
         self._position += 1
         try:
             return next(self._batches)
@@ -146,6 +148,15 @@ class _Order(Sampler[list[tuple[int, int]]]):
                 chosen = own[number * self._batch_size : (number + 1) * self._batch_size]
                 yield [(index, epoch) for index in chosen]
             epoch, first = epoch + 1, 0
+
+
+@contextmanager
+def _without_sigterm() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _only_its_rank_ends_it(worker: int) -> None:

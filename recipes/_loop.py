@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from deepytorch.recipes import _checkpoint, _compare, _elastic, _memory, _rounding
+from deepytorch.recipes._alike import draw_apart, refuse_unlike
 from deepytorch.recipes._batches import BatchT
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes._options import RunOptions
@@ -63,6 +64,13 @@ def run_recipe(
         backend = stock if arguments.compare or config.backend == "stock" else "deepytorch"
         with distributed(backend, device) as process:
             task = together(lambda: prepare(config, process), process)
+            refuse_unlike(
+                process,
+                device=process.device.type,
+                examples_of_an_epoch=task.batches.epoch_examples,
+                batches_held_out=len(task.held_out),
+                steps=config.steps,
+            )
             if arguments.dry_run:
                 _memory.print_estimate(task, config, process)
                 return 0
@@ -188,7 +196,7 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             # What is compared in losses alone comes last: before each of the two in turn.
             others = trainers.keys() - _compare.ARMS
             for arm in (*_compare.order_of(step), *others):
-                torch.manual_seed(config.seed + step)  # all arms see the same dropout
+                draw_apart(config.seed + step, process)  # all arms see the same dropout
                 with _compare.timed(process.device) as timer:
                     result = trainers[arm].step(micro_batches)
                 loss = result.loss_share.cpu()

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import deepytorch
 from deepytorch.recipes._config import RankError, RecipeError
+from deepytorch_core import config
 
 T = TypeVar("T")
 
@@ -75,16 +76,44 @@ def stock_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def _has_others() -> bool:
+    """Whether this is a rank of torchrun or one that sets its variables, as DeepSpeed's does."""
+    try:
+        launched = config.launched()
+    except ValueError as error:
+        raise RankError(str(error)) from error
+    use = "start recipes with deepytorch run or torchrun on each node"
+    if launched is None:
+        tasks = config.slurm_tasks()
+        if tasks > 1:
+            raise RankError(
+                f"srun started {tasks} processes, which know nothing of each other: {use}, with "
+                "srun --ntasks-per-node 1 (docs/scaling-out.md). For runs of one process each, "
+                "unset SLURM_STEP_NUM_TASKS"
+            )
+        return False
+    if launched.launcher == "torchrun" and config.rendezvous_address() is not None:
+        return True
+    if launched.size == 1:
+        return False
+    raise RankError(
+        f"{launched.launcher} started this as rank {launched.rank} of {launched.size}, without "
+        f"saying where they meet: {use}"
+    )
+
+
 @contextmanager
 def distributed(backend: str, device: torch.device) -> Iterator[Process]:
     """The default process group, for torchrun's ranks or for one process started alone.
 
     ``backend`` is "deepytorch" or the name of a stock backend, which is then left untouched.
-    Whatever uses the group (DDP, say) must be out of scope when the block ends.
+    Whatever uses the group (DDP, say) must be out of scope when the block ends. Raises RecipeError
+    if there are others, and nobody said where they meet.
     """
+    has_others = _has_others()
     if backend != "deepytorch":
         deepytorch.deactivate()  # importing the recipes activated it
-    if dist.is_torchelastic_launched():
+    if has_others:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
@@ -186,10 +215,14 @@ def make_run_dir(output_dir: str, name: str) -> Path:
 def runs(output_dir: str, name: str) -> list[Path]:
     """The folders that `make_run_dir` has made, the one changed last at the end."""
     start = Path(output_dir) / f"{name}-"
-    whole = re.compile(re.escape(start.name) + r"\d{8}-\d{6}(-\d\d?)?")
+    whole = re.compile(re.escape(start.name) + r"(\d{8}-\d{6})(?:-(\d\d?))?")
     there = start.parent.iterdir() if start.parent.is_dir() else ()
-    found = [path for path in there if whole.fullmatch(path.name)]
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    found = []
+    for path in there:
+        if made := whole.fullmatch(path.name):
+            # A file system's clock may stand still while two of them are made.
+            found.append((path.stat().st_mtime_ns, made[1], int(made[2] or 0), path))
+    return [path for *_, path in sorted(found)]
 
 
 class StepProgress:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import deepytorch
 from deepytorch.recipes import _fp8, _memory
+from deepytorch.recipes._alike import digest_of, draw_apart, refuse_unlike
 from deepytorch.recipes._batches import BatchT, EndlessBatches
 from deepytorch.recipes._engines import enable_checkpointing, start_engine
 from deepytorch.recipes._options import RunOptions
@@ -70,6 +71,8 @@ class Trainer(Generic[BatchT]):
         self.options, self.process, self.group = options, process, group
         torch.manual_seed(options.seed)  # every trainer starts from the same weights
         model = together(lambda: self._made(task), process)
+        if options.engine in ("fsdp2", "megatron"):  # the others begin with rank 0's
+            refuse_unlike(process, weights=digest_of(model))
         if options.gradient_checkpointing:
             enable_checkpointing(model)
         self.flops_per_unit = task.flops_of(model) if task.flops_of else 0.0
@@ -91,6 +94,7 @@ class Trainer(Generic[BatchT]):
             deepytorch.compile(model, policy=options.compile, steps=steps)
         self.loss_share = task.make_loss(self.engine.wrapped, ours)
         self.go_on_after(0)
+        draw_apart(options.seed, process)
 
     def _made(self, task: Task[BatchT]) -> nn.Module:
         """The model on its device; RecipeError if it can't be there, or not in this precision."""
@@ -131,7 +135,6 @@ class Trainer(Generic[BatchT]):
         with torch.no_grad():
             for name, value in model.named_buffers():
                 value.copy_(buffers[name])
-        torch.manual_seed(self.options.seed)
 
     @property
     def model(self) -> Any:
