@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from deepytorch_core import decisions
+from deepytorch_core import config, decisions
+from deepytorch_core.config import Options
 from deepytorch_core.testing import close_idle_workers
 
 # Examples are the same in every run, so a failure is everybody's failure.
@@ -43,6 +45,15 @@ def _is_mapped(file: Path) -> bool:
 def decisions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test's code decides is in no other test's report."""
     monkeypatch.setattr(decisions, "_made", [])
+
+
+@pytest.fixture
+def quiet_profile(tmp_path: Path) -> Iterator[Path]:
+    """Where the test's decisions are kept; nothing is said of them."""
+    before = config._current
+    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
+    yield tmp_path / "profile.json"
+    config.set_current(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import config, decisions
+from deepytorch_core import decisions
 from deepytorch_core.compile import gpu_time
-from deepytorch_core.config import Options
 from deepytorch_core.nn import channels_last
 from deepytorch_core.testing import needs_gpus
 
-pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(decisions, "_made", [])
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
-    yield
-    config.set_current(before)
+pytestmark = [
+    pytest.mark.usefixtures("quiet_profile"),
+    pytest.mark.gpu,
+    needs_gpus(1),
+    pytest.mark.timeout(300),
+]
 
 
 class Net(nn.Sequential):

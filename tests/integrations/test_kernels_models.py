@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ import deepytorch
 from deepytorch.integrations import _causal_loss
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as transformers_adapter
-from deepytorch_core import config, decisions
-from deepytorch_core.config import Options
+from deepytorch_core import decisions
 from deepytorch_core.nn.deferred_logits import DeferredLogits
 from deepytorch_core.nn.kernels import Setting, apply_kernels
+
+pytestmark = pytest.mark.usefixtures("quiet_profile")
 
 VOCABULARY = 97
 SIZES = {
@@ -45,15 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", SIZES),
     "gemma 2 (scales its logits)": ("Gemma2", {**GROUPED, "pad_token_id": 0}),
 }
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(decisions, "_made", [])
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
-    yield
-    config.set_current(before)
 
 
 def build(kind: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config, decisions
+from deepytorch_core import config
 from deepytorch_core.config import Options
 
 
@@ -24,13 +24,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A profile and decisions of the test's own; afterwards nothing is compiled any more."""
+    """A profile of the test's own; afterwards nothing is compiled any more."""
     import torch
 
     from deepytorch_core import compile as engine
     from deepytorch_core.compile import policies
 
-    monkeypatch.setattr(decisions, "_made", [])
     policies.names()  # loaded, so that what a test adds is taken away again
     monkeypatch.setattr(policies, "_table", dict(policies._table))
     before = config._current

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,7 @@ from deepytorch_core import config, decisions, guard
 from deepytorch_core.config import Options
 from deepytorch_core.guard import Candidate, Trial, timing
 
-
-@pytest.fixture(autouse=True)
-def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(decisions, "_made", [])
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
-    yield tmp_path / "profile.json"
-    config.set_current(before)
+pytestmark = pytest.mark.usefixtures("quiet_profile")
 
 
 def network() -> nn.Sequential:
@@ -188,7 +181,7 @@ def _raising(stock: Any) -> Any:
     return forward
 
 
-def test_guard_keeps_the_fastest_that_is_right(own_profile: Path) -> None:
+def test_guard_keeps_the_fastest_that_is_right(quiet_profile: Path) -> None:
     model = _Slow()
     tried = {
         "fast": Swapped(model, _fast),
@@ -212,14 +205,14 @@ def test_guard_keeps_the_fastest_that_is_right(own_profile: Path) -> None:
     (recorded,) = decisions.made()
     assert recorded["chosen"] == "fast"
     assert "dropped failing: RuntimeError: no such kernel" in decisions.sentence(recorded)
-    (entry,) = json.loads(own_profile.read_text())["decisions"]
+    (entry,) = json.loads(quiet_profile.read_text())["decisions"]
     assert entry["chosen"] == "fast"
     assert entry["for"]["what"] == "a test"
     assert entry["dropped"]["wrong"]
 
 
 def test_guard_looks_again_where_noise_hides_a_gain(
-    own_profile: Path, monkeypatch: pytest.MonkeyPatch
+    quiet_profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noisy = {"stock": [40e-3, 30e-3, 50e-3] * 2, "fast": [30e-3, 20e-3, 40e-3] * 2}
     quiet = {"stock": [40e-3] * 14, "fast": [30e-3] * 14}
@@ -245,7 +238,7 @@ def test_guard_looks_again_where_noise_hides_a_gain(
     assert decision.reason == "no slower than stock, and takes less memory"
 
 
-def test_guard_forgives_what_a_module_makes_of_rounding(own_profile: Path) -> None:
+def test_guard_forgives_what_a_module_makes_of_rounding(quiet_profile: Path) -> None:
     """A chaotic module: its weights' last bits decide digits of what it gives."""
 
     class Deep(nn.Module):
@@ -275,12 +268,12 @@ def test_guard_forgives_what_a_module_makes_of_rounding(own_profile: Path) -> No
         assert torch.equal(network.weight, before)
 
 
-def test_guard_takes_decisions_from_the_profile(own_profile: Path) -> None:
+def test_guard_takes_decisions_from_the_profile(quiet_profile: Path) -> None:
     model = _Slow()
     inputs = torch.randn(3, 4)
     guard.choose("kept", [Swapped(model, _fast).named("fast")], _trial(model, inputs))
     vars(model).pop("forward")
-    config.set_current(Options(profile=str(own_profile), deterministic=True, log="error"))
+    config.set_current(Options(profile=str(quiet_profile), deterministic=True, log="error"))
     again = Swapped(model, _fast)
     decision = guard.choose("kept", [again.named("fast")], _trial(model, inputs))
     assert (decision.chosen, decision.reason) == ("fast", "from the profile")
@@ -371,21 +364,21 @@ def test_guard_lets_errors_of_the_stock_way_out() -> None:
         '{"format": 99}',
     ],
 )
-def test_guard_believes_no_broken_profile(own_profile: Path, text: str) -> None:
-    own_profile.write_text(text)
+def test_guard_believes_no_broken_profile(quiet_profile: Path, text: str) -> None:
+    quiet_profile.write_text(text)
     assert guard.profile.find({"what": "x"}) is None
     guard.profile.keep({"what": "x"}, {"chosen": "a"})
     if "99" in text:
-        assert own_profile.read_text() == text
+        assert quiet_profile.read_text() == text
     else:
         assert guard.profile.find({"what": "x"})["chosen"] == "a"
 
 
-def test_guard_keeps_what_the_tuner_wrote(own_profile: Path) -> None:
-    own_profile.write_text('{"format": 1, "groups": [{"machine": "m"}], "more": 2}')
+def test_guard_keeps_what_the_tuner_wrote(quiet_profile: Path) -> None:
+    quiet_profile.write_text('{"format": 1, "groups": [{"machine": "m"}], "more": 2}')
     guard.profile.keep({"what": "x"}, {"chosen": "a"})
     guard.profile.keep({"what": "x"}, {"chosen": "b"})
-    document = json.loads(own_profile.read_text())
+    document = json.loads(quiet_profile.read_text())
     assert document["groups"] == [{"machine": "m"}]
     assert document["more"] == 2
     assert [entry["chosen"] for entry in document["decisions"]] == ["b"]

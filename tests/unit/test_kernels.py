@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +16,9 @@ from deepytorch_core.nn import kernels
 from deepytorch_core.nn.kernels import Kernel, Place, Probe, Setting, Undo, apply_kernels
 from deepytorch_core.nn.swaps import fused_optimizer
 
+pytestmark = pytest.mark.usefixtures("quiet_profile")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(decisions, "_made", [])
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
-    yield
-    config.set_current(before)
 
 
 class OwnRMSNorm(nn.Module):

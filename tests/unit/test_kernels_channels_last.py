@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +11,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepytorch_core import config, decisions, guard
-from deepytorch_core.config import Options
+from deepytorch_core import decisions, guard
 from deepytorch_core.nn import channels_last
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(decisions, "_made", [])
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
-    yield
-    config.set_current(before)
+pytestmark = pytest.mark.usefixtures("quiet_profile")
 
 
 def network() -> nn.Sequential:

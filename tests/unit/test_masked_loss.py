@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,21 +15,14 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from deepytorch.integrations import _masked_loss  # noqa: E402
 from deepytorch.integrations.transformers import pack_batches  # noqa: E402
-from deepytorch_core import config, decisions  # noqa: E402
-from deepytorch_core.config import Options  # noqa: E402
+from deepytorch_core import decisions  # noqa: E402
 from deepytorch_core.nn.deferred_logits import DeferredLogits  # noqa: E402
 from deepytorch_core.nn.kernels import Setting, apply_kernels  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quiet_profile")
+
 VOCABULARY = 97
 MAX_LENGTH = 40
-
-
-@pytest.fixture(autouse=True)
-def own_options(tmp_path: Any) -> Iterator[None]:
-    before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
-    yield
-    config.set_current(before)
 
 
 def made(family: str) -> Any:
