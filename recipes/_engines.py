@@ -45,7 +45,7 @@ class Engine(Protocol):
         ...
 
     def full_state(self) -> State:
-        """All weights on the CPU, on rank 0; called by every rank."""
+        """All weights on the CPU, on rank 0; empty on the others, which call it, too."""
         ...
 
 
@@ -378,7 +378,8 @@ class DeepspeedEngine:
         for name, value in self.model.state_dict(keep_vars=True).items():
             whole = [value] if hasattr(value, "ds_id") else []
             with deepspeed.zero.GatheredParameters(whole):
-                state[name] = value.detach().float().cpu().clone()
+                if dist.get_rank() == 0:  # a host may not hold one for each of its ranks
+                    state[name] = value.detach().float().cpu().clone()
         return state
 
 

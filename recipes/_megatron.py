@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepytorch.recipes._config import RecipeError
@@ -108,6 +109,8 @@ class MegatronEngine:
         self.model.load_state_dict(weights)
 
     def full_state(self) -> dict[str, Any]:
+        if dist.get_rank() > 0:  # a host may not hold one for each of its ranks
+            return {}
         return {name: value.cpu() for name, value in self.model.state_dict().items()}
 
 

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import deepytorch
 from deepytorch.recipes._config import RankError, RecipeError
 from deepytorch_core import config
+from deepytorch_core.network import gloo_env
 
 T = TypeVar("T")
 
@@ -114,6 +115,7 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
     if backend != "deepytorch":
         deepytorch.deactivate()  # importing the recipes activated it
     if has_others:
+        gloo_env.before_gloo()  # stock gloo can't start either where a name leads back to its node
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)

@@ -82,7 +82,9 @@ def train(rank: int, world_size: int, engine_name: str, backend: str, folder: st
         if folder and begin == 0 and step + 1 == SAVED_AFTER:
             engine.save(Path(folder), rank)
             dist.barrier()
-    state = {name: value.clone() for name, value in engine.full_state().items()}
+    state = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    full = engine.full_state()
+    assert full.keys() == (state.keys() if rank == 0 or engine_name == "ddp" else set())
     native = deepytorch.report().native_calls
     if backend == "deepytorch" and engine_name == "megatron":
         _contract.undo(parallel_state, "megatron")
