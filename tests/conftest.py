@@ -33,10 +33,13 @@ def _deepspeeds_buffers() -> set[Path]:
     return set(_SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"))
 
 
-def _is_mapped(file: Path) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def _is_used(file: Path) -> bool:
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if str(file) in maps.read_text():
+            if str(file) in (process / "maps").read_text():
+                return True
+            # Not mapped as long as it is being filled.
+            if any(os.readlink(open_file) == str(file) for open_file in (process / "fd").iterdir()):
                 return True
     return False
 
@@ -64,7 +67,7 @@ def nothing_is_left_behind() -> object:
     close_idle_workers()
     gc.collect()
     for buffer in _deepspeeds_buffers() - deepspeeds:
-        if not _is_mapped(buffer):  # by another session's processes
+        if not _is_used(buffer):  # by another session's processes
             buffer.unlink(missing_ok=True)  # every DeepSpeed process on CPUs leaves one
     left = _our_segments() - before
     assert not left, f"left in {_SHARED_MEMORY}: {sorted(left)}"

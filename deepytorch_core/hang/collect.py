@@ -62,13 +62,17 @@ def _names(pid: int) -> set[str]:
         for above in processes.ancestors(pid):
             with contextlib.suppress(record.NoRecordError, OSError):
                 return {_name(record.read(above))}
-        below = [one for one in record.find() if pid in processes.ancestors(one)]
+        below = set()
+        for one in record.find():
+            if pid in processes.ancestors(one):
+                with contextlib.suppress(RecordError, OSError):  # it may have ended meanwhile
+                    below.add(_name(record.read(one)))
         if not below:
             raise record.NoRecordError(
                 f"{error}, and no rank has started it or was started by it: leave --pid out to "
                 "see all jobs"
             ) from None
-        return {_name(record.read(one)) for one in below}
+        return below
 
 
 def _name(one: Record) -> str:

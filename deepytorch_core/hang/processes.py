@@ -47,6 +47,28 @@ def sleeps(task: str) -> bool:
         return False
 
 
+def ran(pid: int) -> int:
+    """Processor time of all its threads so far, in the kernel's ticks; 0 where that isn't said."""
+    try:
+        stat = _stat(pid)
+        return int(stat[11]) + int(stat[12])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether any thread of it runs, or waits for nothing but a processor."""
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+    except OSError:
+        return False
+    for thread in threads:
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            if _stat(f"{pid}/task/{thread}")[0] == "R":
+                return True
+    return False
+
+
 def start_time(pid: int) -> int:
     """When the process began, in the kernel's ticks: tells it from another of the same number.
 

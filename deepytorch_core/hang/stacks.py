@@ -49,7 +49,7 @@ def ask(pid: int, signal_number: int, *, limit_s: float = 2.0) -> str:
         question = os.open(f"/proc/{pid}/fd/{pipe}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         os.ftruncate(descriptor, 0)
         os.write(question, b"?")
-        if not _await_thread(descriptor, f"{pid}/task/{thread}", deadline):
+        if not _await_thread(descriptor, pid, thread, deadline):
             if time.monotonic() > deadline:
                 return ""
             os.kill(pid, signal_number)
@@ -88,15 +88,17 @@ def _lock(descriptor: int, deadline: float) -> bool:
             time.sleep(_POLL_S)
 
 
-def _await_thread(descriptor: int, thread: str, deadline: float) -> bool:
+def _await_thread(descriptor: int, pid: int, thread: int, deadline: float) -> bool:
     """Whether the thread has answered; False once it has slept for too long to get the GIL."""
-    naps = 0
+    naps, ran = 0, processes.ran(pid)
     while time.monotonic() < deadline and naps < _MOST_NAPS:
         if _is_whole(descriptor):
             return True
         time.sleep(_POLL_S)
-        # A machine that is busy lets it wait too, but not asleep.
-        naps += processes.sleeps(thread)
+        before, ran = ran, processes.ran(pid)
+        # On a busy machine who holds the GIL may want to hand it on, and have no processor for it.
+        if processes.sleeps(f"{pid}/task/{thread}"):
+            naps += ran > before or not processes.is_runnable(pid)
     return _is_whole(descriptor)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deepytorch_core.testing import run_program
+
 ROOT = Path(__file__).parents[2]
 
 # One rank is enough for everything that is not about ranks. A gloo of torch's own is destroyed
@@ -31,13 +33,7 @@ def init(backend=None, **kwargs):
 
 def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}  # noqa: TID251
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_program([sys.executable, "-c", program], env=environment)
 
 
 def output(program: str, **variables: str) -> list[str]:
@@ -129,13 +125,14 @@ def test_switched_off_an_explicit_name_still_works_through_gloo_itself() -> None
 
 def test_stock_collectives_leave_groups_alone_but_not_the_explicit_name() -> None:
     lines = output(
-        "import deepytorch, torch, torch.distributed as dist\n"
+        "import os, sys, deepytorch, torch, torch.distributed as dist\n"
         + INIT
         + "print(*init('gloo'))\n"
         + "dist.destroy_process_group()\n"
         + "print(*init('deepytorch'))\n"
         + "report = deepytorch.report()\n"
-        + "print(report.native_calls, report.delegated_calls)\n",
+        + "print(report.native_calls, report.delegated_calls)\n"
+        + "sys.stdout.flush(); os._exit(0)\n",
         DEEPYTORCH_COLLECTIVES="stock",
     )
     assert lines == ["gloo cpu:gloo,cuda:gloo", "deepytorch cpu:deepytorch", "0 1"]

@@ -240,8 +240,10 @@ def test_ctrl_c_ends_the_compiler_and_cleans_up(
     sources: Sources, places: Path, tmp_path: Path
 ) -> None:
     started = tmp_path / "started"
+    # Not at once: the build has to come to where it waits for the compiler.
     slow = compiler_script(
-        tmp_path, f'echo $$ > "{started}.new"; mv "{started}.new" "{started}"; sleep 1000'
+        tmp_path,
+        f'sleep 0.5; echo $$ > "{started}.new"; mv "{started}.new" "{started}"; sleep 1000',
     )
     build = child(sources, CXX=str(slow))
     wait_for(started, build)

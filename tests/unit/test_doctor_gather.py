@@ -366,9 +366,12 @@ def test_a_torch_that_hangs_and_one_that_is_broken(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     plant(tmp_path, {"torch.py": "import time; time.sleep(600)"})
-    facts = torch_facts.ask(3.0)
+    for limit_s in (3, 60):  # a busy machine may need more to start Python at all
+        facts = torch_facts.ask(float(limit_s))
+        if facts.doing:
+            break
     assert facts.doing == "loading torch"
-    assert facts.error == "no answer within 3 s"
+    assert facts.error == f"no answer within {limit_s} s"
     assert 0 < facts.stuck_s <= 60
     plant(tmp_path, {"torch.py": "raise ImportError('libcudart.so.13: cannot open')"})
     facts = torch_facts.ask(60.0)
@@ -494,6 +497,7 @@ def test_nvidia_smi_is_asked_in_the_words_that_it_knows(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(smi, "_LIMIT_S", 60.0)
     (state,) = smi.ask()
     assert (state.pci, state.clock_mhz) == (GPU, 1980.0)
     program.write_text("#!/bin/sh\nexit 9\n")
