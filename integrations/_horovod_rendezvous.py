@@ -53,14 +53,15 @@ class LocalStore:
     def get_alive(self, key: str, timeout_s: float) -> str | None:
         """The value of a writer that lives; None when there is none in time."""
         end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
+        while True:
             found = self.get(key, 0)
             if found is not None:
                 pid, start, value = json.loads(found)
                 if _start_of(pid) == start:
                     return str(value)
+            if time.monotonic() >= end:
+                return None
             time.sleep(_PAUSE_S)
-        return None
 
     def remove_at_exit(self) -> None:
         """Remove the folder when this process ends; for rank 0."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endless batches of one rank, whose order depends on the seed alone and can be continued."""
 
+import functools
 import os
 import signal
 import threading
@@ -70,7 +71,7 @@ class EndlessBatches(Generic[BatchT]):
             num_workers=num_workers,
             # Else each new iterator draws from torch's own numbers, and a resumed run has one more.
             generator=torch.Generator(),
-            worker_init_fn=_only_its_rank_ends_it,
+            worker_init_fn=functools.partial(_only_its_rank_ends_it, os.getpid()),
         )
         self._position = 0
         self._batches: Iterator[BatchT] | None = None
@@ -159,7 +160,7 @@ def _without_sigterm() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _only_its_rank_ends_it(worker: int) -> None:
+def _only_its_rank_ends_it(rank_pid: int, worker: int) -> None:
     """Keep SIGTERM from a worker unless its rank sends it, as it does at its own end.
 
     Who stops a job may tell all of its processes, and the rank needs its workers to finish a step.
@@ -167,7 +168,7 @@ def _only_its_rank_ends_it(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def watch() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid:
             pass
         os._exit(0)
 

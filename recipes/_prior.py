@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of a class, made once by all ranks: the prior of DreamBooth."""
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ def made_in(folder: Path, count: int, make: Callable[[int], Any], process: Proce
     Collective. ``make`` gives the same image of a number to whoever asks, so that nodes with
     folders of their own train on the same ones. Raises RecipeError, on every rank, if one fails.
     """
-    first = first_beside(folder, process)
     there = together(lambda: {one.name for one in _found(folder)}, process)
+    if min(all_of(len(there), process)) >= count:  # it may be one that nobody may write to
+        return together(lambda: _images.image_files(folder)[:count], process)
+    first = first_beside(folder, process)
     mates = [rank for rank, other in enumerate(all_of(first, process)) if other == first]
     free = [number for number in range(count) if _name(number) not in there]
     missing = free[: max(0, count - len(there))]
@@ -25,9 +28,10 @@ def made_in(folder: Path, count: int, make: Callable[[int], Any], process: Proce
     def share() -> None:
         for number in missing[mates.index(process.rank) :: len(mates)]:
             # Named when it is whole: a run that is killed leaves no half image to train on.
-            partial = (folder / _name(number)).with_suffix(".partial")
+            # Another run may make it in the same folder.
+            partial = folder / f"{_name(number)}.{secrets.token_hex(4)}.partial"
             make(number).save(partial, format="PNG")
-            partial.replace(partial.with_suffix(".png"))
+            partial.replace(folder / _name(number))
 
     together(share, process)
     return together(lambda: _images.image_files(folder)[:count], process)
@@ -38,4 +42,5 @@ def _name(number: int) -> str:
 
 
 def _found(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _images.is_image(path)]
+    there = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in there if _images.is_image(path)]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.testing.failures import RankError, RankTimeoutError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
+from deepytorch_core.testing.ports import free_port
 from deepytorch_core.testing.program import run_program
 from deepytorch_core.testing.worker import place, rank_store
 
@@ -28,6 +29,7 @@ __all__ = [
     "RankTimeoutError",
     "assert_same_on_all_ranks",
     "close_idle_workers",
+    "free_port",
     "needs_gpus",
     "rank_store",
     "run_program",

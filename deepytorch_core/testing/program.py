@@ -78,7 +78,10 @@ def _wait(
         try:
             process.wait(min(idle, left))
         except subprocess.TimeoutExpired:
-            idles = _cpu_seconds(process.pid) - before < _IDLE_SHARE * idle
+            after = _cpu_seconds(process.pid)
+            spent = sum(after.values()) - sum(before.values())
+            # Of those that ended meanwhile nobody says what they have spent.
+            idles = before.keys() <= after.keys() and spent < _IDLE_SHARE * idle
             if idles and not any(_OURS in _read(output) for output in outputs):
                 return False
         else:
@@ -86,11 +89,13 @@ def _wait(
     return False
 
 
-def _cpu_seconds(root: int) -> float:
+def _cpu_seconds(root: int) -> dict[int, float]:
     """Processor time of a process and its descendants that live."""
     stats = _stats()
-    ticks = (int(stats[pid][11]) + int(stats[pid][12]) for pid in _family(root, stats))
-    return sum(ticks) / _CLOCK_TICKS
+    return {
+        pid: (int(stats[pid][11]) + int(stats[pid][12])) / _CLOCK_TICKS
+        for pid in _family(root, stats)
+    }
 
 
 def _kill(root: int) -> None:

@@ -93,9 +93,12 @@ class Journal:
         for peer in range(self._size):
             self._store.set(f"{prefix}/wake/{peer}", str(count))
         if self._store.add(f"{prefix}/joined", 1) == self._size:
-            counts = [self._store.get(f"{prefix}/count/{peer}") for peer in range(self._size)]
+            told = [self._store.get(f"{prefix}/count/{peer}") for peer in range(self._size)]
+            counts = [int(one) for one in told]
+            # What it has under way, others may need: this round may end before its thread wakes.
+            self._publish(self._store, self._number, min(counts))
             last = json.dumps({"last": self._rank})
-            self._store.set(f"{prefix}/op/{max(map(int, counts))}", last)
+            self._store.set(f"{prefix}/op/{max(counts)}", last)
         self._replaying = True
         try:
             while not isinstance(entry := self._read(f"{prefix}/op/{count}"), dict):

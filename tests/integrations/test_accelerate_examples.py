@@ -11,13 +11,13 @@ import accelerate.test_utils
 import pytest
 
 from deepytorch_core import config
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import free_port, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LAUNCH = [
     *["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
-    *["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"],
+    *["--mixed_precision", "no", "--dynamo_backend", "no"],
 ]
 REPORTING = """
 import runpy
@@ -99,7 +99,8 @@ def test_the_published_examples_learn_the_same_with_their_one_line(
 
 
 def test_accelerate_launch_starts_it(reporting: Path) -> None:
-    output = run(LAUNCH, reporting, EXAMPLES / "accelerate_ddp.py", ACCELERATE_USE_CPU="true")
+    launch = [*LAUNCH, "--main_process_port", str(free_port())]
+    output = run(launch, reporting, EXAMPLES / "accelerate_ddp.py", ACCELERATE_USE_CPU="true")
     assert native_calls(output) > 20
 
 

@@ -41,6 +41,7 @@ def test_example(name: str) -> None:
     assert f"decision: {what}: " in printed
 
 
+@pytest.mark.timeout(300)  # two launches
 @pytest.mark.parametrize(
     ("name", "arguments", "num_marked"),
     [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from deepytorch_core import config
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import free_port, run_program
 
 # Each job takes seconds to start, and many more of them on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -40,15 +39,9 @@ def run(*module_and_arguments: str, **variables: str) -> str:
     return result.stdout + result.stderr
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def test_the_getting_started_example_with_the_deepspeed_launcher() -> None:
     # As the command `deepspeed` does. Its launcher needs a port that it can't choose itself.
-    launcher = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port())
+    launcher = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()))
     output = run(*launcher, *GETTING_STARTED)
     epochs = re.findall(r"epoch \d: loss ([\d.]+), backend (\w+)", output)
     assert [backend for _, backend in epochs] == ["deepytorch"] * 2

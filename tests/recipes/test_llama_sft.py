@@ -4,7 +4,6 @@
 import io
 import json
 import math
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import byte_tokenizer
 from deepytorch.recipes._models import load_model, load_tokenizer, save_checkpoint
+from deepytorch.recipes._run import runs
 from deepytorch.recipes.llama_sft import Config, build_model, main
+from deepytorch_core.testing import run_program
 
 MODULE = ["-m", "deepytorch.recipes.llama_sft"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -27,16 +28,13 @@ TINY_MODEL = Config(hidden_size=32, intermediate_size=64, num_layers=1, num_head
 
 
 def run(*words, launcher=(), status=0):
-    done = subprocess.run(
-        [sys.executable, *launcher, *MODULE, *words], capture_output=True, text=True, timeout=100
-    )
+    done = run_program([sys.executable, *launcher, *MODULE, *words], timeout=100)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
 
-def only_run_dir(output_dir):
-    (run_dir,) = output_dir.iterdir()
-    return run_dir
+def run_dir_of(output_dir, name="llama_sft"):
+    return runs(str(output_dir), name)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def trained(tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("runs")
     words = [*TINY, "backend=stock", "steps=12", "accumulation=2", f"output_dir={output_dir}"]
     done = run(*words, launcher=TORCHRUN)
-    return only_run_dir(output_dir), done.stdout
+    return run_dir_of(output_dir), done.stdout
 
 
 def test_loss_falls_and_scalars_are_recorded(trained):
@@ -103,7 +101,7 @@ def test_checkpoint_and_alpaca_data_train_alone(trained, tmp_path, capsys):
     words = [f"model={run_dir / 'checkpoint'}", f"data={data}", f"output_dir={tmp_path / 'runs'}"]
     assert main([*words, "device=cpu", "steps=2", "precision=bf16", "sample_tokens=2"]) == 0
     assert "18 examples" in capsys.readouterr().out  # of 20; a tenth is held out
-    assert (only_run_dir(tmp_path / "runs") / "checkpoint" / "tokenizer.json").is_file()
+    assert (run_dir_of(tmp_path / "runs") / "checkpoint" / "tokenizer.json").is_file()
 
 
 def test_text_that_the_output_cannot_show_is_replaced(tmp_path, monkeypatch):
@@ -119,7 +117,7 @@ def test_text_that_the_output_cannot_show_is_replaced(tmp_path, monkeypatch):
 def test_compare_finds_equal_losses(tmp_path):
     settings = (*TINY, "steps=8", "rounding_arm=true", f"output_dir={tmp_path}")
     done = run("--compare", *settings, launcher=TORCHRUN)
-    run_dir = only_run_dir(tmp_path)
+    run_dir = run_dir_of(tmp_path)
     result = json.loads((run_dir / "compare.json").read_text())
     assert result["loss_difference"] <= 1e-4
     assert result["world_size"] == 2
