@@ -327,6 +327,7 @@ class Capture:
     def _give_up(self, why: str) -> None:
         if self.failure is None:
             self.failure = why
+            self._states.forget()
             name = type(self._root).__name__
             say(f"CUDA graphs of {name}: its passes are launched as before: {why}", level="warning")
 

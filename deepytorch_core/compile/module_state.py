@@ -10,7 +10,9 @@ import itertools
 import operator
 import random
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,12 +20,16 @@ from torch import nn
 
 from deepytorch_core.compile import switches
 
+_Facts = tuple[Hashable, ...]
+
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """What is compared by value; everything else is who it is."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Objects within objects that are looked into, such as dictionaries of a model's configuration.
 _DEPTH = 3
+# Lists and dictionaries of a module's attributes live on with each.
+MOST_KNOWN = 24
 # Of a list or dictionary; longer ones are data rather than settings.
 _MOST_ITEMS = 256
 
@@ -46,27 +52,59 @@ def hooks_inside(root: nn.Module) -> list[dict[int, Any]]:
 class States:
     """Numbers a module's states: equal ones have the same number.
 
+    A state is forgotten when something in it is gone, since what takes its address is another
+    thing; and where `MOST_KNOWN` came after it.
+
     Args:
         root: the module.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._known: OrderedDict[_Facts, tuple[int, list[Any]]] = OrderedDict()
         self._last: _Walk | None = None
         self._number = 0
+        self._count = 0
 
     @property
     def count(self) -> int:
         """How many states were seen."""
-        return len(self._numbers)
+        return self._count
 
     def now(self) -> int:
         """The number of the state that the module is in. Quick where it is the last one."""
         if self._last is None or not self._last.is_current():
             self._last = _Walk(self._root)
-            self._number = self._numbers.setdefault(tuple(self._last.facts), len(self._numbers))
+            self._number = self._number_of(tuple(self._last.facts), self._last.known)
         return self._number
+
+    def forget(self) -> None:
+        """Let go of what states have kept."""
+        self._known.clear()
+        self._last = None
+
+    def _number_of(self, facts: _Facts, objects: list[Any]) -> int:
+        if facts in self._known:
+            self._known.move_to_end(facts)
+            return self._known[facts][0]
+        known = self._known
+
+        def forget(gone: Any) -> None:
+            known.pop(facts, None)
+
+        known[facts] = (self._count, [_held(one, forget) for one in objects])
+        self._count += 1
+        if len(known) > MOST_KNOWN:
+            known.popitem(last=False)
+        return self._count - 1
+
+
+def _held(one: Any, when_gone: Callable[[Any], None]) -> Any:
+    """A weak reference; what allows none, such as a list, is kept itself."""
+    try:
+        return weakref.ref(one, when_gone)
+    except TypeError:
+        return one
 
 
 class _Walk:
@@ -74,6 +112,7 @@ class _Walk:
 
     Attributes:
         facts: modules' attributes, the plain values in them, where parameters and buffers lie.
+        known: the objects that are known in `facts` by their addresses alone.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -84,6 +123,7 @@ class _Walk:
         self._tensors: list[torch.Tensor] = []
         self._settings = _settings()
         self.facts: list[Hashable] = [*self._settings]
+        self.known: list[Any] = []
         self._seen: set[int] = set()
         for module in root.modules():
             self._keep(vars(module))
@@ -126,12 +166,12 @@ class _Walk:
         elif isinstance(value, PLAIN):
             self.facts.append((name, value))
         elif name == "forward" or "deepytorch" in name:
-            self.facts.append(id(value))  # ours count calls; what they compute stays
+            self._note(value)  # ours count calls; what they compute stays
         else:
             self._look_into(value, _DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
-        self.facts.append(id(value))
+        self._note(value)
         if id(value) in self._seen or isinstance(value, nn.Module | torch.Tensor | type):
             return
         self._seen.add(id(value))
@@ -145,6 +185,10 @@ class _Walk:
                 self.facts.append(item)
             elif depth:
                 self._look_into(item, depth - 1)
+
+    def _note(self, value: Any) -> None:
+        self.facts.append(id(value))
+        self.known.append(value)
 
     def _keep(self, container: Any) -> None:
         if container is None:

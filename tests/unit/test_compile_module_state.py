@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,36 @@ def test_compile_knows_a_state_that_comes_back() -> None:
         net.settings.heat = heat * float("1.0")
         seen.append(states.now())
     assert seen == [0, 1, 0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("make", [lambda: torch.zeros(2), lambda: [torch.zeros(2)], lambda: Net])
+def test_compile_takes_nothing_for_what_had_its_address(make: Callable[[], Any]) -> None:
+    net = Net()
+    states = module_state.States(net)
+    numbers = []
+    for _ in range(60):
+        net.heat = make()  # the one before is gone by the next look
+        numbers.append(states.now())
+    same = make() is make()
+    assert len(set(numbers)) == (1 if same else 60)
+
+
+def test_compile_lets_go_of_what_it_has_seen_of_a_module() -> None:
+    net = Net()
+    states = module_state.States(net)
+    seen = []
+    for _ in range(2 * module_state.MOST_KNOWN):
+        net.heat, bank = torch.zeros(2), Net()
+        net.kept = [bank]
+        states.now()
+        seen += [weakref.ref(net.heat), weakref.ref(bank)]
+        del bank
+    assert not any(one() is not None for one in seen[:-2:2]), "tensors"
+    assert sum(one() is not None for one in seen[1::2]) <= module_state.MOST_KNOWN, "in lists"
+    net.heat, net.kept = 1.0, []
+    states.forget()
+    gc.collect()
+    assert not any(one() is not None for one in seen)
 
 
 def test_compile_puts_attributes_back() -> None:
