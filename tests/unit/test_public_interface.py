@@ -214,6 +214,7 @@ TESTING = {
     "RankTimeoutError",
     "assert_same_on_all_ranks",
     "close_idle_workers",
+    "free_port",
     "needs_gpus",
     "rank_store",
     "run_program",
