@@ -393,9 +393,13 @@ TEST(TcpTimeout, TellsWhetherThePeerShowsLife) {
   char byte = 0;
   const uint64_t number = peer.connection->receive(&byte, 1, Mover::kReactor);
   EXPECT_THAT(peer.error_of_wait(number, 100), AllOf(HasSubstr("rank 1"), HasSubstr("alive")));
-  EXPECT_THAT(peer.error_of_wait(number, 1500), HasSubstr("stopped or frozen?"));
-  peer.say(ControlHeader::kBeat, DPT_OK, "");
-  EXPECT_THAT(peer.error_of_wait(number, 200), HasSubstr("alive"));
+  EXPECT_THAT(peer.error_of_wait(number, 2500), HasSubstr("stopped or frozen?"));
+  std::string said;
+  for (int i = 0; i < 50 && said.find("alive") == std::string::npos; ++i) {
+    peer.say(ControlHeader::kBeat, DPT_OK, "");
+    said = peer.error_of_wait(number, 200);
+  }
+  EXPECT_THAT(said, HasSubstr("alive"));
 }
 
 TEST(TcpCancel, LeavesMemoryAlone) {

@@ -14,6 +14,7 @@ namespace dpt::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -129,11 +130,25 @@ TEST(Heartbeat, SaysHowLongARankHasBeenSilent) {
   const int fd = Segment::create_file(2, Segment::kMinChunkBytes);
   Segment waiting(dup(fd), 0, ranks);
   const Segment stopped(fd, 1, ranks);  // nobody beats for it
-  EXPECT_THAT(timeout_of(waiting, std::chrono::milliseconds(1300)),
-              AllOf(HasSubstr("rank(s) 11 (for 1 s) did not come"),
+  std::this_thread::sleep_for(std::chrono::milliseconds(1300));
+  waiting.beat();
+  waiting.beat();
+  EXPECT_THAT(timeout_of(waiting, std::chrono::milliseconds(1)),
+              AllOf(ContainsRegex("rank\\(s\\) 11 \\(for [1-9][0-9]* s\\) did not come"),
                     HasSubstr("no sign of life"),
                     HasSubstr("stopped or frozen?")));
   EXPECT_GE(waiting.silent_for(1), std::chrono::milliseconds(1300));
+}
+
+TEST(Heartbeat, NobodyIsAccusedOfAMachineThatStoodStill) {
+  const std::vector<int64_t> ranks = {10, 11};
+  const int fd = Segment::create_file(2, Segment::kMinChunkBytes);
+  Segment waiting(dup(fd), 0, ranks);
+  Segment late(fd, 1, ranks);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1300));
+  waiting.beat();  // its watchdog was the first to go on
+  EXPECT_THAT(timeout_of(waiting, std::chrono::milliseconds(1)),
+              HasSubstr("rank(s) 11 did not come, though alive"));
 }
 
 TEST(Heartbeat, OfABusyRankIsTheWatchdogsWork) {

@@ -68,6 +68,8 @@ int64_t monotonic_ms() {
 
 // Without a beat for so long a process is not merely busy: five ticks of the watchdog.
 constexpr std::chrono::milliseconds kSilence{1000};
+// For the few words of an abort; who takes longer has died over them.
+constexpr std::chrono::milliseconds kWritingLimit{200};
 
 // NOTE [Thread sanitizer] It knows memory by its address. Ranks that are threads, as in tests, see
 // the segment at an address each, so it can't tell that a barrier orders them, but registered
@@ -289,15 +291,19 @@ void Segment::meet_all(const WaitContext& wait, WaitStyle style) {
     return;
   }
 
-  auto passed = [&] { return epoch.load(std::memory_order_acquire) != now; };
+  // In this order: who has passed may have aborted the group since, which is the next one's affair.
+  auto passed = [&] {
+    const bool was_aborted = aborted();
+    if (epoch.load(std::memory_order_acquire) != now) return true;
+    if (was_aborted) throw_if_aborted();
+    return false;
+  };
   if (passed_before_sleep(epoch, now, style, spin_)) return;
   while (!passed()) {
-    throw_if_aborted();
     shared_->sleepers.value.fetch_add(1, std::memory_order_seq_cst);
     futex_wait(&epoch, now, wait.deadline.next_slice());
     shared_->sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
     if (passed()) return;
-    throw_if_aborted();
     check_left(wait);
     if (wait.interrupted && wait.interrupted()) {
       fail(DPT_ERR_INTERRUPTED, wait.describe() + " was interrupted");
@@ -371,8 +377,9 @@ std::atomic<uint32_t>& Segment::muster(int place) const { return shared_->muster
 void Segment::throw_if_aborted() const {
   if (!aborted()) return;
   // The writer may be between claiming and publishing; if it died there, go on without its text.
-  for (int i = 0; i < 1000 && shared_->abort_state.load(std::memory_order_acquire) == kWriting;
-       ++i) {
+  const auto until = std::chrono::steady_clock::now() + kWritingLimit;
+  while (shared_->abort_state.load(std::memory_order_acquire) == kWriting &&
+         std::chrono::steady_clock::now() < until) {
     sched_yield();
   }
   if (shared_->abort_state.load(std::memory_order_acquire) != kAborted) {
@@ -410,12 +417,16 @@ std::string Segment::stock_failure(int rank) const {
 }
 
 void Segment::beat() {
-  shared_->ranks[rank_].heartbeat_ms.store(monotonic_ms(), std::memory_order_relaxed);
+  std::atomic<int64_t>& mine = shared_->ranks[rank_].heartbeat_ms;
+  beaten_before_ms_ = mine.load(std::memory_order_relaxed);
+  mine.store(monotonic_ms(), std::memory_order_relaxed);
 }
 
 std::chrono::milliseconds Segment::silent_for(int rank) const {
   const int64_t last = shared_->ranks[rank].heartbeat_ms.load(std::memory_order_relaxed);
-  return std::chrono::milliseconds(std::max<int64_t>(0, monotonic_ms() - last));
+  // Not until now: what kept this rank's own beat back, a machine that stood still, may have kept
+  // back the peer's as well, which then comes before the next one here.
+  return std::chrono::milliseconds(std::max<int64_t>(0, beaten_before_ms_ - last));
 }
 
 }  // namespace dpt

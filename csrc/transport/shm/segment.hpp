@@ -150,7 +150,8 @@ class Segment {
 
   // NOTE [Heartbeat] Each process's watchdog beats for its rank several times a second, whatever
   // the program does meanwhile. Silence tells a stopped or frozen process from one that is busy; it
-  // is a hint for messages, never a death: what is stopped may go on.
+  // is a hint for messages, never a death: what is stopped may go on. It is measured up to this
+  // rank's own beat before its last.
   void beat();
   std::chrono::milliseconds silent_for(int rank) const;
 
@@ -173,6 +174,7 @@ class Segment {
   AdaptiveSpin spin_;
   const MemoryPool* own_pool_ = nullptr;
   std::vector<char*> pools_;
+  std::atomic<int64_t> beaten_before_ms_{0};
 };
 
 }  // namespace dpt

@@ -27,7 +27,9 @@ Connection::Connection(Peer peer, Host host)
       checksum_(peer.checksum),
       host_(std::move(host)),
       control_(std::move(peer.control)),
-      heard_at_(std::chrono::steady_clock::now()) {
+      heard_at_(std::chrono::steady_clock::now()),
+      ticked_at_(heard_at_),
+      ticked_before_(heard_at_) {
   sockets_.resize(peer.data.size());
   for (size_t i = 0; i < sockets_.size(); ++i) {
     sockets_[i].fd = std::move(peer.data[i]);
@@ -191,8 +193,9 @@ void Connection::check_usable(const WaitContext& wait) {
 }
 
 void Connection::time_out(Lock& lock, const WaitContext& wait) {
-  const auto silent = std::chrono::duration_cast<std::chrono::milliseconds>(
-      std::chrono::steady_clock::now() - heard_at_);
+  // Not until now: where this machine stood still, the peer may have, too, and nothing was heard.
+  const auto silent =
+      std::chrono::duration_cast<std::chrono::milliseconds>(ticked_before_ - heard_at_);
   lock.unlock();
   const bool alive = silent < 4 * Reactor::kTick;
   throw Error(DPT_ERR_TIMEOUT,
@@ -523,6 +526,8 @@ void Connection::abort(dpt_status status, const std::string& reason) {
 
 void Connection::on_tick() {
   Lock lock(mutex_);
+  ticked_before_ = ticked_at_;
+  ticked_at_ = std::chrono::steady_clock::now();
   // A peer that reads nothing for long (it is stopped) is not sent ever more.
   if (control_out_.empty()) queue_control(ControlHeader::kBeat, DPT_OK, "");
   flush_control();

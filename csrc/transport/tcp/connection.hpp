@@ -157,6 +157,8 @@ class Connection {
   std::chrono::steady_clock::time_point ended_at_{};  // when a data socket ended
   bool any_ended_ = false;
   std::chrono::steady_clock::time_point heard_at_;
+  std::chrono::steady_clock::time_point ticked_at_;  // the reactor, which hears
+  std::chrono::steady_clock::time_point ticked_before_;
   std::optional<Error> failure_;
   bool reported_ = true;
 };
