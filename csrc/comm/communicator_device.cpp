@@ -427,7 +427,9 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
     return {DPT_ERR_MISMATCH,
             where + peer + " is in another operation, or one of another size or type"};
   }
-  if (failure.kind == DeviceGroup::Failure::kAborted) {
+  // Who is late on another node is known there, and here perhaps only whose part is missing.
+  const bool is_elsewhere = nodes_ && nodes_->layout.node_of[failure.peer] != nodes_->node();
+  if (failure.kind == DeviceGroup::Failure::kAborted || is_elsewhere) {
     try {
       segment_->throw_if_aborted();
     } catch (const Error& error) {

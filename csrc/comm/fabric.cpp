@@ -46,7 +46,8 @@ Fabric& Fabric::instance() {
 bool Fabric::forked() { return in_forked_child.load(std::memory_order_relaxed); }
 
 void Fabric::after_fork_in_child() {
-  in_forked_child = true;
+  // A child's child: the numbers of what was closed are by now those of its own files.
+  if (in_forked_child.exchange(true)) return;
   FlightRecord::close_after_fork();
   Fabric* const fabric = the_fabric;
   if (fabric == nullptr) return;

@@ -79,7 +79,10 @@ Invitations::Invitations() : socket_(open_socket()), address_(kNoAddress) {
   address_ = name_of_socket(socket_);
   start_thread([this] { run(); }).detach();
   static int inherited = socket_;
-  pthread_atfork(nullptr, nullptr, [] { ::close(inherited); });
+  pthread_atfork(nullptr, nullptr, [] {
+    if (inherited >= 0) ::close(inherited);
+    inherited = -1;  // a child's child may have the number for a file of its own
+  });
 }
 
 std::string Invitations::open(Invited invited, Store& store) {

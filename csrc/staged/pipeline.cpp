@@ -17,8 +17,9 @@ constexpr uint32_t kFarAhead = 1u << 30;
 // How often waits are ended anew while devices undo it.
 constexpr std::chrono::milliseconds kEndAgain{1};
 
-// Of what a rank is doing its own node knows best, and says so within this after its timeout.
-constexpr std::chrono::milliseconds kGraceBetweenNodes{400};
+// Of what a rank is doing its own node knows best, and says so within this after its timeout: two
+// looks of its watchdog, and its way through the network.
+constexpr std::chrono::milliseconds kGraceBetweenNodes{1000};
 
 // What drivers take.
 constexpr ptrdiff_t kMostPitch = (ptrdiff_t{1} << 31) - 1;

@@ -280,7 +280,10 @@ TEST_F(CpuReduce, WhoEndsAGroupHimselfGoesOn) {
     program.sum_ones(kMiB);
     program.check_sum();
     both.arrive_and_wait();
-    if (rank.rank() == 0) program.sum_ones(kMiB);  // the other one doesn't come
+    if (rank.rank() == 0) {
+      program.sum_ones(kMiB);  // the other one doesn't come
+      rank.abort("for the test");
+    }
     both.arrive_and_wait();
     rank.abort("for the test");
     program.lane().synchronize();

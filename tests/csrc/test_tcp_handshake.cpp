@@ -187,6 +187,7 @@ Dialed dial_as(uint32_t me,
                uint32_t peer,
                const std::vector<Listener>& own,
                const std::vector<Listener>& theirs,
+               milliseconds limit = milliseconds(20000),
                const std::string& secret = "the group's secret") {
   const TcpSettings settings;
   std::vector<Endpoint> endpoints;
@@ -199,7 +200,7 @@ Dialed dial_as(uint32_t me,
                         [] {}};
   Dialed result;
   try {
-    result.sockets = dial(dialing, milliseconds(2000));
+    result.sockets = dial(dialing, limit);
   } catch (const Error& error) {
     result.error = error.what();
   }
@@ -301,8 +302,9 @@ TEST(TcpDialing, NamesPeerAndInterfaceWhenItFails) {
   const std::vector<Listener> lower = listeners({"127.0.0.1"});
   const std::vector<Listener> upper = listeners({"127.0.0.1"});
   Dialed one;
-  std::thread thread([&] { one = dial_as(0, 3, lower, upper); });
-  const Dialed other = dial_as(3, 0, upper, lower, "another secret");
+  const milliseconds limit(2000);
+  std::thread thread([&] { one = dial_as(0, 3, lower, upper, limit); });
+  const Dialed other = dial_as(3, 0, upper, lower, limit, "another secret");
   thread.join();
   EXPECT_THAT(other.error,
               AllOf(HasSubstr("rank 0"), HasSubstr("by lo"), HasSubstr("the group's secret")));
@@ -311,7 +313,7 @@ TEST(TcpDialing, NamesPeerAndInterfaceWhenItFails) {
 
   std::vector<Listener> closed = listeners({"127.0.0.1"});
   closed[0].fd.reset();
-  EXPECT_THAT(dial_as(3, 0, upper, closed).error,
+  EXPECT_THAT(dial_as(3, 0, upper, closed, limit).error,
               AllOf(HasSubstr("rank 0"), HasSubstr("refused"), HasSubstr("by lo")));
 }
 
