@@ -409,15 +409,41 @@ def stand_in(owner: Any, head: nn.Module, forward: LeavesOut) -> Undo:
     handles = [
         owner.register_forward_pre_hook(Arm(forward), with_kwargs=True),
         owner.register_forward_hook(Disarm(forward), always_call=True),
-        register_optimizer_step_post_hook(steps),
     ]
+    _counting.start_for(owner)
 
     def undo() -> None:
+        _counting.stop_for(owner)
         for handle in handles:
             handle.remove()
         vars(head).pop("forward", None)
 
     return undo
+
+
+class _Counting:
+    """The one hook by which `steps` counts, for all models that need it.
+
+    It is not taken out as a model dies: that may be while torch goes through the hooks.
+    """
+
+    def __init__(self) -> None:
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._handle: Any = None
+
+    def start_for(self, owner: Any) -> None:
+        self._owners.add(owner)
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(steps)
+
+    def stop_for(self, owner: Any) -> None:
+        self._owners.discard(owner)
+        if not self._owners and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+_counting = _Counting()
 
 
 class Arm:

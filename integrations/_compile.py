@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from deepytorch_core import decisions
@@ -59,11 +58,4 @@ def start(model: Any, options: Options, changes: _contract.Changes) -> None:
         )
     except ValueError as error:
         raise _contract.IntegrationError(f"option compile: {error}") from None
-    reference = weakref.ref(model)
-
-    def undo() -> None:
-        compiled = reference()
-        if compiled is not None:
-            engine.undo(compiled)
-
-    changes.on_undo(undo)
+    changes.on_undo_of(model, engine.undo)

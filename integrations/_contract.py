@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -82,6 +83,20 @@ class Changes:
     def on_undo(self, action: Callable[[], None]) -> None:
         """Have `action` called by `undo`, before what was changed earlier is undone."""
         self._actions.append(action)
+
+    def on_undo_of(self, changed: Any, action: Callable[[Any], object]) -> None:
+        """Have `undo` call `action(changed)`, unless that object is gone by then: it isn't kept.
+
+        For what may be made and dropped many times before anybody undoes anything.
+        """
+        reference = weakref.ref(changed)
+
+        def undo() -> None:
+            living = reference()
+            if living is not None:
+                action(living)
+
+        self._actions.append(undo)
 
     def undo(self) -> None:
         """Put everything back, the last change first. A second call does nothing."""

@@ -6,7 +6,6 @@ group's backend for the buffers that it gathers into and scatters from. Nothing 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from . import _contract
@@ -33,9 +32,13 @@ def place_buffers(model: Any, changes: _contract.Changes) -> int:
                 module.set_allocate_memory_from_process_group_for_comm(True)
             except AssertionError:  # torch's answer when set_custom_all_gather was called
                 continue
-            changes.on_undo(partial(module.set_allocate_memory_from_process_group_for_comm, False))
+            changes.on_undo_of(module, _take_back)
             placed += 1
     return placed
+
+
+def _take_back(module: Any) -> None:
+    module.set_allocate_memory_from_process_group_for_comm(False)
 
 
 def _is_on_cpu(module: Any) -> bool:

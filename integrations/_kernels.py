@@ -61,7 +61,7 @@ def apply(
             # All of them: which of several models an optimizer is for is not told.
             own.on_undo(channels_last.choose(model, optimizers, mode=options.kernels))
         _contract.mark(model, _NAME, own)
-        changes.on_undo(functools.partial(_undo, model))
+        changes.on_undo_of(model, _undo)
 
 
 def _undo(model: nn.Module) -> None:

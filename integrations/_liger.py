@@ -10,7 +10,9 @@ import functools
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,7 +122,7 @@ def _rope_probe(space: Any, head: int, setting: Setting) -> Probe:
     angles = torch.cat([half, half], dim=-1).to(setting.device)
     inputs = nn.ParameterDict({"q": draw(2, 8, 512, head), "k": draw(2, 2, 512, head)})
     gradients = [draw(2, 8, 512, head), draw(2, 2, 512, head)]
-    namespace = types.SimpleNamespace(**{_FUNCTION: getattr(space, _FUNCTION)})
+    namespace = types.SimpleNamespace(**{_FUNCTION: _stock_of(getattr(space, _FUNCTION))})
 
     def run() -> list[torch.Tensor]:
         # As in a model: what is rotated was computed, and is a view with heads before positions.
@@ -142,13 +144,43 @@ class LigerRope(Kernel):
         return _why_not_here(setting)
 
     def apply(self, target: Any, setting: Setting) -> Undo:
-        stock = getattr(target, _FUNCTION)
-        setattr(target, _FUNCTION, _rotating(stock))
-
-        def undo() -> None:
-            setattr(target, _FUNCTION, stock)
-
+        now = getattr(target, _FUNCTION)
+        rotation = _rotations.get(now)
+        if rotation is None:
+            rotation = _Rotation(_rotating(now), now)
+            _rotations[rotation.ours] = rotation
+            setattr(target, _FUNCTION, rotation.ours)
+        rotation.owners += 1
+        # Other models of this Python module may go on with it, and a model may go without an undo.
+        undo = weakref.finalize(setting.model, _let_go, target, rotation)
+        undo.atexit = False
         return undo
+
+
+@dataclass
+class _Rotation:
+    """A replaced function, and how many models asked for that."""
+
+    ours: Callable[..., Any]
+    stock: Callable[..., Any]
+    owners: int = 0
+
+
+# By our function, as long as a model wants it.
+_rotations: dict[Callable[..., Any], _Rotation] = {}
+
+
+def _stock_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    rotation = _rotations.get(function)
+    return function if rotation is None else rotation.stock
+
+
+def _let_go(target: Any, rotation: _Rotation) -> None:
+    rotation.owners -= 1
+    if rotation.owners == 0:
+        _rotations.pop(rotation.ours, None)
+        if getattr(target, _FUNCTION) is rotation.ours:
+            setattr(target, _FUNCTION, rotation.stock)
 
 
 def _rotating(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from deepytorch_core import activation, live
 
 from . import _contract
 
+_NAME = "figures"
+
 
 def log_figures(accelerator: Any, changes: _contract.Changes) -> None:
     """Have `accelerator.log` also give its trackers what went by since the last call.
@@ -57,4 +59,11 @@ def write_figures(monitor: Any, changes: _contract.Changes) -> None:
             events = [*events, *ours]
         return original(events)
 
-    changes.set(monitor, "write_events", write_events)
+    own = _contract.Changes()
+    own.set(monitor, "write_events", write_events)
+    _contract.mark(monitor, _NAME, own)
+    changes.on_undo_of(monitor, _undo)
+
+
+def _undo(monitor: Any) -> None:
+    _contract.undo(monitor, _NAME)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -316,6 +318,58 @@ def test_in_a_single_process_only_the_model_is_looked_at() -> None:
             Accelerator(
                 cpu=True, kwargs_handlers=[adapter.DeepytorchPlugin(padding_free="perhaps")]
             )
+
+
+class ConvolutionalNet(nn.Module):
+    """Its layout is chosen for the optimizer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(images).mean((2, 3)))
+
+
+def prepare_and_free(accelerator: Accelerator) -> list[weakref.ref[Any]]:
+    """The model and the optimizer of a short training, after everybody has dropped them."""
+    model = ConvolutionalNet()
+    kept = [weakref.ref(model)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept.append(weakref.ref(optimizer))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(torch.randn(2, 3, 8, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    del model, optimizer
+    gc.collect()
+    return kept
+
+
+@pytest.mark.parametrize("kernels", ["auto", "on"])
+def test_freed_models_and_optimizers_go_while_the_accelerator_stays(kernels: str) -> None:
+    with process_state():
+        plugin = adapter.DeepytorchPlugin(kernels=kernels)
+        accelerator = adapter.DeepytorchAccelerator(cpu=True, deepytorch_plugin=plugin)
+        assert "prepare" in vars(accelerator)
+        for _ in range(2):
+            assert [kept() for kept in prepare_and_free(accelerator)] == [None, None]
+        alive = accelerator.prepare(ConvolutionalNet())
+        assert any("deepytorch_kernels" in name for name in vars(alive))
+        assert adapter.undo(accelerator)
+        assert not any("deepytorch_kernels" in name for name in vars(alive))
+
+
+def freed(rank: int, world_size: int) -> list[Any]:
+    with process_state():
+        accelerator = build("plugin", ddp={})
+        return [kept() is None for kept in prepare_and_free(accelerator)]
+
+
+def test_freed_models_and_optimizers_go_on_every_rank() -> None:
+    assert spawn_ranks(freed, 2) == [[True, True]] * 2
 
 
 def alone(rank: int, world_size: int) -> tuple[list[str], bool]:

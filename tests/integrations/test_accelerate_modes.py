@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,7 +127,7 @@ def test_fsdp2_gives_the_losses_of_gloo_by_native_collectives() -> None:
         assert not ours[rank]["prepare"]
 
 
-def place_and_undo(rank: int, world_size: int) -> list[str]:
+def place_and_undo(rank: int, world_size: int) -> list[str | None]:
     dist.init_process_group("deepytorch", store=rank_store("fsdp2"), rank=rank, world_size=2)
     model = net()
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -137,12 +139,18 @@ def place_and_undo(rank: int, world_size: int) -> list[str]:
         action()
         seen.append(type(group._all_gather_comm).__name__)
     assert _fsdp2.place_buffers("no module", changes) == 0
+    _fsdp2.place_buffers(model, changes)
+    kept = weakref.ref(model)
+    del model, group, action
+    gc.collect()
+    seen.append(kept())
+    changes.undo()
     return seen
 
 
 def test_fsdp2_buffers_are_placed_and_put_back() -> None:
     for seen in spawn_ranks(place_and_undo, 2):
-        assert seen == ["ProcessGroupAllocAllGather", "DefaultAllGather"]
+        assert seen == ["ProcessGroupAllocAllGather", "DefaultAllGather", None]
 
 
 def deepspeed(rank: int, world_size: int, how: str) -> dict[int, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import collections
+import gc
 import json
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -528,6 +530,29 @@ def test_without_deepspeed_the_error_says_how_to_get_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(_contract.metadata, "version", version)
     with pytest.raises(_contract.IntegrationError, match="pip install 'deepspeed=="):
         adapter.initialize(model=model(), config=configuration())
+
+
+def dropped(rank: int, world_size: int, folder: str) -> list[Any]:
+    """The module, the optimizer and the monitor of engines that nobody has any more."""
+    stock_group()
+    place = {"enabled": True, "output_path": folder, "job_name": "dropped"}
+    found = []
+    for name in ("stage 0", "stage 2"):
+        made = engine({**flagged(name), "csv_monitor": place})
+        train(made, 2)
+        parts = (made.module, made.optimizer, made.monitor)
+        kept = [weakref.ref(part) for part in parts]
+        made.destroy()
+        del made, parts
+        gc.collect()
+        found.append([one() for one in kept])
+    adapter.undo()
+    return found
+
+
+def test_dropped_engines_go(tmp_path: Path) -> None:
+    for found in spawn_ranks(dropped, 2, str(tmp_path), **IMPORTED, env=ENVIRONMENT):
+        assert found == [[None] * 3] * 2
 
 
 def monitored(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:

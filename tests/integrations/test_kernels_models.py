@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,18 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 import deepytorch
-from deepytorch.integrations import _causal_loss
+from deepytorch.integrations import _causal_loss, _liger
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as transformers_adapter
 from deepytorch_core import decisions
 from deepytorch_core.nn.deferred_logits import DeferredLogits
 from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.weight_changes import steps
 
 pytestmark = pytest.mark.usefixtures("quiet_profile")
 
@@ -110,6 +114,54 @@ def test_kernels_train_as_stock(kind: str) -> None:
     assert not any("forward" in vars(one) for one in ours.modules())
     assert not ours._forward_pre_hooks
     assert not ours._forward_hooks
+
+
+def step_hooks() -> int:
+    return sum(hook is steps for hook in _global_optimizer_post_hooks.values())
+
+
+def test_kernels_of_many_models_count_steps_by_one_hook() -> None:
+    kept = [(model, swap(model)) for model in (build("llama") for _ in range(3))]
+    assert step_hooks() == 1
+    kept.pop()  # nobody undoes it
+    gc.collect()
+    while kept:
+        assert step_hooks() == 1
+        kept.pop()[1].undo()
+    gc.collect()
+    swapped = swap(build("llama"))
+    assert step_hooks() == 1
+    swapped.undo()
+
+
+class Rotary(nn.Module):
+    """What the replaced function of a Python module serves."""
+
+
+def test_kernels_replace_rope_once_for_all_models_and_give_it_back() -> None:
+    def stock(*given: Any) -> Any:
+        return given
+
+    space = types.SimpleNamespace(apply_rotary_pos_emb=stock)
+    kernel = _liger.LigerRope()
+    models = [Rotary() for _ in range(3)]
+    cpu = torch.device("cpu")
+    undos = [kernel.apply(space, Setting(model=model, device=cpu)) for model in models]
+    ours = space.apply_rotary_pos_emb
+    assert ours.__wrapped__ is stock
+    assert _liger._stock_of(ours) is stock
+    undos[0]()
+    undos[0]()
+    models.pop()
+    gc.collect()
+    assert space.apply_rotary_pos_emb is ours
+    undos[1]()
+    assert space.apply_rotary_pos_emb is stock
+    assert not _liger._rotations
+    undo = kernel.apply(space, Setting(model=models[0], device=cpu))
+    space.apply_rotary_pos_emb = print  # somebody else's, which stays
+    undo()
+    assert space.apply_rotary_pos_emb is print
 
 
 def test_kernels_leave_the_logits_to_whoever_reads_them() -> None:
