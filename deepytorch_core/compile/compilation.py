@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -252,6 +253,8 @@ class Compilation:
             for one in self.regions:
                 one.prepare(self._helpers)
         self._lower = timeouts.hold_off(self._budget_s * len(self.regions))
+        # A trial may end, and its model go, before anything is decided.
+        weakref.finalize(self, self._lower).atexit = False
         self._on = True
 
     def _may_be_helped(self) -> bool:

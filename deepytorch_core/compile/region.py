@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import SkipFrame
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx import GraphModule
@@ -243,7 +244,10 @@ class CompiledRegion:
             # Code of torch's own shares one frame with all such code: a `Linear` of another size
             # would then be one whose sizes change.
             function = _calling(function)
-        return torch.compile(_own_code(function), backend=_Backend(self), dynamic=self._is_dynamic)
+        own = _own_code(function)
+        # torch keeps what it compiled for a code object until it is told.
+        weakref.finalize(self, reset_code, own.__code__).atexit = False
+        return torch.compile(own, backend=_Backend(self), dynamic=self._is_dynamic)
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,24 +18,59 @@ def hold_off(seconds: float) -> Callable[[], None]:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return lambda: None
-    raised: list[tuple[Any, timedelta]] = []
+    raised: list[_Limit] = []
     for group in list(c10d._world.pg_map):
         for backend in _backends(group):
-            limit = getattr(getattr(backend, "options", None), "_timeout", None)
-            # Ours and newer torch's own have the first, older ones the second.
-            set_timeout = getattr(backend, "set_timeout", None)
-            set_timeout = set_timeout or getattr(backend, "_set_default_timeout", None)
-            if limit is None or set_timeout is None:
-                continue
-            set_timeout(limit + timedelta(seconds=seconds))
-            raised.append((set_timeout, limit))
+            limit = _limits.get(id(backend)) or _Limit.of(backend)
+            if limit is not None:
+                limit.holds.append(seconds)
+                limit.set()
+                _limits[id(backend)] = limit
+                raised.append(limit)
 
     def lower() -> None:
         while raised:
-            set_timeout, limit = raised.pop()
-            set_timeout(limit)
+            limit = raised.pop()
+            limit.holds.remove(seconds)
+            limit.set()
+            if not limit.holds:
+                _limits.pop(id(limit.backend), None)
 
     return lower
+
+
+@dataclass
+class _Limit:
+    """A backend's own time limit, and what several compiles that go on have asked for."""
+
+    backend: Any  # kept, so that no other has its address
+    set_timeout: Callable[[timedelta], None]
+    own: timedelta
+    now: timedelta
+    holds: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, backend: Any) -> _Limit | None:
+        limit = _current(backend)
+        # Ours and newer torch's own have the first, older ones the second.
+        set_timeout = getattr(backend, "set_timeout", None)
+        set_timeout = set_timeout or getattr(backend, "_set_default_timeout", None)
+        if limit is None or set_timeout is None:
+            return None
+        return cls(backend, set_timeout, limit, limit)
+
+    def set(self) -> None:
+        """Put the limit in force that the holds ask for, unless the program has set another."""
+        if _current(self.backend) == self.now:
+            self.now = self.own + timedelta(seconds=max(self.holds, default=0.0))
+            self.set_timeout(self.now)
+
+
+_limits: dict[int, _Limit] = {}
+
+
+def _current(backend: Any) -> Any:
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _backends(group: Any) -> list[Any]:
