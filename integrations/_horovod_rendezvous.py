@@ -1,19 +1,20 @@
 """How the ranks of one node find each other when their launcher gives no address: in a folder.
 
-The folder belongs to the user, is named after the job and goes with rank 0. A file is a key. What
-an earlier job of the same name left there does no harm: `LocalStore.get_alive` asks whether the
-writer still lives, and the native core writes under an id of its own.
+The folder belongs to the user, is named after the job and goes with rank 0, unless that is killed.
+A file is a key: a line about its writer, then the value. What earlier processes of the same job
+left there, such as those that torchrun has started again, is not seen.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import contextlib
 import os
 import shutil
 import tempfile
 import time
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 
 from deepytorch.integrations._contract import IntegrationError
@@ -30,35 +31,34 @@ class LocalStore:
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key; readers see the old value or the new one, never a part."""
+        writer = f"{os.getpid()} {_start_of(os.getpid()) or 0} {_now()}\n"
         descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=".")
         with os.fdopen(descriptor, "wb") as file:
-            file.write(value)
+            file.write(writer.encode() + value)
         os.replace(name, self._path(key))
 
     def get(self, key: str, timeout_ms: int) -> bytes | None:
-        """The value, waited for up to `timeout_ms`; None when it is still absent then."""
-        end = time.monotonic() + timeout_ms / 1e3
-        while True:
-            try:
-                return self._path(key).read_bytes()
-            except FileNotFoundError:
-                if time.monotonic() >= end:
-                    return None
-            time.sleep(_PAUSE_S)
+        """The value, waited for up to `timeout_ms`; None when it is still absent then.
 
-    def set_alive(self, key: str, value: str) -> None:
-        """Set a key that counts while this process lives."""
-        self.set(key, json.dumps([os.getpid(), _start_of(os.getpid()), value]).encode())
+        One of a process that ended is seen if it was set since this process began: who waits for
+        that process is to learn that it has ended.
+        """
+        began = _start_of(os.getpid()) or 0
+        return self._await(key, timeout_ms / 1e3, lambda set_at: set_at > began)
 
-    def get_alive(self, key: str, timeout_s: float) -> str | None:
+    def get_alive(self, key: str, timeout_s: float) -> bytes | None:
         """The value of a writer that lives; None when there is none in time."""
+        return self._await(key, timeout_s, lambda set_at: False)
+
+    def _await(self, key: str, timeout_s: float, counts: Callable[[int], bool]) -> bytes | None:
+        """A value whose writer lives, or that was set at a time that `counts`."""
         end = time.monotonic() + timeout_s
         while True:
-            found = self.get(key, 0)
-            if found is not None:
-                pid, start, value = json.loads(found)
-                if _start_of(pid) == start:
-                    return str(value)
+            with contextlib.suppress(FileNotFoundError):
+                writer, _, value = self._path(key).read_bytes().partition(b"\n")
+                pid, start, set_at = map(int, writer.split())
+                if counts(set_at) or _start_of(pid) == start:
+                    return value
             if time.monotonic() >= end:
                 return None
             time.sleep(_PAUSE_S)
@@ -77,6 +77,11 @@ def local_store(launched: config.Launched, framework: str) -> LocalStore:
     Raises IntegrationError when the folder is another user's.
     """
     job = launched.job or f"child-of-{os.getppid()}"
+    address = config.rendezvous_address()
+    if launched.launcher == "torchrun" and address is not None:
+        # Its jobs are all called "none" unless told otherwise. The parent would tell them apart
+        # too, but a rank that a shell script starts has a parent of its own.
+        job = f"{job}-{address[1]}"
     user = os.getuid()
     name = urllib.parse.quote(f"{launched.launcher}-{job}-{framework}", safe="")
     folder = config.temporary_dir() / f"deepytorch-{user}" / name
@@ -94,6 +99,11 @@ def require_one_node(launched: config.Launched, remedy: str) -> None:
         raise IntegrationError(
             f"horovod: {launched.size} ranks, {launched.local_size} of them on this node: {remedy}"
         )
+
+
+def _now() -> int:
+    """In clock ticks since the machine began, as for `_start_of`."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def _start_of(pid: int) -> int | None:

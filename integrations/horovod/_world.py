@@ -296,7 +296,7 @@ def _store(launched: config.Launched) -> Store:
     meeting = local_store(launched, "torch")
     if launched.rank == 0:
         store = TCPStore("127.0.0.1", 0, wait_for_workers=False, **here)
-        meeting.set_alive("port", str(store.port))
+        meeting.set("port", str(store.port).encode())
         meeting.remove_at_exit()
         return store
     port = meeting.get_alive("port", _RENDEZVOUS_S)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ import pytest
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_arrays import ArrayWorld
 from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
-from deepytorch.integrations._horovod_rendezvous import LocalStore
-from deepytorch_core import _core
-from deepytorch_core.testing import spawn_ranks
+from deepytorch.integrations._horovod_rendezvous import LocalStore, local_store
+from deepytorch_core import _core, config
+from deepytorch_core.testing import RankError, spawn_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -202,13 +204,74 @@ def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_a_store_that_an_earlier_job_left(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    store.set("port", b'[1, 12345, "1"]')  # process 1 lives, but did not start then
+    (tmp_path / "port").write_bytes(b"1 12345 12345\n1")  # process 1 did not start then
     assert store.get_alive("port", 0.01) is None
-    store.set_alive("port", "4711")
-    assert store.get_alive("port", 1) == "4711"
+    assert store.get("port", 10) is None
+    store.set("port", b"4711")
+    assert store.get_alive("port", 1) == store.get("port", 1) == b"4711"
     assert store.get("a/key with anything: ", 1) is None
     store.set("a/key with anything: ", b"\0value")
     assert store.get("a/key with anything: ", 1) == b"\0value"
+
+
+def write_and_die(folder: str) -> None:
+    """In a process of its own, which leaves the files of a killed rank."""
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "from deepytorch.integrations._horovod_rendezvous import LocalStore\n"
+        "LocalStore(pathlib.Path(sys.argv[1])).set('mark', b'dead')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, folder]).returncode == -signal.SIGKILL
+
+
+def test_what_a_killed_process_set_is_for_those_that_ran_then(tmp_path: Path) -> None:
+    write_and_die(str(tmp_path))
+    # This process may wait for that one, and has to learn that it died.
+    assert LocalStore(tmp_path).get("mark", 0) == b"dead"
+    assert LocalStore(tmp_path).get_alive("mark", 0) is None
+    code = (
+        "import pathlib, sys\n"
+        "from deepytorch.integrations._horovod_rendezvous import LocalStore\n"
+        "print(LocalStore(pathlib.Path(sys.argv[1])).get('mark', 0))\n"
+    )
+    started_again = [sys.executable, "-c", code, str(tmp_path)]
+    found = subprocess.run(started_again, check=True, capture_output=True, text=True)
+    assert found.stdout == "None\n"
+
+
+def meet_again(rank: int, world_size: int, folder: str, pause_s: float) -> float:
+    time.sleep(pause_s * rank)  # rank 1 comes late, as after a slow import
+    group = _core.Communicator(LocalStore(Path(folder)), rank, world_size, name="again")
+    value = np.ones(4, np.float32)
+    group.all_reduce("float32", "sum", value, value)
+    group.close()
+    return float(value[0])
+
+
+def killed_as_they_meet(rank: int, world_size: int, folder: str) -> None:
+    meet_again(rank, world_size, folder, 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_started_again_after_a_kill_meet(tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        spawn_ranks(killed_as_they_meet, 2, str(tmp_path), fresh=True)
+    assert any(tmp_path.iterdir())
+    assert spawn_ranks(meet_again, 2, str(tmp_path), 1.0, fresh=True) == [2, 2]
+
+
+def test_torchrun_jobs_without_an_id_have_folders_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launched = config.Launched("torchrun", 0, 2, 0, 2, "0", "none")
+    for port in ("29501", "29502", "29501"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        local_store(launched, "tensorflow").set("key", port.encode())
+    (user,) = tmp_path.iterdir()
+    assert len(list(user.iterdir())) == 2
 
 
 @pytest.mark.parametrize("module", ["_horovod_arrays", "_horovod_common"])
