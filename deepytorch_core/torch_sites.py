@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -86,8 +85,6 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     Without this a DeviceMesh over a default group with `device_id=` fails: it takes this road.
     """
 
-    splits: Counter[str] = Counter()  # of a name, whichever group has it by now
-
     def split_group(
         parent_pg: Any = None,
         split_ranks: Any = None,
@@ -100,13 +97,15 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         if not split_ranks or not _ours(c10d, parent):
             return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **kwargs)
         globally = {rank: number for number, rank in c10d._world.pg_group_ranks[parent].items()}
-        splits[parent.group_name] += 1
+        # Counted in the parent's store: there it outlives an install, and ranks that were in
+        # different groups before still agree.
+        number = c10d._world.pg_map[parent][1].add(f"deepytorch/splits/{parent.rank()}", 1)
         mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
         if mine is None:
             return None
         if len(set(mine)) != len(mine):
             raise ValueError("the split group cannot have duplicate ranks")
-        name = f"{parent.group_name}:{splits[parent.group_name]}:{sorted(mine)}"
+        name = f"{parent.group_name}:{number}:{sorted(mine)}"
         with _named(c10d, hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
             return c10d._new_group_with_tag(
                 [globally[rank] for rank in sorted(mine)],

@@ -35,7 +35,8 @@ def comparer(store: Any, group: str, rank: int, size: int) -> Callable[[str], No
     # Not the group's own connection: other threads may be waiting over that.
     with contextlib.suppress(RuntimeError, NotImplementedError):
         store = store.clone()
-    own = PrefixStore("deepytorch/compare", store)
+    # A former group of this name may have left keys in the store.
+    own = agreement.numbered(store, "deepytorch/compare", rank)
     numbers = itertools.count(1)
 
     def compare(call: str) -> None:

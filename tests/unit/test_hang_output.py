@@ -7,11 +7,13 @@ import json
 import pickle
 import runpy
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from deepytorch import cli
 from deepytorch.cli import hang
@@ -206,6 +208,29 @@ def test_every_processor_of_a_job_is_found_by_one_of_its_pids(
     (found,) = collect.jobs([71])
     assert [one.pid for one in found.records] == [70, 71]
     assert collect.jobs([71], name="b") == []
+
+
+def test_a_group_made_again_does_not_compare_with_what_the_former_one_left() -> None:
+    store, raised = HashStore(), []
+
+    def ranks_call(call: str) -> None:
+        def one(rank: int) -> None:
+            try:
+                compare[rank](call)
+            except RuntimeError as error:
+                raised.append(str(error))
+
+        compare = [mismatch.comparer(store, "0", rank, 2) for rank in range(2)]
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        threads[0].start()
+        threads[0].join(0.2)  # rank 0 comes first, and finds what there is
+        threads[1].start()
+        for thread in threads:
+            thread.join()
+
+    ranks_call("all_reduce of 4 float32")
+    ranks_call("broadcast of 8 float32")
+    assert raised == []
 
 
 def test_the_caller_in_a_comparison_is_the_users_line() -> None:

@@ -10,9 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import deepytorch
 from deepytorch_core import delegates, sites, torch_sites
 from deepytorch_core.patching import Patches
+from deepytorch_core.testing import rank_store, spawn_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +104,28 @@ def test_abort_opens_one_nccl_group(nccl: Nccl) -> None:
     nccl.calls.clear()
     c10d._abort_process_group("a sub-group")
     assert nccl.calls == [("abort", "a sub-group")]
+
+
+def split_around_a_pause(rank: int, world_size: int) -> list[Any]:
+    store = rank_store("split")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    found: list[Any] = []
+    groups = []  # the first lives on
+    for _ in range(2):
+        deepytorch.activate()
+        groups.append(dist.split_group(split_ranks=[list(range(world_size))]))
+        value = torch.ones(1)
+        dist.all_reduce(value, group=groups[-1])
+        found += [value.item(), groups[-1].group_name]
+        deepytorch.deactivate()
+    return found
+
+
+def test_groups_split_before_and_after_a_pause_have_names_of_their_own() -> None:
+    one, other = spawn_ranks(split_around_a_pause, 2, timeout_s=30)
+    assert one == other
+    assert one[0::2] == [2, 2]
+    assert one[1] != one[3]
 
 
 def test_newer_torch_that_asks_every_backend_is_left_alone() -> None:
