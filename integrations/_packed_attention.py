@@ -52,6 +52,13 @@ def is_ours(name: str | None) -> bool:
     return bool(name) and str(name).startswith(_PREFIX)
 
 
+def stock_of(name: str | None) -> str | None:
+    """The attention that a name stands for, without what `register` has made of it."""
+    while is_ours(name):
+        name = str(name).removeprefix(_PREFIX)
+    return name
+
+
 @contextmanager
 def packed_forward() -> Iterator[None]:
     """While open, a model's forward pass gets one packed row."""

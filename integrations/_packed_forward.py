@@ -361,8 +361,10 @@ class Attentions:
             config = getattr(module, "config", None)
             if hasattr(config, "_attn_implementation_internal"):
                 configs[id(config)] = config
+        # Another model of the same configuration object may train packed already.
         self._stock = [
-            (config, config._attn_implementation_internal) for config in configs.values()
+            (config, _packed_attention.stock_of(config._attn_implementation_internal))
+            for config in configs.values()
         ]
 
     @property

@@ -322,6 +322,21 @@ def test_padding_free_checkpoints_of_the_model_recompute_rows_of_the_same_size()
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_padding_free_models_of_one_configuration_have_one_attention_over_stock() -> None:
+    first = llama()
+    stock = first.config._attn_implementation
+    second = LlamaForCausalLM(first.config).train()
+    assert _padding_free.attach(first, "on", adapter="test")
+    packed = first.config._attn_implementation
+    assert packed != stock
+    assert _padding_free.attach(second, "on", adapter="test")
+    assert second.config._attn_implementation == packed
+    first(**batch()).loss.backward()
+    second(**batch()).loss.backward()
+    assert _padding_free.detach(second)
+    assert second.config._attn_implementation == stock
+
+
 def test_a_teacher_gets_the_batch_of_a_padding_free_student() -> None:
     """With the plan in it, as keywords."""
     student, teacher = llama(), llama(num_hidden_layers=1).eval()
