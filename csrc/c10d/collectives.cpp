@@ -1,5 +1,6 @@
 // c10d's entry points: each checks its arguments and builds one Call. c10d's spellings end here.
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include "backend.hpp"
@@ -133,6 +134,32 @@ std::vector<at::Tensor> flatten(const std::vector<std::vector<at::Tensor>>& list
   return all;
 }
 
+// NCCL's mean of whole numbers is their sum, divided towards zero. Neither the core nor gloo has
+// one, and programs ask every group for it that isn't called "gloo" (Lightning's metrics do). Makes
+// a sum of `op` and gives what is then to be done with the result; nothing where that is not
+// needed.
+std::function<void()> integer_mean(c10d::ReduceOp* op, const at::Tensor& result, int size) {
+  const bool wanted = op->op_ == c10d::ReduceOp::AVG && result.device().is_cpu() &&
+                      at::isIntegralType(result.scalar_type(), /*includeBool=*/false);
+  if (!wanted) return nullptr;
+  *op = c10d::ReduceOp(c10d::ReduceOp::SUM);
+  return [result, size] {
+    // The thread that gets here may not be the one in whose inference mode the tensor was made.
+    const c10::InferenceMode as_made(result.is_inference());
+    result.div_(size, "trunc");
+  };
+}
+
+// The stock backend's work, with what is to be done with `result` once it has ended. That can't be
+// given on, as some of gloo's copy the result again each time they are waited for.
+WorkPtr followed_by(const std::function<void()>& after, WorkPtr work, const at::Tensor& result) {
+  if (!after) return work;
+  work->wait();
+  after();
+  return c10::make_intrusive<JoinedWork>(
+      /*rank=*/-1, c10d::OpType::UNKNOWN, std::vector<WorkPtr>{}, std::vector<at::Tensor>{result});
+}
+
 // The list of a gather's outputs or a scatter's inputs, which the root alone has.
 void check_parts(const char* op, bool is_root, size_t found, int size) {
   DPT_CHECK_VALUE(found == (is_root ? static_cast<size_t>(size) : 0),
@@ -146,9 +173,10 @@ void check_parts(const char* op, bool is_root, size_t found, int size) {
 
 }  // namespace
 
-WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors,
-                           const c10d::AllreduceOptions& options) {
+WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& asked) {
   check_single("all_reduce", tensors);
+  c10d::AllreduceOptions options = asked;
+  const auto after = integer_mean(&options.reduceOp, tensors[0], size_);
   return submit({.collective = DPT_ALL_REDUCE,
                  .op_type = c10d::OpType::ALLREDUCE,
                  .title = "deepytorch:all_reduce",
@@ -157,10 +185,11 @@ WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors,
                  .inputs = tensors,
                  .outputs = tensors,
                  .in_place = true,
-                 .reduce_op = options.reduceOp,
+                 .reduce_op = asked.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),
-                 .replay = [tensors, options](c10d::Backend& stock) mutable {
-                   return stock.allreduce(tensors, options);
+                 .after = after,
+                 .replay = [tensors, options, after](c10d::Backend& stock) mutable {
+                   return followed_by(after, stock.allreduce(tensors, options), tensors[0]);
                  }});
 }
 
@@ -282,7 +311,7 @@ WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& output
 
 WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
                                 std::vector<std::vector<at::Tensor>>& inputs,
-                                const c10d::ReduceScatterOptions& options) {
+                                const c10d::ReduceScatterOptions& asked) {
   check_single("reduce_scatter", outputs);
   DPT_CHECK_VALUE(inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_),
                   {"reduce_scatter needs one input per rank (",
@@ -293,6 +322,8 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
   check_dtypes("reduce_scatter", inputs[0], outputs[0]);
   check_same(
       "reduce_scatter", uneven ? std::vector<at::Tensor>{inputs[0][rank_]} : inputs[0], outputs[0]);
+  c10d::ReduceScatterOptions options = asked;
+  const auto after = integer_mean(&options.reduceOp, outputs[0], size_);
   return submit({.collective = DPT_REDUCE_SCATTER,
                  .op_type = c10d::OpType::REDUCE_SCATTER,
                  .title = "deepytorch:reduce_scatter",
@@ -301,16 +332,20 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
                  .inputs = inputs[0],
                  .outputs = outputs,
                  .not_native = uneven ? "parts of different sizes" : nullptr,
-                 .reduce_op = options.reduceOp,
+                 .reduce_op = asked.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),
-                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
-                   return stock.reduce_scatter(outputs, inputs, options);
+                 .after = after,
+                 .replay = [outputs, inputs, options, after](c10d::Backend& stock) mutable {
+                   return followed_by(
+                       after, stock.reduce_scatter(outputs, inputs, options), outputs[0]);
                  }});
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
                                       at::Tensor& input,
-                                      const c10d::ReduceScatterOptions& options) {
+                                      const c10d::ReduceScatterOptions& asked) {
+  c10d::ReduceScatterOptions options = asked;
+  const auto after = integer_mean(&options.reduceOp, output, size_);
   const at::Tensor whole = input.device().is_cpu() ? input.contiguous() : input;
   return submit({.collective = DPT_REDUCE_SCATTER,
                  .op_type = c10d::OpType::_REDUCE_SCATTER_BASE,
@@ -319,10 +354,12 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
                  .asynchronous = options.asyncOp,
                  .inputs = parts_of("reduce_scatter", whole, output, size_),
                  .outputs = {output},
-                 .reduce_op = options.reduceOp,
+                 .reduce_op = asked.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),
-                 .replay = [output, input, options](c10d::Backend& stock) mutable {
-                   return stock._reduce_scatter_base(output, input, options);
+                 .after = after,
+                 .replay = [output, input, options, after](c10d::Backend& stock) mutable {
+                   return followed_by(
+                       after, stock._reduce_scatter_base(output, input, options), output);
                  }});
 }
 
@@ -363,9 +400,12 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   without_gil([&] { delegate_for("cpu", limit)->monitoredBarrier(options, wait_all_ranks); });
 }
 
-WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& asked) {
   check_single("reduce", tensors);
-  check_root("reduce", options.rootRank);
+  check_root("reduce", asked.rootRank);
+  c10d::ReduceOptions options = asked;
+  auto after = integer_mean(&options.reduceOp, tensors[0], size_);
+  if (rank_ != options.rootRank) after = nullptr;
   return submit({.collective = DPT_REDUCE,
                  .op_type = c10d::OpType::REDUCE,
                  .title = "deepytorch:reduce",
@@ -374,11 +414,12 @@ WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOpti
                  .inputs = tensors,
                  .outputs = tensors,
                  .in_place = true,
-                 .reduce_op = options.reduceOp,
+                 .reduce_op = asked.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),
                  .root = static_cast<int>(options.rootRank),
-                 .replay = [tensors, options](c10d::Backend& stock) mutable {
-                   return stock.reduce(tensors, options);
+                 .after = after,
+                 .replay = [tensors, options, after](c10d::Backend& stock) mutable {
+                   return followed_by(after, stock.reduce(tensors, options), tensors[0]);
                  }});
 }
 

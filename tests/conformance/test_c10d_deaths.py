@@ -199,7 +199,7 @@ def refused(rank: int, world_size: int) -> int:
     StockFactory.who_died = lambda self: looked.append(1) or ""  # type: ignore[method-assign,func-returns-value]
     try:
         with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(3, dtype=torch.int32), op=dist.ReduceOp.AVG)
+            dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
     finally:
         StockFactory.who_died = look  # type: ignore[method-assign]
     works(world_size)

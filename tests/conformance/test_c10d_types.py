@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepytorch_core import config
 from deepytorch_core.testing import spawn_ranks
 
 BACKEND = "deepytorch"
@@ -113,6 +115,36 @@ def averages_and_factors(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_average_and_factors(world_size: int) -> None:
     spawn_ranks(averages_and_factors, world_size, backend=BACKEND)
+
+
+def means_of_whole_numbers(rank: int, world_size: int) -> None:
+    """NCCL's: sums, divided towards zero; of gloo a program asks none, of us it does."""
+    config.set_current(dataclasses.replace(config.current(), collectives="stock"))
+    delegated = dist.new_group(backend=BACKEND)
+    config.set_current(None)
+    mean = dist.ReduceOp.AVG
+    for group in (None, delegated):
+        for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+            signs = 1 if dtype == torch.uint8 else torch.tensor([1, -1, -1, 1])
+            stack = (torch.arange(4 * world_size).reshape(world_size, 4) * signs).to(dtype)
+            expected = stack.sum(0).div(world_size, rounding_mode="trunc").to(dtype)
+            ours = stack[rank].clone()
+            dist.all_reduce(ours, mean, group=group, async_op=True).wait()
+            assert torch.equal(ours, expected), (dtype, ours, expected)
+            with torch.inference_mode():
+                ours = stack[rank].clone()
+                dist.reduce(ours, group_dst=1, op=mean, group=group)
+            assert rank != 1 or torch.equal(ours, expected), (dtype, ours, expected)
+            shard, whole = torch.zeros_like(expected), stack[rank].repeat(world_size)
+            dist.reduce_scatter_tensor(shard, whole, mean, group=group)
+            assert torch.equal(shard, expected), (dtype, shard, expected)
+            shards = list(whole.chunk(world_size))
+            dist.reduce_scatter(shard.zero_(), shards, mean, group=group)
+            assert torch.equal(shard, expected), (dtype, shard, expected)
+
+
+def test_means_of_whole_numbers() -> None:
+    spawn_ranks(means_of_whole_numbers, 3, backend=BACKEND)
 
 
 def moves_of_every_type(rank: int, world_size: int) -> None:
