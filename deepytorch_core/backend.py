@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from deepytorch_core import config, finite
+from deepytorch_core.console import joined_as
 from deepytorch_core.delegates import GroupSpec, StockFactory
+from deepytorch_core.errors import OFF_SWITCH, AdapterError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 NAME = "deepytorch"
 
 _timeout_is_final: ContextVar[bool] = ContextVar("timeout_is_final", default=False)
+_had_groups: int | None = None  # the process that made the first group: this one, or one it is of
 
 
 def register() -> None:
@@ -57,6 +61,23 @@ def default_timeout() -> timedelta:
     return timedelta(seconds=config.current().timeout_s)
 
 
+def note_group() -> None:
+    """Call it where a group of ours is made."""
+    global _had_groups
+    if _had_groups is None:
+        _had_groups = os.getpid()
+
+
+def why_not_here() -> str | None:
+    """Why this process can have no group of ours, whatever the others can; None if it can."""
+    if _had_groups in (None, os.getpid()):
+        return None
+    return (
+        "this process was made by fork() from one that had made groups before, and lacks their "
+        "threads and memory: start it by spawn, or make no group before"
+    )
+
+
 def create(dist_options: Any, pg_options: Any = None) -> Backend:
     """Make the backend of one group; torch calls this.
 
@@ -66,8 +87,10 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         pg_options: options for any backend. `ProcessGroupNCCL.Options` go to the NCCL delegate;
             others are left alone, as frameworks pass theirs to every group.
 
-    Raises AdapterError when the compiled adapter can't be had.
+    Raises AdapterError when the compiled adapter can't be had, or this process can't have a group.
     """
+    if _is_default():
+        joined_as(dist_options.group_rank)
     timeout: timedelta = dist_options.timeout
     if not _timeout_is_final.get() and timeout == _torch_default_timeout():
         timeout = default_timeout()
@@ -83,6 +106,8 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     _measure_network(spec, options)
     if not options.enabled and _accelerator() == "cpu":
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
+    if (reason := why_not_here()) is not None:
+        raise AdapterError(f"group {spec.name}: {reason}. {OFF_SWITCH}")
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
     from deepytorch_core.hang import live
 
@@ -90,6 +115,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     if _is_default():
         live.join(spec.store, rank=spec.rank, size=spec.size, life=factory)
 
+    note_group()
     made = module.create_backend(
         spec.store,
         spec.rank,

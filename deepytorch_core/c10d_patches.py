@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from deepytorch_core import adapter, agreement, backend, config, rewrite
-from deepytorch_core.console import say_once
+from deepytorch_core.console import joined_as, say_once
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
 from deepytorch_core.patching import Patches
 
@@ -129,7 +129,7 @@ def _why_not_ready() -> str | None:
         adapter.load()
     except (AdapterError, ImportError) as error:
         return str(error)
-    return None
+    return backend.why_not_here()
 
 
 def _helper(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,6 +139,7 @@ def _helper(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         group_size, group_rank, ranks, asked, store = args[:5]
         chosen = None
         if not ranks and kwargs.get("group_desc") == "default_pg":
+            joined_as(group_rank)
             chosen = _choose_default(c10d, asked, kwargs)
         if chosen is not None:
             reason = decide(store, rank=group_rank, size=group_size)

@@ -8,6 +8,8 @@ from deepytorch_core import config
 
 _LEVELS = ("debug", "info", "warning", "error")
 
+_joined_as: int | None = None
+
 
 def say(text: str, *, level: str = "info") -> None:
     """Print one line, whatever the rank, if option `log` lets `level` through."""
@@ -24,9 +26,19 @@ def say_once(text: str, *, level: str = "info") -> None:
         say(text, level=level)
 
 
+def joined_as(rank: int) -> None:
+    """Note this process's rank in the default group that is being made.
+
+    Nothing else tells it before that group is there, nor when it is gone again, where a process was
+    started by spawn or fork, or by a framework that gives its ranks no RANK.
+    """
+    global _joined_as
+    _joined_as = rank
+
+
 def global_rank() -> int:
-    """This process's rank: torch.distributed's when it is initialised, else the launcher's."""
+    """This process's rank: torch.distributed's, now or last; before any group the launcher's."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is not None and c10d.is_initialized():
         return int(c10d.get_rank())
-    return config.rank()
+    return config.rank() if _joined_as is None else _joined_as

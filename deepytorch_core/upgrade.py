@@ -17,6 +17,7 @@ from deepytorch_core.backend import (
     core_settings,
     default_timeout,
     describe,
+    note_group,
     tell_devices,
     watches,
 )
@@ -149,6 +150,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
     if group is c10d.GroupMember.WORLD:
         live.join(store, rank=group.rank(), size=group.size(), life=group)
     options = config.current()
+    note_group()
     return module.create_backend(
         store,
         group.rank(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepytorch_core import activation, adapter, backend, config, delegates
 from deepytorch_core.delegates import GroupSpec, StockFactory
+from deepytorch_core.errors import AdapterError
 from deepytorch_core.network import gloo_env
 
 
@@ -51,6 +53,14 @@ def test_registering_twice_is_once() -> None:
     backend.register()
     assert c10d.Backend._plugins["DEEPYTORCH"] is plugin
     assert c10d.Backend.backend_list.count("deepytorch") == 1
+
+
+def test_a_child_of_a_process_that_had_groups_is_told_to_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "_had_groups", os.getppid())
+    with pytest.raises(AdapterError, match=r"group 0: this process was made by fork\(\) .*ENABLED"):
+        init("deepytorch")
 
 
 def test_timeout_s_replaces_the_default_of_an_explicit_name(calls: list[dict[str, Any]]) -> None:

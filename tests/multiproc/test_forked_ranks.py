@@ -1,0 +1,67 @@
+"""Ranks that a program forks itself, without a launcher that says which is which.
+
+As notebooks have them: accelerate's notebook_launcher, Lightning's ddp_notebook, start_processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from deepytorch_core.testing import run_program
+
+PROGRAM = """
+import sys
+import deepytorch
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+FOLDER, *HOW = sys.argv[1:]
+
+def train(rank):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{FOLDER}/ranks", rank=rank, world_size=2
+    )
+    value = torch.full((3,), float(rank + 1))
+    dist.all_reduce(value)
+    if not HOW:
+        dist.destroy_process_group()
+    report = deepytorch.report()
+    print(f"rank {report.rank} got {value[0].item()} from {len(report.rows)} kinds\\n", end="")
+
+if "after a group" in HOW:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{FOLDER}/parent", rank=0, world_size=1
+    )
+    dist.destroy_process_group()
+start_processes(train, nprocs=2, start_method="fork")
+"""
+
+
+def run(folder: Path, *arguments: str) -> CompletedProcess[str]:
+    return run_program([sys.executable, "-c", PROGRAM, folder, *arguments])
+
+
+def test_one_line_is_said_and_each_rank_knows_its_number_after_its_group(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0 got 3.0 from 1 kinds",
+        "rank 1 got 3.0 from 1 kinds",
+    ]
+    assert done.stderr.count("deepytorch: collectives of 2 ranks go through deepytorch") == 1
+
+
+def test_children_of_a_process_that_had_groups_keep_to_stock(tmp_path: Path) -> None:
+    """Nothing native of their parent's is there: what they would touch is not mapped."""
+    done = run(tmp_path, "after a group")
+    assert done.returncode == 0, done.stderr
+    said = "this process was made by fork() from one that had made groups before"
+    assert done.stderr.count(f"deepytorch: keeping torch's own collectives: rank 0: {said}") == 1
+    assert done.stderr.count("deepytorch: ") == 2, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0 got 3.0 from 0 kinds",
+        "rank 1 got 3.0 from 0 kinds",
+    ]
