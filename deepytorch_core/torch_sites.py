@@ -22,6 +22,7 @@ def install(c10d: Any, patches: Patches) -> None:
     replacements: dict[str, Callable[[Any, Callable[..., Any]], Callable[..., Any]]] = {
         "monitored_barrier": _monitored_barrier,
         "split_group": _split_group,
+        "batch_isend_irecv": _batch_isend_irecv,
         "_add_ephemeral_timeout_for_all_pgs": _add_ephemeral_timeout,
         "_abort_process_group": _abort_process_group,
     }
@@ -119,6 +120,28 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
             )
 
     return split_group
+
+
+def _batch_isend_irecv(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of host memory each message starts by itself and has a work of its own, as with gloo.
+
+    torch opens one batch per group for a backend that coalesces: two threads' batches get mixed up,
+    and one that fails stays open, so that the group's next collectives are only noted down.
+    """
+
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        on_host = bool(p2p_op_list) and all(op.tensor.device.type == "cpu" for op in p2p_op_list)
+        if not on_host or "cpu" not in _ours(c10d, _group(c10d, p2p_op_list[0].group)):
+            works: list[Any] = original(p2p_op_list)
+            return works
+        c10d._check_p2p_op_list(p2p_op_list)
+        started = []
+        for op in p2p_op_list:
+            peer = "group_dst" if op.op is c10d.isend else "group_src"
+            started.append(op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer}))
+        return [work for work in started if work is not None]
+
+    return batch_isend_irecv
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 // The c10d entry points that build the calls are in collectives.cpp and point_to_point.cpp.
 #include "backend.hpp"
 
+#include <ATen/Context.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -98,6 +100,8 @@ Backend::~Backend() {
 c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
   return c10::static_intrusive_pointer_cast<c10d::Backend::Options>(setup_.options);
 }
+
+bool Backend::supportsCoalescing() const { return at::hasCUDA(); }
 
 void Backend::setTimeout(Milliseconds timeout) {
   setup_.options->timeout = timeout;
@@ -308,7 +312,9 @@ WorkPtr Backend::submit(Call what) {
   };
   work_options.source = call.source;
   work_options.delegate_failure = [submitted] { return submitted->failure; };
-  auto work = c10::make_intrusive<NativeWork>(std::move(work_options));
+  std::optional<std::vector<at::Tensor>> profiled;
+  if (at::hasCallbacks()) profiled = call.collective == DPT_RECV ? call.outputs : call.inputs;
+  auto work = c10::make_intrusive<NativeWork>(std::move(work_options), profiled);
 
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, work, &outcome);

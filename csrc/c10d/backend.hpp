@@ -77,7 +77,9 @@ class Backend : public c10d::Backend {
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  bool supportsCoalescing() const override { return true; }
+  // What torch asks before it sends a batch of messages as one call; on the host nothing is gained
+  // by that, and its batches are neither safe with threads nor after a failure.
+  bool supportsCoalescing() const override;
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
   c10d::ErrorType getError() override;

@@ -82,8 +82,9 @@ std::exception_ptr with_explanation(const Explain& explain, const std::exception
   }
 }
 
-NativeWork::NativeWork(Options options)
-    : c10d::Work(options.rank, options.op_type, options.title), options_(std::move(options)) {}
+NativeWork::NativeWork(Options options, const std::optional<std::vector<at::Tensor>>& profiled)
+    : c10d::Work(options.rank, options.op_type, options.title, profiled),
+      options_(std::move(options)) {}
 
 void NativeWork::complete(dpt_status status, const std::string& message) {
   std::exception_ptr error;

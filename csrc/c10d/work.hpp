@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -42,7 +43,8 @@ class NativeWork : public c10d::Work {
     std::shared_ptr<int> source = nullptr;  // of a receive: the sender's rank, known at the end
   };
 
-  explicit NativeWork(Options options);
+  // `profiled`: the tensors whose shapes a profile shows.
+  NativeWork(Options options, const std::optional<std::vector<at::Tensor>>& profiled);
 
   void complete(dpt_status status, const std::string& message);
 

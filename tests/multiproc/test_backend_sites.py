@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -277,18 +278,39 @@ def test_object_collectives() -> None:
     on_ours_and_on_stock(object_collectives, 3)
 
 
-def point_to_point(rank: int, world_size: int) -> list[float]:
+def batches(rank: int, world_size: int) -> list[Any]:
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    mine, theirs = torch.full((4,), float(rank)), torch.empty(4)
-    operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    dist.barrier()
-    return theirs.tolist()
+
+    def exchange(tag: int) -> list[Any]:
+        mine, theirs = torch.full((4,), float(rank + tag)), torch.empty(4)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine, right, tag=tag),
+                dist.P2POp(dist.irecv, theirs, left, tag=tag),
+            ]
+        )
+        for work in works:
+            work.wait()
+        return [len(works), theirs.tolist()]
+
+    with ThreadPoolExecutor(4) as threads:
+        exchanged = list(threads.map(exchange, range(40)))
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(RuntimeError):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, sparse, right)])
+    after = torch.ones(2)
+    dist.all_reduce(after)
+    return [exchanged, after.tolist()]
 
 
-def test_batch_isend_irecv_and_barrier() -> None:
-    on_ours_and_on_stock(point_to_point, 3)
+def test_batches_of_sends_and_receives() -> None:
+    on_ours_and_on_stock(batches, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="batches of CUDA tensors are one call there")
+def test_batches_of_a_group_that_was_asked_for_as_ours() -> None:
+    """No part of torch is replaced for it."""
+    spawn_ranks(batches, 2, backend="deepytorch")
 
 
 def device_questions(rank: int, world_size: int) -> list[Any]:
@@ -418,14 +440,21 @@ def test_zero_redundancy_optimizer() -> None:
 
 def profiled(rank: int, world_size: int) -> list[Any]:
     init(rank, world_size)
-    with torch.profiler.profile() as profiler:
-        dist.all_reduce(torch.ones(4))
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        dist.all_reduce(torch.ones(4, 2))
+        dist.all_gather_into_tensor(torch.ones(world_size * 4, 2), torch.ones(4, 2))
     information = profiler._get_distributed_info()
-    return [information["backend"], information["world_size"], information["pg_count"]]
+    shapes = {
+        event.key: event.input_shapes
+        for event in profiler.key_averages(group_by_input_shape=True)
+        if event.key.startswith("deepytorch:")
+    }
+    return [information["backend"], information["world_size"], information["pg_count"], shapes]
 
 
 def test_profiler_describes_the_job() -> None:
-    assert spawn_ranks(profiled, 2)[0] == ["deepytorch", 2, 1]
+    shapes = {"deepytorch:all_reduce": [[4, 2]], "deepytorch:all_gather": [[4, 2]]}
+    assert spawn_ranks(profiled, 2)[0] == ["deepytorch", 2, 1, shapes]
 
 
 def debug_wrapper(rank: int, world_size: int) -> list[Any]:
