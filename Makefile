@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+# Bytecode is made of what is imported, then: of everything it takes longer than fetching it.
+PIP := $(BIN)/pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=OFF \
                -DDPT_BUILD_TESTS=ON -DDPT_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
