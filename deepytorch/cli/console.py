@@ -1,11 +1,13 @@
 """How the command talks: tables on standard output, errors and remarks on standard error."""
 
+import contextlib
 import errno
 import io
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 from rich.console import Console
@@ -40,6 +42,28 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
     _interrupted = True
     signal.default_int_handler(number, frame)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """While open, SIGTERM is a SystemExit: what this process started is ended before it.
+
+    For who starts processes in sessions of their own, which nobody else's signal reaches.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not stop the ending
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def was_interrupted() -> bool:

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from deepytorch_core.compare.receipt import write
 from deepytorch_core.compare.result import Sample, judge
 from deepytorch_core.compare.saves import Saves
 from deepytorch_core.errors import CompareError
+from deepytorch_core.testing import run_program
 
 
 def sample(arm: str, step_s: float, losses: tuple[float | None, ...] = (2.0, 1.0)) -> Sample:
@@ -548,3 +550,41 @@ def test_a_run_that_fails_after_it_has_measured_has_failed(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CompareError, match="the end of it"):
         compare.run_once(job(world_size=2), compare.ARMS["stock"], [])
+
+
+TERMINATED = """
+import sys
+from deepytorch.cli import compare
+
+# In place of torchrun: it has this process ended, and goes on by itself.
+CHILD = (
+    "import os, pathlib, signal, sys, time\\n"
+    "pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\\n"
+    "os.kill(os.getppid(), signal.SIGTERM)\\n"
+    "time.sleep(1000)\\n"
+)
+compare._command = lambda job, plan: [sys.executable, "-c", CHILD, sys.argv[1]]
+compare.run_once(
+    compare.Job(
+        arguments=("train.py",), options=None, default_processes="1", world_size=1, steps=4,
+        rounds=1, arms=("stock",), timeout_s=1000,
+    ),
+    compare.ARMS["stock"],
+    [],
+)
+"""
+
+
+def test_a_comparison_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its processes have a session of their own, so nobody else ends them."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = run_program(
+        [sys.executable, "-c", TERMINATED, tmp_path / "pid"],
+        env=config.child_environment(TMPDIR=str(temporary)),
+        cwd=temporary,
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not list(temporary.iterdir())

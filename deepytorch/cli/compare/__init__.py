@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepytorch.cli import console
 from deepytorch.cli.compare import failure
 from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
@@ -170,7 +171,8 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
 
     Raises CompareError for a run that failed or took too long, StoppedEarly where `watch` ended it.
     """
-    with tempfile.TemporaryDirectory(prefix="deepytorch-compare-") as name:
+    temporary = tempfile.TemporaryDirectory(prefix="deepytorch-compare-")
+    with console.ended_by_sigterm(), temporary as name:
         folder = Path(name).resolve()
         for part in ("root", "ranks", "outside"):
             (folder / part).mkdir()
