@@ -536,6 +536,14 @@ def test_several_machines_are_refused() -> None:
         compare.processes(options)
 
 
+def test_ranks_on_emulated_nodes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    assert "OMP_NUM_THREADS" not in compare._environment(job(world_size=4), {}, "/")
+    on_nodes = job(world_size=4, network=object())
+    assert compare._environment(on_nodes, {}, "/")["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.parametrize("status", [134, 1, None])
 def test_a_run_that_fails_after_it_has_measured_has_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int | None

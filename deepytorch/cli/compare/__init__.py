@@ -222,12 +222,22 @@ def _without_empty(folders: Sequence[str]) -> list[str]:
     return [folder for folder in folders if os.path.isdir(folder) and "/.cache/" not in folder]
 
 
+def _environment(job: Job, variables: Mapping[str, str], view: str) -> dict[str, str]:
+    environment = config.child_environment(**_QUIET, **variables, PWD=view)
+    if job.network is not None:
+        # Emulated nodes share this machine's cores; torchrun would let the only rank of each use
+        # them all.
+        share = max(1, len(os.sched_getaffinity(0)) // job.world_size)
+        environment.setdefault("OMP_NUM_THREADS", str(share))
+    return environment
+
+
 def _launch(
     job: Job, folder: Path, variables: Mapping[str, str], log: Path, watch: Watch | None
 ) -> int | None:
     """The exit status of torchrun; None when it took too long."""
     view = Plan.read(folder / "plan.json").workspace
-    environment = config.child_environment(**_QUIET, **variables, PWD=view)
+    environment = _environment(job, variables, view)
     with log.open("wb") as output, contextlib.ExitStack() as stack:
         settings: dict[str, Any] = {
             "cwd": view,
