@@ -21,6 +21,7 @@ FRAMEWORKS = {
     "accelerate": "1.15.0",
     "transformers": "5.23.0",
     "megatron-core": "0.16.1",
+    "lightning": "2.6.6",
 }
 """The versions that were read."""
 
@@ -367,6 +368,34 @@ OTHERS = (
         asks="get_backend() == 'nccl' for the device of its messages, else cpu",
         with_ours="cpu, which a group of CUDA only doesn't serve: fails when it is switched on",
         remedy='initialise with no backend or "deepytorch", which serve both, to use it',
+    ),
+    Site(
+        framework="lightning",
+        where="fabric/utilities/distributed.py:_sync_ddp",
+        asks="get_backend() == 'gloo', to divide sums itself",
+        with_ours="asked for means, of whole numbers too (how many samples a metric has seen)",
+        remedy="means of whole numbers between CPU ranks are NCCL's: sums, divided towards zero",
+        test="tests/conformance/test_c10d_types.py::test_means_of_whole_numbers",
+    ),
+    Site(
+        framework="lightning",
+        where="pytorch/loops/utilities.py:_no_grad_context",
+        asks="get_backend() == 'gloo', to evaluate under no_grad",
+        with_ours="evaluates under inference_mode, as with NCCL",
+        test="tests/conformance/test_c10d_types.py::test_means_of_whole_numbers",
+    ),
+    Site(
+        framework="lightning",
+        where="fabric/strategies/ddp.py:barrier and those of the other strategies",
+        asks="get_backend() == 'nccl', to name the device",
+        with_ours="a barrier on the current device, which Lightning has set",
+    ),
+    Site(
+        framework="lightning",
+        where="fabric/utilities/distributed.py:_InfiniteBarrier",
+        asks="new_group of gloo and its monitored_barrier",
+        with_ours="gloo, or ours when the whole job was asked for as gloo, which hands it to gloo",
+        test=f"{_SITES_TEST}::test_monitored_barrier_names_the_absent_rank",
     ),
 )
 
