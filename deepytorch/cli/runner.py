@@ -26,8 +26,10 @@ def main(arguments: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = program_path(arguments)
 
-    import deepytorch  # noqa: F401 (importing it activates)
+    import deepytorch  # importing it activates
 
+    if deepytorch.is_active():
+        warn_of_own_ranks()
     if plan is None:
         run(arguments)
     else:
@@ -45,6 +47,39 @@ def main(arguments: list[str]) -> None:
 
             probe.seams = seams.install()
         watch(probe, lambda: run(arguments))
+
+
+def warn_of_own_ranks() -> None:
+    """Has a line said once the program starts processes by torch.multiprocessing.
+
+    Ranks among them would wait: a launcher's environment says that its store is served already.
+    """
+    import functools
+    from types import ModuleType
+    from typing import Any
+
+    from deepytorch_core.console import say_once
+    from deepytorch_core.import_hook import ImportHook
+
+    def wrap(module: ModuleType) -> None:
+        start = module.start_processes
+
+        @functools.wraps(start)
+        def start_processes(*args: Any, **kwargs: Any) -> Any:
+            say_once(
+                "the script starts processes itself; if these are its ranks, no launcher can start "
+                "it, neither torchrun nor deepytorch run, and they will wait for each other: run "
+                "it with python, and import deepytorch in it",
+                level="warning",
+            )
+            return start(*args, **kwargs)
+
+        module.start_processes = start_processes  # type: ignore[attr-defined]
+        package = sys.modules.get("torch.multiprocessing")
+        if getattr(package, "start_processes", None) is start:
+            package.start_processes = start_processes  # type: ignore[union-attr]
+
+    ImportHook("torch.multiprocessing.spawn", wrap).install()
 
 
 def run(arguments: list[str]) -> None:

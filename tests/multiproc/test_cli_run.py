@@ -114,3 +114,16 @@ def test_the_runner_matches_python_itself(tmp_path, probe):
     (facts,) = by_runner.values()
     (expected,) = by_python.values()
     assert facts == {**expected, "deepytorch": True}
+
+
+def test_a_script_that_starts_its_own_ranks_is_told_how_to_be_started(tmp_path, probe):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.multiprocessing as mp\n"
+        "mp.start_processes(print, nprocs=1, start_method='fork')\n"
+    )
+    done, _ = probe(str(launcher._RUNNER), str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0\n"
+    said = "deepytorch: the script starts processes itself; if these are its ranks, no launcher"
+    assert done.stderr.count(said) == 1, done.stderr
