@@ -41,6 +41,11 @@ def test_example(name: str) -> None:
     assert f"decision: {what}: " in printed
 
 
+def test_the_script_of_the_page_on_tuning_trains() -> None:
+    printed, _ = torchrun(EXAMPLES / "ddp_bert.py", "--steps", "10")
+    assert re.findall(r"step (\d+): loss \d", printed) == ["10"]
+
+
 @pytest.mark.timeout(300)  # two launches
 @pytest.mark.parametrize(
     ("name", "arguments", "num_marked"),
