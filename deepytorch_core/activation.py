@@ -24,6 +24,7 @@ from deepytorch_core.patching import Patches
 
 _C10D = "torch.distributed.distributed_c10d"
 _DIST_NN = "torch.distributed.nn.functional"
+_ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _LOADER = "torch.utils.data.dataloader"
 _OPTIMIZER = "torch.optim.optimizer"
 
@@ -37,6 +38,7 @@ class _Active:
         default_factory=lambda: [
             ImportHook(_C10D, _arm),
             ImportHook(_DIST_NN, _arm_dist_nn),
+            ImportHook(_ZERO_HOOKS, _arm_zero_hooks),
             ImportHook(_LOADER, _arm_loader),
             ImportHook(_OPTIMIZER, _arm_optimizer),
         ]
@@ -201,6 +203,13 @@ def _arm_dist_nn(functional: ModuleType) -> None:
         from deepytorch_core import torch_sites
 
         torch_sites.install_dist_nn(functional, _active.patches)
+
+
+def _arm_zero_hooks(zero_hooks: ModuleType) -> None:
+    if _active is not None:
+        from deepytorch_core import torch_sites
+
+        torch_sites.install_zero_hooks(zero_hooks, _active.patches)
 
 
 def _arm_loader(dataloader: ModuleType) -> None:

@@ -215,9 +215,9 @@ TORCH = (
     _torch(
         "distributed/algorithms/ddp_comm_hooks/ddp_zero_hook.py:hook_with_zero_step(_interleaved)",
         'the name "gloo", to refuse overlapping (it may hang on gloo)',
-        "is allowed, on CPU tensors too",
-        remedy="none: with CPU tensors use ZeroRedundancyOptimizer without overlap",
-        test=f"{_SITES_TEST}::test_zero_redundancy_optimizer",
+        "would be allowed with CPU tensors, and ranks would enter different operations",
+        remedy="refused for CPU tensors, as with gloo: ZeroRedundancyOptimizer without overlap",
+        test=f"{_SITES_TEST}::test_overlapped_zero_is_refused_on_the_host",
     ),
     _torch(
         "nn/modules/_functions.py:SyncBatchNorm.forward",

@@ -220,6 +220,34 @@ def install_dist_nn(functional: Any, patches: Patches) -> None:
     )
 
 
+def install_zero_hooks(zero_hooks: Any, patches: Patches) -> None:
+    """Replace what overlaps ZeroRedundancyOptimizer with DDP, which torch refuses to do on gloo."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for name in ("hook_with_zero_step", "hook_with_zero_step_interleaved"):
+        patches.replace(zero_hooks, name, functools.partial(_with_zero_step, c10d))
+
+
+def _with_zero_step(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The optimizer's broadcasts start when a bucket is done, in whatever thread finds out.
+
+    On the host that is beside the backward pass, whose next bucket comes before them on some ranks
+    and after them on others: training would end in ranks that entered different operations.
+    """
+
+    def with_zero_step(hook: Any, ddp: Any, zero: Any, *args: Any, **kwargs: Any) -> Any:
+        on_host = any(parameter.device.type == "cpu" for parameter in ddp.parameters())
+        ours = "cpu" in _ours(c10d, _group(c10d, ddp.process_group))
+        if on_host and ours and zero._overlap_with_ddp:
+            raise RuntimeError(
+                "overlapping DDP with ZeRO is for GPUs, also in torch without deepytorch: make the "
+                "ZeroRedundancyOptimizer with overlap_with_ddp=False"
+            )
+        return original(hook, ddp, zero, *args, **kwargs)
+
+    return with_zero_step
+
+
 def _all_gather_backward(
     functional: Any, original: Callable[..., Any], ours: Callable[[Any], bool]
 ) -> Callable[..., Any]:

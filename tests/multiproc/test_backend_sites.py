@@ -438,6 +438,26 @@ def test_zero_redundancy_optimizer() -> None:
     on_ours_and_on_stock(zero_redundancy)
 
 
+def overlapped_zero(rank: int, world_size: int) -> list[str]:
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    said = []
+    for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        with pytest.raises(RuntimeError) as refused:
+            make(default_hooks.allreduce_hook, model, optimizer)
+        said.append(type(refused.value).__name__)
+    return said
+
+
+def test_overlapped_zero_is_refused_on_the_host() -> None:
+    on_ours_and_on_stock(overlapped_zero)
+
+
 def profiled(rank: int, world_size: int) -> list[Any]:
     init(rank, world_size)
     with torch.profiler.profile(record_shapes=True) as profiler:
