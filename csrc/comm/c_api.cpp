@@ -40,6 +40,11 @@ dpt_status comm_create(const dpt_comm_options* options,
                        dpt_comm** comm,
                        dpt_error* error) {
   return guarded(error, [&] {
+    if (Fabric::forked()) {
+      throw Error(DPT_ERR_SYSTEM,
+                  "this process was made by fork() from one that had made groups before, and lacks "
+                  "their threads and memory: start it by spawn, or make no group before");
+    }
     *comm = new dpt_comm{{*options, std::make_unique<ForeignStore>(*store), *delegate}};
   });
 }

@@ -65,3 +65,30 @@ def test_children_of_a_process_that_had_groups_keep_to_stock(tmp_path: Path) -> 
         "rank 0 got 3.0 from 0 kinds",
         "rank 1 got 3.0 from 0 kinds",
     ]
+
+
+WITHOUT_TORCH = """
+import os
+import sys
+from pathlib import Path
+from deepytorch.integrations._horovod_rendezvous import LocalStore
+from deepytorch_core import _core
+
+def group(name):
+    return _core.Communicator(LocalStore(Path(sys.argv[1])), 0, 1, name=name)
+
+group("parent").close()
+if os.fork() == 0:
+    try:
+        group("child")
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_without_torch_a_child_of_a_process_that_had_groups_gets_an_error(tmp_path: Path) -> None:
+    done = run_program([sys.executable, "-c", WITHOUT_TORCH, tmp_path])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("this process was made by fork() from one that had made groups")
