@@ -21,6 +21,10 @@ namespace {
 // What Ctrl-C raised inside a wait of the core; picked up when that wait has returned.
 thread_local std::exception_ptr pending_signal;
 
+// How long rank 0 stays for ranks that are still making the group; they are at it together.
+constexpr std::chrono::seconds kMakingLimit{5};
+constexpr const char* kMadeKey = "deepytorch/made/";
+
 // Every backend that is alive, for finish_all.
 std::mutex live_mutex;
 std::set<Backend*>& live() {
@@ -81,6 +85,7 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
+  if (rank_ != 0) setup_.store->set(kMadeKey + std::to_string(rank_), std::vector<uint8_t>{1});
   const std::lock_guard lock(live_mutex);
   live().insert(this);
 }
@@ -127,7 +132,15 @@ void Backend::abort() {
   for (auto& [device, delegate] : delegates_) delegate->abort();
 }
 
+void Backend::let_others_make_it() {
+  if (rank_ != 0 || sequence_ > 0 || comm_ == nullptr || made_in_ != ::getpid()) return;
+  std::vector<std::string> made;
+  for (int rank = 1; rank < size_; ++rank) made.push_back(kMadeKey + std::to_string(rank));
+  without_gil([&] { wait_for_keys(*setup_.store, made, kMakingLimit); });
+}
+
 void Backend::shutdown() {
+  let_others_make_it();
   dpt_comm* const comm = std::exchange(comm_, nullptr);
   if (comm != nullptr) without_gil([&] { setup_.api->comm_destroy(comm); });
   std::map<std::string, BackendPtr> delegates;
@@ -148,6 +161,7 @@ void Backend::finish_all() {
     backends = live();
   }
   for (Backend* backend : backends) {
+    backend->let_others_make_it();
     dpt_comm* const comm = std::exchange(backend->comm_, nullptr);
     if (comm != nullptr) without_gil([&] { backend->setup_.api->comm_destroy(comm); });
   }

@@ -5,6 +5,8 @@
 // Thread safety: as c10d asks: any thread, operations in call order.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <functional>
 #include <map>
@@ -210,12 +212,17 @@ class Backend : public c10d::Backend {
                                         dpt_error* error);
   static int poll_signals(void* context);
   void check_root(const char* op, int64_t root) const;
+  // Gloo's ranks have met when their group is made, so whoever keeps the store may leave then. Ours
+  // meet at their first operation: without one rank 0, which is it as a rule, would take the store
+  // away from ranks that are still making the group.
+  void let_others_make_it();
 
   Setup setup_;
   DeviceStreams streams_{setup_.api};
   DelegatedStream delegated_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
   dpt_comm* comm_ = nullptr;
+  pid_t made_in_ = ::getpid();  // a forked child has no business in the store
   std::atomic<uint64_t> sequence_{0};
   std::mutex making_mutex_;
   std::mutex delegates_mutex_;

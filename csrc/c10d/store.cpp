@@ -60,4 +60,19 @@ dpt_status get(void* context,
 
 dpt_store store_table(c10d::Store* store) { return {store, set, get}; }
 
+void wait_for_keys(c10d::Store& store,
+                   const std::vector<std::string>& keys,
+                   std::chrono::milliseconds limit) {
+  try {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    auto pause = kFirstPause;
+    while (!store.check(keys) && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+  } catch (const std::exception&) {
+    return;  // who keeps it has gone, or it has no such function
+  }
+}
+
 }  // namespace dpt::c10d_adapter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -139,6 +140,25 @@ def initialised_again(rank: int, world_size: int, same_store: bool) -> None:
 @pytest.mark.parametrize("same_store", [False, True])
 def test_initialised_again_in_the_same_process(same_store: bool) -> None:
     spawn_ranks(initialised_again, 2, same_store)
+
+
+def leaves_at_once(rank: int, world_size: int) -> None:
+    """Rank 0, which keeps the store, is through before the others have begun."""
+    shared = rank_store("where the store is")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, False)
+        shared.set(f"connected {rank}", "")
+        time.sleep(0.3)
+    shared.wait([f"connected {peer}" for peer in range(1, world_size)])
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+    dist.destroy_process_group()
+
+
+def test_rank_0_may_leave_a_group_that_was_never_used() -> None:
+    spawn_ranks(leaves_at_once, 3)
 
 
 def by_environment(rank: int, world_size: int) -> None:
