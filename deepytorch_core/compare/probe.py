@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -104,6 +105,7 @@ class Probe:
             "made_folders": self._saves.made_folders,
             "seams": self.seams,
             "report": _report(),
+            "undecided": _undecided(self._steps),
             **_tuned(self._plan),
         }
         folder = Path(self._plan.folder)
@@ -242,6 +244,22 @@ def _tuned(plan: Plan) -> dict[str, Any]:
     if script:
         script = workspace.original(script, plan.workspace)
     return {"script": script, "asked": asked}
+
+
+def _undecided(steps: int) -> list[dict[str, Any]]:
+    """The trials that the steps were too few for, and how many steps are enough."""
+    engine = sys.modules.get("deepytorch_core.compile")
+    if engine is None:  # nothing is compiled
+        return []
+    return [
+        {
+            "what": trial.what,
+            "is_begun": trial.is_begun,
+            # In optimizer steps; the trial counts each micro-batch of a step.
+            "after_steps": math.ceil(trial.last_step * steps / max(trial.step, 1)),
+        }
+        for trial in engine.trials()
+    ]
 
 
 def _report() -> dict[str, Any]:

@@ -25,7 +25,8 @@ class Sample:
     Times are the slowest rank's, in seconds: of a step, a mean per block, and until the warm-up is
     over. Losses are means over the ranks, None where no rank had one to see. `script` is its path
     as `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
-    group of ours was made.
+    group of ours was made. `undecided` are the trials that the steps were too few for: "what" they
+    decide, whether they "is_begun", and "after_steps", how many are enough.
     """
 
     arm: str
@@ -43,6 +44,7 @@ class Sample:
     decisions: tuple[str, ...]
     script: str | None = None
     asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    undecided: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -81,6 +83,7 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         decisions=tuple(ranks[0]["report"]["decisions"]),
         script=ranks[0]["script"],
         asked=ranks[0]["asked"],
+        undecided=tuple(ranks[0]["undecided"]),
     )
 
 

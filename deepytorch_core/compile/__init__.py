@@ -13,10 +13,19 @@ from torch import nn
 
 from deepytorch_core import config
 from deepytorch_core.compile import policies, regions
-from deepytorch_core.compile.compilation import Compilation
+from deepytorch_core.compile.compilation import Compilation, Trial
 from deepytorch_core.compile.policies import AUTO, EAGER, OFF, Policy, register_policy
 
-__all__ = ["Compilation", "Policy", "compile", "compilation_of", "register_policy", "undo"]
+__all__ = [
+    "Compilation",
+    "Policy",
+    "Trial",
+    "compile",
+    "compilation_of",
+    "register_policy",
+    "trials",
+    "undo",
+]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -81,6 +90,13 @@ def undo_all() -> None:
     """Undo what `compile` did to all models."""
     for model in list(_compiled):
         undo(model)
+
+
+def trials() -> list[Trial]:
+    """What is still to be decided about the models that `compile` was given."""
+    references = list(_compiled.values())
+    known = [one for one in (reference() for reference in references) if one is not None]
+    return [trial for trial in (one.trial for one in known) if trial is not None]
 
 
 def compilation_of(model: nn.Module) -> Compilation | None:

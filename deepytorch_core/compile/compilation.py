@@ -12,6 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,23 @@ UNDECIDED = "not faster beyond the noise"
 LEAST_CAPTURED_STEPS = 100
 
 _RANKS_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is still to be decided about a model.
+
+    Attributes:
+        what: the decision's name.
+        is_begun: whether steps are compiled already, in turns with eager ones.
+        step: forward passes of the training so far.
+        last_step: after how many it is decided at the latest, as far as is known.
+    """
+
+    what: str
+    is_begun: bool
+    step: int
+    last_step: int
 
 
 class Compilation:
@@ -112,6 +130,17 @@ class Compilation:
     def is_settled(self) -> bool:
         """Whether nothing is measured any more."""
         return self._handle is None
+
+    @property
+    def trial(self) -> Trial | None:
+        """How far the measuring is; None before the first step and where it is settled."""
+        if self.is_settled or self._number < 0:
+            return None
+        if self._capturing is not None:
+            return Trial(self._what, True, self._number, self._number + 2 * turns.MOST_STEPS)
+        first = max(self._first, self._number) if self.is_waiting else self._first
+        last = first + COMPILED_STEPS + turns.MOST_STEPS
+        return Trial(self._what, bool(self.regions), self._number, last)
 
     @property
     def is_waiting(self) -> bool:

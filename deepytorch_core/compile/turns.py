@@ -8,6 +8,8 @@ from deepytorch_core import guard
 BLOCK = 4
 # Rounds of a block of each way after which the times are looked at; after the last it is decided.
 LOOKS = (2, 4, 7)
+MOST_STEPS = 2 * BLOCK * LOOKS[-1]
+"""After how many measured steps it is decided at the latest."""
 
 
 def is_candidates(measured: int) -> bool:
@@ -28,7 +30,7 @@ def is_look(measured: int) -> bool:
 
 def is_last_look(measured: int) -> bool:
     """Whether it is decided before the step."""
-    return measured == 2 * BLOCK * LOOKS[-1]
+    return measured == MOST_STEPS
 
 
 def is_faster(candidate: list[float], standing: list[float]) -> bool:

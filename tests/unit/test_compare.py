@@ -122,6 +122,7 @@ def rank_file(folder: Path, rank: int, **changes: Any) -> None:
         "report": {"native_calls": 3, "delegated_calls": 0, "decisions": []},
         "script": "/home/train.py",
         "asked": {},
+        "undecided": [],
     }
     (folder / f"rank{rank}.json").write_text(json.dumps({**found, **changes}))
 

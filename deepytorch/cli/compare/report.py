@@ -53,8 +53,26 @@ def findings(
             ("compute", "unchanged: no Accelerator, Trainer, DeepSpeed or DDP to switch it on in")
         )
     rows += [("", line) for line in ours.decisions]
+    rows += [("undecided", line) for line in undecided(ours)]
     rows += [("to keep", line) for line in _keep(job, main, ours)]
     return rows
+
+
+def undecided(ours: Sample) -> list[str]:
+    """What the steps were too few for: the times are not those of a whole training."""
+    lines = []
+    for one in ours.undecided:
+        # Of the timed steps, that follow a fifth of all, most are to come after the decision.
+        enough = -(-2 * one["after_steps"] // 100) * 100
+        if one["is_begun"]:
+            state = "was still being tried, in turns with eager steps, when the steps were over"
+        else:
+            state = "had not begun: a run must last long enough to earn it back"
+        lines.append(
+            f"{one['what']} {state}, so the step times don't show what it gives: --steps {enough} "
+            "do, DEEPYTORCH_COMPILE=off leaves it out"
+        )
+    return lines
 
 
 def _noise(job: compare.Job, verdict: Verdict) -> str:
@@ -103,6 +121,8 @@ def _time(seconds: float) -> str:
 def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
     """What the user writes to have what was measured."""
     if verdict.word != FASTER:
+        if ours.undecided:
+            return ["nothing that these steps show: see undecided"]
         return ["nothing: train as before"]
     lines = [shlex.join(["deepytorch", "run", *job.arguments])]
     # A Trainer builds an Accelerator: the first one met is the one that the user sees.
