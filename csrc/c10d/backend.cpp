@@ -133,10 +133,12 @@ void Backend::abort() {
 }
 
 void Backend::let_others_make_it() {
+  static std::atomic<bool> somebody_is_lost{false};  // and won't come for other groups either
   if (rank_ != 0 || sequence_ > 0 || comm_ == nullptr || made_in_ != ::getpid()) return;
+  if (somebody_is_lost) return;
   std::vector<std::string> made;
   for (int rank = 1; rank < size_; ++rank) made.push_back(kMadeKey + std::to_string(rank));
-  without_gil([&] { wait_for_keys(*setup_.store, made, kMakingLimit); });
+  without_gil([&] { somebody_is_lost = !wait_for_keys(*setup_.store, made, kMakingLimit); });
 }
 
 void Backend::shutdown() {

@@ -60,18 +60,20 @@ dpt_status get(void* context,
 
 dpt_store store_table(c10d::Store* store) { return {store, set, get}; }
 
-void wait_for_keys(c10d::Store& store,
+bool wait_for_keys(c10d::Store& store,
                    const std::vector<std::string>& keys,
                    std::chrono::milliseconds limit) {
   try {
     const auto end = std::chrono::steady_clock::now() + limit;
     auto pause = kFirstPause;
-    while (!store.check(keys) && std::chrono::steady_clock::now() < end) {
+    while (!store.check(keys)) {
+      if (std::chrono::steady_clock::now() >= end) return false;
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, kLongestPause);
     }
+    return true;
   } catch (const std::exception&) {
-    return;  // who keeps it has gone, or it has no such function
+    return false;  // who keeps it has gone, or it has no such function
   }
 }
 

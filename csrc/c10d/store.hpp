@@ -13,8 +13,9 @@ namespace dpt::c10d_adapter {
 // `store` must outlive what the table is given to.
 dpt_store store_table(c10d::Store* store);
 
-// Until all keys are there, `limit` has passed, or the store is of no use any more.
-void wait_for_keys(c10d::Store& store,
+// Whether all keys were there before `limit` had passed, and before the store was of no use any
+// more.
+bool wait_for_keys(c10d::Store& store,
                    const std::vector<std::string>& keys,
                    std::chrono::milliseconds limit);
 
