@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepytorch.cli import console
-from deepytorch.cli.compare import failure
+from deepytorch.cli.compare import failure, leftovers
 from deepytorch_core import adapter, config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
@@ -174,6 +174,7 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
     temporary = tempfile.TemporaryDirectory(prefix="deepytorch-compare-")
     with console.ended_by_sigterm(), temporary as name:
         folder = Path(name).resolve()
+        began = folder.stat().st_mtime
         for part in ("root", "ranks", "outside"):
             (folder / part).mkdir()
         here = Path.cwd()
@@ -206,20 +207,8 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
                 )
             )
         sample = result.read(arm.name, folder / "ranks", job.world_size)
-        left = _without_empty(sample.made_folders)
-        if left:
-            remarks.append(f"the script also made {', '.join(left)}, and left files there")
-        if sample.redirected:
-            remarks.append(f"checkpoints not written: {', '.join(sample.redirected)}")
+        remarks += leftovers.clear(sample, began)
         return sample
-
-
-def _without_empty(folders: Sequence[str]) -> list[str]:
-    """Remove the folders that a run made and left empty; returns those it did not."""
-    for folder in sorted(folders, key=len, reverse=True):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
-    return [folder for folder in folders if os.path.isdir(folder) and "/.cache/" not in folder]
 
 
 def _environment(job: Job, variables: Mapping[str, str], view: str) -> dict[str, str]:
