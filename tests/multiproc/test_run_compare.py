@@ -171,7 +171,7 @@ def test_plain_ddp_that_never_ends_and_saves(project: Project) -> None:
     assert found["runs"][1]["native_calls"] > 0
     assert found["runs"][1]["seams"] == ["ddp"]
     assert "no difference beyond the noise" in done.stdout
-    assert f"{project.elsewhere}/weights.pt" in done.stdout.replace("\n", "")
+    assert f"checkpoints not written: in {project.elsewhere}" in " ".join(done.stdout.split())
     assert "<svg" in project.receipt.read_text()
 
 
