@@ -17,7 +17,7 @@ steps = parser.parse_args().steps
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 config = BertConfig(
-    vocab_size=8000,
+    vocab_size=5000,  # as large a part of the weights as in BERT base
     hidden_size=256,
     num_hidden_layers=6,
     num_attention_heads=4,
