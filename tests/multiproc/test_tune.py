@@ -132,6 +132,7 @@ def test_a_script_is_tuned_and_its_next_run_starts_from_it(
     assert "no memory for such chunks" in problems[2]
     assert problems[3].startswith("another loss")
     assert record["settings"] == {"ddp_bucket_mb": 4}
+    assert record["for"]["script"] == "train.py"
     assert {name: len(rounds) for name, rounds in record["rounds"].items()} == {
         "defaults": 3,
         "tuned": 3,

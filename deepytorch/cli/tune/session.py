@@ -95,7 +95,9 @@ def run(
     is_kept = stored.keep(wanted, outcome.tuned, details)
     files = [("profile", str(path))] if is_kept else []
     if json_file is not None:
-        report.write(json_file, {"for": wanted, **stored.entry(outcome.tuned), **details})
+        # Records are shown to others, whom it does not help to know where this machine's files are.
+        place = {**wanted, "script": os.path.relpath(outcome.script)}
+        report.write(json_file, {"for": place, **stored.entry(outcome.tuned), **details})
         files.append(("record", str(json_file)))
     command = shlex.join(["deepytorch", "run", *job.arguments])
     if profile is not None:
