@@ -50,8 +50,18 @@ DPT_DEVICE uint32_t num_vectors(uint64_t bytes) {
   return static_cast<uint32_t>((bytes + Vector::kBytes - 1) / Vector::kBytes);
 }
 
-// The caller's memory -> a slot.
-DPT_DEVICE void push_chunk(const Squad& squad, const char* from, uint64_t bytes, uint4* to) {
+// One vector of a chunk of which `left` bytes follow -> a slot, or a landing, which ends there.
+DPT_DEVICE void store_chunk(uint4* to, const Vector& value, uint64_t left, bool lands) {
+  if (lands) {
+    store_user(reinterpret_cast<char*>(to), value, left);
+  } else {
+    *to = to_uint4(value);
+  }
+}
+
+// The caller's memory -> a slot, or a landing.
+DPT_DEVICE void push_chunk(
+    const Squad& squad, const char* from, uint64_t bytes, uint4* to, bool lands = false) {
   const uint32_t plain = num_plain(address_of(from), bytes);
   const auto* const vectors = reinterpret_cast<const uint4*>(from);
   for_each_vector<kCopiesAtOnce, uint4>(
@@ -61,7 +71,7 @@ DPT_DEVICE void push_chunk(const Squad& squad, const char* from, uint64_t bytes,
       [&](uint32_t i, const uint4& value) { to[i] = value; });
   for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
-    to[i] = to_uint4(load_user<Vector>(from + at, bytes - at));
+    store_chunk(to + i, load_user<Vector>(from + at, bytes - at), bytes - at, lands);
   }
 }
 
@@ -80,10 +90,12 @@ DPT_DEVICE void collect_chunk(const Squad& squad, const uint4* from, uint64_t by
   }
 }
 
-// A slot, or the caller's memory where `kBegins` -> the next slot, the caller's memory, or both.
+// The caller's memory where `kBegins`, else what a peer wrote, in whole vectors -> the next rank's
+// slot or landing, the caller's memory, or both.
 struct Hop {
   const void* from;
   uint4* next;   // or nullptr
+  bool lands;    // there
   char* output;  // or nullptr
   uint64_t bytes;
 };
@@ -106,7 +118,7 @@ DPT_DEVICE void relay_chunk(const Squad& squad, const Hop& hop) {
     const char* const start = static_cast<const char*>(hop.from) + at;
     const Vector value =
         kBegins ? load_user<Vector>(start, hop.bytes - at) : to_vector(load_staged(vectors + i));
-    if (hop.next != nullptr) hop.next[i] = to_uint4(value);
+    if (hop.next != nullptr) store_chunk(hop.next + i, value, hop.bytes - at, hop.lands);
     if (hop.output != nullptr) store_user(hop.output + at, value, hop.bytes - at);
   }
 }
@@ -136,28 +148,56 @@ DPT_DEVICE void push_scaled_chunk(
   }
 }
 
-// The caller's memory -> a slot of every peer, read once.
-template <int kRanks, typename SlotOf>
-DPT_DEVICE void push_chunk_to_all(
-    const Squad& squad, const GroupView& group, const char* from, uint64_t bytes, SlotOf slot_of) {
-  uint4* slots[kRanks];
-#pragma unroll
-  for (int step = 1; step < kRanks; ++step) {
-    if (step < group.layout.size) slots[step] = slot_of((group.rank + step) % group.layout.size);
-  }
-  const auto store = [&](uint32_t i, const uint4& value) {
+// Where a chunk goes at every peer, by the steps to its rank.
+template <int kRanks>
+class Places {
+ public:
+  // At byte `at` of their outputs.
+  DPT_DEVICE Places(const GroupView& group, const Sender<>& sender, uint32_t round, uint64_t at)
+      : group_(group), sender_(sender), round_(round) {
 #pragma unroll
     for (int step = 1; step < kRanks; ++step) {
-      if (step < group.layout.size) slots[step][i] = value;
+      if (step < group.layout.size) places_[step] = sender.place(peer(step), round, at);
     }
-  };
+  }
+  // Of a chunk's vectors the one of number i; `left` bytes of the chunk follow.
+  DPT_DEVICE void store(uint32_t i, const Vector& value, uint64_t left = Vector::kBytes) const {
+#pragma unroll
+    for (int step = 1; step < kRanks; ++step) {
+      if (step >= group_.layout.size) continue;
+      if (left >= Vector::kBytes) {
+        places_[step][i] = to_uint4(value);
+      } else {
+        store_chunk(places_[step] + i, value, left, sender_.lands(peer(step), round_));
+      }
+    }
+  }
+
+ private:
+  DPT_DEVICE int peer(int step) const { return (group_.rank + step) % group_.layout.size; }
+
+  const GroupView& group_;
+  const Sender<>& sender_;
+  uint32_t round_;
+  uint4* places_[kRanks];
+};
+
+// The caller's memory -> every peer, read once.
+template <int kRanks>
+DPT_DEVICE void push_chunk_to_all(const Squad& squad,
+                                  const char* from,
+                                  uint64_t bytes,
+                                  const Places<kRanks>& places) {
   const uint32_t plain = num_plain(address_of(from), bytes);
   const auto* const vectors = reinterpret_cast<const uint4*>(from);
   for_each_vector<kCopiesAtOnce, uint4>(
-      squad, plain, [&](uint32_t i, uint4& value) { value = vectors[i]; }, store);
+      squad,
+      plain,
+      [&](uint32_t i, uint4& value) { value = vectors[i]; },
+      [&](uint32_t i, const uint4& value) { places.store(i, to_vector(value)); });
   for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
-    store(i, to_uint4(load_user<Vector>(from + at, bytes - at)));
+    places.store(i, load_user<Vector>(from + at, bytes - at), bytes - at);
   }
 }
 
@@ -169,7 +209,8 @@ struct OwnChunk {
   Scale scale;
 };
 
-// Own input and the peers' slots, in rank order -> own output, and emit(i, vector) for the rest.
+// Own input and the peers' slots, in rank order -> own output, and emit(i, vector, bytes left) for
+// the rest.
 template <typename VectorReducer, int kRanks, typename SlotOf, typename Emit>
 DPT_DEVICE void reduce_chunk(
     const Squad& squad, const GroupView& group, SlotOf slot_of, const OwnChunk& own, Emit emit) {
@@ -201,7 +242,7 @@ DPT_DEVICE void reduce_chunk(
           if (source < size) reducer.add(each.of[source]);
         }
         const Vector result = reducer.result(own.scale);
-        emit(i, result);
+        emit(i, result, uint64_t{Vector::kBytes});
         reinterpret_cast<Vector*>(own.output)[i] = result;
       });
 
@@ -215,7 +256,7 @@ DPT_DEVICE void reduce_chunk(
                                  : to_vector(load_staged(slot_of(source) + i)));
     }
     const Vector result = reducer.result(own.scale);
-    emit(i, result);
+    emit(i, result, own.bytes - at);
     store_user(own.output + at, result, own.bytes - at);
   }
 }

@@ -81,8 +81,21 @@ DPT_DEVICE uint32_t load_relaxed(const uint32_t* from) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+DPT_DEVICE uint64_t load_relaxed(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
 DPT_DEVICE void store_relaxed(uint32_t* to, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(to), "r"(value) : "memory");
+}
+// Puts 0 in place of `old`, unless there is something else by now.
+DPT_DEVICE void clear_relaxed(uint64_t* at, uint64_t old) {
+  uint64_t found;
+  asm volatile("atom.cas.relaxed.sys.global.b64 %0, [%1], %2, %3;"
+               : "=l"(found)
+               : "l"(at), "l"(old), "l"(uint64_t{0})
+               : "memory");
 }
 
 // Staging that a peer wrote, past this SM's own cache.

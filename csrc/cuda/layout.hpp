@@ -37,6 +37,8 @@ constexpr uint32_t kPacketBytes = 256;
 constexpr int kNumTrips = 2;
 
 constexpr size_t kAlignment = 128;
+// An output that begins within one takes no landing (landing.cuh).
+constexpr uint64_t kLandingUnit = 16;
 
 // Why a group failed on the device. Host memory that the device writes, and reads where it waits.
 struct HostStatus {
@@ -53,6 +55,10 @@ struct Control {
   uint32_t arrived[kMaxChannels][kNumLanes][kMaxRanks];
   // By the rank that receives, for each queue there that this rank fills: chunks taken so far.
   uint32_t taken[kMaxChannels][kNumLanes][kMaxRanks];
+  // By the rank that receives, for each queue there that this rank fills: a Landing.
+  uint64_t landing[kMaxChannels][kNumLanes][kMaxRanks];
+  // By the rank that sends, for each of this rank's queues: the first chunk that went there.
+  uint32_t landed_from[kMaxChannels][kNumLanes][kMaxRanks];
   // What each rank last entered: a description of the operation above its number. Twice, since a
   // peer may be one operation ahead.
   uint64_t entered[2][kMaxRanks];
@@ -124,12 +130,14 @@ struct GroupView {
   int rank;
   char* blocks[kMaxRanks];  // every rank's block where it is mapped here
   HostStatus* status;
+  char* pools[kMaxRanks];  // where every rank's registered memory is mapped here; nullptr: nowhere
 };
 
 // What one launch adds to it.
 struct CallView {
   uint64_t timeout_ns;
   uint32_t description;  // equal on ranks that are in the same operation
+  uint32_t landings;     // from which ranks, as bits, this rank's output can take chunks directly
 };
 
 }  // namespace dpt::cuda

@@ -1,8 +1,8 @@
 // Large all_gather, all_to_all, broadcast, gather and scatter: each pair of ranks moves its part in
 // chunks. Two teams, each at its own pace:
 //
-//   push:  chunk of every peer's part -> queue of that peer
-//   take:  chunks of every peer -> output; chunk of this rank's own part -> output
+//   push:  chunk of every peer's part -> queue of that peer, or its output
+//   take:  chunks of every peer -> output, unless they have landed there; own part -> output
 //
 // push waits for the peers' take, and take for push alone: no circle.
 #include "cuda/chunks.cuh"
@@ -54,21 +54,23 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
           const uint32_t peers = peers_in(round);
           if (cuts.same) {
             const ChunkOf chunk(cuts.send[rank]);
+            const uint64_t at = chunk.offset(round);
             push_chunk_to_all<kRanks>(team.workers(),
-                                      group,
-                                      arguments.send[rank] + chunk.offset(round),
+                                      arguments.send[rank] + at,
                                       chunk.bytes(round),
-                                      [&](int peer) { return parts.slot(peer, round); });
+                                      {group, parts, round, at});
             return;
           }
           team.split(size - 1, [&](int part, const Squad& squad) {
             const int peer = (rank + 1 + part) % size;
             if (!has_peer(peers, peer)) return;
             const ChunkOf chunk(cuts.send[peer]);
+            const uint64_t at = chunk.offset(round);
             push_chunk(squad,
-                       arguments.send[peer] + chunk.offset(round),
+                       arguments.send[peer] + at,
                        chunk.bytes(round),
-                       parts.slot(peer, round));
+                       parts.place(peer, round, at),
+                       parts.lands(peer, round));
           });
         },
         Clerk{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
@@ -81,6 +83,7 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
   const auto take = [&](const Team& team) {
     const Receiver parts(group, kInputs, state.ends, team);
     const auto peers_in = [&](uint32_t round) { return in_round(cuts.receive, group, round); };
+    if (has_peer(peers_in(0), parts.kept())) parts.announce(call, arguments.receive[parts.kept()]);
     return team.run(
         most_rounds(cuts.receive, size),
         [&](uint32_t round) {
@@ -93,7 +96,7 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
             if (source == rank) {
               const char* const input = arguments.send[rank] + chunk.offset(round);
               copy_chunk(squad, input, chunk.bytes(round), output);
-            } else if (has_peer(peers, source)) {
+            } else if (has_peer(peers, source) && !parts.has_landed(source, round)) {
               collect_chunk(squad, parts.slot(source, round), chunk.bytes(round), output);
             }
           });

@@ -56,7 +56,7 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
               group,
               [&](int source) { return inputs.slot(source, round); },
               {arguments.parts[rank] + at, arguments.output + at, chunk.bytes(round), scale},
-              [](uint32_t, const Vector&) {});
+              [](uint32_t, const Vector&, uint64_t) {});
         },
         Clerk{[&](uint32_t round) { return inputs.has_come(round, peers); },
               [&](uint32_t round) { inputs.release(round, peers); },

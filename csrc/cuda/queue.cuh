@@ -1,23 +1,30 @@
 // A channel's queues to and from its peers: chunks of up to slot_bytes, pushed into the receiver's
-// memory. Thread p of a team's clerk keeps the books of the queue with peer p; workers see only
-// slots. The queues of a lane are those of PeerLinks or of RingLinks.
+// memory: into slots, or where they belong if that is registered (landing.cuh). Thread p of a
+// team's clerk keeps the books of the queue with peer p; workers see only where a chunk lies. The
+// queues of a lane are those of PeerLinks or of RingLinks.
 //
-// Sender:    has_room -> workers write to slot(queue) -> publish
-// Receiver:  has_come -> workers read slot(queue)     -> release
+// Sender:                has_room -> workers write to slot(queue), or place(queue)   -> publish
+// Receiver:  announce -> has_come -> workers read slot(queue), unless it has landed -> release
 #pragma once
 
+#include "cuda/landing.cuh"
 #include "cuda/team.cuh"
 
 namespace dpt::cuda {
 
-// The number of the kernel's first chunk in each queue, for all threads of a team.
-struct FirstChunks {
-  uint32_t of[kMaxRanks];
+// What all threads of a team know of its queues, in shared memory.
+struct ReceiverEnd {
+  uint32_t first_chunk[kMaxRanks];  // of the kernel
+  uint32_t lands_from[kMaxRanks];   // round
 };
-// Of all the ends of a kernel's queues, in shared memory.
+struct SenderEnd {
+  uint32_t first_chunk[kMaxRanks];
+  uint32_t lands_from[kMaxRanks];
+  char* outputs[kMaxRanks];  // of the receivers, where chunks land
+};
 struct QueueEnds {
-  FirstChunks sender[kNumLanes];
-  FirstChunks receiver[kNumLanes];
+  SenderEnd sender[kNumLanes];
+  ReceiverEnd receiver[kNumLanes];
 };
 
 DPT_DEVICE uint32_t all_peers(const GroupView& group) {
@@ -75,24 +82,37 @@ class Sender {
       : group_(group),
         links_(links),
         lane_(lane),
-        first_(ends.sender[lane]),
+        end_(ends.sender[lane]),
         kept_(links.kept_by_sender(group, team)) {
-    if (kept_ >= 0) first_.of[kept_] = mine_ = count();
+    if (kept_ < 0) return;
+    end_.first_chunk[kept_] = mine_ = count();
+    end_.lands_from[kept_] = kNeverLands;
+    const uint64_t old = load_relaxed(&landing());
+    if (old != Landing::kNone && !Landing::is_for(old, mine_)) clear_relaxed(&landing(), old);
   }
 
-  // Whether the queue that this thread keeps has room for the chunk of `round`.
+  // Whether the queue that this thread keeps has room for the chunk of `round`, or needs none.
   DPT_DEVICE bool has_room(uint32_t round, uint32_t active) const {
-    if (!has_peer(active, kept_)) return true;
+    if (!has_peer(active, kept_) || lands(kept_, round)) return true;
+    const uint64_t announced = load_relaxed(&landing());
     const Control& control = control_of(group_, group_.rank);
     const uint32_t taken = load_acquire(&control.taken[channel_index()][lane_][kept_]);
+    if (Landing::is_for(announced, mine_)) return land_from(round), true;
     return mine_ + round - taken < static_cast<uint32_t>(kNumSlots);
+  }
+  // Whether the chunk goes to the receiver's output, of which nothing behind it may be touched.
+  DPT_DEVICE bool lands(int queue, uint32_t round) const { return end_.lands_from[queue] <= round; }
+  // Where the chunk goes that begins at byte `at` of the receiver's output.
+  DPT_DEVICE uint4* place(int queue, uint32_t round, uint64_t at) const {
+    if (lands(queue, round)) return reinterpret_cast<uint4*>(end_.outputs[queue] + at);
+    return slot(queue, round);
   }
   DPT_DEVICE uint4* slot(int queue, uint32_t round) const {
     return slot_at(group_,
                    links_.receiver_of(group_, queue),
                    lane_,
                    links_.number_there(group_, queue),
-                   first_.of[queue] + round);
+                   end_.first_chunk[queue] + round);
   }
   DPT_DEVICE void publish(uint32_t round, uint32_t active) const {
     if (!has_peer(active, kept_)) return;
@@ -111,11 +131,24 @@ class Sender {
   DPT_DEVICE uint32_t& count() const {
     return counters_of(group_).sent[channel_index()][lane_][kept_];
   }
+  DPT_DEVICE uint64_t& landing() const {
+    return control_of(group_, group_.rank).landing[channel_index()][lane_][kept_];
+  }
+  DPT_DEVICE void land_from(uint32_t round) const {
+    const int receiver = links_.receiver_of(group_, kept_);
+    // What the receiver wrote before it comes before what is written there now.
+    const uint64_t offset = Landing::offset_of(load_acquire(&landing()));
+    end_.outputs[kept_] = group_.pools[receiver] + offset;
+    end_.lands_from[kept_] = round;
+    Control& control = control_of(group_, receiver);
+    const int number = links_.number_there(group_, kept_);
+    store_relaxed(&control.landed_from[channel_index()][lane_][number], mine_ + round);
+  }
 
   const GroupView& group_;
   Links links_;
   Lane lane_;
-  FirstChunks& first_;
+  SenderEnd& end_;
   int kept_;
   uint32_t mine_ = 0;
 };
@@ -128,9 +161,24 @@ class Receiver {
       : group_(group),
         links_(links),
         lane_(lane),
-        first_(ends.receiver[lane]),
+        end_(ends.receiver[lane]),
         kept_(links.kept_by_receiver(group, team)) {
-    if (kept_ >= 0) first_.of[kept_] = mine_ = count();
+    if (kept_ < 0) return;
+    end_.first_chunk[kept_] = mine_ = count();
+    end_.lands_from[kept_] = kNeverLands;
+  }
+
+  // Where the queue that this thread keeps may put its chunks, of which there is one at least: in
+  // `output`, if `call` allows that.
+  DPT_DEVICE void announce(const CallView& call, const char* output) const {
+    const int rank = group_.rank;
+    if (!has_peer(call.landings, kept_)) return;
+    end_.lands_from[kept_] = kMayLand;
+    store_relaxed(&landed_from(), mine_ - 1);  // none yet
+    Control& control = control_of(group_, links_.sender_of(group_, kept_));
+    const int number = links_.number_there(group_, kept_);
+    store_release(&control.landing[channel_index()][lane_][number],
+                  Landing::at(mine_, output - group_.pools[rank]));
   }
 
   // Whether the chunk of `round` has come in the queue that this thread keeps.
@@ -138,10 +186,19 @@ class Receiver {
     if (!has_peer(active, kept_)) return true;
     const Control& control = control_of(group_, group_.rank);
     const uint32_t arrived = load_acquire(&control.arrived[channel_index()][lane_][kept_]);
-    return static_cast<int32_t>(arrived - (mine_ + round)) > 0;
+    if (static_cast<int32_t>(arrived - (mine_ + round)) <= 0) return false;
+    if (end_.lands_from[kept_] == kMayLand) {
+      const uint32_t after = load_relaxed(&landed_from()) - mine_;
+      if (static_cast<int32_t>(after) >= 0) end_.lands_from[kept_] = after;
+    }
+    return true;
+  }
+  // Whether the chunk lies in the output already.
+  DPT_DEVICE bool has_landed(int queue, uint32_t round) const {
+    return end_.lands_from[queue] <= round;
   }
   DPT_DEVICE const uint4* slot(int queue, uint32_t round) const {
-    return slot_at(group_, group_.rank, lane_, queue, first_.of[queue] + round);
+    return slot_at(group_, group_.rank, lane_, queue, end_.first_chunk[queue] + round);
   }
   DPT_DEVICE void release(uint32_t round, uint32_t active) const {
     if (!has_peer(active, kept_)) return;
@@ -159,11 +216,14 @@ class Receiver {
   DPT_DEVICE uint32_t& count() const {
     return counters_of(group_).received[channel_index()][lane_][kept_];
   }
+  DPT_DEVICE uint32_t& landed_from() const {
+    return control_of(group_, group_.rank).landed_from[channel_index()][lane_][kept_];
+  }
 
   const GroupView& group_;
   Links links_;
   Lane lane_;
-  FirstChunks& first_;
+  ReceiverEnd& end_;
   int kept_;
   uint32_t mine_ = 0;
 };

@@ -1,8 +1,8 @@
 // Large all_gather and broadcast round a ring of the ranks. What a rank has for all goes from each
 // rank to the one after it, up to the last before its origin. A team for each origin:
 //
-//   relay:  chunk of the own part, or of the queue from the rank before
-//           -> output, and the queue to the rank after
+//   relay:  chunk of the own part, or from the rank before
+//           -> output, unless it has landed there, and the rank after
 //
 // Each link carries (P - 1) / P of what is gathered, as when everyone pushes to everyone, but every
 // GPU writes to one other and is written to by one: 353 GB/s over NVLink, where three at a time got
@@ -35,19 +35,26 @@ DPT_KERNEL ring_exchange_kernel(DPT_PARAMETER GroupView group,
     const uint32_t to = ends ? 0 : 1u << origin;
     char* const output = arguments.output[origin];
     const bool keeps = !begins || output != arguments.input;
+    if (!begins && cut.rounds != 0) before.announce(call, output);
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
           const uint64_t at = chunk.offset(round);
-          uint4* const next = ends ? nullptr : after.slot(origin, round);
-          char* const to_here = keeps ? output + at : nullptr;
-          if (begins) {
-            relay_chunk<true>(team.workers(),
-                              {arguments.input + at, next, to_here, chunk.bytes(round)});
-          } else {
-            relay_chunk<false>(team.workers(),
-                               {before.slot(origin, round), next, to_here, chunk.bytes(round)});
+          Hop hop{nullptr, nullptr, false, keeps ? output + at : nullptr, chunk.bytes(round)};
+          if (!ends) {
+            hop.next = after.place(origin, round, at);
+            hop.lands = after.lands(origin, round);
           }
+          if (begins) {
+            hop.from = arguments.input + at;
+            return relay_chunk<true>(team.workers(), hop);
+          }
+          hop.from = before.slot(origin, round);
+          if (before.has_landed(origin, round)) {
+            hop.from = hop.output;
+            hop.output = nullptr;
+          }
+          relay_chunk<false>(team.workers(), hop);
         },
         Clerk{[&](uint32_t round) {
                 return before.has_come(round, from) && after.has_room(round, to);

@@ -94,6 +94,7 @@ class Team {
       if (begun < rounds) {
         const bool mine = alive && clerk.may_begin(begun);
         if (warp_and(mine)) {
+          sync_warp();  // as above: queues may have found a landing
           ++begun;
           patience = {};
           if (leads) store_shared(&progress_.ready, begun);

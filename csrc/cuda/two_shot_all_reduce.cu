@@ -4,7 +4,8 @@
 //
 //   push    (kInputs):             chunk p of this rank's tile -> queue of rank p
 //   reduce  (kInputs -> kResults): own chunk and the peers', in rank order -> output, and all peers
-//   collect (kResults):            the peers' reduced chunks -> output
+//   collect (kResults):            the peers' reduced chunks -> output, unless they have landed
+//   there
 //
 // Each link carries 2 (P - 1) / P of the message. push waits for the peers' reduce, that for push
 // and collect, and collect for reduce alone: no circle.
@@ -56,22 +57,15 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          uint4* targets[kRanks];
-#pragma unroll
-          for (int step = 1; step < kRanks; ++step) {
-            if (step < size) targets[step] = results.slot((rank + step) % size, round);
-          }
           const uint64_t at = offset(round, rank);
+          const Places<kRanks> places(group, results, round, at);
           reduce_chunk<VectorReducer, kRanks>(
               team.workers(),
               group,
               [&](int source) { return inputs.slot(source, round); },
               {arguments.input + at, arguments.output + at, cut.bytes_at(at), scale},
-              [&](uint32_t i, const Vector& result) {
-#pragma unroll
-                for (int step = 1; step < kRanks; ++step) {
-                  if (step < size) targets[step][i] = to_uint4(result);
-                }
+              [&](uint32_t i, const Vector& result, uint64_t left) {
+                places.store(i, result, left);
               });
         },
         Clerk{[&](uint32_t round) {
@@ -89,11 +83,13 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
 
   const auto collect = [&](const Team& team) {
     const Receiver results(group, kResults, state.ends, team);
+    if (cut.rounds != 0) results.announce(call, arguments.output);
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
           team.split(size - 1, [&](int part, const Squad& squad) {
             const int source = (rank + size - 1 - part) % size;
+            if (results.has_landed(source, round)) return;
             const uint64_t at = offset(round, source);
             collect_chunk(
                 squad, results.slot(source, round), cut.bytes_at(at), arguments.output + at);

@@ -56,7 +56,7 @@ struct EmulatedChannel {
   }
   EmulatedBarrier all;
   Barriers warps;
-  alignas(16) char memory[1024] = {};
+  alignas(16) char memory[2048] = {};
 };
 
 struct EmulatedThread {
@@ -98,12 +98,16 @@ template <typename T>
 void store_release(T* to, std::type_identity_t<T> value) {
   atomic(to).store(value, std::memory_order_release);
 }
-inline uint32_t load_relaxed(const uint32_t* from) {
+template <typename T>
+T load_relaxed(const T* from) {
   return atomic(from).load(std::memory_order_relaxed);
 }
 // A device issues in order: what was read before is in registers by then. A host needs to be told.
 inline void store_relaxed(uint32_t* to, uint32_t value) {
   atomic(to).store(value, std::memory_order_release);
+}
+inline void clear_relaxed(uint64_t* at, uint64_t old) {
+  atomic(at).compare_exchange_strong(old, 0, std::memory_order_relaxed);
 }
 
 inline uint32_t load_shared(const uint32_t* from) { return load_acquire(from); }
