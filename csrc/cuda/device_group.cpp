@@ -2,15 +2,18 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <mutex>
 #include <sstream>
 #include <thread>
 
+#include "base/log.hpp"
 #include "cuda/checks.hpp"
 #include "cuda/copy_engine.hpp"
 #include "cuda/device_memory.hpp"
+#include "cuda/device_pool.hpp"
 #include "cuda/staged_group.hpp"
 #include "staged/group.hpp"
 #include "transport/shm/fd_exchange.hpp"
@@ -97,14 +100,19 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   ConnectedDeviceGroup(const Setup& setup,
                        const Layout& layout,
                        std::vector<DeviceMemory> blocks,
-                       std::unique_ptr<staged::Group> copies)
-      : device_(setup.device), blocks_(std::move(blocks)), copies_(std::move(copies)) {
+                       std::unique_ptr<staged::Group> copies,
+                       cuda::DevicePool::Peers pools)
+      : device_(setup.device),
+        blocks_(std::move(blocks)),
+        copies_(std::move(copies)),
+        pools_(std::move(pools)) {
     group_.layout = layout;
     group_.rank = setup.rank;
     group_.status = status_.on_device();
     for (size_t rank = 0; rank < blocks_.size(); ++rank) {
       group_.blocks[rank] = blocks_[rank].address();
     }
+    std::copy(pools_.bases.begin(), pools_.bases.end(), group_.pools);
   }
 
   ~ConnectedDeviceGroup() override {
@@ -275,6 +283,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   MappedStatus status_;
   std::vector<DeviceMemory> blocks_;
   std::unique_ptr<staged::Group> copies_;
+  cuda::DevicePool::Peers pools_;
   cuda::GroupView group_{};
 };
 
@@ -376,6 +385,21 @@ std::unique_ptr<staged::Group> connect_copies(const DeviceGroup::Setup& setup,
   }
 }
 
+// The ranks' registered memory. A group does without it, on all ranks alike, where it can't be had.
+cuda::DevicePool::Peers connect_pools(const DeviceGroup::Setup& setup) {
+  cuda::DevicePool::Peers peers =
+      cuda::DevicePool::join({setup.rank,
+                              static_cast<int>(setup.global_ranks.size()),
+                              setup.device,
+                              setup.all_gather,
+                              setup.wait});
+  if (peers.bases.empty()) {
+    log(LogLevel::kInfo,
+        "registered device memory goes the way of ordinary memory in a group: " + peers.why_not);
+  }
+  return peers;
+}
+
 }  // namespace
 
 std::string DeviceGroup::why_absent() {
@@ -402,6 +426,8 @@ void DeviceGroup::outside_capture(const std::function<void()>& task) {
   const cuda::RelaxedCapture relaxed;
   task();
 }
+
+void DeviceGroup::after_fork() { cuda::DevicePool::after_fork(); }
 
 int DeviceGroup::peer_mappings() { return DeviceMemory::imported(); }
 
@@ -477,8 +503,9 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     for (const DeviceMemory& block : blocks)
       slots.push_back(block.address() + layout.block_bytes());
   }
+  auto engines = connect_copies(setup, std::move(slots));
   return std::make_unique<ConnectedDeviceGroup>(
-      setup, layout, std::move(blocks), connect_copies(setup, std::move(slots)));
+      setup, layout, std::move(blocks), std::move(engines), connect_pools(setup));
 }
 
 }  // namespace dpt

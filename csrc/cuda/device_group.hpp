@@ -56,6 +56,8 @@ class DeviceGroup {
   static uint64_t capture_of(cuda::Stream stream);
   // Runs what has nothing to do with a graph that any thread captures.
   static void outside_capture(const std::function<void()>& task);
+  // In a forked child: closes what it inherited.
+  static void after_fork();
   // How often this process mapped a peer's device memory.
   static int peer_mappings();
   // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where a rank's memory can't be reached.

@@ -123,6 +123,7 @@ struct GroupView {
   Layout layout;
   int rank;
   char* blocks[kMaxRanks];  // every rank's block where it is mapped here
+  char* pools[kMaxRanks];   // where every rank's registered memory is mapped here; nullptr: nowhere
   HostStatus* status;
 };
 

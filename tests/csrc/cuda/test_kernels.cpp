@@ -45,7 +45,7 @@ class EmulatedGroup {
       statuses_.back()->released = 1;
     }
     for (int rank = 0; rank < size; ++rank) {
-      GroupView view{layout, rank, {}, statuses_[rank].get()};
+      GroupView view{layout, rank, {}, {}, statuses_[rank].get()};
       for (int peer = 0; peer < size; ++peer) view.blocks[peer] = aligned(blocks_[peer].data());
       views_.push_back(view);
     }
