@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config, finite
+from deepytorch_core import config, device_memory, finite
 from deepytorch_core.console import joined_as
 from deepytorch_core.delegates import GroupSpec, StockFactory
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
@@ -195,6 +195,7 @@ def core_settings(options: config.Options) -> dict[str, Any]:
         "staging_bytes": (options.staging_mb or 0) << 20,
         "raise_errors": options.error_handling == "raise",
         "delegate_competes": options.collectives == "auto",
+        "device_memory": device_memory.for_groups(options),
         "inspect": finite.fault_of if options.debug == "nan" else None,
     }
 

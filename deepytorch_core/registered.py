@@ -1,14 +1,15 @@
-"""Registered memory: host tensors that collectives of local ranks use without copying them.
+"""Registered memory: tensors that collectives of local ranks use without copying them.
 
 Ordinary tensors travel through a group's shared slots. Registered ones lie in memory that the other
 ranks of the node have mapped, so they read and write them in place. Ranks may mix both kinds as
 they like. The memory is the process's, not a group's: tensors stay valid when the group is gone.
-Freed memory is kept for the next tensor until `trim`.
+Freed memory is kept for the next tensor until `trim`. On GPUs see `deepytorch_core.device_memory`.
 
 NOTE [DDP's buckets] torch's Reducer allocates its buckets twice: when it is constructed, and once
 more in the forward pass after the first backward (`Reducer._rebuild_buckets`). Both run in the
 Python thread, so a dispatch mode sees `aten.empty` there, and gives registered memory in its place.
 These two methods of the class are the seam; nothing else of DDP changes, and no byte more is used.
+On GPUs they run with the allocations of their thread routed into a pool of registered memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import adapter, config
+from deepytorch_core import adapter, config, device_memory
 from deepytorch_core.console import say_once
 from deepytorch_core.patching import Patches
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-# The reducers whose next buckets are placed, with the backend that has the memory.
+# The reducers whose next buckets are placed, and how.
 _placed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 # Activation's patches: while they are in force buckets are placed unasked.
@@ -43,17 +44,19 @@ def empty(
     *shape: int | Sequence[int],
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """A contiguous CPU tensor in registered memory, its content undefined, like `torch.empty`.
+    """A contiguous tensor in registered memory, its content undefined, like `torch.empty`.
 
     Args:
         shape: the sizes, as integers or as one sequence; none for a scalar.
         dtype: the element type; default: torch's default.
         group: a group that deepytorch serves; default: the default group. Other groups of this
-            process make use of the memory just as well.
+            process make use of the memory just as well. On GPUs no group is needed.
+        device: cpu, the default, or a CUDA device.
 
     Raises ValueError for a negative size, RuntimeError when `group` has no registered memory (it
-    is not deepytorch's for CPU tensors) or the machine has no more.
+    is not deepytorch's for CPU tensors), the machine has no more, or there is none on GPUs.
     """
     import torch
 
@@ -62,6 +65,8 @@ def empty(
         sizes.extend([part] if isinstance(part, int) else part)
     if any(size < 0 for size in sizes):
         raise ValueError(f"empty: the shape {sizes} has a negative size")
+    if device is not None and torch.device(device).type != "cpu":
+        return device_memory.empty(sizes, dtype=dtype, device=device)
     backend = _backend_of(_default(group))
     if backend is None:
         raise RuntimeError(
@@ -78,11 +83,14 @@ def empty(
 def is_registered(tensor: torch.Tensor, group: ProcessGroup | None = None) -> bool:
     """Whether collectives of `group` (default: the default group) find `tensor` registered.
 
-    True for a dense CPU tensor whose elements lie in this process's registered memory, when
-    deepytorch serves the group natively. All its elements: a view counts by where it points.
+    True for a dense tensor whose elements lie in this process's registered memory, when
+    deepytorch serves the group natively. All its elements: a view counts by where it points. On a
+    GPU a new tensor may become so within a second.
     """
     import torch
 
+    if tensor.device.type == "cuda":
+        return _serves_gpus(_default(group)) and device_memory.is_registered(tensor)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     if not _is_native(_backend_of(_default(group))):
@@ -95,22 +103,23 @@ def is_registered(tensor: torch.Tensor, group: ProcessGroup | None = None) -> bo
 
 
 def trim() -> int:
-    """Give free registered memory back to the system; returns how many bytes that were.
+    """Give free registered memory back to the system and the GPUs; returns how many bytes.
 
     Costs the next tensors their page faults; worth it after a phase that needed more.
     """
     from deepytorch_core import _core
 
-    return _core.trim_registered_memory()
+    return _core.trim_registered_memory() + device_memory.trim()
 
 
 @contextlib.contextmanager
 def place_ddp_buckets() -> Iterator[None]:
     """DistributedDataParallel modules made inside have their gradient buckets registered.
 
-    Also those of the later rebuild. With `import deepytorch` in force all do, without this. For
-    CPU modules on a group that deepytorch serves natively; others keep ordinary buckets, and a
-    line says so.
+    Also those of the later rebuild. With `import deepytorch` in force all do, without this; those
+    on GPUs only with collectives=native, since nobody has timed that on several GPUs yet. For
+    modules on a group that deepytorch serves natively; others keep ordinary buckets, and a line
+    says so.
     """
     _arm(_explicit)
     token = _asked.set(True)
@@ -136,27 +145,27 @@ def _arm(patches: Patches) -> None:
 
 def _construct(original: Callable[..., None]) -> Callable[..., None]:
     def construct(reducer: Any, *args: Any, **kwargs: Any) -> None:
-        backend = None
+        place = None
         if _asked.get() or (_automatic is not None and _automatic.active):
             parameters = args[0] if args else kwargs.get("params", ())
             group = args[3] if len(args) > 3 else kwargs.get("process_group")
-            backend = _backend_for_buckets(parameters, group)
-        if backend is None:
+            place = _place_for_buckets(parameters, group)
+        if place is None:
             original(reducer, *args, **kwargs)
             return
-        with _mode()(backend):
+        with place():
             original(reducer, *args, **kwargs)
-        _placed[reducer] = backend
+        _placed[reducer] = place
 
     return construct
 
 
 def _rebuild(original: Callable[..., bool]) -> Callable[..., bool]:
     def rebuild_buckets(reducer: Any) -> bool:
-        backend = _placed.get(reducer) if _placed else None
-        if backend is None:
+        place = _placed.get(reducer) if _placed else None
+        if place is None:
             return original(reducer)
-        with _mode()(backend):
+        with place():
             rebuilt = original(reducer)
         if rebuilt:  # happens once
             _placed.pop(reducer, None)
@@ -165,18 +174,28 @@ def _rebuild(original: Callable[..., bool]) -> Callable[..., bool]:
     return rebuild_buckets
 
 
-def _backend_for_buckets(parameters: Sequence[torch.Tensor], group: Any) -> Any:
-    """The backend that has memory for these parameters' buckets, or None."""
+def _place_for_buckets(parameters: Sequence[torch.Tensor], group: Any) -> Any:
+    """Makes the context in which these parameters' buckets are allocated; None: none is needed."""
     reason = None
-    backend = _backend_of(group)
-    if any(parameter.device.type != "cpu" for parameter in parameters):
-        reason = "the module is not on the CPU"
-    elif not _is_native(backend):
-        reason = "deepytorch does not serve its group's CPU tensors natively"
-    elif config.current().collectives == "stock":
+    collectives = config.current().collectives
+    devices = {parameter.device for parameter in parameters}
+    if collectives == "stock":
         reason = "collectives=stock"
-    if reason is None:
-        return backend
+    elif any(device.type not in ("cpu", "cuda") for device in devices) or len(devices) != 1:
+        reason = "the module is not on the CPU, nor on one GPU"
+    elif (device := devices.pop()).type == "cuda":
+        if not _asked.get() and collectives != "native":
+            return None
+        if not _serves_gpus(group):
+            reason = "deepytorch does not serve its group's GPU tensors"
+        elif not device_memory.GroupMemory().is_there():
+            reason = "there is no registered memory on GPUs"
+        else:
+            return device_memory.Routing(device)
+    elif not _is_native(backend := _backend_of(group)):
+        reason = "deepytorch does not serve its group's CPU tensors natively"
+    else:
+        return functools.partial(_mode(), backend)
     if _asked.get():
         say_once(f"the buckets of a DDP module stay in ordinary memory: {reason}", level="warning")
     return None
@@ -188,18 +207,22 @@ def _default(group: ProcessGroup | None) -> Any:
     return c10d._get_default_group() if group is None else group
 
 
-def _backend_of(group: Any) -> Any:
-    """This group's backend of ours for CPU tensors; None if it has none."""
+def _backend_of(group: Any, device_type: str = "cpu") -> Any:
+    """This group's backend of ours for tensors of a device; None if it has none."""
     import torch
 
     compiled = sys.modules.get(adapter.MODULE_NAME)
     if compiled is None:
         return None
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        backend = group._get_backend(torch.device(device_type))
     except RuntimeError:
-        return None  # the group serves no CPU tensors
+        return None  # the group serves no such tensors
     return backend if isinstance(backend, compiled.Backend) else None
+
+
+def _serves_gpus(group: Any) -> bool:
+    return config.current().collectives != "stock" and _backend_of(group, "cuda") is not None
 
 
 def _is_native(backend: Any) -> bool:

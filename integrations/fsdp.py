@@ -6,7 +6,8 @@ buffers of its all_gather and reduce_scatter from the process group's backend. G
 made before deepytorch was active are upgraded in place.
 
 Left alone: sharding, prefetching, mixed precision, offload, state dicts, and parameters' own
-memory. FSDP1 all-gathers its parameters as ever. FSDP2's buffers on accelerators stay torch's own.
+memory. FSDP1 all-gathers its parameters as ever. FSDP2's buffers on accelerators stay torch's own
+unless collectives=native asks for registered memory of GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch_core import decisions
+from deepytorch_core import decisions, device_memory
 
 from . import _contract, _groups
 from ._contract import Changes, IntegrationError
@@ -92,8 +93,9 @@ def apply_fsdp2(model: nn.Module, **options: Any) -> nn.Module:
     Collective over the default group. On the CPU the buffers lie in registered memory, which the
     other ranks of the node read in place. During the first training steps they are measured
     against ordinary ones, and stay only if they are not slower; the ranks of the mesh decide
-    together. With tune=off, or deterministic, registered memory is taken at once. Results are
-    the same bits either way. A second call does nothing.
+    together. With tune=off, or deterministic, registered memory is taken at once. On GPUs it is
+    taken with collectives=native alone, unmeasured, in jobs of one node. Results are the same
+    bits either way. A second call does nothing.
 
     Args:
         model: a module that `fully_shard` was applied to, itself or modules in it; compiled or
@@ -255,10 +257,13 @@ def _choose_buffers(modules: list[Any], units: list[Any], options: Any) -> None:
     sharded = [unit for unit in units if _is_sharded_and_trained(unit)]
     if options.collectives == "stock":
         return _settle(registered, False, "collectives=stock")
-    if any(unit.device.type != "cpu" for unit in units):
-        return _settle(registered, False, "registered memory is for the CPU")
     if not sharded:
         return _settle(registered, False, "nothing is trained that several ranks share")
+    if any(unit.device.type != "cpu" for unit in units):
+        memory = device_memory.for_groups(options)
+        if memory is not None and memory.is_there():
+            return _settle(registered, True, "not measured: collectives=native")
+        return _settle(registered, False, "registered memory on GPUs is for collectives=native")
     if options.tune == "off" or options.deterministic:
         why = "tune=off" if options.tune == "off" else "deterministic"
         return _settle(registered, True, f"not measured: {why}")

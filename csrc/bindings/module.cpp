@@ -14,4 +14,5 @@ PYBIND11_MODULE(_core, m) {
   dpt::register_communicator(m);
   dpt::register_topology(m);
   dpt::register_host(m);
+  dpt::register_device_memory(m);
 }

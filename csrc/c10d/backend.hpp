@@ -60,6 +60,12 @@ class Backend : public c10d::Backend {
     // Compares what this rank is about to start with the other ranks', and throws where they
     // differ; empty: nobody asked for that.
     std::function<void(const std::string& call)> compare;
+    // Registered memory on GPUs, where this process has any; unset: NCCL allocates.
+    struct DeviceMemory {
+      std::function<bool()> is_there;
+      std::function<at::Tensor(int64_t size, at::ScalarType dtype, at::Device device)> allocate;
+    };
+    DeviceMemory device_memory = {};
   };
 
   explicit Backend(Setup setup);
@@ -92,6 +98,8 @@ class Backend : public c10d::Backend {
   // without a copy. It belongs to the process: the tensor may outlive the group.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
+  // The same on GPUs, rather than what NCCL allocates.
+  bool has_device_memory() const;
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override;

@@ -76,6 +76,19 @@ std::function<std::string(const at::Tensor&)> wrap_inspect(py::object inspect) {
   };
 }
 
+decltype(Backend::Setup::device_memory) wrap_memory(py::object memory) {
+  if (memory.is_none()) return {};
+  const auto held = hold(std::move(memory));
+  return {[held] {
+            const py::gil_scoped_acquire gil;
+            return held->attr("is_there")().cast<bool>();
+          },
+          [held](int64_t size, at::ScalarType dtype, at::Device device) {
+            const py::gil_scoped_acquire gil;
+            return held->attr("allocate")(size, dtype, device).cast<at::Tensor>();
+          }};
+}
+
 // What a factory that knows nothing of deaths, or fails to find out, says is nothing.
 std::function<std::string()> who_died(py::object factory) {
   return [held = hold(std::move(factory))]() -> std::string {
@@ -150,7 +163,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          bool by_nodes,
          py::object explain,
          py::object compare,
-         py::object inspect) {
+         py::object inspect,
+         py::object device_memory) {
         auto options = c10::make_intrusive<Backend::Options>(timeout);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
@@ -177,7 +191,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                            .delegate_competes = delegate_competes,
                            .by_nodes = by_nodes,
                            .explain = wrap_explain(std::move(explain)),
-                           .compare = wrap_compare(std::move(compare))});
+                           .compare = wrap_compare(std::move(compare)),
+                           .device_memory = wrap_memory(std::move(device_memory))});
       },
       py::arg("store"),
       py::arg("rank"),
@@ -197,6 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("explain") = py::none(),
       py::arg("compare") = py::none(),
       py::arg("inspect") = py::none(),
+      py::arg("device_memory") = py::none(),
       "A process group's backend; `delegates(device_type)` makes the stock one when needed, and "
       "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages.");
 

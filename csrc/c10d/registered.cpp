@@ -48,6 +48,7 @@ class RegisteredAllocator : public c10::Allocator {
 bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   if (index < 0 && barrier_device_.is_cpu()) return setup_.native && size_ > 1;
   if (!at::hasCUDA()) return false;
+  if (has_device_memory()) return true;
   try {
     return delegate_for("cuda")->supportsTensorAlloc(index);
   } catch (const std::exception&) {
@@ -55,8 +56,18 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   }
 }
 
+// As long as nobody has timed it on several GPUs it is for who asks for native collectives.
+bool Backend::has_device_memory() const {
+  return setup_.native && size_ > 1 && setup_.device_memory.is_there &&
+         setup_.device_memory.is_there();
+}
+
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   const at::Device device = options.device();
+  DPT_CHECK_VALUE(size >= 0, {"allocate_tensor: size ", std::to_string(size), " is negative"});
+  if (device.is_cuda() && has_device_memory()) {
+    return setup_.device_memory.allocate(size, c10::typeMetaToScalarType(options.dtype()), device);
+  }
   if (device.is_cuda()) {
     const BackendPtr nccl = delegate_for("cuda");
     DPT_CHECK_VALUE(
@@ -71,7 +82,6 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
                   {"allocate_tensor on ",
                    device.str(),
                    ": there is registered memory for cpu and cuda; use torch.empty"});
-  DPT_CHECK_VALUE(size >= 0, {"allocate_tensor: size ", std::to_string(size), " is negative"});
   DPT_CHECK_VALUE(options.layout() == at::kStrided && !options.pinned_memory(),
                   {"allocate_tensor makes dense tensors that are not pinned; use torch.empty"});
   return at::detail::empty_generic({size},

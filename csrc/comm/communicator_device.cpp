@@ -330,7 +330,8 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
                                          peer_access,
                                          workers_near(here, devices.cpus),
                                          nodes_ ? nodes_->layout : NodeLayout{},
-                                         between});
+                                         between,
+                                         !raise_errors_});
   };
   if (nodes_ || !devices.peer_access) {
     connect(false);

@@ -9,6 +9,7 @@
 
 #include "base/env.hpp"
 #include "comm/flight_record.hpp"
+#include "cuda/device_group.hpp"
 #include "topology/topology.hpp"
 
 namespace dpt {
@@ -49,6 +50,7 @@ void Fabric::after_fork_in_child() {
   // A child's child: the numbers of what was closed are by now those of its own files.
   if (in_forked_child.exchange(true)) return;
   FlightRecord::close_after_fork();
+  DeviceGroup::after_fork();
   Fabric* const fabric = the_fabric;
   if (fabric == nullptr) return;
   fabric->memory_.after_fork();

@@ -2,15 +2,18 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <mutex>
 #include <sstream>
 #include <thread>
 
+#include "base/log.hpp"
 #include "cuda/checks.hpp"
 #include "cuda/copy_engine.hpp"
 #include "cuda/device_memory.hpp"
+#include "cuda/device_pool.hpp"
 #include "cuda/staged_group.hpp"
 #include "staged/group.hpp"
 #include "transport/shm/fd_exchange.hpp"
@@ -97,14 +100,20 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   ConnectedDeviceGroup(const Setup& setup,
                        const Layout& layout,
                        std::vector<DeviceMemory> blocks,
-                       std::unique_ptr<staged::Group> copies)
-      : device_(setup.device), blocks_(std::move(blocks)), copies_(std::move(copies)) {
+                       std::unique_ptr<staged::Group> copies,
+                       cuda::DevicePool::Peers pools)
+      : device_(setup.device),
+        blocks_(std::move(blocks)),
+        copies_(std::move(copies)),
+        pool_(pools.bases.empty() || !setup.lands ? nullptr : &cuda::DevicePool::of(device_)),
+        pools_(std::move(pools)) {
     group_.layout = layout;
     group_.rank = setup.rank;
     group_.status = status_.on_device();
     for (size_t rank = 0; rank < blocks_.size(); ++rank) {
       group_.blocks[rank] = blocks_[rank].address();
     }
+    std::copy(pools_.bases.begin(), pools_.bases.end(), group_.pools);
   }
 
   ~ConnectedDeviceGroup() override {
@@ -171,6 +180,11 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   }
 
  private:
+  // Whether peers may write to it, see NOTE [Landing] in landing.cuh.
+  bool takes_landings(const char* output, uint64_t bytes) const {
+    return pool_ != nullptr && reinterpret_cast<uintptr_t>(output) % cuda::kLandingUnit == 0 &&
+           pool_->is_shared(output, bytes);
+  }
   static const char* input(const dpt_request& request, int index) {
     return static_cast<const char*>(request.inputs[index]);
   }
@@ -178,7 +192,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     return static_cast<char*>(request.outputs[index]);
   }
 
-  void reduce(const Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
+  void reduce(Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
     const int size = group_.layout.size;
     const uint64_t bytes = request.count * size_of(request.dtype);
     const double factor = request.reduce_op == DPT_PREMUL_SUM ? request.premul_factor : 1;
@@ -188,6 +202,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     if (whole && algorithm != "low_latency") {
       auto* const start =
           algorithm == "packet" ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
+      if (takes_landings(output(request, 0), bytes)) launch.call.landings = ~0u;
       return start(launch,
                    {input(request, 0), output(request, 0), bytes, factor, average},
                    request.dtype,
@@ -203,7 +218,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     start(launch, arguments, request.dtype, request.reduce_op);
   }
 
-  void exchange(const Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
+  void exchange(Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
     const std::string_view algorithm = plan.algorithm;
     if (algorithm == "ring") return go_round(launch, request);
     ExchangeArguments arguments{};
@@ -241,12 +256,17 @@ class ConnectedDeviceGroup final : public DeviceGroup {
                       std::string("no device kernel for ") + name_of(request.collective));
       }
     }
+    for (int rank = 0; rank < group_.layout.size; ++rank) {
+      if (takes_landings(arguments.receive[rank], arguments.receive_bytes[rank])) {
+        launch.call.landings |= 1u << rank;
+      }
+    }
     auto* const start = algorithm == "low_latency" ? cuda::low_latency_exchange
                         : algorithm == "packet"    ? cuda::packet_exchange
                                                    : cuda::push_exchange;
     start(launch, arguments);
   }
-  void go_round(const Launch& launch, const dpt_request& request) const {
+  void go_round(Launch& launch, const dpt_request& request) const {
     const bool gathers = request.collective == DPT_ALL_GATHER;
     const int size = group_.layout.size;
     RingArguments arguments{};
@@ -255,9 +275,9 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     arguments.num_origins = gathers ? size : 1;
     if (gathers || request.root == group_.rank) arguments.input = input(request, 0);
     for (int rank = 0; rank < size; ++rank) {
-      if (gathers || rank == request.root) {
-        arguments.output[rank] = output(request, gathers ? rank : 0);
-      }
+      if (!gathers && rank != request.root) continue;
+      char* const to = arguments.output[rank] = output(request, gathers ? rank : 0);
+      if (takes_landings(to, arguments.bytes)) launch.call.landings |= 1u << rank;
     }
     cuda::ring_exchange(launch, arguments);
   }
@@ -275,6 +295,8 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   MappedStatus status_;
   std::vector<DeviceMemory> blocks_;
   std::unique_ptr<staged::Group> copies_;
+  const cuda::DevicePool* pool_;  // nullptr: nothing lands in this rank's outputs
+  cuda::DevicePool::Peers pools_;
   cuda::GroupView group_{};
 };
 
@@ -376,6 +398,21 @@ std::unique_ptr<staged::Group> connect_copies(const DeviceGroup::Setup& setup,
   }
 }
 
+// The ranks' registered memory. A group does without it, on all ranks alike, where it can't be had.
+cuda::DevicePool::Peers connect_pools(const DeviceGroup::Setup& setup) {
+  cuda::DevicePool::Peers peers =
+      cuda::DevicePool::join({setup.rank,
+                              static_cast<int>(setup.global_ranks.size()),
+                              setup.device,
+                              setup.all_gather,
+                              setup.wait});
+  if (peers.bases.empty()) {
+    log(LogLevel::kInfo,
+        "registered device memory goes the way of ordinary memory in a group: " + peers.why_not);
+  }
+  return peers;
+}
+
 }  // namespace
 
 std::string DeviceGroup::why_absent() {
@@ -402,6 +439,8 @@ void DeviceGroup::outside_capture(const std::function<void()>& task) {
   const cuda::RelaxedCapture relaxed;
   task();
 }
+
+void DeviceGroup::after_fork() { cuda::DevicePool::after_fork(); }
 
 int DeviceGroup::peer_mappings() { return DeviceMemory::imported(); }
 
@@ -477,8 +516,9 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     for (const DeviceMemory& block : blocks)
       slots.push_back(block.address() + layout.block_bytes());
   }
+  auto engines = connect_copies(setup, std::move(slots));
   return std::make_unique<ConnectedDeviceGroup>(
-      setup, layout, std::move(blocks), connect_copies(setup, std::move(slots)));
+      setup, layout, std::move(blocks), std::move(engines), connect_pools(setup));
 }
 
 }  // namespace dpt

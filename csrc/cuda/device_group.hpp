@@ -47,6 +47,9 @@ class DeviceGroup {
     // Of a group that spans nodes, which is staged through the hosts' memory.
     NodeLayout layout = {};
     std::shared_ptr<staged::Between> between = nullptr;
+    // Whether peers may write to this rank's outputs. Not where the program goes on after a failure:
+    // a peer that has not noticed yet would write to what the memory is used for by then.
+    bool lands = false;
   };
   static constexpr size_t kMostWords = 240;
 
@@ -56,6 +59,8 @@ class DeviceGroup {
   static uint64_t capture_of(cuda::Stream stream);
   // Runs what has nothing to do with a graph that any thread captures.
   static void outside_capture(const std::function<void()>& task);
+  // In a forked child: closes what it inherited.
+  static void after_fork();
   // How often this process mapped a peer's device memory.
   static int peer_mappings();
   // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where a rank's memory can't be reached.

@@ -3,51 +3,19 @@
 #include <atomic>
 #include <utility>
 
-#include "cuda/driver.hpp"
+#include "cuda/virtual_memory.hpp"
 
 namespace dpt::cuda {
 namespace {
 
-struct Driver {
-  decltype(&::cuMemCreate) create = DPT_DRIVER(cuMemCreate);
-  decltype(&::cuMemRelease) release = DPT_DRIVER(cuMemRelease);
-  decltype(&::cuMemAddressReserve) reserve = DPT_DRIVER(cuMemAddressReserve);
-  decltype(&::cuMemAddressFree) unreserve = DPT_DRIVER(cuMemAddressFree);
-  decltype(&::cuMemMap) map = DPT_DRIVER(cuMemMap);
-  decltype(&::cuMemUnmap) unmap = DPT_DRIVER(cuMemUnmap);
-  decltype(&::cuMemSetAccess) set_access = DPT_DRIVER(cuMemSetAccess);
-  decltype(&::cuMemExportToShareableHandle) export_handle =
-      DPT_DRIVER(cuMemExportToShareableHandle);
-  decltype(&::cuMemImportFromShareableHandle) import_handle =
-      DPT_DRIVER(cuMemImportFromShareableHandle);
-  decltype(&::cuMemGetAllocationGranularity) granularity =
-      DPT_DRIVER(cuMemGetAllocationGranularity);
-  decltype(&::cuGetErrorString) error_string = DPT_DRIVER(cuGetErrorString);
-
-  static const Driver& get() {
-    static const Driver instance;
-    return instance;
-  }
-};
-
 std::atomic<int> imports{0};
-
-constexpr auto kFileHandle = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
-CUmemAllocationProp properties_of(int device) {
-  CUmemAllocationProp properties{};
-  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
-  properties.requestedHandleTypes = kFileHandle;
-  return properties;
-}
 
 }  // namespace
 
 void check(CUresult result, const char* call) {
   if (result == CUDA_SUCCESS) return;
   const char* text = nullptr;
-  Driver::get().error_string(result, &text);
+  VirtualMemory::get().error_string(result, &text);
   throw Error(DPT_ERR_SYSTEM, std::string(call) + ": " + (text != nullptr ? text : "failed"));
 }
 
@@ -56,7 +24,7 @@ DeviceMemory DeviceMemory::allocate(int device, size_t bytes) {
   DPT_CUDA_CHECK(cudaFree(nullptr));  // the device's context, if nothing has made it yet
   const CUmemAllocationProp properties = properties_of(device);
   size_t granularity = 0;
-  const Driver& driver = Driver::get();
+  const VirtualMemory& driver = VirtualMemory::get();
   check(driver.granularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "cuMemGetAllocationGranularity");
   bytes = (bytes + granularity - 1) / granularity * granularity;
@@ -72,7 +40,7 @@ DeviceMemory DeviceMemory::import(int device, const UniqueFd& file, size_t bytes
   const DeviceScope scope(device);
   CUmemGenericAllocationHandle handle = 0;
   auto* const descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(file.get()));
-  check(Driver::get().import_handle(&handle, descriptor, kFileHandle),
+  check(VirtualMemory::get().import_handle(&handle, descriptor, kFileHandle),
         "cuMemImportFromShareableHandle");
   ++imports;
   return {device, handle, bytes};
@@ -80,7 +48,7 @@ DeviceMemory DeviceMemory::import(int device, const UniqueFd& file, size_t bytes
 
 DeviceMemory::DeviceMemory(int device, uint64_t handle, size_t bytes)
     : device_(device), handle_(handle), bytes_(bytes) {
-  const Driver& driver = Driver::get();
+  const VirtualMemory& driver = VirtualMemory::get();
   try {
     CUdeviceptr address = 0;
     check(driver.reserve(&address, bytes, 0, 0, 0), "cuMemAddressReserve");
@@ -88,9 +56,7 @@ DeviceMemory::DeviceMemory(int device, uint64_t handle, size_t bytes)
     if (mapped != CUDA_SUCCESS) driver.unreserve(address, bytes);
     check(mapped, "cuMemMap");
     address_ = address;
-    CUmemAccessDesc access{};
-    access.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    const CUmemAccessDesc access = access_of(device);
     check(driver.set_access(address, bytes, &access, 1), "cuMemSetAccess");
   } catch (...) {
     free();
@@ -114,7 +80,7 @@ DeviceMemory::~DeviceMemory() { free(); }
 
 void DeviceMemory::free() noexcept {
   if (handle_ == 0) return;
-  const Driver& driver = Driver::get();
+  const VirtualMemory& driver = VirtualMemory::get();
   if (address_ != 0) {
     driver.unmap(address_, bytes_);
     driver.unreserve(address_, bytes_);
@@ -128,7 +94,7 @@ int DeviceMemory::imported() { return imports; }
 
 UniqueFd DeviceMemory::export_file() const {
   int file = -1;
-  check(Driver::get().export_handle(&file, handle_, kFileHandle, 0),
+  check(VirtualMemory::get().export_handle(&file, handle_, kFileHandle, 0),
         "cuMemExportToShareableHandle");
   return UniqueFd(file);
 }

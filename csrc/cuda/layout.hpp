@@ -129,8 +129,8 @@ struct GroupView {
   Layout layout;
   int rank;
   char* blocks[kMaxRanks];  // every rank's block where it is mapped here
+  char* pools[kMaxRanks];   // where every rank's registered memory is mapped here; nullptr: nowhere
   HostStatus* status;
-  char* pools[kMaxRanks];  // where every rank's registered memory is mapped here; nullptr: nowhere
 };
 
 // What one launch adds to it.

@@ -57,3 +57,44 @@ def test_the_stock_backend_gets_the_tensors_of_the_caller(op: str) -> None:
     ((asked, contiguous),) = spawn_ranks(call_with_meta_tensors, 1, op, fresh=True)
     assert asked == ["meta"]
     assert not contiguous
+
+
+class MemoryOnGpus:
+    """Stands in for `deepytorch_core.device_memory.GroupMemory`."""
+
+    there = True
+    asked: list[Any] = []
+
+    def is_there(self) -> bool:
+        return self.there
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.asked.append((size, dtype, device))
+        return torch.full((size,), 7, dtype=dtype)
+
+
+def allocate_on_gpus(rank: int, world_size: int) -> None:
+    memory = MemoryOnGpus()
+    made = adapter.load().create_backend(
+        dist.HashStore(),
+        0,
+        RANKS,
+        timeout=timedelta(seconds=20),
+        group_name="memory on GPUs",
+        global_ranks=list(range(RANKS)),
+        delegates=lambda device, limit_s: pytest.fail("NCCL was asked"),
+        native=True,
+        device_memory=memory,
+    )
+    device = torch.device("cuda", 3)
+    given = made.allocate_tensor(5, dtype=torch.bfloat16, device=device)
+    assert torch.equal(given, torch.full((5,), 7, dtype=torch.bfloat16))
+    assert memory.asked == [(5, torch.bfloat16, device)]
+    with pytest.raises(ValueError, match="size -1 is negative"):
+        made.allocate_tensor(-1, dtype=torch.bfloat16, device=device)
+    assert made.allocate_tensor(5, dtype=torch.float32, device=torch.device("cpu")).shape == (5,)
+    assert len(memory.asked) == 1
+
+
+def test_memory_on_gpus_comes_from_where_the_group_was_told() -> None:
+    spawn_ranks(allocate_on_gpus, 1, fresh=True)

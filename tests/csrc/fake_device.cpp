@@ -134,6 +134,8 @@ void DeviceGroup::outside_capture(const std::function<void()>& task) { task(); }
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 
+void DeviceGroup::after_fork() {}
+
 int DeviceGroup::peer_mappings() { return 0; }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {

@@ -42,6 +42,54 @@ bool is_same_user(const UniqueFd& socket) {
   return peer.uid == geteuid();
 }
 
+ssize_t send_message(const UniqueFd& socket,
+                     const std::string& text,
+                     const std::vector<int>& fds,
+                     int flags) {
+  DPT_CHECK(fds.size() <= static_cast<size_t>(kMaxPassedFds) && text.size() <= kMaxText);
+  std::string body = text;
+  iovec data{body.data(), body.size()};
+  std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  if (!fds.empty()) {
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
+    std::memcpy(CMSG_DATA(header), fds.data(), sizeof(int) * fds.size());
+  }
+  return sendmsg(socket.get(), &message, flags | MSG_NOSIGNAL);
+}
+
+// Error(DPT_ERR_SYSTEM) when the peer closed.
+ssize_t receive_message(const UniqueFd& socket, Received* received, int flags) {
+  char text[kMaxText];
+  iovec data{text, sizeof text};
+  std::vector<char> control(CMSG_SPACE(sizeof(int) * kMaxPassedFds));
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  const ssize_t bytes = recvmsg(socket.get(), &message, flags | MSG_CMSG_CLOEXEC);
+  if (bytes < 0) return bytes;
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
+       header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    std::vector<int> fds(count);
+    std::memcpy(fds.data(), CMSG_DATA(header), count * sizeof(int));
+    for (const int fd : fds) received->fds.emplace_back(fd);
+  }
+  if (bytes == 0) throw Error(DPT_ERR_SYSTEM, "a local rank closed the connection while attaching");
+  received->text.assign(text, bytes);
+  return bytes;
+}
+
 }  // namespace
 
 UniqueFd listen_abstract(std::string* address) {
@@ -73,23 +121,14 @@ UniqueFd connect_abstract(const std::string& address) {
 }
 
 void send_fds(const UniqueFd& socket, const std::string& text, const std::vector<int>& fds) {
-  DPT_CHECK(fds.size() <= static_cast<size_t>(kMaxPassedFds) && text.size() <= kMaxText);
-  std::string body = text;
-  iovec data{body.data(), body.size()};
-  std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  if (!fds.empty()) {
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
-    std::memcpy(CMSG_DATA(header), fds.data(), sizeof(int) * fds.size());
-  }
-  DPT_SYS_CHECK(sendmsg(socket.get(), &message, MSG_NOSIGNAL));
+  if (send_message(socket, text, fds, 0) < 0) throw_system_error("sendmsg");
+}
+
+bool try_send_fds(const UniqueFd& socket, const std::string& text, const std::vector<int>& fds) {
+  if (send_message(socket, text, fds, MSG_DONTWAIT) >= 0) return true;
+  // The last: too many descriptors are on their way; the receivers will take them.
+  if (errno == EAGAIN || errno == EINTR || errno == ENOBUFS || errno == ETOOMANYREFS) return false;
+  throw_system_error("sendmsg");
 }
 
 Received receive_fds(const UniqueFd& socket, const WaitContext& wait) {
@@ -99,27 +138,16 @@ Received receive_fds(const UniqueFd& socket, const WaitContext& wait) {
       throw Error(DPT_ERR_TIMEOUT, wait.describe() + ": a local rank did not answer in time");
     }
   }
-  char text[kMaxText];
-  iovec data{text, sizeof text};
-  std::vector<char> control(CMSG_SPACE(sizeof(int) * kMaxPassedFds));
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  const ssize_t bytes = DPT_SYS_CHECK(recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC));
   Received received;
-  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
-       header = CMSG_NXTHDR(&message, header)) {
-    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
-    const size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    std::vector<int> fds(count);
-    std::memcpy(fds.data(), CMSG_DATA(header), count * sizeof(int));
-    for (const int fd : fds) received.fds.emplace_back(fd);
-  }
-  if (bytes == 0) throw Error(DPT_ERR_SYSTEM, "a local rank closed the connection while attaching");
-  received.text.assign(text, bytes);
+  if (receive_message(socket, &received, 0) < 0) throw_system_error("recvmsg");
   return received;
+}
+
+std::optional<Received> try_receive_fds(const UniqueFd& socket) {
+  Received received;
+  if (receive_message(socket, &received, MSG_DONTWAIT) >= 0) return received;
+  if (errno == EAGAIN || errno == EINTR) return std::nullopt;
+  throw_system_error("recvmsg");
 }
 
 }  // namespace dpt

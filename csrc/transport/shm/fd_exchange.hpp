@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,5 +28,9 @@ struct Received {
 };
 // Waits until wait.deadline; Error(DPT_ERR_SYSTEM) when the peer closed.
 Received receive_fds(const UniqueFd& socket, const WaitContext& wait);
+
+// The same without waiting: false where the socket has no room, nothing where no message is there.
+bool try_send_fds(const UniqueFd& socket, const std::string& text, const std::vector<int>& fds);
+std::optional<Received> try_receive_fds(const UniqueFd& socket);
 
 }  // namespace dpt
