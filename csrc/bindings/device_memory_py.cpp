@@ -60,6 +60,10 @@ void register_device_memory(py::module_& m) {
       "Bytes of registered memory on a device: what torch's allocator holds of it, and how much of "
       "that every peer process has mapped by now. RuntimeError where there are no GPU kernels.");
   m.def(
+      "landing_calls",
+      &DeviceGroup::landing_calls,
+      "How many operations of this process had outputs that their peers' kernels could write to.");
+  m.def(
       "is_shared_on_device",
       [](uintptr_t address, size_t bytes, int device) {
         return cuda::DevicePool::of(device).is_shared(reinterpret_cast<const void*>(address),

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <mutex>
@@ -93,6 +94,8 @@ uint32_t describe(const dpt_request& request, const DevicePlan& plan) {
   mix(static_cast<uint64_t>(plan.grid.channels) << 32 | static_cast<uint32_t>(plan.grid.threads));
   return hash;
 }
+
+std::atomic<uint64_t> landing_calls_made{0};
 
 class ConnectedDeviceGroup final : public DeviceGroup {
  public:
@@ -185,6 +188,9 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     return pool_ != nullptr && reinterpret_cast<uintptr_t>(output) % cuda::kLandingUnit == 0 &&
            pool_->is_shared(output, bytes);
   }
+  static void count_landings(const Launch& launch) {
+    if (launch.call.landings != 0) ++landing_calls_made;
+  }
   static const char* input(const dpt_request& request, int index) {
     return static_cast<const char*>(request.inputs[index]);
   }
@@ -203,6 +209,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
       auto* const start =
           algorithm == "packet" ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
       if (takes_landings(output(request, 0), bytes)) launch.call.landings = ~0u;
+      count_landings(launch);
       return start(launch,
                    {input(request, 0), output(request, 0), bytes, factor, average},
                    request.dtype,
@@ -261,6 +268,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
         launch.call.landings |= 1u << rank;
       }
     }
+    count_landings(launch);
     auto* const start = algorithm == "low_latency" ? cuda::low_latency_exchange
                         : algorithm == "packet"    ? cuda::packet_exchange
                                                    : cuda::push_exchange;
@@ -279,6 +287,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
       char* const to = arguments.output[rank] = output(request, gathers ? rank : 0);
       if (takes_landings(to, arguments.bytes)) launch.call.landings |= 1u << rank;
     }
+    count_landings(launch);
     cuda::ring_exchange(launch, arguments);
   }
   static void send(ExchangeArguments* arguments, int rank, const char* from, uint64_t bytes) {
@@ -443,6 +452,7 @@ void DeviceGroup::outside_capture(const std::function<void()>& task) {
 void DeviceGroup::after_fork() { cuda::DevicePool::after_fork(); }
 
 int DeviceGroup::peer_mappings() { return DeviceMemory::imported(); }
+uint64_t DeviceGroup::landing_calls() { return landing_calls_made; }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   if (!setup.peer_access) {

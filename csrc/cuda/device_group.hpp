@@ -47,8 +47,8 @@ class DeviceGroup {
     // Of a group that spans nodes, which is staged through the hosts' memory.
     NodeLayout layout = {};
     std::shared_ptr<staged::Between> between = nullptr;
-    // Whether peers may write to this rank's outputs. Not where the program goes on after a failure:
-    // a peer that has not noticed yet would write to what the memory is used for by then.
+    // Whether peers may write to this rank's outputs. Not where the program goes on after a
+    // failure: a peer that has not noticed yet would write to what the memory is used for by then.
     bool lands = false;
   };
   static constexpr size_t kMostWords = 240;
@@ -63,6 +63,8 @@ class DeviceGroup {
   static void after_fork();
   // How often this process mapped a peer's device memory.
   static int peer_mappings();
+  // How many of this process's operations let peers write to their outputs.
+  static uint64_t landing_calls();
   // Throws Error(DPT_ERR_SYSTEM), on every rank alike, where a rank's memory can't be reached.
   static std::unique_ptr<DeviceGroup> connect(const Setup& setup);
   virtual ~DeviceGroup() = default;

@@ -16,6 +16,7 @@ void DeviceGroup::outside_capture(const std::function<void()>& task) { task(); }
 void DeviceGroup::after_fork() {}
 
 int DeviceGroup::peer_mappings() { return 0; }
+uint64_t DeviceGroup::landing_calls() { return 0; }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup&) {
   throw Error(DPT_ERR_SYSTEM, why_absent());

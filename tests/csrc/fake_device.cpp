@@ -137,6 +137,7 @@ uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 void DeviceGroup::after_fork() {}
 
 int DeviceGroup::peer_mappings() { return 0; }
+uint64_t DeviceGroup::landing_calls() { return 0; }
 
 std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   if (!setup.peer_access) {
