@@ -18,8 +18,11 @@ Nobody has timed it on several GPUs yet, so it is for who asks: by these functio
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +38,7 @@ _asked: dict[int, Any] = {}
 _own: dict[int, Any] = {}
 _devices: set[int] = set()
 _retired: list[Any] = []
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()
 _allocator: Any = None
 
@@ -160,7 +164,7 @@ class Routing:
         return torch.cuda.use_mem_pool(self._pool, device=self._index)
 
     def __del__(self) -> None:
-        if hasattr(self, "_pool"):
+        if hasattr(self, "_pool") and _retired is not None:  # None at the interpreter's end
             _retired.append(self._pool)
 
 
@@ -223,7 +227,19 @@ def _pool_in(pools: dict[int, Any], index: int) -> Any:
         _devices.add(index)
         with torch.cuda.device(index):
             pool = pools[index] = torch.cuda.MemPool(_torch_allocator().allocator())
+        if not _made:
+            atexit.register(_leave_to_the_system)
+        _made.add(pool)
     return pool
+
+
+def _leave_to_the_system() -> None:
+    """At the program's end nothing is freed, as with torch's other memory.
+
+    That would wait for the GPU, where a kernel may hang for good.
+    """
+    for pool in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
 def _torch_allocator() -> Any:

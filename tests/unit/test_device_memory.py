@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,6 +126,8 @@ class FakePools:
             monkeypatch.setattr(device_memory, name, {})
         monkeypatch.setattr(device_memory, "_devices", set())
         monkeypatch.setattr(device_memory, "_retired", [])
+        monkeypatch.setattr(device_memory, "_made", weakref.WeakSet())
+        monkeypatch.setattr(atexit, "register", lambda function: function)
         monkeypatch.setattr(torch, "empty", self.empty)
 
     def allocator(self) -> Any:
@@ -195,6 +200,15 @@ def test_pools_go_only_where_torch_lets_them(monkeypatch: pytest.MonkeyPatch) ->
     fake.capturing = False
     device_memory.release_retired()
     assert not device_memory._retired
+
+
+def test_at_the_end_pools_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakePools(monkeypatch)
+    pool = device_memory.mem_pool()
+    before = sys.getrefcount(pool)
+    device_memory._leave_to_the_system()
+    assert sys.getrefcount(pool) == before + 1
+    assert len(fake.made) == 1
 
 
 def test_torchs_cache_makes_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
