@@ -8,7 +8,9 @@ mix both kinds as they like.
 
 NOTE [Pools] torch refuses to route allocations into a pool twice at the same time, in whatever
 threads. So what we allocate for others comes from pools of our own, one thread at a time, and the
-pool that a program asks for is the program's alone.
+pool that a program asks for is the program's alone. Nor may a pool's last reference go while
+allocations are routed or a graph is captured: torch would end the process. So they go in `trim`
+and where DDP has its buckets, not when Python happens to collect them.
 
 Nobody has timed it on several GPUs yet, so it is for who asks: by these functions, or with
 `collectives=native` (FSDP2's buffers, DDP's buckets).
@@ -16,8 +18,11 @@ Nobody has timed it on several GPUs yet, so it is for who asks: by these functio
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +37,8 @@ _WAY_OUT = "use torch.empty, whose tensors collectives take as well"
 _asked: dict[int, Any] = {}
 _own: dict[int, Any] = {}
 _devices: set[int] = set()
+_retired: list[Any] = []
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()
 _allocator: Any = None
 
@@ -118,17 +125,24 @@ def usage(device: torch.device | str | int | None = None) -> dict[str, int]:
 def trim() -> int:
     """Give free registered memory of all GPUs back; returns how many bytes that were.
 
-    Pools that the program still holds keep what they have cached.
+    Pools that the program still holds keep what they have cached. Raises RuntimeError inside
+    `torch.cuda.use_mem_pool` and while a graph captures the current stream.
     """
     import torch
 
     with _lock:
         if not _devices:
             return 0
+        if _is_routing():
+            raise RuntimeError(
+                "trim: not while allocations go to a memory pool or a graph captures the stream: "
+                "call it outside"
+            )
         before = _chunk_bytes(_devices)
         # Their pools go with the last reference, and what is in use of them when it is freed.
         _asked.clear()
         _own.clear()
+        _retired.clear()
         torch.cuda.empty_cache()
         return max(0, before - _chunk_bytes(_devices))
 
@@ -136,7 +150,7 @@ def trim() -> int:
 class Routing:
     """Contexts inside which what the thread allocates on a GPU is registered, in a pool of its own.
 
-    What is free in it goes back to the GPU with this object.
+    What is free in it goes back to the GPU with this object, at the next `release_retired`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,6 +162,17 @@ class Routing:
         import torch
 
         return torch.cuda.use_mem_pool(self._pool, device=self._index)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool") and _retired is not None:  # None at the interpreter's end
+            _retired.append(self._pool)
+
+
+def release_retired() -> None:
+    """Let the pools of Routings that are gone go too, if now is a time for that."""
+    with _lock:
+        if _retired and not _is_routing():
+            _retired.clear()
 
 
 class GroupMemory:
@@ -184,6 +209,15 @@ def _allocating(index: int) -> Iterator[None]:
         yield
 
 
+def _is_routing() -> bool:
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    # A context that a pool is used in holds it as well.
+    return any(pool.use_count() > 1 for pool in [*_asked.values(), *_own.values(), *_retired])
+
+
 def _pool_in(pools: dict[int, Any], index: int) -> Any:
     import torch
 
@@ -193,7 +227,19 @@ def _pool_in(pools: dict[int, Any], index: int) -> Any:
         _devices.add(index)
         with torch.cuda.device(index):
             pool = pools[index] = torch.cuda.MemPool(_torch_allocator().allocator())
+        if not _made:
+            atexit.register(_leave_to_the_system)
+        _made.add(pool)
     return pool
+
+
+def _leave_to_the_system() -> None:
+    """At the program's end nothing is freed, as with torch's other memory.
+
+    That would wait for the GPU, where a kernel may hang for good.
+    """
+    for pool in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
 def _torch_allocator() -> Any:

@@ -169,6 +169,8 @@ def _rebuild(original: Callable[..., bool]) -> Callable[..., bool]:
             rebuilt = original(reducer)
         if rebuilt:  # happens once
             _placed.pop(reducer, None)
+            del place
+            device_memory.release_retired()
         return rebuilt
 
     return rebuild_buckets

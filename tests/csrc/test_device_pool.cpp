@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -25,7 +26,8 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 constexpr size_t kPage = 4096;
-constexpr size_t kCapacity = 64 * kPage;
+constexpr size_t kPages = 256;
+constexpr size_t kCapacity = kPages * kPage;
 constexpr std::chrono::milliseconds kGrace{100};
 constexpr std::chrono::seconds kPatience{20};
 
@@ -138,7 +140,7 @@ TEST(ChunkPool, EndsWithTheDeviceAndWithTheRange) {
   Process large(std::make_shared<FakeDevices>());
   EXPECT_EQ(large.pool().allocate(SIZE_MAX), nullptr);
   EXPECT_EQ(large.pool().allocate(kCapacity + 1), nullptr);
-  char* const whole = large.allocate(64, 1);
+  char* const whole = large.allocate(kPages, 1);
   ASSERT_NE(whole, nullptr);
   EXPECT_EQ(large.allocate(1, 1), nullptr);
 }
@@ -300,6 +302,45 @@ TEST(PoolLinks, GoOnWithoutWhoDied) {
   EXPECT_EQ(joined[1].bases[0][chunk - a.pool().base()], 1);
   joined[0] = joined[1] = {};
   EXPECT_TRUE(eventually([&] { return devices->used() == kPage; }));
+}
+
+// A link ends by the other process's death alone; who lives and fails at it keeps it open.
+TEST(PoolLink, TellsADeathFromAFailure) {
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  PoolLink link("peer", UniqueFd(ends[0]), [] {});
+  UniqueFd peer(ends[1]);
+  UniqueFd file;
+  EXPECT_FALSE(link.receive(&file));
+  send_fds(peer, "nonsense", {});
+  EXPECT_THROW(link.receive(&file), Error);
+  EXPECT_FALSE(link.has_ended());
+  link.set_broken("a test");
+  EXPECT_TRUE(link.is_broken());
+  EXPECT_TRUE(link.is_late()) << "nobody waits for it";
+  link.post({ChunkMessage::kDrop, 0, 1, 2, 3});
+  EXPECT_TRUE(link.flush());
+  peer.reset();
+  EXPECT_TRUE(link.has_ended());
+  link.post({ChunkMessage::kDrop, 0, 1, 2, 3});
+  EXPECT_THROW(link.flush(), Error);
+}
+
+// More messages than a socket holds.
+TEST(PoolLinks, KeepWhatCantBeSentAtOnce) {
+  const auto devices = std::make_shared<FakeDevices>();
+  Process a(devices, std::chrono::milliseconds(1)), b(devices);
+  const auto joined = join({{&a}, {&b}});
+  b.memory->stop(true);
+  std::vector<char*> chunks;
+  for (int i = 0; i < 200; ++i) chunks.push_back(a.allocate(1, static_cast<char>(i)));
+  for (char* const chunk : chunks) a.pool().free(chunk);
+  char* const last = a.allocate(1, 42);
+  ASSERT_NE(last, nullptr);
+  b.memory->stop(false);
+  ASSERT_TRUE(gets_shared(a, last, 1));
+  EXPECT_EQ(seen(joined[1], 0, a, last)[0], 42);
+  EXPECT_EQ(devices->used(), kPage);
 }
 
 TEST(PoolLinks, AgreeOnWhetherThereIsAny) {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,11 +90,19 @@ def test_torch_finds_the_cores_functions() -> None:
         _core.device_memory(no_such_device)
 
 
+class FakePool:
+    def __init__(self, active: list[Any]) -> None:
+        self._active = active
+
+    def use_count(self) -> int:
+        return 1 + self._active.count(self)
+
+
 class FakePools:
     """torch.cuda as far as pools go; "cuda" tensors are on the host."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> None:
-        self.made = 0
+        self.made: list[Any] = []
         self.active: list[Any] = []
         self.emptied = 0
         self.fails = fails
@@ -114,6 +125,9 @@ class FakePools:
         for name in ("_asked", "_own"):
             monkeypatch.setattr(device_memory, name, {})
         monkeypatch.setattr(device_memory, "_devices", set())
+        monkeypatch.setattr(device_memory, "_retired", [])
+        monkeypatch.setattr(device_memory, "_made", weakref.WeakSet())
+        monkeypatch.setattr(atexit, "register", lambda function: function)
         monkeypatch.setattr(torch, "empty", self.empty)
 
     def allocator(self) -> Any:
@@ -121,8 +135,8 @@ class FakePools:
 
     def make(self, allocator: Any) -> Any:
         assert allocator is self
-        self.made += 1
-        return f"pool {self.made}"
+        self.made.append(FakePool(self.active))
+        return self.made[-1]
 
     @contextlib.contextmanager
     def use(self, pool: Any, device: int | None = None) -> Iterator[None]:
@@ -160,11 +174,41 @@ def test_each_device_has_one_pool_of_the_programs_and_one_of_our_own(
     assert where == torch.device("cuda", 1)
     assert first == second != [pool]
     assert first[0] == pool
-    assert fake.made == 3
-    with device_memory.Routing(torch.device("cuda", 1))():
-        assert fake.active == ["pool 4"]
+    assert len(fake.made) == 3
     assert device_memory.trim() == 2 * 60
     assert device_memory.mem_pool() != pool
+
+
+def test_pools_go_only_where_torch_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakePools(monkeypatch)
+    routing = device_memory.Routing(torch.device("cuda", 1))
+    own = fake.made[0]
+    with routing():
+        assert fake.active == [own]
+    del routing
+    assert device_memory._retired == [own]
+    pool: Any = device_memory.mem_pool()
+    with torch.cuda.use_mem_pool(pool):
+        device_memory.release_retired()
+        with pytest.raises(RuntimeError, match="call it outside"):
+            device_memory.trim()
+    fake.capturing = True
+    device_memory.release_retired()
+    with pytest.raises(RuntimeError, match="call it outside"):
+        device_memory.trim()
+    assert device_memory._retired == [own]
+    fake.capturing = False
+    device_memory.release_retired()
+    assert not device_memory._retired
+
+
+def test_at_the_end_pools_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakePools(monkeypatch)
+    pool = device_memory.mem_pool()
+    before = sys.getrefcount(pool)
+    device_memory._leave_to_the_system()
+    assert sys.getrefcount(pool) == before + 1
+    assert len(fake.made) == 1
 
 
 def test_torchs_cache_makes_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,4 +230,4 @@ def test_what_a_graph_allocates_is_the_graphs(monkeypatch: pytest.MonkeyPatch) -
     assert fake.asked_on == [([], torch.device("cuda", 1))]
     fake.capturing = False
     device_memory.GroupMemory().allocate(3, torch.float32, torch.device("cuda", 1))
-    assert fake.asked_on[1] == (["pool 1"], torch.device("cuda", 1))
+    assert fake.asked_on[1] == ([fake.made[0]], torch.device("cuda", 1))

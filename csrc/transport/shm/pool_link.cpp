@@ -1,8 +1,11 @@
 #include "transport/shm/pool_link.hpp"
 
+#include <poll.h>
+
 #include <cstring>
 
 #include "base/error.hpp"
+#include "base/log.hpp"
 
 namespace dpt {
 
@@ -38,6 +41,21 @@ std::optional<ChunkMessage> PoolLink::receive(UniqueFd* file) {
   file->reset();
   if (received->fds.size() == 1) *file = std::move(received->fds.front());
   return message;
+}
+
+bool PoolLink::has_ended() const {
+  pollfd entry{socket_.get(), 0, 0};
+  return poll(&entry, 1, 0) == 1 && (entry.revents & (POLLHUP | POLLERR)) != 0;
+}
+
+void PoolLink::set_broken(const std::string& reason) {
+  broken_ = true;
+  late_ = true;
+  log(LogLevel::kWarning,
+      "registered device memory is no longer shared with a peer, so collectives treat new memory "
+      "as "
+      "ordinary memory: " +
+          reason);
 }
 
 }  // namespace dpt

@@ -52,6 +52,13 @@ class PoolLink {
   bool is_late() const { return late_.load(std::memory_order_relaxed); }
   void set_late(bool late) { late_.store(late, std::memory_order_relaxed); }
 
+  // The other process has closed its end, which it does by ending.
+  bool has_ended() const;
+  // Something went wrong at this end. It stays open, lest the other process takes that for a death;
+  // what waits for its answers is never shared.
+  bool is_broken() const { return broken_.load(std::memory_order_relaxed); }
+  void set_broken(const std::string& reason);
+
   // In a forked child.
   void close_after_fork() { socket_.reset(); }
 
@@ -65,6 +72,7 @@ class PoolLink {
   UniqueFd socket_;
   const std::function<void()> wake_;
   std::atomic<bool> late_{false};
+  std::atomic<bool> broken_{false};
   std::mutex mutex_;  // guards what follows
   std::deque<Posted> posted_;
 };

@@ -89,10 +89,10 @@ size_t PoolLinks::size() const {
 
 std::shared_ptr<PoolLink> PoolLinks::find(const std::string& process) const {
   std::lock_guard lock(mutex_);
-  for (const auto& link : links_) {
-    if (link->process() == process) return link;
-  }
-  return nullptr;
+  // The last that was made is one that both sides have.
+  const auto found = std::find_if(
+      links_.rbegin(), links_.rend(), [&](const auto& link) { return link->process() == process; });
+  return found == links_.rend() ? nullptr : *found;
 }
 
 // Each round's words begin with a dash where a rank is in trouble; then all give it up.
@@ -250,7 +250,9 @@ void PoolLinks::run() {
     {
       std::lock_guard lock(mutex_);
       if (stop_) return;
-      for (const auto& link : links_) entries.push_back({link->socket(), POLLIN, 0});
+      for (const auto& link : links_) {
+        if (!link->is_broken()) entries.push_back({link->socket(), POLLIN, 0});
+      }
     }
     if (poll(entries.data(), entries.size(), all_sent ? -1 : kRetryMs) < 0) continue;
     uint64_t count = 0;
@@ -264,10 +266,15 @@ void PoolLinks::run() {
     }
     all_sent = true;
     for (const auto& link : links) {
+      if (link->is_broken()) continue;
       try {
         all_sent &= drive(*link);
-      } catch (const Error&) {
-        drop(link);
+      } catch (const Error& error) {
+        if (link->has_ended()) {
+          drop(link);
+        } else {
+          link->set_broken(error.what());
+        }
       }
     }
   }

@@ -5,7 +5,7 @@
 // and kept as long as both live. A process closes none while it lives, so a link that ends is a
 // process that died: then the others share what they have without it. Whether a pair has a link is
 // said by both sides at every `join`, and made anew unless both have it. Two groups that meet at
-// the same time may make two; a chunk is then offered twice and mapped once.
+// the same time may make two; a chunk may then be offered twice, and is mapped once.
 //
 // NOTE [Thread] A thread of its own sends, receives and maps, asleep while there is nothing to do.
 // The driver may keep who maps waiting until kernels have ended, and it is the watchdog that ends
