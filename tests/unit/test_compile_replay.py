@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import gc
 import importlib.util
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -313,6 +315,59 @@ def test_compile_tries_replayed_passes_after_compiling(
         engine.undo(model)
         assert "forward" not in vars(model)
         torch._dynamo.reset()
+
+
+def _things_on(model: nn.Module) -> list[Any]:
+    """Everything that modules hold, by who it is; of hooks, how many there are."""
+    return [
+        (name, key, len(value) if key.endswith("hooks") else id(value))
+        for name, one in model.named_modules()
+        for key, value in sorted(vars(one).items())
+    ]
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(x * torch.rand([]))
+        return result
+
+
+@pytest.mark.usefixtures("counting")
+@pytest.mark.parametrize("draws", [False, True], ids=["slower", "impossible"])
+def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
+    draws: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
+    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
+    monkeypatch.setattr(config, "_current", options)
+    monkeypatch.setattr(decisions, "_made", [])
+    clock = Clock(1.0, 2.0)
+    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(capturing, "time", clock)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Draws() if draws else Draws().blocks
+    before = _things_on(model)
+    clock.model = deepytorch.compile(model)
+    found: Any = weakref.ref(engine.compilation_of(model))
+    for number in range(130):
+        (model(torch.randn(4, 8)).square().mean()).backward()
+        model.zero_grad()
+        if found().is_settled:
+            break
+        clock.step()
+    made = {one["what"].split()[0]: one["chosen"] for one in decisions.made()}
+    assert made == {"CUDA": "launched", "compile": "eager"}
+    assert number < 129
+    assert _things_on(model) == before
+    gc.collect()
+    assert found() is None, "nobody holds what was measured with"
+    torch._dynamo.reset()
 
 
 def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
