@@ -126,6 +126,7 @@ test-native: build-native ## GoogleTest of the torch-free core: ranks are thread
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes tests/network \
+          tests/multiproc/test_padding_free_training.py \
           tests/unit/test_compile_replay.py $(wildcard tests/unit/test_padding*.py)
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
