@@ -21,6 +21,8 @@ ADAPTERS ?= all
 # GPU it is enough to see that they compile: half the time goes into the machine code.
 CUDA_ARCHITECTURES ?= $(if $(wildcard /dev/nvidiactl),90a-real,90a-virtual)
 export PYTHON
+# What wheel and native tests are made of is compiled once, in one folder.
+NATIVE_SETTINGS := build-dir=build/native cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
 
 # The virtual environment's tools (cmake, ninja, compilers' helpers) come first, also for children.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -62,8 +64,8 @@ FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d 
 $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
 	@# Not its short name -C, which the pip of Python 3.11's early releases lacks.
-	@$(PIP) --no-build-isolation --no-deps -e . \
-	  --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+	@$(PIP) --no-build-isolation --no-deps -e . $(addprefix --config-settings ,$(NATIVE_SETTINGS)) \
+	  --config-settings "build.targets=_core;dpt_nccl_tuner"
 	@touch $@
 
 # DeepSpeed compiles this in the first process that needs it. In a test it would be in the test's
@@ -89,8 +91,9 @@ test: setup lint-and-compile test-native test-python ## everything below, then a
 setup: $(VENV)/.tools
 	@mkdir -p build
 	@$(MAKE) --no-print-directory build-native > build/native.log 2>&1 & native=$$!; \
-	  $(MAKE) --no-print-directory venv; status=$$?; \
+	  $(MAKE) --no-print-directory $(VENV)/.dependencies; status=$$?; \
 	  wait $$native || { cat build/native.log; exit 1; }; exit $$status
+	@$(MAKE) --no-print-directory venv
 
 # The linters keep one core busy, the compiler of what the tests need the other.
 lint-and-compile: venv
@@ -112,15 +115,18 @@ lint: venv ## ruff, mypy --strict, clang-format: check only
 
 build-native: $(VENV)/.tools
 	@.ci/system gtest
-	@$(BIN)/cmake -S . -B build/csrc $(CMAKE_FLAGS) > /dev/null
-	@$(BIN)/cmake --build build/csrc
+	@# By what pip calls, so that pip finds all of it made.
+	@$(BIN)/python -c "import sys; from scikit_build_core.build import build_editable; \
+	  build_editable('build/editable', dict(each.split('=', 1) for each in sys.argv[1:]))" \
+	  $(NATIVE_SETTINGS) cmake.define.DPT_BUILD_TESTS=ON cmake.define.DPT_WERROR=ON
 
 test-native: build-native ## GoogleTest of the torch-free core: ranks are threads
-	$(BIN)/ctest --test-dir build/csrc --output-on-failure --parallel 2
+	$(BIN)/ctest --test-dir build/native --output-on-failure --parallel 2
 
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes tests/network \
+          tests/multiproc/test_padding_free_training.py \
           tests/unit/test_compile_replay.py $(wildcard tests/unit/test_padding*.py)
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin

@@ -105,7 +105,8 @@ def announce(group_config: str, size: int) -> None:
     """The one line at the start; not again when the same group is set up once more."""
     pairs = rewrite.parse(group_config)
     devices = [device for device, name in pairs.items() if name == backend.NAME]
-    line = f"collectives of {size} ranks go through deepytorch for {' and '.join(devices)} tensors"
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    line = f"collectives of {ranks} go through deepytorch for {' and '.join(devices)} tensors"
     if line not in _announced:
         _announced.add(line)
         say_once(f"{line}; {OFF_SWITCH}")

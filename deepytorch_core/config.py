@@ -518,7 +518,7 @@ def set_for_nccl(settings: Mapping[str, str]) -> None:
 
 
 def set_where_unset(settings: Mapping[str, str]) -> None:
-    """Put environment variables in place that the native core, NCCL or gloo reads later.
+    """Put environment variables in place that the native core, NCCL, gloo or torchrun reads later.
 
     What the user has set, NCCL's also in its files, stays as it is.
     """

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,6 +22,10 @@ hypothesis.settings.load_profile("repeatable")
 
 # Measuring takes time and writes to the user's cache: what tests it turns it on, also in workers.
 os.environ.setdefault("DEEPYTORCH_TUNE", "off")  # noqa: TID251
+
+# torch asks the name server who 127.0.0.1 is, at both ends of every connection to a store: where a
+# question gets lost, that takes 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # noqa: TID251
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -57,6 +62,17 @@ def quiet_profile(tmp_path: Path) -> Iterator[Path]:
     config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
     yield tmp_path / "profile.json"
     config.set_current(before)
+
+
+@pytest.fixture(scope="session")
+def deepspeeds_ranks() -> dict[str, Any]:
+    """For `spawn_ranks`: ranks for DeepSpeed and what it is used with, each started anew.
+
+    To import that takes longer than most trainings: who asks for the same gets forks of one
+    process, which has.
+    """
+    modules = ("deepspeed", "transformers.trainer", "transformers.models.llama.modeling_llama")
+    return {"fresh": True, "env": {"DS_ACCELERATOR": "cpu"}, "preload": modules}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -97,6 +97,7 @@ def settle_meeting(options: Namespace) -> None:
     It takes every node without a number for the first, and goes by the first one's own name, which
     may be 127.0.1.1. Raises ValueError where they could not meet.
     """
+    from deepytorch_core import config
     from deepytorch_core.network import addresses
 
     numbered = options.node_rank is not None
@@ -112,6 +113,11 @@ def settle_meeting(options: Namespace) -> None:
             )
         if options.rdzv_endpoint:
             options.rdzv_backend = "c10d"
+    least, _, most = options.nnodes.partition(":")
+    if most and most != least:
+        # torch tells where a job's store is in the first round only: a node that joins later would
+        # wait for that until the job fails. With a store for each round it is told every time.
+        config.set_where_unset({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     name = socket.getfqdn(socket.gethostname())
     if options.local_addr is not None or not host or addresses.is_known_by(name):
         return

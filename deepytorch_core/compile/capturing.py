@@ -163,13 +163,15 @@ class Capturing:
 
     def _finish(self, chosen: str, reason: str, times_ms: dict[str, float] | None = None) -> None:
         decisions.record(self._what, chosen, reason, times_ms=times_ms)
+        # What steps without graphs took before, or graphs and their rehearsals, on their stream.
+        is_memory_left = bool(times_ms) or self.num_captured > 0
         if chosen == LAUNCHED:
             self.undo()
         else:
             self._use(True)
         self.is_settled = True
-        if times_ms:
-            torch.cuda.empty_cache()  # what steps without graphs took before
+        if is_memory_left:
+            torch.cuda.empty_cache()
 
     def _use(self, is_on: bool) -> None:
         self._on = is_on

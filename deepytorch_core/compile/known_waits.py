@@ -4,7 +4,8 @@ transformers: a causal model that is called without a mask looks at its position
 just counted up itself, whether they begin anew within a row, as those of packed sequences do. That
 waits for the GPU, and a pass that waits can't be replayed as a CUDA graph (`capture`). And it
 returns a cache of keys and values unless it is told not to, in training as well, where nobody goes
-on from it.
+on from it. Decoders of the BART kind make a mask of ones where there is none, which is then looked
+at; where they are traced by a compiler they leave it out, to the same effect.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import nn
 from deepytorch_core.compile.region import Forward
 
 _LOOKS = "find_packed_sequence_indices"
+_ASKS = "is_torchdynamo_compiling"
+_MAKES_MASK = "mask_seq_length"  # a variable of who makes a mask of ones
 
 # One pass at a time has its function in transformers' file.
 _one = threading.RLock()
@@ -42,6 +45,8 @@ def without(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
     # Layers of one number share a place in the cache, and then see more with it than without.
     takes_cache = takes_cache and not _has_twins(model)
+    files = {sys.modules.get(type(one).__module__) for one in model.modules()}
+    asking = [file for file in files if hasattr(file, _ASKS)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if takes_cache and _is_trained(model, kwargs):
@@ -49,7 +54,8 @@ def without(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         counts_itself = len(args) <= 1 and not any(
             "position" in name and value is not None for name, value in kwargs.items()
         )
-        with _without_look() if counts_itself else contextlib.nullcontext():
+        look = _without_look() if counts_itself else contextlib.nullcontext()
+        with look, _without_masks(asking):
             return forward(*args, **kwargs)
 
     return run
@@ -90,3 +96,33 @@ def _without_look() -> Iterator[None]:
             yield
         finally:
             setattr(masks, _LOOKS, look)
+
+
+@contextlib.contextmanager
+def _without_masks(files: list[Any]) -> Iterator[None]:
+    """While open, models of these files make no masks of ones in this thread."""
+    if not files:
+        yield
+        return
+    own = threading.get_ident()
+
+    def instead_of(ask: Callable[[], bool]) -> Callable[[], bool]:
+        def answer() -> bool:
+            frame = sys._getframe(1)
+            makes_mask = (
+                _MAKES_MASK in frame.f_code.co_varnames
+                and frame.f_locals.get("attention_mask", frame) is None
+            )
+            return (makes_mask and threading.get_ident() == own) or ask()
+
+        return answer
+
+    with _one:
+        asks = [getattr(file, _ASKS) for file in files]
+        for file, ask in zip(files, asks, strict=True):
+            setattr(file, _ASKS, instead_of(ask))
+        try:
+            yield
+        finally:
+            for file, ask in zip(files, asks, strict=True):
+                setattr(file, _ASKS, ask)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepytorch_core import guard
-from deepytorch_core.compile import graphs, module_state
+from deepytorch_core.compile import graphs, host_draws, module_state
 from deepytorch_core.compile.loans import copies_of
 from deepytorch_core.compile.module_state import PLAIN
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
@@ -102,7 +102,7 @@ class Replay:
         call: the first such call.
         recorder: of all graphs of the module.
 
-    Raises NotCapturedError where the call waits for the GPU, draws random numbers on the host,
+    Raises NotCapturedError where the call waits for the GPU, goes by random numbers of the host,
     writes to its inputs, or computes something else when replayed.
     """
 
@@ -156,6 +156,7 @@ class Replay:
         """Replay on the call's inputs. Returns what the module would, connected to autograd."""
         wanted = [*self._parameters, *(one for one in call.tensors if one.requires_grad)]
         number = self._recorder.number() if self._draws else None
+        host_draws.draw(self._num_host_draws)
         tensors = _Pass.apply(self, call, token, number, *wanted)  # type: ignore[no-untyped-call]
         return self._result(tensors, call, number)
 
@@ -263,6 +264,10 @@ class Replay:
         with _own_casts():
             return tree_flatten(self._forward(*args, **kwargs))
 
+    def _run_anew(self, given: tuple[Any, Any]) -> None:
+        self._before.put_back()
+        self._run(given)
+
     def _rehearse(
         self, given: tuple[Any, Any], numbers: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -299,8 +304,7 @@ class Replay:
         gradients = self._gradients_of(tensors, self._parameters)
         now = guard.random_numbers()
         self._draws = not all(map(torch.equal, numbers[1:], now[1:]))
-        if module_state.host_random_numbers() != host:
-            raise NotCapturedError("it draws random numbers on the host")
+        self._num_host_draws = host_draws.count(lambda: self._run_anew(given), host, numbers)
         graphs.rewind(numbers)
         return [one.detach() for one in tensors], gradients
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import deepytorch_core.data.varlen_efficient  # noqa: F401 makes its operations known
+
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _UNLIMITED = -1
 
@@ -139,6 +141,20 @@ def _cuda_efficient(
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     # Rounded up it may be more than there are tokens, which the kernel's backward refuses.
     longest = min(max_length, query.shape[0])
+    window_size = None if before == _UNLIMITED else before + 1
+    if torch.compiler.is_compiling():
+        compiled, *_ = torch.ops.deepytorch.varlen_efficient(
+            query,
+            key,
+            value,
+            cu_seq_lens,
+            longest=longest,
+            causal=after == 0,
+            window_size=window_size,
+            scale=scale,
+            dropout=dropout,
+        )
+        return cast(Tensor, compiled)
     out: Tensor = torch.ops.aten._efficient_attention_forward(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -152,7 +168,7 @@ def _cuda_efficient(
         1 if after == 0 else 0,  # masked from the upper left, or not at all
         True,
         scale=scale,
-        window_size=None if before == _UNLIMITED else before + 1,
+        window_size=window_size,
     )[0]
     return out.squeeze(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ def preserved(module: nn.Module, *, scaler: Any = None) -> Iterator[None]:
     """While open, anything may run on `module`; then it is as before.
 
     Kept are the parameters' gradients (none inside), buffers, modes (training or not), the random
-    numbers of Python, the CPU and every accelerator, and the state of a GradScaler. Not kept are
-    the parameters' values and the modules' other attributes: a trial has no optimizer step.
+    numbers of Python, numpy, the CPU and every accelerator, and the state of a GradScaler. Not kept
+    are the parameters' values and the modules' other attributes: a trial has no optimizer step.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     modes = [(one, one.training) for one in module.modules()]
@@ -68,12 +69,16 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 def same_random_numbers() -> Iterator[None]:
     """Puts every generator back to where it was when this was opened."""
     python, host = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = numpy.get_state() if numpy is not None else None
     devices = torch.cuda.get_rng_state_all() if _cuda_is_used() else None
     try:
         yield
     finally:
         random.setstate(python)
         torch.set_rng_state(host)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
         if devices is not None:
             torch.cuda.set_rng_state_all(devices)
 

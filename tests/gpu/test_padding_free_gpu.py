@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepytorch_core import decisions
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
@@ -79,6 +80,9 @@ def test_a_packed_row_trains_like_the_padded_batch(
         deepytorch.compile(model, policy="inductor")
     for _ in range(3 if compiled else 1):
         ours = _loss_and_gradients(model, lengths, autocast)
+    if compiled:  # all of it
+        last = [one for one in decisions.made() if one["what"].startswith("compile of")][-1]
+        assert "dropped" not in last, last
     assert undo(model)
     assert abs(float(ours[0]) - float(stock[0])) <= LIMITS[dtype] * float(stock[0])
     for theirs, mine in zip(stock[1:], ours[1:], strict=True):

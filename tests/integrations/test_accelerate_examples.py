@@ -73,18 +73,27 @@ def reporting(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("accelerate_ddp.py", ["--cpu"]),
+        ("accelerate_cv_example.py", ["--cpu"]),
         ("transformers_trainer.py", ["--use_cpu", "--disable_tqdm", "True", "--output_dir"]),
     ],
 )
-def test_the_guides_examples_run(name: str, arguments: list[str], tmp_path: Path) -> None:
+def test_the_guides_examples_run(
+    name: str, arguments: list[str], reporting: Path, tmp_path: Path
+) -> None:
     folder = [tmp_path] if "--output_dir" in arguments else []
     command = ["deepytorch.cli", "run", "--nproc-per-node", "2"]
-    assert native_calls(run(command, EXAMPLES / name, *arguments, *folder)) > 20
+    output = run(command, reporting, EXAMPLES / name, *arguments, *folder)
+    assert native_calls(output) > 20
 
 
 @pytest.mark.timeout(300)  # two launches, each importing transformers on every rank
-@pytest.mark.parametrize("name", ["accelerate_nlp_example.py", "accelerate_cv_example.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accelerate_nlp_example.py",
+        pytest.param("accelerate_cv_example.py", marks=pytest.mark.extended),
+    ],
+)
 def test_the_published_examples_learn_the_same_with_their_one_line(
     name: str, reporting: Path, tmp_path: Path
 ) -> None:

@@ -186,11 +186,11 @@ def deepspeed(rank: int, world_size: int, how: str) -> dict[int, Any]:
 
 
 @pytest.mark.timeout(300)  # DeepSpeed compiles an operation of its own first
-def test_deepspeed_gets_the_flag_and_gives_the_losses_of_gloo() -> None:
-    env = {"DS_ACCELERATOR": "cpu"}
-    how = {"fresh": True, "env": env, "preload": ("accelerate", "deepspeed"), "timeout_s": 140}
-    stock = spawn_ranks(deepspeed, 2, "stock", **how)
-    ours = spawn_ranks(deepspeed, 2, "plugin", **how)
+def test_deepspeed_gets_the_flag_and_gives_the_losses_of_gloo(
+    deepspeeds_ranks: dict[str, Any],
+) -> None:
+    stock = spawn_ranks(deepspeed, 2, "stock", **deepspeeds_ranks, timeout_s=140)
+    ours = spawn_ranks(deepspeed, 2, "plugin", **deepspeeds_ranks, timeout_s=140)
     for stage in (2, 3):
         for rank in range(2):
             assert ours[rank][stage]["losses"] == stock[rank][stage]["losses"]

@@ -82,11 +82,8 @@ def with_accelerate(rank: int, world_size: int) -> list[tuple[Any, ...]]:
     return found
 
 
-ALONE = {"ACCELERATE_USE_CPU": "true", "DEEPYTORCH_LOG": "warning"}
-
-
-def test_compile_option_of_the_plugin() -> None:
-    for stock, ours in spawn_ranks(with_accelerate, 2, env=ALONE, fresh=True):
+def test_compile_option_of_the_plugin(deepspeeds_ranks: dict[str, Any]) -> None:
+    for stock, ours in spawn_ranks(with_accelerate, 2, **deepspeeds_ranks):
         assert ours[0] == pytest.approx(stock[0], rel=1e-5)
         assert ours[1] == (6, [None])
         assert not ours[2]
@@ -111,8 +108,10 @@ def left_alone(rank: int, world_size: int) -> list[Any]:
     return [waiting, reasons]
 
 
-def test_compile_auto_waits_and_leaves_alone_what_the_script_compiles() -> None:
-    ((waiting, reasons),) = spawn_ranks(left_alone, 1, env=ALONE, fresh=True)
+def test_compile_auto_waits_and_leaves_alone_what_the_script_compiles(
+    deepspeeds_ranks: dict[str, Any],
+) -> None:
+    ((waiting, reasons),) = spawn_ranks(left_alone, 1, **deepspeeds_ranks)
     assert waiting == [True, False, False]
     assert reasons == ["compiled by the script"] * 2 + ["not measured: tune=off"]
 
@@ -142,8 +141,8 @@ def with_trainer(rank: int, world_size: int, folder: str) -> list[tuple[Any, ...
     return found
 
 
-def test_compile_option_of_the_trainer(tmp_path: Path) -> None:
-    ((stock, ours),) = spawn_ranks(with_trainer, 1, str(tmp_path), env=ALONE, fresh=True)
+def test_compile_option_of_the_trainer(tmp_path: Path, deepspeeds_ranks: dict[str, Any]) -> None:
+    ((stock, ours),) = spawn_ranks(with_trainer, 1, str(tmp_path), **deepspeeds_ranks)
     assert ours[0] == pytest.approx(stock[0], rel=1e-4)
     assert ours[1] == (6, [None])
 
@@ -182,10 +181,9 @@ def with_deepspeed(rank: int, world_size: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_compile_option_of_deepspeed() -> None:
-    env = {"DS_ACCELERATOR": "cpu", "DEEPYTORCH_LOG": "warning"}
+def test_compile_option_of_deepspeed(deepspeeds_ranks: dict[str, Any]) -> None:
     # DeepSpeed compiles an extension the first time.
-    for rank in spawn_ranks(with_deepspeed, 2, env=env, fresh=True, timeout_s=200):
+    for rank in spawn_ranks(with_deepspeed, 2, **deepspeeds_ranks, timeout_s=200):
         for stage, stock, ours, compiled in rank:
             assert ours == pytest.approx(stock, rel=1e-5), stage
             left = "nothing is left to compile between the hooks of its modules"

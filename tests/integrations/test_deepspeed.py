@@ -27,9 +27,6 @@ from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 pytestmark = pytest.mark.timeout(240)
 
 NUM_STEPS = 20
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
-# Which takes as long as a test.
-IMPORTED = {"fresh": True, "preload": ("deepspeed",)}
 
 OFFLOAD = {
     "offload_param": {"device": "cpu"},
@@ -304,10 +301,10 @@ def run_parts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def seen(tmp_path_factory: pytest.TempPathFactory, deepspeeds_ranks: dict[str, Any]) -> list[Any]:
     """What every rank saw in PARTS. One job for all: what takes long is to start DeepSpeed."""
     folder = str(tmp_path_factory.mktemp("deepspeed"))
-    return spawn_ranks(run_parts, 2, folder, **IMPORTED, env=ENVIRONMENT, timeout_s=200)
+    return spawn_ranks(run_parts, 2, folder, **deepspeeds_ranks, timeout_s=200)
 
 
 def part(seen: list[Any], function: Callable[[Path], Any]) -> list[Any]:
@@ -382,8 +379,8 @@ def by_name(rank: int, world_size: int) -> tuple[str, set[str], set[str]]:
     return dist.get_backend(), set(calls(native=True)), set(calls(native=False))
 
 
-def test_the_backend_can_be_named_to_init_distributed() -> None:
-    for backend, native, delegated in spawn_ranks(by_name, 2, **IMPORTED, env=ENVIRONMENT):
+def test_the_backend_can_be_named_to_init_distributed(deepspeeds_ranks: dict[str, Any]) -> None:
+    for backend, native, delegated in spawn_ranks(by_name, 2, **deepspeeds_ranks):
         assert backend == "deepytorch"
         assert native >= NATIVE[2]
         assert not delegated
@@ -407,8 +404,8 @@ def after_zero_init(rank: int, world_size: int) -> tuple[list[float], list[float
     return stock, train(made(flagged("stage 3"))), set(calls(native=True))
 
 
-def test_a_group_that_zero_init_has_made_is_upgraded() -> None:
-    for stock, ours, native in spawn_ranks(after_zero_init, 2, **IMPORTED, env=ENVIRONMENT):
+def test_a_group_that_zero_init_has_made_is_upgraded(deepspeeds_ranks: dict[str, Any]) -> None:
+    for stock, ours, native in spawn_ranks(after_zero_init, 2, **deepspeeds_ranks):
         assert ours == stock
         assert native >= NATIVE[3]
 
@@ -446,15 +443,17 @@ def fail_with(rank: int, world_size: int, sections: list[Any]) -> tuple[str, str
         ),
     ],
 )
-def test_a_wrong_section_is_the_same_line_on_every_rank(sections: list[Any], said: str) -> None:
-    for message, backend in spawn_ranks(fail_with, 2, sections, **IMPORTED, env=ENVIRONMENT):
+def test_a_wrong_section_is_the_same_line_on_every_rank(
+    sections: list[Any], said: str, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    for message, backend in spawn_ranks(fail_with, 2, sections, **deepspeeds_ranks):
         assert said in message
         assert "\n" not in message
         assert backend == "gloo"
 
 
-def test_a_flag_on_some_ranks_only_names_the_others() -> None:
-    seen = spawn_ranks(fail_with, 2, [{"enabled": True}, None], **IMPORTED, env=ENVIRONMENT)
+def test_a_flag_on_some_ranks_only_names_the_others(deepspeeds_ranks: dict[str, Any]) -> None:
+    seen = spawn_ranks(fail_with, 2, [{"enabled": True}, None], **deepspeeds_ranks)
     assert "deepspeed: rank(s) 1 did not call it within 0.5 s" in seen[0][0]
 
 
@@ -481,8 +480,10 @@ def flag_on_rank_0(rank: int, world_size: int, how: str) -> str:
         ("switched off", "deepytorch switched off (DEEPYTORCH_ENABLED=0)"),
     ],
 )
-def test_a_flag_on_some_ranks_only_is_the_same_line_on_every_rank(how: str, has: str) -> None:
-    seen = spawn_ranks(flag_on_rank_0, 2, how, **IMPORTED, env=ENVIRONMENT)
+def test_a_flag_on_some_ranks_only_is_the_same_line_on_every_rank(
+    how: str, has: str, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    seen = spawn_ranks(flag_on_rank_0, 2, how, **deepspeeds_ranks)
     said = f"deepspeed: rank 1 has {has}, and other ranks use deepytorch: give every rank the same"
     assert all(message.startswith(said) and "\n" not in message for message in seen)
 
@@ -494,8 +495,8 @@ def stock_in_turns(rank: int, world_size: int) -> tuple[list[float], bool]:
     return train(made, 1), deepytorch.is_active()
 
 
-def test_without_a_flag_on_any_rank_deepspeed_goes_on() -> None:
-    results = spawn_ranks(stock_in_turns, 2, **IMPORTED, env=ENVIRONMENT)
+def test_without_a_flag_on_any_rank_deepspeed_goes_on(deepspeeds_ranks: dict[str, Any]) -> None:
+    results = spawn_ranks(stock_in_turns, 2, **deepspeeds_ranks)
     assert [active for _, active in results] == [False, False]
 
 
@@ -508,9 +509,10 @@ def switched_off(rank: int, world_size: int) -> tuple[str, bool, int]:
     return dist.get_backend(), deepytorch.is_active(), deepytorch.report().native_calls
 
 
-def test_switched_off_is_stock() -> None:
-    environment = {**ENVIRONMENT, "DEEPYTORCH_ENABLED": "0"}
-    assert spawn_ranks(switched_off, 2, **IMPORTED, env=environment) == [("gloo", False, 0)] * 2
+def test_switched_off_is_stock(deepspeeds_ranks: dict[str, Any]) -> None:
+    environment = {**deepspeeds_ranks["env"], "DEEPYTORCH_ENABLED": "0"}
+    how = {"fresh": True, "env": environment, "preload": ("deepspeed",)}
+    assert spawn_ranks(switched_off, 2, **how) == [("gloo", False, 0)] * 2
 
 
 def test_a_version_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,8 +552,8 @@ def dropped(rank: int, world_size: int, folder: str) -> list[Any]:
     return found
 
 
-def test_dropped_engines_go(tmp_path: Path) -> None:
-    for found in spawn_ranks(dropped, 2, str(tmp_path), **IMPORTED, env=ENVIRONMENT):
+def test_dropped_engines_go(tmp_path: Path, deepspeeds_ranks: dict[str, Any]) -> None:
+    for found in spawn_ranks(dropped, 2, str(tmp_path), **deepspeeds_ranks):
         assert found == [[None] * 3] * 2
 
 

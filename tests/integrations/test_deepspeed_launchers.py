@@ -65,15 +65,25 @@ def trainer(*before: str, **variables: str) -> tuple[list[float], str, str]:
     return [float(loss) for loss in found.group(1).split(", ")], found.group(2), output
 
 
-def test_an_unchanged_trainer_script_with_autoload_or_with_the_import(tmp_path: Path) -> None:
-    stock, backend, _ = trainer(**OFF)
+@pytest.fixture(scope="module")
+def stock() -> list[float]:
+    losses, backend, _ = trainer(**OFF)
     assert backend == "gloo"
-    assert len(stock) == 20
+    assert len(losses) == 20
+    return losses
 
+
+def test_an_unchanged_trainer_script_with_autoload(stock: list[float]) -> None:
     losses, backend, _ = trainer()
     assert (losses, backend) == (stock, "deepytorch")
 
-    # Without autoload one line is needed, before or after those of the script.
+
+# test_deepspeed.py and test_transformers_modes.py train with the import too.
+@pytest.mark.extended
+def test_without_autoload_a_trainer_script_needs_the_import(
+    stock: list[float], tmp_path: Path
+) -> None:
+    # One line, before or after those of the script.
     with_import = tmp_path / "with_import.py"
     with_import.write_text(
         "import runpy\n"

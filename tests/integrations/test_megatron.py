@@ -119,7 +119,7 @@ def train_ours(
         ({"data": 2}, False, {"all_reduce"}),
         ({"data": 2}, True, {"all_reduce", "all_gather", "reduce_scatter"}),
         ({"pipeline": 2}, False, {"send", "recv"}),
-        ({"tensor": 2, "data": 2}, False, {"all_reduce"}),
+        pytest.param({"tensor": 2, "data": 2}, False, {"all_reduce"}, marks=pytest.mark.extended),
         ({"tensor": 2, "data": 2}, True, {"all_reduce", "all_gather", "reduce_scatter"}),
     ],
     ids=["tp2", "dp2", "dp2-optimizer", "pp2", "tp2-dp2", "tp2-dp2-optimizer"],

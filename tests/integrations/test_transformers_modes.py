@@ -20,8 +20,6 @@ from deepytorch.integrations import transformers as adapter
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20
-# Which takes as long as the training.
-PRELOAD = ("deepspeed", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 @contextlib.contextmanager
@@ -150,12 +148,11 @@ def deepspeed(rank: int, world_size: int, how: str, folder: Path) -> dict[str, A
 
 
 @pytest.mark.timeout(300)  # DeepSpeed compiles an operation of its own first
-def test_deepspeed_gets_the_flag_and_gives_the_losses_of_gloo(tmp_path: Path) -> None:
-    env = {"DS_ACCELERATOR": "cpu"}
+def test_deepspeed_gets_the_flag_and_gives_the_losses_of_gloo(
+    tmp_path: Path, deepspeeds_ranks: dict[str, Any]
+) -> None:
     results = {
-        how: spawn_ranks(
-            deepspeed, 2, how, tmp_path, fresh=True, env=env, preload=PRELOAD, timeout_s=140
-        )
+        how: spawn_ranks(deepspeed, 2, how, tmp_path, **deepspeeds_ranks, timeout_s=140)
         for how in ("stock", "mixin", "existing")
     }
     for how in ("mixin", "existing"):

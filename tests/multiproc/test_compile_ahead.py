@@ -127,7 +127,9 @@ def alone(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.usefixtures("unusual_switches", "group", "spawned")
-@pytest.mark.parametrize("wrap", [alone, DistributedDataParallel])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(alone, marks=pytest.mark.extended), DistributedDataParallel]
+)
 def test_a_training_goes_on_while_helpers_compile_it(
     wrap: Callable[[nn.Module], nn.Module],
 ) -> None:

@@ -259,8 +259,8 @@ def with_deepspeed(rank: int, world_size: int) -> dict[str, dict[int, tuple[list
     return seen
 
 
-def test_padding_free_deepspeed_gives_the_padded_losses() -> None:
-    for seen in spawn_ranks(with_deepspeed, 2, env={"DS_ACCELERATOR": "cpu"}, timeout_s=110):
+def test_padding_free_deepspeed_gives_the_padded_losses(deepspeeds_ranks: dict[str, Any]) -> None:
+    for seen in spawn_ranks(with_deepspeed, 2, **deepspeeds_ranks, timeout_s=110):
         for stage in (1, 2, 3):
             (losses, num_tokens), (stock, num_padded) = seen["on"][stage], seen["off"][stage]
             assert losses == pytest.approx(stock, **CLOSE)

@@ -77,7 +77,7 @@ def test_it_acts_whenever_it_is_imported(imports: str) -> None:
     assert result.stdout == "deepytorch cpu:deepytorch\n" * 2
     # One line at the start, with the off switch.
     (line,) = [line for line in result.stderr.splitlines() if "compil" not in line]
-    assert "collectives of 1 ranks go through deepytorch for cpu tensors" in line
+    assert "collectives of 1 rank go through deepytorch for cpu tensors" in line
     assert "DEEPYTORCH_ENABLED=0" in line
 
 

@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 
 from deepytorch.cli import launcher
+from deepytorch_core import config
 from deepytorch_core.network import addresses
 
 
@@ -35,6 +36,21 @@ def test_an_endpoint_alone_is_enough() -> None:
 def test_the_node_of_the_endpoint_serves_the_others() -> None:
     options = parse("--nnodes=2", "--rdzv-endpoint=10.0.0.2:29500", "--rdzv-conf=timeout=30")
     assert options.rdzv_conf == "timeout=30,is_host=1"
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "theirs", "expected"),
+    [("1:2", None, "1"), ("1:2", "0", "0"), ("2", None, None), ("2:2", None, None)],
+)
+def test_nodes_may_join_later_where_their_number_may_change(
+    monkeypatch: pytest.MonkeyPatch, nnodes: str, theirs: str | None, expected: str | None
+) -> None:
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    monkeypatch.setenv(name, theirs or "")  # also so that it is as before afterwards
+    if theirs is None:
+        monkeypatch.delenv(name)
+    parse(f"--nnodes={nnodes}", "--rdzv-endpoint=10.0.0.1:29500")
+    assert config.child_environment().get(name) == expected
 
 
 def test_numbered_nodes_stay_as_torchrun_has_them() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import gc
 import importlib.util
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config, decisions
+from deepytorch_core import config, decisions, guard
 from deepytorch_core.compile import (
     capture,
     capturing,
@@ -59,7 +61,8 @@ def _load(name: str) -> Any:
 
 cases, masked = _load("gpu/test_cuda_graphs"), _load("gpu/test_cuda_graphs_masked")
 causal, users = _load("gpu/test_cuda_graphs_causal"), _load("gpu/test_cuda_graphs_users")
-for _module in (cases, masked, causal, users):
+layerdrop = _load("gpu/test_cuda_graphs_layerdrop")
+for _module in (cases, masked, causal, users, layerdrop):
     globals().update(
         {
             name: value
@@ -77,7 +80,8 @@ class Again:
         self.tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
 
     def replay(self) -> None:
-        with torch.enable_grad():
+        # What a graph does draws nothing on the host.
+        with torch.enable_grad(), guard.same_random_numbers():
             found = [one for one in tree_leaves(self.run()) if isinstance(one, Tensor)]
         with torch.no_grad():
             for mine, other in zip(self.tensors, found, strict=True):
@@ -311,6 +315,60 @@ def test_compile_tries_replayed_passes_after_compiling(
         engine.undo(model)
         assert "forward" not in vars(model)
         torch._dynamo.reset()
+
+
+def _things_on(model: nn.Module) -> list[Any]:
+    """Everything that modules hold, by who it is; of hooks, how many there are."""
+    return [
+        (name, key, len(value) if key.endswith("hooks") else id(value))
+        for name, one in model.named_modules()
+        for key, value in sorted(vars(one).items())
+    ]
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(x * torch.rand([]))
+        return result
+
+
+@pytest.mark.usefixtures("counting")
+@pytest.mark.parametrize("draws", [False, True], ids=["slower", "impossible"])
+def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
+    draws: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
+    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
+    monkeypatch.setattr(config, "_current", options)
+    monkeypatch.setattr(decisions, "_made", [])
+    clock = Clock(1.0, 2.0)
+    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(capturing, "time", clock)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Draws() if draws else Draws().blocks
+    before = _things_on(model)
+    clock.model = deepytorch.compile(model)
+    found: Any = weakref.ref(engine.compilation_of(model))
+    for _ in range(130):
+        model(torch.randn(4, 8)).square().mean().backward()
+        model.zero_grad()
+        if found().is_settled:
+            break
+        clock.step()
+    else:
+        pytest.fail("it is never settled")
+    made = {one["what"].split()[0]: one["chosen"] for one in decisions.made()}
+    assert made == {"CUDA": "launched", "compile": "eager"}
+    assert _things_on(model) == before
+    gc.collect()
+    assert found() is None, "nobody holds what was measured with"
+    torch._dynamo.reset()
 
 
 def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

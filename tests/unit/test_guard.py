@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,6 +58,7 @@ def test_guard_puts_state_back() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(5)
     random.seed(5)
+    np.random.seed(5)
     with guard.preserved(model, scaler=scaler):
         assert model[0].weight.grad is None
         scaler.scale(model(torch.randn(4, 8)).sum()).backward()
@@ -64,6 +66,7 @@ def test_guard_puts_state_back() -> None:
         model.eval()
         model[1].running_mean = torch.zeros(8)
         random.random()
+        np.random.rand()
     assert model[0].weight.grad is grad
     assert torch.equal(grad, torch.ones_like(grad))
     assert model[2].weight is None if hasattr(model[2], "weight") else True
@@ -72,10 +75,11 @@ def test_guard_puts_state_back() -> None:
     assert model[1].running_mean is mean
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert scaler._scale is None or float(scaler._scale) == 8.0
-    after = (torch.rand(1).item(), random.random())
+    after = (torch.rand(1).item(), random.random(), np.random.rand())
     torch.manual_seed(5)
     random.seed(5)
-    assert after == (torch.rand(1).item(), random.random())
+    np.random.seed(5)
+    assert after == (torch.rand(1).item(), random.random(), np.random.rand())
 
 
 def test_guard_trials_stay_out_of_checkpointing() -> None:

@@ -176,6 +176,27 @@ def test_padding_free_attention_on_cuda_takes_a_kernel_that_keeps_dropout(
         assert kwargs.get("window_size") == (None if before < 0 else before + 1)
 
 
+def test_padding_free_attention_of_float32_on_cuda_is_opaque_to_compilers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They can't trace aten's operation, whose backward pass is described without an argument."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with FakeTensorMode(), Calls() as calls:
+        query = torch.empty(25, 4, 8, device="cuda")
+        key = torch.empty(25, 2, 8, device="cuda")
+        cu_seq_lens = torch.empty(6, dtype=torch.int32, device="cuda")
+        out = varlen_attention(query, key, key, cu_seq_lens, 64, causal=True, dropout=0.1)
+        assert (out.shape, out.device.type) == (query.shape, "cuda")
+    assert calls.seen == []
+    with FakeTensorMode():  # of a device that this build of torch can differentiate on
+        inputs = [torch.empty(25, 4, 8, requires_grad=True) for _ in range(3)]
+        bounds = torch.empty(6, dtype=torch.int32)
+        settings = {"causal": True, "window_size": None, "scale": None, "dropout": 0.1}
+        out, *_ = torch.ops.deepytorch.varlen_efficient(*inputs, bounds, longest=25, **settings)
+        grads = torch.autograd.grad(out.sum(), inputs)
+    assert [grad.shape for grad in grads] == [one.shape for one in inputs]
+
+
 @pytest.mark.parametrize("name", ["_takes_groups", "_has_flash"])
 def test_padding_free_attention_on_cuda_repeats_key_heads_for_what_shares_none(
     name: str, monkeypatch: pytest.MonkeyPatch
