@@ -4,7 +4,8 @@ The memory comes in chunks that every rank of the node maps, some time after the
 without anybody waiting for it. PyTorch's own caching allocator hands it out, as a
 `torch.cuda.MemPool` over two functions of the core, so streams, `record_stream` and caching are as
 with any other tensor. A collective finds by itself whether a tensor is registered, and ranks may
-mix both kinds as they like.
+mix both kinds as they like. With `error_handling=raise` it goes the way of ordinary memory: a rank
+that goes on after a failure may free it while another's kernel is still writing.
 
 NOTE [Pools] torch refuses to route allocations into a pool twice at the same time, in whatever
 threads. So what we allocate for others comes from pools of our own, one thread at a time, and the
