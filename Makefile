@@ -136,7 +136,7 @@ test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, confo
 	  eval "$$pytest $(addprefix --ignore=,$(BESIDE))"; status=$$?; \
 	  wait $$beside || status=1; cat build/beside.log; exit $$status
 
-test-extended: venv adapter $(OPERATORS) ## tests that make test leaves out because a sibling shows the same (a minute)
+test-extended: venv adapter $(OPERATORS) ## tests that make test leaves out because a sibling shows the same (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_FLAGS) -m extended
 
 test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torch (build/tensorflow)

@@ -117,7 +117,7 @@ def place_ddp_buckets() -> Iterator[None]:
     """DistributedDataParallel modules made inside have their gradient buckets registered.
 
     Also those of the later rebuild. With `import deepytorch` in force all do, without this; those
-    on GPUs only with collectives=native, since nobody has timed that on several GPUs yet. For
+    on GPUs only with collectives=native, since nobody has timed whole trainings with it yet. For
     modules on a group that deepytorch serves natively; others keep ordinary buckets, and a line
     says so.
     """

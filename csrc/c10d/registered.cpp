@@ -56,7 +56,7 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   }
 }
 
-// As long as nobody has timed it on several GPUs it is for who asks for native collectives.
+// As long as nobody has timed whole trainings with it, it is for who asks for native collectives.
 bool Backend::has_device_memory() const {
   return setup_.native && size_ > 1 && setup_.device_memory.is_there &&
          setup_.device_memory.is_there();
