@@ -13,9 +13,9 @@ pool that a program asks for is the program's alone. Nor may a pool's last refer
 allocations are routed or a graph is captured: torch would end the process. So they go in `trim`
 and where DDP has its buckets, not when Python happens to collect them.
 
-Collectives gain by it (docs/results/collectives-2-h100.jsonl); whole trainings on it nobody has timed
-yet, so it is for who asks: by these functions, or with `collectives=native` (FSDP2's buffers, DDP's
-buckets).
+Collectives gain by it (docs/results/collectives-2-h100.jsonl). Nobody has timed whole trainings on
+it yet, so it is for who asks: by these functions, or with `collectives=native` (FSDP2's buffers,
+DDP's buckets).
 """
 
 from __future__ import annotations
