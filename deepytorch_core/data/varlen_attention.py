@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import deepytorch_core.data.varlen_efficient  # noqa: F401 makes its operations known
+from deepytorch_core.data import varlen_efficient
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _UNLIMITED = -1
@@ -141,36 +141,21 @@ def _cuda_efficient(
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     # Rounded up it may be more than there are tokens, which the kernel's backward refuses.
     longest = min(max_length, query.shape[0])
-    window_size = None if before == _UNLIMITED else before + 1
+    operation: Any = varlen_efficient.attend
     if torch.compiler.is_compiling():
-        compiled, *_ = torch.ops.deepytorch.varlen_efficient(
-            query,
-            key,
-            value,
-            cu_seq_lens,
-            longest=longest,
-            causal=after == 0,
-            window_size=window_size,
-            scale=scale,
-            dropout=dropout,
-        )
-        return cast(Tensor, compiled)
-    out: Tensor = torch.ops.aten._efficient_attention_forward(
-        query.unsqueeze(0),
-        key.unsqueeze(0),
-        value.unsqueeze(0),
-        None,
+        operation = torch.ops.deepytorch.varlen_efficient
+    out, *_ = operation(
+        query,
+        key,
+        value,
         cu_seq_lens,
-        cu_seq_lens,
-        longest,
-        longest,
-        dropout,
-        1 if after == 0 else 0,  # masked from the upper left, or not at all
-        True,
+        longest=longest,
+        causal=after == 0,  # masked from the upper left, or not at all
+        window_size=None if before == _UNLIMITED else before + 1,
         scale=scale,
-        window_size=window_size,
-    )[0]
-    return out.squeeze(0)
+        dropout=dropout,
+    )
+    return cast(Tensor, out)
 
 
 def _repeated(tensor: Tensor, num_heads: int) -> Tensor:

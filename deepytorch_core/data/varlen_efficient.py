@@ -2,7 +2,8 @@
 
 torch (2.11 to 2.13 at least) describes this kernel's backward pass to its compilers without the
 argument `out`, so tracing aten's operation ends with a TypeError. Here both passes are operations
-of our own, opaque to compilers, which call aten's when they run. Eager code calls aten directly.
+of our own, opaque to compilers, which call aten's when they run. Eager code calls that directly:
+`attend`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ _CAUSAL_FROM_UPPER_LEFT = 1
 _LOG_SUMS_MULTIPLE = 32  # which the kernel rounds the longest sequence up to
 
 
-@torch.library.custom_op("deepytorch::varlen_efficient", mutates_args=(), device_types="cuda")
-def varlen_efficient(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -52,7 +52,12 @@ def varlen_efficient(
     return found[0].squeeze(0), found[1], found[2], found[3]
 
 
-@varlen_efficient.register_fake
+_varlen_efficient = torch.library.custom_op(
+    "deepytorch::varlen_efficient", attend, mutates_args=(), device_types="cuda"
+)
+
+
+@_varlen_efficient.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, *, longest: int, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,4 +133,4 @@ def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return (*grads, None)
 
 
-varlen_efficient.register_autograd(_backward, setup_context=_remember)
+_varlen_efficient.register_autograd(_backward, setup_context=_remember)
