@@ -89,8 +89,7 @@ def _sums(rank: int, world_size: int) -> None:
                 assert error <= rounding * expected.abs().max().item(), f"{what}: off by {error}"
                 assert_same_on_all_ranks(value, what)
     divided = [row for row in _core.statistics() if "NCCL beside it with 40%" in row["reason"]]
-    # At least one range of sizes; in others the trials may have ended before a divided one's turn.
-    assert sum(row["calls"] for row in divided) >= 2 * len(ROUNDING), divided
+    assert sum(row["calls"] for row in divided) == 2 * len(COUNTS) * len(ROUNDING), divided
 
 
 def test_sums(env: dict[str, str]) -> None:
