@@ -3,7 +3,7 @@
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -388,7 +388,15 @@ def compile_line(row: "Record") -> str:
         f"samples/s: {row['speedup']:.2f}x ({low:.2f}-{high:.2f}), torch.compile "
         f"{row['plain_speedup']:.2f}x; warm-up {row['warmup_s']:.1f} s, theirs "
         f"{row['plain_warmup_s']:.1f} s; {row['kept']}, {row['reason']}"
+        f"{_phases(row.get('warmup_phases_s', {}))}"
     )
+
+
+def _phases(seconds: Mapping[str, float]) -> str:
+    """What the warm-up's seconds went into; nothing where that is not known."""
+    longest = sorted(seconds.items(), key=lambda one: -one[1])
+    shown = ", ".join(f"{name} {one:.1f} s" for name, one in longest if one >= 0.1)
+    return f"; warm-up was {shown}" if shown else ""
 
 
 def compile_summary(rows: Sequence["Record"]) -> str:

@@ -181,14 +181,20 @@ def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:
         number += 1
     guard.synchronize(arm.device)
     taken = time.perf_counter() - began
-    steady = [_timed(arm.step, arm.device) for _ in range(2)]
+    steady = min(_timed(arm.step, arm.device) for _ in range(2))
+    phases: dict[str, float] = {}
     made: list[dict[str, Any]] = []
     if found is not None:
         from deepytorch_core import decisions
 
         made = [dict(one) for one in decisions.made()]
+        phases = {
+            name: round(one.seconds - one.steps * steady, 2)
+            for name, one in found.phases.spent.items()
+        }
     return {
-        "warmup_s": max(0.0, taken - number * min(steady)),
+        "warmup_s": max(0.0, taken - number * steady),
+        "warmup_phases_s": phases,
         "warmup_steps": number,
         "decisions": made,
     }
@@ -263,6 +269,7 @@ def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
         "warmup_s": round(ours["warmup_s"], 2),
         "plain_warmup_s": round(plain["warmup_s"], 2),
         "warmup_steps": ours["warmup_steps"],
+        "warmup_phases_s": ours["warmup_phases_s"],
         "wrong": int(difference is None or difference > MAX_LOSS_DIFFERENCE[dtype]),
     }
 

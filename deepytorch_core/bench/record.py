@@ -154,6 +154,7 @@ COMPILE_FIELDS = (
     "warmup_s",
     "plain_warmup_s",
     "warmup_steps",
+    "warmup_phases_s",
     "wrong",
     "baseline_settings",
     "machine",
@@ -162,8 +163,8 @@ COMPILE_FIELDS = (
 )
 """The fields that `bench compile` writes. `plain` is torch.compile as it comes; ..._per_s are
 samples per second; losses are compared over the first steps, relative to eager's; warm-up is
-seconds beyond what the steps take by themselves, nothing cached."""
-
+seconds beyond what the steps take by themselves, nothing cached; of ours `warmup_phases_s` says
+what they went into, and older records don't have it."""
 WORKLOAD_FIELDS = (
     "bench",
     "workload",

@@ -38,6 +38,9 @@ NEEDED_FIELDS = (
     *("speedup_spread", "wrong", "machine", "versions", "commit"),
 )
 
+# The table shows nothing of the rest, which older records don't have.
+NEEDED_OF_COMPILE = tuple(one for one in COMPILE_FIELDS if one != "warmup_phases_s")
+
 # What a table of collectives on one machine's GPUs shows beyond that.
 GPU_FIELDS = (
     *NEEDED_FIELDS,
@@ -75,7 +78,7 @@ def render(
         "gpu": (GPU_FIELDS, _render_gpu),
         "ddp": (DDP_FIELDS, _render_ddp),
         "train": (TRAIN_FIELDS, _render_train),
-        "compile": (COMPILE_FIELDS, _render_compile),
+        "compile": (NEEDED_OF_COMPILE, _render_compile),
         "workload": (WORKLOAD_FIELDS, _render_workload),
     }
     unknown = [kind for kind in kinds if kind not in renderers]

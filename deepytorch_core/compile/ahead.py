@@ -1,9 +1,10 @@
-"""Compiling in other processes while the training goes on eagerly.
+"""Compiling in other processes while the training goes on.
 
-A large model takes a compiler minutes, in one thread of Python. So each graph that was captured of
-it goes to a helper process (`helper`), several at a time, which compiles it and leaves the result
-in torch's caches on disk. Once a part's are done they are captured again, and found there. What a
-helper could not do, or did under other settings, is compiled in this process as ever.
+A model that is no repetition of blocks takes a compiler tens of seconds or minutes, in one thread
+of Python. So each graph that was captured of it goes to a helper process (`helper`), several at a
+time where it is large, which compiles it and leaves the result in torch's caches on disk. Once a
+part's are done they are captured again, and found there. What a helper could not do, or did under
+other settings, is compiled in this process as ever.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ from torch.fx import GraphModule
 from deepytorch_core import config, topology
 from deepytorch_core.compile import switches
 
-# Modules with parameters, from which on a model takes minutes.
-LARGE_MODEL = 250
+# Modules with parameters, from which on compiling takes longer than what helpers cost: their start,
+# and that graphs are captured twice.
+LARGE_MODEL = 80
+# From which on it takes minutes, so that parts are compiled side by side. Smaller ones stay whole,
+# so that nothing is missed between the parts: the training doesn't wait for either.
+MODEL_IN_PARTS = 250
 # Each takes a core while it compiles, and memory on the GPU to ask for what it can do.
 MOST_HELPERS = 8
 LEAST_HELPERS = 4
@@ -49,8 +54,10 @@ _HELPER = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from deepytorch_core.compile import helper; helper.main()"
 )
-# Threads of a helper's own that make kernels of its code.
-_KERNEL_THREADS = "2"
+# Threads of a helper's own, at least, that make kernels of its code.
+_KERNEL_THREADS = 2
+# Cores that the training keeps.
+_OWN_CORES = 2
 
 
 def why_not(root: nn.Module, device: torch.device) -> str | None:
@@ -58,10 +65,9 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
-    size = sum(1 for one in root.modules() if one._parameters)
     if device.type != "cuda":
         return "its device has no compiler that takes so long"
-    if size < LARGE_MODEL:
+    if _size(root) < LARGE_MODEL:
         return "it is small"
     if _num_helpers() < LEAST_HELPERS:
         return "there are too few cores"
@@ -73,6 +79,15 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
     caches = (functorch.enable_autograd_cache, inductor.fx_graph_cache)
     is_on = all(caches) and not inductor.force_disable_caches
     return None if is_on else "torch's caches are switched off"
+
+
+def is_in_parts(root: nn.Module) -> bool:
+    """Whether a model that helpers compile is compiled part by part."""
+    return _size(root) >= MODEL_IN_PARTS
+
+
+def _size(root: nn.Module) -> int:
+    return sum(1 for one in root.modules() if one._parameters)
 
 
 def _num_helpers() -> int:
@@ -149,11 +164,15 @@ class Ahead:
         self._is_closed = False
         self._lock = threading.Lock()
         self._num_serving = 0
+        self._kernel_threads = _KERNEL_THREADS
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, num_parts: int) -> None:
         """Have helpers ready for so many parts of the model."""
+        cores = topology.discover().cores.usable - _OWN_CORES
         with self._lock:
+            number = max(1, min(num_parts, _num_helpers()))
+            self._kernel_threads = max(_KERNEL_THREADS, cores // number)
             self._serve_by(num_parts)
 
     def _serve_by(self, number: int) -> None:
@@ -225,7 +244,7 @@ class Ahead:
         environment = config.child_environment(
             DEEPYTORCH_ENABLED="0",
             TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-            TORCHINDUCTOR_COMPILE_THREADS=_KERNEL_THREADS,
+            TORCHINDUCTOR_COMPILE_THREADS=str(self._kernel_threads),
         )
         with self._lock:
             if self._is_closed:

@@ -111,13 +111,24 @@ class Capture:
     Args:
         root: the module.
         is_on: whether calls are to be replayed now.
+        variant: which of several ways that compute the same its code now takes; each has graphs.
+        is_quiet: whether nobody is to hear of it where its passes can't be replayed.
     """
 
-    def __init__(self, root: nn.Module, *, is_on: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        *,
+        is_on: Callable[[], bool],
+        variant: Callable[[], Hashable] = lambda: None,
+        is_quiet: bool = False,
+    ) -> None:
         self.failure: str | None = None
         self.num_captured = 0
         self._root = root
         self._is_on = is_on
+        self._variant = variant
+        self._is_quiet = is_quiet
         self._forward: Callable[..., Any] = root.forward
         self._own = vars(root).get("forward")
         self._replays: dict[Any, Replay | str] = {}  # or why there is none
@@ -183,7 +194,7 @@ class Capture:
             state = self._states.now()
             if self._states.count > MOST_STATES:
                 self._give_up("it changes attributes of its modules again and again")
-            key = (call.key(), state, None if sizes is None else sizes.state)
+            key = (self._variant(), call.key(), state, None if sizes is None else sizes.state)
             replay = self._replay(key, call)
         except NotCapturedError as error:
             replay = None
@@ -259,12 +270,13 @@ class Capture:
         if key in self._replays:
             return self._known(self._replays[key])
         is_new = key not in self._met
-        if is_new and len(self._replays) >= CAPTURED_AT_ONCE:
+        num_kinds = sum(1 for variant, *_ in self._replays if variant == key[0])
+        if is_new and num_kinds >= CAPTURED_AT_ONCE:
             if len(self._met) < 8 * MOST_KINDS:
                 self._met.add(key)
             self._miss("it is called in ever new ways")
             return None
-        if len(self._replays) >= MOST_KINDS:
+        if num_kinds >= MOST_KINDS:
             self._miss(f"it is called in more than {MOST_KINDS} ways")
             return None
         try:
@@ -328,8 +340,8 @@ class Capture:
         if self.failure is None:
             self.failure = why
             self._states.forget()
-            name = type(self._root).__name__
-            say(f"CUDA graphs of {name}: its passes are launched as before: {why}", level="warning")
+            name, level = type(self._root).__name__, "debug" if self._is_quiet else "warning"
+            say(f"CUDA graphs of {name}: its passes are launched as before: {why}", level=level)
 
 
 class _Attempt:

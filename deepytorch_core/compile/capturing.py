@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Capturing:
         root: the model inside its wrappers.
         tokens: what a step's time is divided by, asked after the step.
         switch: told before each step whether it may be replayed.
+        variant: which way passes go; see `Capture`.
+        is_provisional: whether it is only for now, and decided again later: nobody is told.
     """
 
     def __init__(
@@ -40,9 +42,15 @@ class Capturing:
         *,
         tokens: Callable[[], int],
         switch: Callable[[bool], None] = lambda is_on: None,
+        variant: Callable[[], Hashable] = lambda: None,
+        is_provisional: bool = False,
     ) -> None:
         self.is_settled = False
+        self.is_paused = False
+        """Whether steps are launched for now, whatever was decided."""
         self._switch = switch
+        self._variant = variant
+        self._is_provisional = is_provisional
         self._root = root
         self._tokens = tokens
         self._what = f"CUDA graphs of {type(root).__name__}"
@@ -121,7 +129,12 @@ class Capturing:
         elif chosen is None and guard.why_not_measured() is not None:
             self._finish(LAUNCHED, f"not measured: {guard.why_not_measured()}")
         else:
-            self._capture = Capture(self._root, is_on=lambda: self._on)
+            self._capture = Capture(
+                self._root,
+                is_on=lambda: self._on and not self.is_paused,
+                variant=self._variant,
+                is_quiet=self._is_provisional,
+            )
             self._capture.install()
             if chosen == REPLAYED:
                 self._finish(REPLAYED, "from the profile")
@@ -156,13 +169,15 @@ class Capturing:
         else:
             chosen, reason = LAUNCHED, "not faster beyond the noise"
         self._finish(chosen, reason, times_ms)
-        if (faster or slower) and console.global_rank() == 0:
+        is_kept = (faster or slower) and not self._is_provisional
+        if is_kept and console.global_rank() == 0:
             rounded = {name: round(ms, 4) for name, ms in times_ms.items()}
             entry = {"chosen": chosen, "reason": reason, "times_ms": rounded}
             guard.profile.keep(self._key(ranks.size), entry)
 
     def _finish(self, chosen: str, reason: str, times_ms: dict[str, float] | None = None) -> None:
-        decisions.record(self._what, chosen, reason, times_ms=times_ms)
+        if not self._is_provisional:
+            decisions.record(self._what, chosen, reason, times_ms=times_ms)
         # What steps without graphs took before, or graphs and their rehearsals, on their stream.
         is_memory_left = bool(times_ms) or self.num_captured > 0
         if chosen == LAUNCHED:

@@ -4,6 +4,10 @@
 take turns until one is faster per token beyond the noise; the compiled way stays only if that is
 it. Every step is an ordinary step of the training, none is run twice. Ranks take the same way: they
 count their forward passes alike, and decide from the slowest rank's times.
+
+Where other processes compile (`ahead`), it is found out meanwhile whether eager passes are faster
+as CUDA graphs. If so the training waits in them, and both ways are replayed in the turns; what is
+faster then has to be faster than eager launches as well.
 """
 
 from __future__ import annotations
@@ -20,9 +24,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import config, console, decisions, guard
-from deepytorch_core.compile import ahead, capture, policies, regions, timeouts, turns
+from deepytorch_core.compile import (
+    ahead,
+    capture,
+    capturing,
+    policies,
+    regions,
+    timeouts,
+    turns,
+)
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.capturing import Capturing
+from deepytorch_core.compile.phases import Phases
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.recorder import Recorder
 from deepytorch_core.compile.region import CompiledRegion
@@ -38,6 +51,8 @@ LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
 
 NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
+FASTER, SLOWER = "faster than eager", "eager is faster"
+ONLY_REPLAYED = "faster only where both are replayed"
 
 # A run shorter than this ends soon after it is known whether graphs are worth it.
 LEAST_CAPTURED_STEPS = 100
@@ -85,6 +100,7 @@ class Compilation:
     ) -> None:
         self.policy = policy
         self.regions: list[CompiledRegion] = []
+        self.phases = Phases()
         self._root = regions.unwrapped(model)
         self._what = f"compile of {type(self._root).__name__}"
         self._facts = {"module": guard.fingerprint(self._root)}
@@ -94,11 +110,14 @@ class Compilation:
         self._first = EAGER_STEPS  # step that may be compiled
         self._on = False
         self._helpers: Ahead | None = None
+        self._was_helped = False
+        self._is_loading = False
+        self._early: Capturing | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
         self._began: float | None = None
         self._is_whole = True
         self._tokens = 1
-        self._num_compiles = 0
+        self._num_made = 0
         self._samples: dict[bool, list[float]] = {False: [], True: []}
         self._sizes: list[int] = []
         self._lower: Callable[[], None] = lambda: None
@@ -116,8 +135,9 @@ class Compilation:
     def undo(self) -> None:
         """Give the model everything back; decisions stay in the report and the profile."""
         self._stop()
-        if self._capturing is not None:
-            self._capturing.undo()
+        for one in (self._capturing, self._early):
+            if one is not None:
+                one.undo()
         self._drop_regions()
 
     def _drop_regions(self) -> None:
@@ -139,19 +159,19 @@ class Compilation:
         if self._capturing is not None:
             return Trial(self._what, True, self._number, self._number + 2 * turns.MOST_STEPS)
         first = max(self._first, self._number) if self.is_waiting else self._first
-        last = first + COMPILED_STEPS + turns.MOST_STEPS
+        last = first + self._num_untimed + turns.MOST_STEPS
         return Trial(self._what, bool(self.regions), self._number, last)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether steps run eagerly while other processes compile."""
+        """Whether steps run without compiled code while other processes compile."""
         return self._helpers is not None
 
     @property
     def num_made(self) -> int:
         """How many pieces of code and graphs were made so far: new ones take their time."""
-        captured = 0 if self._capturing is None else self._capturing.num_captured
-        return self._count() + captured
+        captured = [one.num_captured for one in (self._capturing, self._early) if one is not None]
+        return sum(one.told.num_compiles for one in self.regions) + sum(captured)
 
     def on_forward(self, args: Any, kwargs: Any) -> None:
         """Called before each forward pass of the model."""
@@ -166,6 +186,33 @@ class Compilation:
             self._on_step()
         self._tokens = _tokens(args, kwargs)
         self._is_whole = True
+        self.phases.enter(None if self.is_settled else self._phase())
+
+    def _phase(self) -> str:
+        """What the step that begins is for."""
+        if self._capturing is not None:
+            return "trial of CUDA graphs"
+        if self._number < self._first:
+            return "eager steps"
+        if self._helpers is None:
+            is_timed = self._number - self._first >= self._num_untimed
+            return "trial of compiled code" if is_timed else "compiling"
+        if self._on:
+            return "giving graphs to helpers"
+        if self._is_loading:
+            return "taking over what helpers have compiled"
+        is_tried = self._early is not None and not self._early.is_settled
+        return "trial of CUDA graphs" if is_tried else "waiting for helpers"
+
+    @property
+    def _num_untimed(self) -> int:
+        """Steps that are compiled, or captured, before times are taken."""
+        return capturing.CAPTURING_STEPS if self._is_replaying else COMPILED_STEPS
+
+    @property
+    def _is_replaying(self) -> bool:
+        """Whether eager passes are replayed, and so are the compiled ones in turns with them."""
+        return self._early is not None and self._early.is_replayed
 
     def _on_step(self) -> None:
         is_waiting = EAGER_STEPS < self._number < self._first or self._helpers is not None
@@ -175,7 +222,7 @@ class Compilation:
         try:
             self._advance()
         finally:
-            self._num_compiles = self._count()
+            self._num_made = self.num_made
             self._began = time.perf_counter()
 
     def _sample(self) -> None:
@@ -183,9 +230,9 @@ class Compilation:
             return
         guard.synchronize(self._device)
         seconds = time.perf_counter() - self._began
-        if not self._is_whole or self._count() != self._num_compiles:
+        if not self._is_whole or self.num_made != self._num_made:
             seconds = math.inf
-        if turns.is_counted(self._number - self._first - COMPILED_STEPS):
+        if turns.is_counted(self._number - self._first - self._num_untimed):
             tokens = self._trained_tokens()
             self._samples[self._on].append(seconds / tokens)
             self._sizes.append(tokens)
@@ -208,7 +255,7 @@ class Compilation:
         elif number > self._first and self._helpers is not None:
             self._await(self._helpers)
         elif number > self._first:
-            measured = number - self._first - COMPILED_STEPS
+            measured = number - self._first - self._num_untimed
             if turns.is_look(measured):
                 self._look(is_last=turns.is_last_look(measured))
             if self._capturing is None and not self.is_settled:
@@ -238,7 +285,7 @@ class Compilation:
         reason = guard.why_not_measured()
         if known is not None:
             if known["chosen"] != EAGER:
-                self._install(known.get("regions", {}))
+                self._install(known.get("regions", {}), was_helped=known.get("was_helped", False))
                 self._on = True
                 if not self.regions:
                     self._finish(EAGER, NOTHING)
@@ -273,7 +320,9 @@ class Compilation:
         if self._may_be_helped():
             tried = policies.automatic(self._device)[0].name
             self._helpers = Ahead(self._device, tried)
-        self._install({}, in_parts=self._helpers is not None)
+            self._was_helped = True
+        is_in_parts = self._helpers is not None and ahead.is_in_parts(self._root)
+        self._install({}, is_in_parts=is_in_parts)
         if not self.regions:
             self._finish(EAGER, NOTHING)
             return
@@ -293,15 +342,24 @@ class Compilation:
         return is_whole and alone and ahead.why_not(self._root, self._device) is None
 
     def _await(self, helpers: Ahead) -> None:
-        """Train eagerly until the helpers are done; then go on as if compiling began now."""
-        self._on = False
+        """Train on until the helpers are done; then go on as if compiling began now."""
+        if self._number == self._first + 1 and any(one.region.is_model for one in self.regions):
+            return  # a module that is being called has looked up its forward before this hook
+        self._on = self._is_loading = False
+        if self._is_tried_early():
+            return
         prepared = [one for one in self.regions if one.is_prepared]
         if prepared:
             # One in a step: what is loaded meanwhile, a few seconds for each, need not be later.
             done = [one for one in prepared if helpers.is_done(one.region.name, self._budget_s)]
             for one in done[:1]:
                 one.restart()
+                self._is_loading = True
+            if self._early is not None:
+                self._early.is_paused = self._is_loading
             return
+        if self._early is not None:
+            self._early.is_paused = False
         helpers.close()
         self._helpers = None
         for why in dict.fromkeys(helpers.failures):
@@ -309,8 +367,20 @@ class Compilation:
         self._first = self._number
         self._on = True
 
+    def _is_tried_early(self) -> bool:
+        """Find out whether eager passes are faster replayed; False once that is known."""
+        if self._early is None and self._may_capture():
+            self._early = self._new_capturing(variant=lambda: self._on, is_provisional=True)
+        if self._early is None or self._early.is_settled:
+            return False
+        self._early.on_forward(self._is_whole)
+        return not self._early.is_settled
+
     def _is_compiled(self, region: CompiledRegion) -> bool:
-        return self._on or (self._helpers is not None and not region.is_prepared)
+        if self._on or self._helpers is None or region.is_prepared:
+            return self._on
+        # What is captured meanwhile, for other sizes, has to be eager.
+        return self._is_loading or not self._is_replaying
 
     def _agreed_step_s(self) -> float:
         own = 0.0 if self._began is None else time.perf_counter() - self._began
@@ -319,11 +389,17 @@ class Compilation:
         except RuntimeError:
             return 0.0
 
-    def _install(self, known: Mapping[str, list[str]], *, in_parts: bool = False) -> None:
+    def _install(
+        self,
+        known: Mapping[str, list[str]],
+        *,
+        is_in_parts: bool = False,
+        was_helped: bool = False,
+    ) -> None:
         """Compile the regions from now on; with the policies known to be good, or all."""
         found = regions.find(self._root)
         was_in_parts = bool(known) and not any(one.name in known for one in found)
-        if in_parts or was_in_parts:
+        if is_in_parts or was_in_parts:
             found = regions.parts(self._root)
         for region in found:
             if self.policy != AUTO:
@@ -336,7 +412,7 @@ class Compilation:
                 compiled = CompiledRegion(
                     region, tried, budget_s=self._budget_s, is_on=self._is_compiled
                 )
-                if was_in_parts:
+                if was_in_parts or was_helped:
                     compiled.restart()
                 compiled.install()
                 self.regions.append(compiled)
@@ -367,9 +443,9 @@ class Compilation:
             for name, rows in ((EAGER, times[EAGER]), (chosen, times["compiled"]))
         }
         if faster:
-            self._finish(chosen, "faster than eager", times_ms)
+            self._finish(chosen, FASTER, times_ms)
         elif slower:
-            self._finish(EAGER, "eager is faster", times_ms)
+            self._finish(EAGER, SLOWER, times_ms)
         else:
             self._finish(EAGER, UNDECIDED, times_ms)
 
@@ -386,17 +462,25 @@ class Compilation:
     def _finish(
         self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None
     ) -> None:
-        if reason == UNDECIDED and times_ms and self._may_capture():
+        was_replaying = self._is_replaying
+        if self._early is not None:
+            self._early.undo()
+            self._early = None
+            torch.cuda.empty_cache()  # what its graphs have left
+        if reason == UNDECIDED and times_ms and self._may_capture() and not was_replaying:
             # Where launches take the time, what a GPU saves shows only when steps are replayed.
             self._open = reason, times_ms
+        elif reason == FASTER and was_replaying:
+            self._open = ONLY_REPLAYED, times_ms or {}
         else:
             self._conclude(chosen, reason, times_ms)
         if self._may_capture():
-            self._capturing = Capturing(
-                self._root, tokens=self._trained_tokens, switch=self._switch
-            )
+            self._capturing = self._new_capturing()
         else:
             self._stop()
+
+    def _new_capturing(self, **more: Any) -> Capturing:
+        return Capturing(self._root, tokens=self._trained_tokens, switch=self._switch, **more)
 
     def _switch(self, is_replayed: bool) -> None:
         if self._open is not None:
@@ -449,6 +533,8 @@ class Compilation:
                 for one in self.regions
             },
             "blocks": {one.region.name: len(one.region.modules) for one in self.regions},
+            "was_helped": self._was_helped,
+            "trial_s": {name: round(one.seconds, 2) for name, one in self.phases.spent.items()},
             "compile_s": round(sum(one.told.compile_s for one in self.regions), 2),
             "graph_breaks": [line for one in self.regions for line in one.told.breaks],
         }
@@ -461,9 +547,6 @@ class Compilation:
             self._handle.remove()
             self._handle = None
         self._lower()
-
-    def _count(self) -> int:
-        return sum(one.told.num_compiles for one in self.regions)
 
     @property
     def _device(self) -> torch.device:

@@ -18,6 +18,8 @@ from deepytorch_core.compile import module_state
 
 # How many times fewer modules are compiled by blocks than as a whole, at least.
 LEAST_SAVING = 3.0
+# A part has at most the one share of a model's modules with parameters, and at least the other.
+SMALLEST_SHARES = 16, 100
 _FRAMEWORKS = ("deepspeed", "torch.distributed.fsdp", "torch.distributed._composable")
 
 
@@ -59,12 +61,16 @@ def find(model: nn.Module) -> list[Region]:
 def parts(root: nn.Module) -> list[Region]:
     """The regions of a model that `find` takes as a whole, if it is to be compiled part by part.
 
-    Parts of at most a quarter; what is too small to be worth a compile of its own is left out.
+    Small parts, since the largest is waited for longest; what is too small to be worth a compile of
+    its own is left out. Equal ones share a compile only where they stand side by side: in other
+    places of such a model what they are given has other sizes.
     """
     whole = _size(root)
+    most, least = whole // SMALLEST_SHARES[0], whole // SMALLEST_SHARES[1]
     groups: dict[object, list[tuple[str, nn.Module]]] = {}
-    for name, module in _parts(root, "", whole // 4, whole // 64):
-        groups.setdefault(signature(module), []).append((name, module))
+    for name, module in _parts(root, "", most, max(1, least)):
+        place = name.rpartition(".")[0]
+        groups.setdefault((place, signature(module)), []).append((name, module))
     return [Region(some[0][0], tuple(one for _, one in some)) for some in groups.values()]
 
 

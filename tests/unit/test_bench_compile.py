@@ -28,6 +28,7 @@ def share(seconds: float, **more: Any) -> dict[str, Any]:
         "peak_gib": 0.5,
         "warmup_s": 3.0,
         "warmup_steps": 23,
+        "warmup_phases_s": {"compiling": 2.5, "eager steps": 0.45, "trial of CUDA graphs": -0.01},
         "decisions": [],
         **more,
     }
@@ -67,9 +68,12 @@ def test_compile_lines_and_table() -> None:
     line = bench.compile_line(row)
     for part in ("2.00x (2.00-2.00)", "torch.compile 1.25x", "warm-up 3.0 s, theirs 9.0 s"):
         assert part in line
+    assert line.endswith("; warm-up was compiling 2.5 s, eager steps 0.5 s")
     summary = bench.compile_summary([row, {**row, "speedup": 0.5, "workload": "slow"}])
     assert summary.startswith("2 workloads: ours 1.00x of eager, torch.compile 1.25x")
     assert summary.endswith("worst of ours 0.50x (slow)")
+    older = {name: value for name, value in row.items() if name != "warmup_phases_s"}
+    assert tables.render({"compile.jsonl": [older]}) == tables.render({"compile.jsonl": [row]})
     table = tables.render({"compile.jsonl": [row]})
     assert "transformers/llama, 1.0 M" in table
     assert "1.25x" in table

@@ -531,6 +531,7 @@ def test_explain_compile_shows_decisions_and_breaks(own_profile: Path) -> None:
         "dropped": {"max-autotune": "RuntimeError: no"},
         "graph_breaks": ["model.py:12: call to print"],
         "compile_s": 3.0,
+        "trial_s": {"eager steps": 1.25, "compiling": 4.0},
     }
     guard.profile.keep(guard.profile.key("compile of Net", {}, world_size=2), entry)
     said = CliRunner().invoke(cli.app, ["explain", "compile"])
@@ -539,6 +540,7 @@ def test_explain_compile_shows_decisions_and_breaks(own_profile: Path) -> None:
         assert part in said.output
     assert "graph break: model.py:12: call to print" in said.output
     assert "dropped max-autotune: RuntimeError: no" in said.output
+    assert "training steps included: eager steps 1.2 s, compiling 4.0 s" in said.output
     (shown,) = json.loads(CliRunner().invoke(cli.app, ["explain", "compile", "--json"]).output)
     assert shown["chosen"] == "inductor"
     missing = CliRunner().invoke(cli.app, ["explain", "compile", "Other"])

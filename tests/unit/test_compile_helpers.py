@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import types
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from deepytorch_core.compile import ahead
+from deepytorch_core import topology
+from deepytorch_core.compile import ahead, regions
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
@@ -64,6 +67,30 @@ def test_large_models_have_helpers() -> None:
     assert ahead.why_not(large(), GPU) is None
     assert ahead.why_not(large()[1:], GPU) == "it is small"
     assert str(ahead.why_not(large(), torch.device("cpu"))).startswith("its device has no compiler")
+
+
+def test_only_models_that_take_minutes_are_cut() -> None:
+    assert not ahead.is_in_parts(large())
+    assert ahead.is_in_parts(nn.Sequential(*(large() for _ in range(4))))
+
+
+def test_parts_are_small_and_equal_ones_share_a_compile_where_they_stand_side_by_side() -> None:
+    stage = [nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))) for _ in range(4)]
+    model = nn.Sequential(*(nn.ModuleList(copy.deepcopy(stage)) for _ in range(4)))
+    found = [(one.name, len(one.modules)) for one in regions.parts(model)]
+    assert found == [(f"{number}.0", 4) for number in range(4)]
+
+
+@pytest.mark.parametrize(("num_parts", "threads"), [(1, 14), (3, 4), (100, 2)])
+def test_few_helpers_have_the_cores_for_themselves(
+    num_parts: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = types.SimpleNamespace(usable=16)
+    monkeypatch.setattr(topology, "discover", lambda: types.SimpleNamespace(cores=cores))
+    monkeypatch.setattr(ahead.Ahead, "_serve_by", lambda self, number: None)
+    helpers = ahead.Ahead(GPU, "inductor")
+    helpers.start(num_parts)
+    assert helpers._kernel_threads == threads
 
 
 @pytest.mark.usefixtures("roomy")

@@ -21,12 +21,14 @@ import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core import config, decisions, guard
 from deepytorch_core.compile import (
+    ahead,
     capture,
     capturing,
     compilation,
     loans,
     policies,
     recorder,
+    regions,
     replay,
 )
 from deepytorch_core.compile.policies import Policy, register_policy
@@ -315,6 +317,139 @@ def test_compile_tries_replayed_passes_after_compiling(
         engine.undo(model)
         assert "forward" not in vars(model)
         torch._dynamo.reset()
+
+
+class Helpers:
+    """Stands in for `ahead.Ahead`: they are done once `are_done`."""
+
+    are_done = False
+
+    def __init__(self, device: torch.device, policy: str) -> None:
+        self.failures: list[str] = []
+        self.parts: list[str] = []
+
+    def start(self, num_parts: int) -> None:
+        Helpers.are_done = False
+
+    def submit(self, graph: Any, part: str) -> None:
+        self.parts.append(part)
+
+    def is_done(self, part: str, limit_s: float) -> bool:
+        assert part in self.parts
+        return Helpers.are_done
+
+    def close(self) -> None:
+        assert Helpers.are_done
+
+
+class Ways:
+    """A clock by which steps take as long as `seconds` says of (compiled, replayed)."""
+
+    def __init__(self, seconds: dict[tuple[bool, bool], float]) -> None:
+        self.now = 0.0
+        self.seconds = seconds
+        self.gone: list[tuple[bool, bool]] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self, found: Any, was_compiled: bool) -> None:
+        trial = found._capturing or found._early
+        is_replayed = trial is not None and trial._on and not trial.is_paused
+        self.gone.append((was_compiled, is_replayed))
+        self.now += self.seconds[self.gone[-1]]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+LAUNCHED, GRAPHS = (False, False), (False, True)
+COMPILED, BOTH = (True, False), (True, True)
+
+
+@pytest.mark.usefixtures("counting")
+@pytest.mark.parametrize(
+    ("seconds", "later", "chosen", "waits"),
+    [
+        pytest.param((1.0, 0.5, 0.9, 0.3), {}, BOTH, GRAPHS, id="compiled code wins replayed"),
+        pytest.param((1.0, 0.5, 0.4, 0.7), {}, GRAPHS, GRAPHS, id="eager wins replayed"),
+        pytest.param((1.0, 2.0, 0.5, 3.0), {}, COMPILED, LAUNCHED, id="launched it wins"),
+        pytest.param((1.0, 2.0, 1.5, 3.0), {}, LAUNCHED, LAUNCHED, id="nothing wins"),
+        # A machine that was busy compiling when eager passes were tried.
+        pytest.param(
+            (1.0, 0.5, 0.9, 0.3), {GRAPHS: 1.5, BOTH: 1.2}, LAUNCHED, GRAPHS, id="not any more"
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_in_parts", [False, True], ids=["whole", "parts"])
+def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
+    seconds: tuple[float, ...],
+    later: dict[tuple[bool, bool], float],
+    chosen: tuple[bool, bool],
+    waits: tuple[bool, bool],
+    is_in_parts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
+    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(compilation, "Ahead", Helpers)
+    monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
+    monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 1 if is_in_parts else 250)
+    monkeypatch.setattr(regions, "SMALLEST_SHARES", (2, 4))
+    monkeypatch.setattr(decisions, "_made", [])
+    clock = Ways(dict(zip((LAUNCHED, GRAPHS, COMPILED, BOTH), seconds, strict=True)))
+    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(capturing, "time", clock)
+    torch.manual_seed(0)
+    model = Net()
+    stock = copy.deepcopy(model)
+    deepytorch.compile(model)
+    found: Any = engine.compilation_of(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, stock)]
+    waited: list[tuple[bool, bool]] = []
+    for number in range(400):
+        if number == 100:  # it is known by now which way to wait
+            Helpers.are_done = True
+            clock.seconds.update(later)
+        x, before = torch.randn(4, 8), Counting.num_runs
+        for one, optimizer in zip((model, stock), optimizers, strict=True):
+            one(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        clock.step(found, Counting.num_runs > before)
+        if found.is_waiting and 90 <= number < 100:
+            waited.append(clock.gone[-1])
+    assert set(waited) == {waits}
+    assert len(waited) == 10
+    assert found.is_settled
+    assert found._early is None
+    assert set(clock.gone[-20:]) == {chosen}
+    made = {one["what"]: one["chosen"] for one in decisions.made()}
+    assert len(decisions.made()) == 2  # what was only for the meantime is no decision
+    assert made["compile of Net"] == ("counting" if chosen[0] else "eager")
+    assert made["CUDA graphs of Net"] == ("replayed" if chosen[1] else "launched")
+    assert bool(found.regions) == chosen[0]
+    assert ("forward" in vars(model)) == (chosen[1] or (chosen[0] and not is_in_parts))
+    assert ("forward" in vars(model.up)) == (chosen[0] and is_in_parts)
+    phases = found.phases.spent
+    assert phases["waiting for helpers"].steps >= 20
+    assert phases["taking over what helpers have compiled"].steps == (2 if is_in_parts else 1)
+    for mine, other in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    entry = guard.profile.find(found._key())
+    if chosen[0]:
+        assert entry is not None
+        assert entry["was_helped"]
+    engine.undo(model)
+    assert not [one for one in model.modules() if "forward" in vars(one)]
+    torch._dynamo.reset()
 
 
 def _things_on(model: nn.Module) -> list[Any]:
