@@ -193,7 +193,7 @@ class Compilation:
         if self._capturing is not None:
             return "trial of CUDA graphs"
         if self._number < self._first:
-            return "eager steps"
+            return "compiling" if self._on else "eager steps"
         if self._helpers is None:
             is_timed = self._number - self._first >= self._num_untimed
             return "trial of compiled code" if is_timed else "compiling"

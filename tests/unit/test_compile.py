@@ -547,6 +547,16 @@ def test_explain_compile_shows_decisions_and_breaks(own_profile: Path) -> None:
     assert "holds no decision about compiling Other" in str(missing.exception)
 
 
+@pytest.mark.parametrize(("policy", "phase"), [("aot-eager", "compiling"), ("auto", "eager steps")])
+def test_phases_of_the_first_steps(policy: str, phase: str) -> None:
+    model = make()
+    deepytorch.compile(model, policy)
+    for _ in range(3):
+        model(torch.randn(4, 5))
+    assert phase in of(model).phases.spent
+    assert len(of(model).phases.spent) == 1
+
+
 def test_compile_docs_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
     blocks = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
