@@ -130,8 +130,12 @@ def measure(job: CompileJob, process: int, store: Store, emit: worker.Emit) -> N
         share["losses"] = [finite(float(arm.step())) for _ in range(LOSS_STEPS)]
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        store.set(f"warm {process}", "1")
-        wait(f"warm {len(ARMS) - 1}")
+        store.set(f"warm {process}", _said(job, process, share))
+        for number in range(len(ARMS)):
+            wait(f"warm {number}")
+            if process == OURS:  # it can be minutes until the record
+                sys.stderr.write(store.get(f"warm {number}").decode())
+                sys.stderr.flush()
         if line is not None:
             line.time()
             store.set("alone", "1")
@@ -198,6 +202,13 @@ def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:
         "warmup_steps": number,
         "decisions": made,
     }
+
+
+def _said(job: CompileJob, process: int, share: dict[str, Any]) -> str:
+    """A line on an arm that has warmed up."""
+    phases = [f"{name} {seconds} s" for name, seconds in share["warmup_phases_s"].items()]
+    line = f"{job.workload}: {ARMS[process]} has warmed up in {share['warmup_s']:.1f} s"
+    return ", of it ".join([line, *([", ".join(phases)] if phases else [])]) + "\n"
 
 
 def _timed(step: Callable[[], torch.Tensor], device: torch.device) -> float:
