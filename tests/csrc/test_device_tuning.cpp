@@ -118,6 +118,29 @@ TEST_F(DeviceTuning, TheFastestGridIsChosen) {
   EXPECT_EQ(rows().at(0).decision.chosen.channels, 16);
 }
 
+// One call may take tens of milliseconds, where GPUs have no peer access.
+TEST_F(DeviceTuning, LongOnesAreTriedLessOftenAtFirst) {
+  for (const auto& [bytes, first_calls] : {std::pair{16 * kMiB, 4}, {64 * kMiB, 1}}) {
+    Decisions::instance().reset();
+    constexpr size_t kNone = ~size_t{0};
+    std::atomic<size_t> first_chunk = kNone;
+    std::atomic<int> calls_of_first = 0;
+    std::atomic<bool> is_next = false;
+    fake_devices().time_us = [&](const DevicePlan& plan, size_t) {
+      size_t none = kNone;
+      first_chunk.compare_exchange_strong(none, plan.chunk_bytes);
+      if (plan.chunk_bytes != first_chunk) is_next = true;
+      if (!is_next) ++calls_of_first;
+      return 1000.0;
+    };
+    run_ranks(2,
+              [&, bytes = bytes](Rank& rank) { sum_ones(rank, bytes); },
+              {.tune = DPT_TUNE_AUTO, .execute = stock(2000)});
+    // One that is not timed, of each rank.
+    EXPECT_EQ(calls_of_first, 2 * (1 + first_calls)) << bytes;
+  }
+}
+
 TEST_F(DeviceTuning, AGroupThatIsAlikeMeasuresNothing) {
   const RankOptions options{.tune = DPT_TUNE_AUTO, .execute = stock(20)};
   run_ranks(2, [](Rank& rank) { sum_ones(rank, kMiB); }, options);
