@@ -38,7 +38,7 @@ bool handles_signals() {
   });
 }
 
-void without_gil(const std::function<void()>& function) {
+void without_gil(c10::function_ref<void()> function) {
   if (Py_IsInitialized() && PyGILState_Check()) {
     const pybind11::gil_scoped_release no_gil;
     function();

@@ -461,7 +461,8 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
     }
   }
   count_delegated(request.collective, plan, request.count * size_of(request.dtype));
-  dpt_error error{};
+  dpt_error error;  // a kilobyte that is rarely needed
+  error.message[0] = '\0';
   Segment* const watched = request.on_device != 0 ? segment_.get() : nullptr;
   before_delegate(watched);
   const bool by_nodes = std::string_view(plan.algorithm) == "hierarchical";
@@ -470,7 +471,10 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
                      delegate_.context, request.call, nodes_->layout.node_of.data(), &error)
                : delegate_.start(delegate_.context, request.call, &error);
   status = after_delegate(watched, status, error);
-  if (status != DPT_OK) throw Error(status, error.message);
+  if (status != DPT_OK) {
+    if (request.on_device != 0) check_usable(request);  // why it was abandoned meanwhile
+    throw Error(status, error.message);
+  }
   return DPT_DELEGATED;
 }
 

@@ -144,8 +144,11 @@ class Communicator {
   bool can_go_by_nodes(const WaitContext& wait) const;
   bool watch_device();
   bool watch_delegate();
+  // Where errors are raised and NCCL's part may wait without end.
+  void abandon_delegate() const;
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);
+  void check_segment(const dpt_request& request);
   void leave_devices();
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan, uint64_t recorded);
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);

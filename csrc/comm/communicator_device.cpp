@@ -24,6 +24,10 @@ bool is_busy(const dpt_request& request) {
   return request.busy != nullptr && request.busy(request.call) != 0;
 }
 
+// A graph would replay the same chunks' numbers.
+constexpr const char* kBusy =
+    "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
+
 constexpr size_t kDefaultStagingBytes = size_t{256} << 20;
 // Of what is left, one group gets at most this part: there is always some for the next.
 constexpr size_t kShareOfStaging = 3;
@@ -79,6 +83,9 @@ void Communicator::launch_on_device(const dpt_request& request, const DevicePlan
   try {
     launch_divided(*device_->group, {&delegate_, segment_.get()}, request, plan, stream);
   } catch (const Error& error) {
+    // Where a rank is lost that says more than what came of it.
+    check_usable(request);
+    if (is_staged()) check_segment(request);
     // A part of it may be on its way, and the other ranks wait for the rest.
     const bool copies = is_staged() || plan.algorithm == cuda::kCopyEngine;
     if (copies) fail(error.status(), error.what());
@@ -93,16 +100,11 @@ bool Communicator::is_staged() const {
 // Where GPUs are staged through the host's memory; known once they have met.
 std::string Communicator::why_not_staged(const dpt_request& request) const {
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
-  std::string reason = staged::Job::why_not({.collective = request.collective,
-                                             .dtype = request.dtype,
-                                             .op = request.reduce_op,
-                                             .even = even,
-                                             .nodes = nodes_ != nullptr});
-  // A graph would replay the same chunks' numbers.
-  if (reason.empty() && is_busy(request)) {
-    reason = "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
-  }
-  return reason;
+  return staged::Job::why_not({.collective = request.collective,
+                               .dtype = request.dtype,
+                               .op = request.reduce_op,
+                               .even = even,
+                               .nodes = nodes_ != nullptr});
 }
 
 std::string Communicator::why_not_on_device(const dpt_request& request) const {
@@ -132,32 +134,44 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   }
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   const size_t bytes = request.count * size_of(request.dtype);
-  const bool tunes = reason.empty() && even;
   const bool by_nodes = is_plain && device_->by_nodes;
+  const bool staged = reason.empty() && is_staged();
   // Between nodes all was settled when the ranks met.
-  if (tunes && !nodes_ && device_tuning_.is_open(request.collective, bytes))
-    settle_on_device(request, bytes);
-  return choose_device(
-      {.collective = request.collective,
-       .bytes = bytes,
-       .even = even,
-       .large = request.reduce_op == DPT_NO_REDUCE ||
-                cuda::has_large_kernels(request.dtype, request.reduce_op),
-       .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
-       .not_native = std::move(reason),
-       .ranks = static_cast<int>(global_ranks_.size()),
-       .nodes = by_nodes ? nodes_->num_nodes() : 1,
-       .delegate = device_tuning_.delegate_competes(),
-       .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
-       .devices_add =
-           !nodes_ && staged::Job::adds_on_device(request.collective,
-                                                  request.dtype,
-                                                  request.reduce_op,
-                                                  static_cast<int>(global_ranks_.size())),
-       .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
-       .copies = tunes ? device_->group->copies() : cuda::Staging{},
-       .replayed = tunes && bytes >= kLeastCopied && is_busy(request),
-       .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+  if (reason.empty() && even && !nodes_ && device_tuning_.is_open(request.collective, bytes)) {
+    if (staged && is_busy(request)) {
+      reason = kBusy;
+    } else {
+      settle_on_device(request, bytes);
+    }
+  }
+  const auto choose = [&](std::string why_not) {
+    const bool tunes = why_not.empty() && even;
+    return choose_device(
+        {.collective = request.collective,
+         .bytes = bytes,
+         .even = even,
+         .large = request.reduce_op == DPT_NO_REDUCE ||
+                  cuda::has_large_kernels(request.dtype, request.reduce_op),
+         .layout = why_not.empty() ? device_->group->layout() : cuda::Layout{},
+         .not_native = std::move(why_not),
+         .ranks = static_cast<int>(global_ranks_.size()),
+         .nodes = by_nodes ? nodes_->num_nodes() : 1,
+         .delegate = device_tuning_.delegate_competes(),
+         .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
+         .devices_add =
+             !nodes_ && staged::Job::adds_on_device(request.collective,
+                                                    request.dtype,
+                                                    request.reduce_op,
+                                                    static_cast<int>(global_ranks_.size())),
+         .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
+         .copies = tunes ? device_->group->copies() : cuda::Staging{},
+         .replayed = tunes && !staged && bytes >= kLeastCopied && is_busy(request),
+         .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+  };
+  DevicePlan plan = choose(std::move(reason));
+  // Asked last: what is the delegate's anyway need not look at the stream.
+  if (staged && plan.algorithm == kCpuReduce && is_busy(request)) return choose(kBusy);
+  return plan;
 }
 
 void Communicator::run_in_turn(const dpt_request& request,
@@ -390,7 +404,15 @@ bool Communicator::watch_device() {
   fail(error.status(), error.what());
   if (!raise_errors_ && !wanted) end_process(error.what());
   group->release();
+  if (!wanted) abandon_delegate();
   return true;
+}
+
+// Not where NCCL may yet come to its end. What is divided has a part with NCCL, which waits for the
+// same rank as ours; and behind that the program's thread may be held up by a full queue.
+void Communicator::abandon_delegate() const {
+  if (!raise_errors_ || delegate_.abandon == nullptr) return;
+  if (is_staged() || !lost_.who().empty()) delegate_.abandon(delegate_.context);
 }
 
 // The delegate's kernels wait for a lost rank without end, and NCCL itself looks after minutes.
@@ -415,6 +437,8 @@ bool Communicator::watch_delegate() {
     end_process(reason, Instead::kNothing);
   } else if (!raise_errors_) {
     end_process(reason);
+  } else {
+    abandon_delegate();
   }
   return true;
 }
@@ -445,15 +469,8 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
 
 void Communicator::check_device(const dpt_request& request) {
   if (!device_ || !device_->group) return;
-  if (is_staged() && segment_->aborted()) {
-    // Nothing of this rank may be under way that could tell.
-    try {
-      segment_->throw_if_aborted();
-    } catch (const Error& error) {
-      fail(error.status(), error.what());
-    }
-    check_usable(request);
-  }
+  // Nothing of this rank may be under way that could tell.
+  if (is_staged()) check_segment(request);
   const auto failure = device_->group->failure();
   if (!failure) return;
   const Error error = error_of(*failure);
@@ -461,9 +478,26 @@ void Communicator::check_device(const dpt_request& request) {
   check_usable(request);
 }
 
+// Throws where the group has ended, or a rank is lost.
+void Communicator::check_segment(const dpt_request& request) {
+  if (!segment_->aborted()) return;
+  try {
+    segment_->throw_if_aborted();
+  } catch (const Error& error) {
+    fail(error.status(), error.what());
+  }
+  check_usable(request);
+}
+
 void Communicator::leave_devices() {
   if (!device_) return;
   if (segment_) Fabric::instance().on_tick(segment_.get(), nullptr);
+  bool failed = false;
+  {
+    std::lock_guard lock(state_mutex_);
+    failed = failure_.has_value();
+  }
+  if (failed) abandon_delegate();  // the watchdog may not have come to it
   if (!device_->group) return;
   Fabric::instance().add_device_use(-static_cast<int64_t>(device_->staging_bytes),
                                     -device_->group->layout().channels);
