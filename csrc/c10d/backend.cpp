@@ -98,7 +98,7 @@ Backend::~Backend() {
     if (comm_ != nullptr) setup_.api->comm_destroy(comm_);
     abandonment_.settle();
     delegates_.clear();
-    on_device_ = nullptr;
+    known_delegates_ = {};
   });
 }
 
@@ -171,7 +171,7 @@ void Backend::shutdown() {
   {
     std::lock_guard lock(delegates_mutex_);
     delegates.swap(delegates_);
-    on_device_ = nullptr;
+    known_delegates_ = {};
   }
   without_gil([&] {
     for (auto& [device, delegate] : delegates) {
@@ -208,14 +208,17 @@ BackendPtr Backend::delegate_for(const std::string& device_type, std::chrono::mi
   return make_once(device_type, [&] { return setup_.make_delegate(device_type, limit_s.count()); });
 }
 
-BackendPtr Backend::delegate_on_device() {
-  {
+BackendPtr Backend::delegate_of(const at::Device& device) {
+  BackendPtr& known = known_delegates_[device.is_cuda() ? 1 : 0];
+  const bool is_usual = device.is_cuda() || device.is_cpu();
+  if (is_usual) {
     std::lock_guard lock(delegates_mutex_);
-    if (on_device_) return on_device_;
+    if (known) return known;
   }
-  BackendPtr made = delegate_for(kCuda);
+  BackendPtr made = delegate_for(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  if (!is_usual) return made;
   std::lock_guard lock(delegates_mutex_);
-  return on_device_ = std::move(made);
+  return known = std::move(made);
 }
 
 BackendPtr Backend::hierarchy_for(const std::string& device_type, const std::vector<int>& node_of) {
@@ -246,8 +249,7 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
   Backend& backend = submitted->backend;
   try {
     if (!device.is_cuda()) {
-      const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
-      submitted->delegated = backend.start(*submitted->replay, backend.delegate_for(type));
+      submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device));
       return DPT_OK;
     }
     const c10::Stream current = backend.streams_.hold_current(device);
@@ -256,7 +258,7 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
     const bool staged = node_of != nullptr && !backend.coalescing_;
     const BackendPtr stock =
         staged ? backend.hierarchy_for(kCuda, {node_of, node_of + backend.getSize()})
-               : backend.delegate_on_device();
+               : backend.delegate_of(device);
     submitted->delegated = backend.start(*submitted->replay, stock);
     return DPT_OK;
   } catch (...) {
@@ -323,11 +325,10 @@ WorkPtr Backend::submit(Call what, const Replay& replay) {
   }
   if (device.is_cpu()) note_written(what);
   const InCollective counted;
-  std::vector<at::Tensor> tensors = what.inputs.vec();
-  if (!what.in_place) tensors.insert(tensors.end(), what.outputs.begin(), what.outputs.end());
-  const std::optional<std::string> not_native = what.not_native != nullptr
-                                                    ? std::optional<std::string>(what.not_native)
-                                                    : why_not_host(tensors);
+  std::optional<std::string> not_native;
+  if (what.not_native != nullptr) not_native = what.not_native;
+  if (!not_native) not_native = why_not_host(what.inputs);
+  if (!not_native && !what.in_place) not_native = why_not_host(what.outputs);
   if (!setup_.native || not_native) {
     Submitted submitted(*this, std::move(what), replay);
     hand_over(submitted, not_native);

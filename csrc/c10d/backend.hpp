@@ -7,6 +7,7 @@
 
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -210,8 +211,8 @@ class Backend : public c10d::Backend {
   // `limit`: how long the other ranks are waited for if it is made now; 0: as long as the group
   // waits.
   BackendPtr delegate_for(const std::string& device_type, std::chrono::milliseconds limit = {});
-  // The same for an accelerator, where all is to go fast.
-  BackendPtr delegate_on_device();
+  // The same, without a search for what was made before.
+  BackendPtr delegate_of(const at::Device& device);
   BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
@@ -242,7 +243,7 @@ class Backend : public c10d::Backend {
   std::mutex making_mutex_;
   std::mutex delegates_mutex_;
   std::map<std::string, BackendPtr> delegates_;
-  BackendPtr on_device_;  // that of them
+  std::array<BackendPtr, 2> known_delegates_;  // those for "cpu" and "cuda"
   Abandonment abandonment_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;

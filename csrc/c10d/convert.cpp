@@ -142,7 +142,7 @@ void Contiguous::copy_back() const {
   }
 }
 
-std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors) {
+std::optional<std::string> why_not_host(at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.device().is_cpu()) {
       return "tensors on " + c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);

@@ -61,6 +61,6 @@ class Contiguous {
 };
 
 // Why native host code cannot take these tensors ("tensors on cuda", ...), or nothing.
-std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors);
+std::optional<std::string> why_not_host(at::TensorList tensors);
 
 }  // namespace dpt::c10d_adapter

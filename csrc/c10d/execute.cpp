@@ -155,7 +155,7 @@ dpt_status Backend::execute_on_delegate(void* context,
     }
     Backend& backend = *static_cast<Backend*>(context);
     if (!on_device) {
-      start_request(*backend.delegate_for("cpu"), *request)->wait();
+      start_request(*backend.delegate_of(at::kCPU), *request)->wait();
       return DPT_OK;
     }
     const c10::Stream& stream = *static_cast<Submitted*>(request->call)->stream;
@@ -163,7 +163,7 @@ dpt_status Backend::execute_on_delegate(void* context,
     const int* const node_of = request->node_of;
     const BackendPtr stock =
         node_of != nullptr ? backend.hierarchy_for("cuda", {node_of, node_of + backend.getSize()})
-                           : backend.delegate_on_device();
+                           : backend.delegate_of(at::kCUDA);
     const c10::StreamGuard guard(stream);
     const WorkPtr work = start_request(*stock, *request);
     // The stream waits for it, not this thread. What ran on that stream itself has no work.
