@@ -20,6 +20,12 @@
 namespace dpt {
 namespace {
 
+// It is described by its collective, type and size.
+bool is_plain(const dpt_request& request) {
+  return request.not_native == nullptr && request.input_counts == nullptr &&
+         request.output_counts == nullptr;
+}
+
 bool is_busy(const dpt_request& request) {
   return request.busy != nullptr && request.busy(request.call) != 0;
 }
@@ -53,20 +59,47 @@ bool has_device_kernels(Collective collective) {
 
 }  // namespace
 
+Communicator::KnownDelegated& Communicator::place_of(const dpt_request& request) {
+  // Sizes are often multiples of large powers of two.
+  const size_t mixed = (request.count + request.collective) * 0x9E3779B97F4A7C15u;
+  return known_delegated_[(mixed >> 48) % known_delegated_.size()];
+}
+
+bool Communicator::is_like(const KnownDelegated& known, const dpt_request& request) {
+  return known.count != 0 && known.count == request.count &&
+         known.collective == request.collective && known.dtype == request.dtype &&
+         known.reduce_op == request.reduce_op && known.device == request.device &&
+         is_plain(request);
+}
+
 dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* recorded) {
   std::unique_lock order(submit_mutex_);
   check_usable(request);
   check_device(request);
   *recorded = record(request);
-  DevicePlan plan = plan_on_device(request);
-  if (std::strcmp(plan.algorithm, "delegate") == 0) {
+  KnownDelegated& known = place_of(request);
+  if (is_like(known, request)) {
+    const KnownDelegated found = known;
     order.unlock();
-    return start_on_delegate(request, {.reason = std::move(plan.reason)}, *recorded);
+    return start_on_delegate(request, found.row, found.by_nodes, *recorded);
   }
-  if (std::strcmp(plan.algorithm, "hierarchical") == 0) {
+  bool lasts = false;
+  DevicePlan plan = plan_on_device(request, &lasts);
+  const bool by_nodes = std::strcmp(plan.algorithm, "hierarchical") == 0;
+  if (by_nodes || std::strcmp(plan.algorithm, "delegate") == 0) {
+    StatisticsRow* const row =
+        statistics_->row_of(request.collective, plan.algorithm, plan.reason.c_str());
+    if (lasts) {
+      known = {request.collective,
+               request.dtype,
+               request.reduce_op,
+               request.count,
+               request.device,
+               by_nodes,
+               row};
+    }
     order.unlock();
-    return start_on_delegate(
-        request, {.algorithm = plan.algorithm, .reason = std::move(plan.reason)}, *recorded);
+    return start_on_delegate(request, row, by_nodes, *recorded);
   }
   FlightRecord::instance().note(*recorded, FlightRecord::kNative);
   launch_on_device(request, plan);
@@ -121,10 +154,10 @@ std::string Communicator::why_not_on_device(const dpt_request& request) const {
   return device_ ? "" : DeviceGroup::why_absent();  // found out once
 }
 
-DevicePlan Communicator::plan_on_device(const dpt_request& request) {
+DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts) {
   std::string reason = why_not_on_device(request);
-  const bool is_plain = reason.empty();
-  if (is_plain) {
+  const bool may_be_native = reason.empty();
+  if (may_be_native) {
     join_devices(request);
     reason = device_->why_not;
     if (reason.empty() && device_->device != request.device) {
@@ -134,11 +167,19 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   }
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   const size_t bytes = request.count * size_of(request.dtype);
-  const bool by_nodes = is_plain && device_->by_nodes;
+  const bool by_nodes = may_be_native && device_->by_nodes;
   const bool staged = reason.empty() && is_staged();
+  bool asked = false;  // what the stream does is another thing each time
+  const auto busy = [&] {
+    asked = true;
+    return is_busy(request);
+  };
+  const auto is_open = [&] {
+    return even && !nodes_ && device_tuning_.is_open(request.collective, bytes);
+  };
   // Between nodes all was settled when the ranks met.
-  if (reason.empty() && even && !nodes_ && device_tuning_.is_open(request.collective, bytes)) {
-    if (staged && is_busy(request)) {
+  if (reason.empty() && is_open()) {
+    if (staged && busy()) {
       reason = kBusy;
     } else {
       settle_on_device(request, bytes);
@@ -165,12 +206,14 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
                                                     static_cast<int>(global_ranks_.size())),
          .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
          .copies = tunes ? device_->group->copies() : cuda::Staging{},
-         .replayed = tunes && !staged && bytes >= kLeastCopied && is_busy(request),
+         .replayed = tunes && !staged && bytes >= kLeastCopied && busy(),
          .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
   };
+  const bool is_settled = !reason.empty() || !is_open();
   DevicePlan plan = choose(std::move(reason));
   // Asked last: what is the delegate's anyway need not look at the stream.
-  if (staged && plan.algorithm == kCpuReduce && is_busy(request)) return choose(kBusy);
+  if (staged && plan.algorithm == kCpuReduce && busy()) return choose(kBusy);
+  *lasts = may_be_native && is_plain(request) && !asked && is_settled;
   return plan;
 }
 
