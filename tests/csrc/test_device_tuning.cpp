@@ -9,6 +9,7 @@
 
 #include "comm/decisions.hpp"
 #include "comm/fabric.hpp"
+#include "comm/statistics.hpp"
 #include "fake_device.hpp"
 #include "rank_threads.hpp"
 
@@ -98,6 +99,37 @@ TEST_F(DeviceTuning, TheDelegateStaysWhereNativeIsNotClearlyFaster) {
             {.tune = DPT_TUNE_AUTO, .execute = stock(10.2)});
   EXPECT_TRUE(is_delegate(rows().at(0).decision.chosen));
   EXPECT_EQ(rows()[0].decision.reason, "native is not clearly faster, measured");
+}
+
+uint64_t calls_counted(const std::string& group) {
+  uint64_t calls = 0;
+  for (const StatisticsRow& row : all_statistics()) {
+    if (row.group != group || row.collective != DPT_ALL_REDUCE) continue;
+    EXPECT_EQ(row.algorithm, "delegate");
+    EXPECT_EQ(row.reason, "native is not clearly faster, measured");
+    calls += row.calls;
+  }
+  return calls;
+}
+
+TEST_F(DeviceTuning, WhatIsKnownToBeTheDelegatesIsCountedEachTime) {
+  run_ranks(2,
+            [](Rank& rank) {
+              for (int i = 0; i < 3; ++i) EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(rank.delegate().calls.size(), 3);
+              rank.barrier();
+              EXPECT_EQ(calls_counted("known"), 6);
+              rank.barrier();
+              reset_statistics();
+              rank.barrier();
+              EXPECT_EQ(calls_counted("known"), 0);
+              rank.barrier();
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(sum_ones(rank, 2 * kMiB - 4, true), DPT_DELEGATED);  // of the same range
+              rank.barrier();
+              EXPECT_EQ(calls_counted("known"), 4);
+            },
+            {.group = "known", .tune = DPT_TUNE_AUTO, .execute = stock(10.2)});
 }
 
 TEST_F(DeviceTuning, SmallMessagesAreNativeUnmeasured) {
