@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <set>
 
-#include "delegated_work.hpp"
 #include "in_collective.hpp"
 #include "python_bridge.hpp"
 #include "store.hpp"
@@ -24,18 +23,14 @@ thread_local std::exception_ptr pending_signal;
 // How long rank 0 stays for ranks that are still making the group; they are at it together.
 constexpr std::chrono::seconds kMakingLimit{5};
 constexpr const char* kMadeKey = "deepytorch/made/";
+constexpr const char* kCpu = "cpu";
+constexpr const char* kCuda = "cuda";
 
 // Every backend that is alive, for finish_all.
 std::mutex live_mutex;
 std::set<Backend*>& live() {
   static auto* const backends = new std::set<Backend*>;
   return *backends;
-}
-
-// "all_reduce" of "deepytorch:all_reduce".
-std::string name_in(const std::string& title) {
-  const size_t colon = title.find(':');
-  return colon == std::string::npos ? "an operation" : title.substr(colon + 1);
 }
 
 void on_done(void* context, dpt_status status, const char* message) {
@@ -45,7 +40,7 @@ void on_done(void* context, dpt_status status, const char* message) {
 
 }  // namespace
 
-std::vector<size_t> counts_of(const std::vector<at::Tensor>& tensors) {
+std::vector<size_t> counts_of(at::TensorList tensors) {
   std::vector<size_t> counts;
   for (const at::Tensor& tensor : tensors) counts.push_back(elements_of(tensor, false).count);
   return counts;
@@ -53,6 +48,8 @@ std::vector<size_t> counts_of(const std::vector<at::Tensor>& tensors) {
 
 Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
   init();
+  delegated_group_ = std::make_shared<const DelegatedWork::Group>(DelegatedWork::Group{
+      rank_, setup_.api, setup_.explain, setup_.options->group_name, setup_.who_died});
   std::vector<int64_t> global_ranks;
   for (const uint64_t rank : setup_.options->global_ranks_in_group) {
     global_ranks.push_back(static_cast<int64_t>(rank));
@@ -81,7 +78,8 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                               run_on_delegate,
                               setup_.delegate_competes ? execute_on_delegate : nullptr,
                               setup_.by_nodes ? start_by_nodes : nullptr,
-                              is_delegate_waiting};
+                              is_delegate_waiting,
+                              abandon_on_device};
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
@@ -98,7 +96,9 @@ Backend::~Backend() {
   // Delegates end their threads too, and one of those may be waiting for Python's lock.
   without_gil([&] {
     if (comm_ != nullptr) setup_.api->comm_destroy(comm_);
+    abandonment_.settle();
     delegates_.clear();
+    known_delegates_ = {};
   });
 }
 
@@ -117,7 +117,7 @@ void Backend::setTimeout(Milliseconds timeout) {
 c10d::ErrorType Backend::getError() {
   std::lock_guard lock(delegates_mutex_);
   for (auto& [device, delegate] : delegates_) {
-    if (device == "cpu") continue;  // gloo has no such question
+    if (device == kCpu) continue;  // gloo has no such question
     const c10d::ErrorType error = delegate->getError();
     if (error != c10d::ErrorType::SUCCESS) return error;
   }
@@ -128,8 +128,26 @@ void Backend::abort() {
   if (comm_ != nullptr) {
     setup_.api->comm_abort(comm_, "the process group was aborted (ProcessGroup.abort)");
   }
-  std::lock_guard lock(delegates_mutex_);
-  for (auto& [device, delegate] : delegates_) delegate->abort();
+  std::map<std::string, BackendPtr> delegates;
+  {
+    std::lock_guard lock(delegates_mutex_);
+    delegates = delegates_;
+  }
+  for (auto& [device, delegate] : delegates) delegate->abort();
+}
+
+void Backend::abandon_on_device(void* context) {
+  Backend& backend = *static_cast<Backend*>(context);
+  std::vector<BackendPtr> delegates;
+  {
+    std::lock_guard lock(backend.delegates_mutex_);
+    for (const auto& [device, delegate] : backend.delegates_) {
+      if (device != kCpu) delegates.push_back(delegate);
+    }
+  }
+  if (delegates.empty()) return;
+  backend.abandonment_.begin(std::move(delegates),
+                             [&backend] { return backend.delegated_.is_starting(); });
 }
 
 void Backend::let_others_make_it() {
@@ -144,14 +162,22 @@ void Backend::let_others_make_it() {
 void Backend::shutdown() {
   let_others_make_it();
   dpt_comm* const comm = std::exchange(comm_, nullptr);
-  if (comm != nullptr) without_gil([&] { setup_.api->comm_destroy(comm); });
+  bool abandoned = false;
+  without_gil([&] {
+    if (comm != nullptr) setup_.api->comm_destroy(comm);
+    abandoned = abandonment_.settle();
+  });
   std::map<std::string, BackendPtr> delegates;
   {
     std::lock_guard lock(delegates_mutex_);
     delegates.swap(delegates_);
+    known_delegates_ = {};
   }
   without_gil([&] {
-    for (auto& [device, delegate] : delegates) delegate->shutdown();
+    for (auto& [device, delegate] : delegates) {
+      // In good order it would wait for what never ends.
+      if (!abandoned || device == kCpu) delegate->shutdown();
+    }
     delegates.clear();
   });
 }
@@ -165,7 +191,10 @@ void Backend::finish_all() {
   for (Backend* backend : backends) {
     backend->let_others_make_it();
     dpt_comm* const comm = std::exchange(backend->comm_, nullptr);
-    if (comm != nullptr) without_gil([&] { backend->setup_.api->comm_destroy(comm); });
+    without_gil([&] {
+      if (comm != nullptr) backend->setup_.api->comm_destroy(comm);
+      backend->abandonment_.settle();
+    });
   }
 }
 
@@ -177,6 +206,19 @@ int Backend::poll_signals(void*) {
 BackendPtr Backend::delegate_for(const std::string& device_type, std::chrono::milliseconds limit) {
   const std::chrono::duration<double> limit_s = limit;
   return make_once(device_type, [&] { return setup_.make_delegate(device_type, limit_s.count()); });
+}
+
+BackendPtr Backend::delegate_of(const at::Device& device) {
+  BackendPtr& known = known_delegates_[device.is_cuda() ? 1 : 0];
+  const bool is_usual = device.is_cuda() || device.is_cpu();
+  if (is_usual) {
+    std::lock_guard lock(delegates_mutex_);
+    if (known) return known;
+  }
+  BackendPtr made = delegate_for(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  if (!is_usual) return made;
+  std::lock_guard lock(delegates_mutex_);
+  return known = std::move(made);
 }
 
 BackendPtr Backend::hierarchy_for(const std::string& device_type, const std::vector<int>& node_of) {
@@ -204,21 +246,20 @@ dpt_status Backend::start_on_delegate(void* context, void* call, dpt_error* erro
 dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_error* error) {
   auto* submitted = static_cast<Submitted*>(call);
   const at::Device device = submitted->device();
+  Backend& backend = submitted->backend;
   try {
-    const Call& what = submitted->call;
-    const std::string device_type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
-    Backend& backend = submitted->backend;
-    std::optional<DelegatedStream::Call> starting;
-    if (device.is_cuda()) {
-      backend.streams_.hold_current(device);
-      starting.emplace(backend.delegated_, device);
+    if (!device.is_cuda()) {
+      submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device));
+      return DPT_OK;
     }
+    const c10::Stream current = backend.streams_.hold_current(device);
+    const DelegatedStream::Call starting(backend.delegated_, current);
     // What belongs together for NCCL stays in one piece.
     const bool staged = node_of != nullptr && !backend.coalescing_;
     const BackendPtr stock =
-        staged ? backend.hierarchy_for(device_type, {node_of, node_of + backend.getSize()})
-               : backend.delegate_for(device_type);
-    submitted->delegated = backend.replay(what, stock);
+        staged ? backend.hierarchy_for(kCuda, {node_of, node_of + backend.getSize()})
+               : backend.delegate_of(device);
+    submitted->delegated = backend.start(*submitted->replay, stock);
     return DPT_OK;
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.
@@ -240,7 +281,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   }
 }
 
-WorkPtr Backend::replay(const Call& call, const BackendPtr& delegate) {
+WorkPtr Backend::start(const Replay& replay, const BackendPtr& delegate) {
   // NCCL needs to know which sends and receives belong together, or each would wait for its peer's.
   if (coalescing_ && delegate->supportsCoalescing()) {
     if (std::find(coalescing_delegates_.begin(), coalescing_delegates_.end(), delegate) ==
@@ -248,10 +289,10 @@ WorkPtr Backend::replay(const Call& call, const BackendPtr& delegate) {
       delegate->startCoalescing();
       coalescing_delegates_.push_back(delegate);
     }
-    call.replay(*delegate);
+    replay.on(*delegate);
     return nullptr;  // one work for all of them comes from the delegate's endCoalescing
   }
-  return call.replay(*delegate);
+  return replay.on(*delegate);
 }
 
 // Where gloo copies into the outputs, autograd hears of it: a graph that has saved one refuses its
@@ -265,7 +306,7 @@ void Backend::note_written(const Call& call) {
   }
 }
 
-WorkPtr Backend::submit(Call what) {
+WorkPtr Backend::submit(Call what, const Replay& replay) {
   if (comm_ == nullptr) {
     std::rethrow_exception(make_exception(
         DPT_ERR_ABORTED,
@@ -275,40 +316,41 @@ WorkPtr Backend::submit(Call what) {
   if (setup_.compare && is_collective) setup_.compare(signature_of(what));
   const uint64_t sequence = ++sequence_;
   if (setup_.inspect) inspect(what, sequence);
-  // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
-  const auto submitted = std::make_shared<Submitted>(Submitted{*this, std::move(what)});
-  Call& call = submitted->call;
-  if (call.results.empty()) call.results = call.outputs;
-  if (submitted->device().is_cpu()) note_written(call);
-  if (submitted->device().is_cuda()) {
-    return note_coalesced(submit_on_device(submitted, sequence), call);
+  if (what.results.empty()) what.results = what.outputs;
+  const at::Device device = device_of(what);
+  if (device.is_cuda()) {
+    // On its stream, or handed to the delegate, when this returns.
+    Submitted submitted(*this, std::move(what), replay);
+    return note_coalesced(submit_on_device(submitted, sequence), submitted.call);
   }
+  if (device.is_cpu()) note_written(what);
   const InCollective counted;
-
-  std::vector<at::Tensor> tensors = call.inputs;
-  if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
-  const std::optional<std::string> not_native = call.not_native != nullptr
-                                                    ? std::optional<std::string>(call.not_native)
-                                                    : why_not_host(tensors);
+  std::optional<std::string> not_native;
+  if (what.not_native != nullptr) not_native = what.not_native;
+  if (!not_native) not_native = why_not_host(what.inputs);
+  if (!not_native && !what.in_place) not_native = why_not_host(what.outputs);
+  if (!setup_.native || not_native) {
+    Submitted submitted(*this, std::move(what), replay);
+    hand_over(submitted, not_native);
+    return note_coalesced(watched(submitted), submitted.call);
+  }
+  // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
+  const auto submitted = std::make_shared<Submitted>(*this, std::move(what), replay);
+  submitted->keep();
+  const Call& call = submitted->call;
 
   using Direction = Contiguous::Direction;
-  std::shared_ptr<Contiguous> inputs;
-  std::shared_ptr<Contiguous> outputs;
-  std::vector<const void*> input_pointers;
-  std::vector<void*> output_pointers;
+  const auto inputs = std::make_shared<Contiguous>(
+      call.inputs, call.in_place ? Direction::kInPlace : Direction::kInput);
+  const auto outputs =
+      call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
+  const std::vector<void*> input_pointers = inputs->pointers();
+  const std::vector<void*> output_pointers = outputs->pointers();
   std::vector<size_t> input_counts;
   std::vector<size_t> output_counts;
-  if (!not_native) {
-    inputs = std::make_shared<Contiguous>(call.inputs,
-                                          call.in_place ? Direction::kInPlace : Direction::kInput);
-    outputs =
-        call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
-    for (void* pointer : inputs->pointers()) input_pointers.push_back(pointer);
-    output_pointers = outputs->pointers();
-    if (call.uneven) {
-      input_counts = counts_of(call.inputs);
-      output_counts = counts_of(call.outputs);
-    }
+  if (call.uneven) {
+    input_counts = counts_of(call.inputs);
+    output_counts = counts_of(call.outputs);
   }
 
   dpt_request request = describe(*submitted);
@@ -317,19 +359,20 @@ WorkPtr Backend::submit(Call what) {
   request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
   request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
   request.asynchronous = call.asynchronous || coalescing_ || handles_signals();
-  request.not_native = not_native ? not_native->c_str() : nullptr;
 
   NativeWork::Options work_options{
-      rank_, call.op_type, call.title, sequence, call.results, setup_.explain};
+      rank_, call.op_type, call.title, sequence, call.results.vec(), setup_.explain};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
-    if (outputs && outputs->has_stand_ins()) outputs->copy_back();
+    if (outputs->has_stand_ins()) outputs->copy_back();
     if (submitted->call.after) submitted->call.after();
   };
   work_options.source = call.source;
   work_options.delegate_failure = [submitted] { return submitted->failure; };
   std::optional<std::vector<at::Tensor>> profiled;
-  if (at::hasCallbacks()) profiled = call.collective == DPT_RECV ? call.outputs : call.inputs;
+  if (at::hasCallbacks()) {
+    profiled = (call.collective == DPT_RECV ? call.outputs : call.inputs).vec();
+  }
   auto work = c10::make_intrusive<NativeWork>(std::move(work_options), profiled);
 
   dpt_outcome outcome = DPT_COMPLETED;
@@ -338,6 +381,24 @@ WorkPtr Backend::submit(Call what) {
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
   if (outcome == DPT_DELEGATED) result = watched(*submitted);
   return note_coalesced(result, call);
+}
+
+// On host memory, what is the delegate's whatever the core thinks of it: the call returns when that
+// has it.
+void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& not_native) {
+  dpt_request request = describe(submitted);
+  std::vector<size_t> input_counts;
+  std::vector<size_t> output_counts;
+  if (submitted.call.uneven) {
+    input_counts = counts_of(submitted.call.inputs);
+    output_counts = counts_of(submitted.call.outputs);
+    request.input_counts = input_counts.data();
+    request.output_counts = output_counts.data();
+  }
+  request.not_native = not_native ? not_native->c_str() : nullptr;
+  request.asynchronous |= coalescing_ ? 1 : 0;
+  dpt_outcome outcome = DPT_DELEGATED;
+  submit_to_core(request, submitted, nullptr, &outcome);
 }
 
 // One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.
@@ -372,7 +433,8 @@ void Backend::submit_to_core(const dpt_request& request,
                              const Submitted& submitted,
                              c10::intrusive_ptr<NativeWork> work,
                              dpt_outcome* outcome) {
-  dpt_error error{};
+  dpt_error error;  // a kilobyte that is rarely needed
+  error.message[0] = '\0';
   dpt_status status = DPT_OK;
   // The completion callback owns one reference, given back here if it will not be called.
   NativeWork* const context = work.release();
@@ -401,23 +463,13 @@ WorkPtr Backend::watched(const Submitted& submitted) {
   }
   return c10::make_intrusive<DelegatedWork>(
       work,
-      DelegatedWork::Watch{rank_,
-                           submitted.call.op_type,
-                           submitted.call.title,
-                           submitted.recorded,
-                           setup_.api,
-                           setup_.explain,
-                           join_text({name_in(submitted.call.title),
-                                      " of group ",
-                                      setup_.options->group_name,
-                                      " on rank ",
-                                      std::to_string(rank_)}),
-                           setup_.who_died});
+      DelegatedWork::Watch{
+          delegated_group_, submitted.call.op_type, submitted.call.title, submitted.recorded});
 }
 
 std::string Backend::signature_of(const Call& call) const {
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
-  const std::vector<at::Tensor>& one = gives_parts ? call.outputs : call.inputs;
+  const at::TensorList one = gives_parts ? call.outputs : call.inputs;
   const std::string name = name_in(call.title);
   if (call.collective == DPT_BARRIER || one.empty()) return name;
   const std::string parts =
@@ -441,7 +493,7 @@ dpt_request Backend::describe(Submitted& submitted) const {
   const Call& call = submitted.call;
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const bool has_outputs_only = gives_parts || call.collective == DPT_RECV;
-  const std::vector<at::Tensor>& one = has_outputs_only ? call.outputs : call.inputs;
+  const at::TensorList one = has_outputs_only ? call.outputs : call.inputs;
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
   const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
   const Milliseconds timeout =
@@ -466,16 +518,6 @@ WorkPtr Backend::note_coalesced(WorkPtr work, const Call& call) {
     coalesced_results_.insert(coalesced_results_.end(), call.results.begin(), call.results.end());
   }
   return work;
-}
-
-WorkPtr Backend::delegate(dpt_collective collective,
-                          const std::vector<at::Tensor>& tensors,
-                          Replay replay) {
-  Call call{.collective = collective, .op_type = c10d::OpType::UNKNOWN, .title = "deepytorch"};
-  call.inputs = tensors;
-  call.in_place = true;
-  call.replay = std::move(replay);
-  return submit(std::move(call));
 }
 
 WorkPtr Backend::join(c10d::OpType op_type,

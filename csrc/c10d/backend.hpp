@@ -7,6 +7,7 @@
 
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -16,14 +17,16 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "abandonment.hpp"
 #include "convert.hpp"
 #include "deepytorch.h"
+#include "delegated_work.hpp"
 #include "device.hpp"
+#include "replay.hpp"
 #include "work.hpp"
 
 namespace dpt::c10d_adapter {
 
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using Milliseconds = std::chrono::milliseconds;
 
@@ -152,17 +155,15 @@ class Backend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  private:
-  // How to carry out an operation on a stock backend.
-  using Replay = std::function<WorkPtr(c10d::Backend&)>;
-
+  // What c10d asks for. The lists are the caller's, or temporary ones of the same expression.
   struct Call {
     dpt_collective collective;
     c10d::OpType op_type;
     const char* title;
     Milliseconds timeout = c10d::kUnsetTimeout;
     bool asynchronous = true;
-    std::vector<at::Tensor> inputs;
-    std::vector<at::Tensor> outputs;
+    at::TensorList inputs;
+    at::TensorList outputs;
     bool in_place = false;             // outputs are the inputs
     bool uneven = false;               // the parts differ in size
     const char* not_native = nullptr;  // why the stock backend has to serve it
@@ -170,22 +171,28 @@ class Backend : public c10d::Backend {
     dpt_reduce_op core_reduce_op = DPT_NO_REDUCE;
     int root = 0;
     int tag = 0;
-    std::shared_ptr<int> source;      // of a recv: receives the sender's rank
-    std::vector<at::Tensor> results;  // what the future gives; outputs when empty
+    std::shared_ptr<int> source;  // of a recv: receives the sender's rank
+    at::TensorList results;       // what the future gives; outputs when empty
     // Runs after a native operation, before anyone is told of its end.
     std::function<void()> after;
-    Replay replay;
   };
   // What all ranks must say alike of a collective.
   std::string signature_of(const Call& call) const;
+  // Of its tensors; the host's where it has none.
+  static at::Device device_of(const Call& call) {
+    if (!call.inputs.empty()) return call.inputs[0].device();
+    if (!call.outputs.empty()) return call.outputs[0].device();
+    return at::kCPU;
+  }
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
-  WorkPtr submit(Call call);
+  WorkPtr submit(Call call, const Replay& replay);
+  void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);
   // The delegate's work as the caller gets it.
   WorkPtr watched(const Submitted& submitted);
   void inspect(const Call& call, uint64_t sequence);
-  WorkPtr submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence);
+  WorkPtr submit_on_device(Submitted& submitted, uint64_t sequence);
   // Throws what the operation ended with. `work`: who is told of the end; nullptr: nobody.
   void submit_to_core(const dpt_request& request,
                       const Submitted& submitted,
@@ -198,20 +205,20 @@ class Backend : public c10d::Backend {
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
   static void* start_stream(void* call);
   static int is_busy(void* call);
-  WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, Replay replay);
-  WorkPtr delegate(dpt_collective collective,
-                   const std::vector<at::Tensor>& tensors,
-                   Replay replay);
-  WorkPtr replay(const Call& call, const BackendPtr& delegate);
+  WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
+  WorkPtr start(const Replay& replay, const BackendPtr& delegate);
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
   // `limit`: how long the other ranks are waited for if it is made now; 0: as long as the group
   // waits.
   BackendPtr delegate_for(const std::string& device_type, std::chrono::milliseconds limit = {});
+  // The same, without a search for what was made before.
+  BackendPtr delegate_of(const at::Device& device);
   BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
   static dpt_waits is_delegate_waiting(void* context);
+  static void abandon_on_device(void* context);
   // In a handler of whatever the stock backend threw: what the core is told of it.
   static dpt_status describe_caught(const at::Device& device, dpt_error* error);
   static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
@@ -226,6 +233,7 @@ class Backend : public c10d::Backend {
   void let_others_make_it();
 
   Setup setup_;
+  std::shared_ptr<const DelegatedWork::Group> delegated_group_;
   DeviceStreams streams_{setup_.api};
   DelegatedStream delegated_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
@@ -235,6 +243,8 @@ class Backend : public c10d::Backend {
   std::mutex making_mutex_;
   std::mutex delegates_mutex_;
   std::map<std::string, BackendPtr> delegates_;
+  std::array<BackendPtr, 2> known_delegates_;  // those for "cpu" and "cuda"
+  Abandonment abandonment_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
   std::vector<at::Tensor> coalesced_results_;

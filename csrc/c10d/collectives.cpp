@@ -187,17 +187,29 @@ WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors, const c10d::Allredu
                  .in_place = true,
                  .reduce_op = asked.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),
-                 .after = after,
-                 .replay = [tensors, options, after](c10d::Backend& stock) mutable {
-                   return followed_by(after, stock.allreduce(tensors, options), tensors[0]);
-                 }});
+                 .after = after},
+                replaying(
+                    [](c10d::Backend& stock, auto& tensors, auto& options, auto& after) {
+                      return followed_by(after, stock.allreduce(tensors, options), tensors[0]);
+                    },
+                    tensors,
+                    options,
+                    after));
 }
 
 WorkPtr Backend::allreduce_sparse(std::vector<at::Tensor>& tensors,
                                   const c10d::AllreduceOptions& options) {
-  return delegate(DPT_ALL_REDUCE, tensors, [tensors, options](c10d::Backend& stock) mutable {
-    return stock.allreduce_sparse(tensors, options);
-  });
+  return submit({.collective = DPT_ALL_REDUCE,
+                 .op_type = c10d::OpType::UNKNOWN,
+                 .title = "deepytorch",
+                 .inputs = tensors,
+                 .in_place = true},
+                replaying(
+                    [](c10d::Backend& stock, auto& tensors, auto& options) {
+                      return stock.allreduce_sparse(tensors, options);
+                    },
+                    tensors,
+                    options));
 }
 
 WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
@@ -222,10 +234,13 @@ WorkPtr Backend::broadcast(std::vector<at::Tensor>& tensors,
                  .inputs = tensors,
                  .outputs = tensors,
                  .in_place = true,
-                 .root = static_cast<int>(options.rootRank),
-                 .replay = [tensors, options](c10d::Backend& stock) mutable {
-                   return stock.broadcast(tensors, options);
-                 }});
+                 .root = static_cast<int>(options.rootRank)},
+                replaying(
+                    [](c10d::Backend& stock, auto& tensors, auto& options) {
+                      return stock.broadcast(tensors, options);
+                    },
+                    tensors,
+                    options));
 }
 
 WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -246,10 +261,14 @@ WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
                  .asynchronous = options.asyncOp,
                  .inputs = inputs,
                  .outputs = outputs[0],
-                 .uneven = differ_in_size(outputs[0]),
-                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
-                   return stock.allgather(outputs, inputs, options);
-                 }});
+                 .uneven = differ_in_size(outputs[0])},
+                replaying(
+                    [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
+                      return stock.allgather(outputs, inputs, options);
+                    },
+                    outputs,
+                    inputs,
+                    options));
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output,
@@ -267,10 +286,14 @@ WorkPtr Backend::_allgather_base(at::Tensor& output,
        .inputs = {input},
        .outputs = parts_of("all_gather", whole, input, size_),
        .results = {output},
-       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr,
-       .replay = [output, input, options](c10d::Backend& stock) mutable {
-         return stock._allgather_base(output, input, options);
-       }});
+       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr},
+      replaying(
+          [](c10d::Backend& stock, auto& output, auto& input, auto& options) {
+            return stock._allgather_base(output, input, options);
+          },
+          output,
+          input,
+          options));
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
@@ -324,21 +347,26 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
       "reduce_scatter", uneven ? std::vector<at::Tensor>{inputs[0][rank_]} : inputs[0], outputs[0]);
   c10d::ReduceScatterOptions options = asked;
   const auto after = integer_mean(&options.reduceOp, outputs[0], size_);
-  return submit({.collective = DPT_REDUCE_SCATTER,
-                 .op_type = c10d::OpType::REDUCE_SCATTER,
-                 .title = "deepytorch:reduce_scatter",
-                 .timeout = options.timeout,
-                 .asynchronous = options.asyncOp,
-                 .inputs = inputs[0],
-                 .outputs = outputs,
-                 .not_native = uneven ? "parts of different sizes" : nullptr,
-                 .reduce_op = asked.reduceOp,
-                 .core_reduce_op = to_reduce_op(options.reduceOp),
-                 .after = after,
-                 .replay = [outputs, inputs, options, after](c10d::Backend& stock) mutable {
-                   return followed_by(
-                       after, stock.reduce_scatter(outputs, inputs, options), outputs[0]);
-                 }});
+  return submit(
+      {.collective = DPT_REDUCE_SCATTER,
+       .op_type = c10d::OpType::REDUCE_SCATTER,
+       .title = "deepytorch:reduce_scatter",
+       .timeout = options.timeout,
+       .asynchronous = options.asyncOp,
+       .inputs = inputs[0],
+       .outputs = outputs,
+       .not_native = uneven ? "parts of different sizes" : nullptr,
+       .reduce_op = asked.reduceOp,
+       .core_reduce_op = to_reduce_op(options.reduceOp),
+       .after = after},
+      replaying(
+          [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options, auto& after) {
+            return followed_by(after, stock.reduce_scatter(outputs, inputs, options), outputs[0]);
+          },
+          outputs,
+          inputs,
+          options,
+          after));
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
@@ -347,20 +375,25 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
   c10d::ReduceScatterOptions options = asked;
   const auto after = integer_mean(&options.reduceOp, output, size_);
   const at::Tensor whole = input.device().is_cpu() ? input.contiguous() : input;
-  return submit({.collective = DPT_REDUCE_SCATTER,
-                 .op_type = c10d::OpType::_REDUCE_SCATTER_BASE,
-                 .title = "deepytorch:reduce_scatter",
-                 .timeout = options.timeout,
-                 .asynchronous = options.asyncOp,
-                 .inputs = parts_of("reduce_scatter", whole, output, size_),
-                 .outputs = {output},
-                 .reduce_op = asked.reduceOp,
-                 .core_reduce_op = to_reduce_op(options.reduceOp),
-                 .after = after,
-                 .replay = [output, input, options, after](c10d::Backend& stock) mutable {
-                   return followed_by(
-                       after, stock._reduce_scatter_base(output, input, options), output);
-                 }});
+  return submit(
+      {.collective = DPT_REDUCE_SCATTER,
+       .op_type = c10d::OpType::_REDUCE_SCATTER_BASE,
+       .title = "deepytorch:reduce_scatter",
+       .timeout = options.timeout,
+       .asynchronous = options.asyncOp,
+       .inputs = parts_of("reduce_scatter", whole, output, size_),
+       .outputs = {output},
+       .reduce_op = asked.reduceOp,
+       .core_reduce_op = to_reduce_op(options.reduceOp),
+       .after = after},
+      replaying(
+          [](c10d::Backend& stock, auto& output, auto& input, auto& options, auto& after) {
+            return followed_by(after, stock._reduce_scatter_base(output, input, options), output);
+          },
+          output,
+          input,
+          options,
+          after));
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
@@ -380,18 +413,21 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& output
 }
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
-  Call call{.collective = DPT_BARRIER,
-            .op_type = c10d::OpType::BARRIER,
-            .title = "deepytorch:barrier",
-            .timeout = options.timeout,
-            .asynchronous = options.asyncOp,
-            .replay = [options](c10d::Backend& stock) { return stock.barrier(options); }};
+  std::vector<at::Tensor> nothing;
   const at::Device device = options.device.value_or(barrier_device_);
   if (!device.is_cpu()) {
-    call.inputs = {at::empty({0}, at::TensorOptions(device).dtype(at::kByte))};
-    call.in_place = true;
+    nothing = {at::empty({0}, at::TensorOptions(device).dtype(at::kByte))};
   }
-  return submit(std::move(call));
+  return submit(
+      {.collective = DPT_BARRIER,
+       .op_type = c10d::OpType::BARRIER,
+       .title = "deepytorch:barrier",
+       .timeout = options.timeout,
+       .asynchronous = options.asyncOp,
+       .inputs = nothing,
+       .in_place = !nothing.empty()},
+      replaying([](c10d::Backend& stock, auto& options) { return stock.barrier(options); },
+                options));
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -417,10 +453,14 @@ WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOpti
                  .reduce_op = asked.reduceOp,
                  .core_reduce_op = to_reduce_op(options.reduceOp),
                  .root = static_cast<int>(options.rootRank),
-                 .after = after,
-                 .replay = [tensors, options, after](c10d::Backend& stock) mutable {
-                   return followed_by(after, stock.reduce(tensors, options), tensors[0]);
-                 }});
+                 .after = after},
+                replaying(
+                    [](c10d::Backend& stock, auto& tensors, auto& options, auto& after) {
+                      return followed_by(after, stock.reduce(tensors, options), tensors[0]);
+                    },
+                    tensors,
+                    options,
+                    after));
 }
 
 WorkPtr Backend::gather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -439,10 +479,14 @@ WorkPtr Backend::gather(std::vector<std::vector<at::Tensor>>& outputs,
                  .asynchronous = options.asyncOp,
                  .inputs = inputs,
                  .outputs = parts,
-                 .root = static_cast<int>(options.rootRank),
-                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
-                   return stock.gather(outputs, inputs, options);
-                 }});
+                 .root = static_cast<int>(options.rootRank)},
+                replaying(
+                    [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
+                      return stock.gather(outputs, inputs, options);
+                    },
+                    outputs,
+                    inputs,
+                    options));
 }
 
 WorkPtr Backend::scatter(std::vector<at::Tensor>& outputs,
@@ -461,10 +505,14 @@ WorkPtr Backend::scatter(std::vector<at::Tensor>& outputs,
                  .asynchronous = options.asyncOp,
                  .inputs = parts,
                  .outputs = outputs,
-                 .root = static_cast<int>(options.rootRank),
-                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
-                   return stock.scatter(outputs, inputs, options);
-                 }});
+                 .root = static_cast<int>(options.rootRank)},
+                replaying(
+                    [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
+                      return stock.scatter(outputs, inputs, options);
+                    },
+                    outputs,
+                    inputs,
+                    options));
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output,
@@ -487,11 +535,21 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
        .outputs = rows_of("output", whole, output_splits, size_),
        .uneven = !input_splits.empty() || !output_splits.empty(),
        .results = {output},
-       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr,
-       .replay =
-           [output, input, output_splits, input_splits, options](c10d::Backend& stock) mutable {
-             return stock.alltoall_base(output, input, output_splits, input_splits, options);
-           }});
+       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr},
+      replaying(
+          [](c10d::Backend& stock,
+             auto& output,
+             auto& input,
+             auto& output_splits,
+             auto& input_splits,
+             auto& options) {
+            return stock.alltoall_base(output, input, output_splits, input_splits, options);
+          },
+          output,
+          input,
+          output_splits,
+          input_splits,
+          options));
 }
 
 WorkPtr Backend::alltoall(std::vector<at::Tensor>& outputs,
@@ -514,10 +572,14 @@ WorkPtr Backend::alltoall(std::vector<at::Tensor>& outputs,
                  .asynchronous = options.asyncOp,
                  .inputs = inputs,
                  .outputs = outputs,
-                 .uneven = true,
-                 .replay = [outputs, inputs, options](c10d::Backend& stock) mutable {
-                   return stock.alltoall(outputs, inputs, options);
-                 }});
+                 .uneven = true},
+                replaying(
+                    [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
+                      return stock.alltoall(outputs, inputs, options);
+                    },
+                    outputs,
+                    inputs,
+                    options));
 }
 
 }  // namespace dpt::c10d_adapter

@@ -65,6 +65,11 @@ std::string join_text(std::initializer_list<std::string> pieces) {
   return text;
 }
 
+std::string name_in(const std::string& title) {
+  const size_t colon = title.find(':');
+  return colon == std::string::npos ? "an operation" : title.substr(colon + 1);
+}
+
 void throw_value_error(std::initializer_list<std::string> pieces) {
   C10_THROW_ERROR(ValueError, "deepytorch: " + join_text(pieces));
 }
@@ -108,8 +113,7 @@ double premul_factor_of(const c10d::ReduceOp& op) {
   return supplement->double_factor;
 }
 
-Contiguous::Contiguous(const std::vector<at::Tensor>& tensors, Direction direction)
-    : originals_(tensors) {
+Contiguous::Contiguous(at::TensorList tensors, Direction direction) : originals_(tensors.vec()) {
   contiguous_.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
     // A lazily conjugated or negated tensor has other values in memory than it stands for.
@@ -138,7 +142,7 @@ void Contiguous::copy_back() const {
   }
 }
 
-std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors) {
+std::optional<std::string> why_not_host(at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.device().is_cpu()) {
       return "tensors on " + c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);

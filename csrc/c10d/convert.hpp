@@ -20,6 +20,8 @@ std::string text_of(const std::exception& error);
 // Text from pieces, without streams: torch and this library may each carry a C++ library of their
 // own, and a stream that takes its locale from the other's copy crashes.
 std::string join_text(std::initializer_list<std::string> pieces);
+// "all_reduce" of "deepytorch:all_reduce".
+std::string name_in(const std::string& title);
 [[noreturn]] void throw_value_error(std::initializer_list<std::string> pieces);
 
 // A ValueError with the text that follows unless `condition`; the text is built only then.
@@ -45,7 +47,7 @@ double premul_factor_of(const c10d::ReduceOp& op);
 class Contiguous {
  public:
   enum class Direction { kInput, kOutput, kInPlace };
-  Contiguous(const std::vector<at::Tensor>& tensors, Direction direction);
+  Contiguous(at::TensorList tensors, Direction direction);
 
   std::vector<void*> pointers() const;
   bool has_stand_ins() const { return has_stand_ins_; }
@@ -59,6 +61,6 @@ class Contiguous {
 };
 
 // Why native host code cannot take these tensors ("tensors on cuda", ...), or nothing.
-std::optional<std::string> why_not_host(const std::vector<at::Tensor>& tensors);
+std::optional<std::string> why_not_host(at::TensorList tensors);
 
 }  // namespace dpt::c10d_adapter

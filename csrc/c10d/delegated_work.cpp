@@ -6,11 +6,13 @@
 namespace dpt::c10d_adapter {
 
 DelegatedWork::DelegatedWork(c10::intrusive_ptr<c10d::Work> work, Watch watch)
-    : c10d::Work(watch.rank, watch.op_type), work_(std::move(work)), watch_(std::move(watch)) {}
+    : c10d::Work(watch.group->rank, watch.op_type),
+      work_(std::move(work)),
+      watch_(std::move(watch)) {}
 
 DelegatedWork::~DelegatedWork() {
   // Nobody waited: its end stays unknown where it has not come yet.
-  watch_.api->record_end(watch_.recorded, DPT_OK, work_->isCompleted() ? 0 : 1);
+  watch_.group->api->record_end(watch_.recorded, DPT_OK, work_->isCompleted() ? 0 : 1);
 }
 
 bool DelegatedWork::isCompleted() {
@@ -36,11 +38,20 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
     // did, and looking for the dead would take a while.
     const std::string said = text_of(error);
     const bool broke = said.find("transport") != said.npos || said.find("onnection") != said.npos;
-    if (const std::string who = broke ? watch_.who_died() : ""; !who.empty()) {
-      std::rethrow_exception(
-          make_exception(DPT_ERR_PEER_LOST, watch_.where + ": " + who + "; gloo: " + said));
+    const Group& group = *watch_.group;
+    if (const std::string who = broke ? group.who_died() : ""; !who.empty()) {
+      const std::string text = join_text({name_in(watch_.title),
+                                          " of group ",
+                                          group.name,
+                                          " on rank ",
+                                          std::to_string(group.rank),
+                                          ": ",
+                                          who,
+                                          "; gloo: ",
+                                          said});
+      std::rethrow_exception(make_exception(DPT_ERR_PEER_LOST, text));
     }
-    std::rethrow_exception(with_explanation(watch_.explain, failure));
+    std::rethrow_exception(with_explanation(group.explain, failure));
   }
 }
 
@@ -52,7 +63,7 @@ void DelegatedWork::synchronize() {
 c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   auto future = work_->getFuture();
   if (!followed_.exchange(true)) {
-    future->addCallback([api = watch_.api, recorded = watch_.recorded, since = now_ns()](
+    future->addCallback([api = watch_.group->api, recorded = watch_.recorded, since = now_ns()](
                             c10::ivalue::Future& done) {
       note_followed(since);
       api->record_end(recorded, done.hasError() ? DPT_ERR_DELEGATE : DPT_OK, 0);

@@ -10,15 +10,19 @@ namespace dpt::c10d_adapter {
 
 class DelegatedWork : public c10d::Work {
  public:
-  struct Watch {
+  // What all of a group's have in common.
+  struct Group {
     int rank;
+    const dpt_api* api;
+    Explain explain;
+    std::string name;
+    std::function<std::string()> who_died;  // "rank 1 (pid 4711) died", or nothing
+  };
+  struct Watch {
+    std::shared_ptr<const Group> group;
     c10d::OpType op_type;
     const char* title;
     uint64_t recorded;  // its number in the flight record
-    const dpt_api* api;
-    Explain explain;
-    std::string where;                      // the operation, its group and this rank
-    std::function<std::string()> who_died;  // "rank 1 (pid 4711) died", or nothing
   };
 
   DelegatedWork(c10::intrusive_ptr<c10d::Work> work, Watch watch);
@@ -39,7 +43,7 @@ class DelegatedWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return work_->getSequencenumber(); }
 
  private:
-  void ended(dpt_status status) const { watch_.api->record_end(watch_.recorded, status, 0); }
+  void ended(dpt_status status) const { watch_.group->api->record_end(watch_.recorded, status, 0); }
 
   c10::intrusive_ptr<c10d::Work> work_;
   Watch watch_;

@@ -52,13 +52,13 @@ bool DeviceStreams::is_capturing(const c10::Device& device) const {
   return api_->stream_capture(guard_of(device).getStream(device).native_handle()) != 0;
 }
 
-void DeviceStreams::hold_current(const c10::Device& device) {
+c10::Stream DeviceStreams::hold_current(const c10::Device& device) {
   const c10::Stream current = guard_of(device).getStream(device);
   if (can_follow_last(current)) done_->block(current);
+  return current;
 }
 
-DelegatedStream::Call::Call(DelegatedStream& of, const c10::Device& device) : of_(of) {
-  const c10::Stream current = guard_of(device).getStream(device);
+DelegatedStream::Call::Call(DelegatedStream& of, const c10::Stream& current) : of_(of) {
   {
     const std::lock_guard lock(of_.mutex_);
     of_.stream_ = current;

@@ -31,8 +31,8 @@ class DeviceStreams {
   void end(const c10::Stream& stream);
   // Whether a graph captures the caller's stream.
   bool is_capturing(const c10::Device& device) const;
-  // Before the stock backend's operations: behind the native ones.
-  void hold_current(const c10::Device& device);
+  // Before the stock backend's operations: behind the native ones. Returns the caller's stream.
+  c10::Stream hold_current(const c10::Device& device);
 
  private:
   // Whether the last operation and what comes on `stream` can be ordered by an event.
@@ -54,7 +54,8 @@ class DelegatedStream {
   // While the stock backend starts an operation; its first one meets the other ranks.
   class Call {
    public:
-    Call(DelegatedStream& of, const c10::Device& device);
+    // `current`: the caller's stream.
+    Call(DelegatedStream& of, const c10::Stream& current);
     ~Call() { --of_.calls_; }
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
@@ -64,6 +65,7 @@ class DelegatedStream {
   };
 
   dpt_waits is_waiting();
+  bool is_starting() const { return calls_ > 0; }
 
  private:
   const dpt_api* api_;

@@ -1,6 +1,7 @@
 // The road of operations on an accelerator: Call -> dpt_request -> a kernel on a stream, or the
 // delegate's Work.
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 
 #include "backend.hpp"
 #include "device.hpp"
@@ -9,9 +10,11 @@
 namespace dpt::c10d_adapter {
 namespace {
 
+using Pointers = c10::SmallVector<void*, 8>;
+
 // One pointer for each of `count` buffers: of as many tensors, or of one that holds them all.
-std::vector<void*> pointers_of(const std::vector<at::Tensor>& tensors, size_t count) {
-  std::vector<void*> pointers;
+Pointers pointers_of(at::TensorList tensors, size_t count) {
+  Pointers pointers;
   for (const at::Tensor& tensor : tensors) pointers.push_back(tensor.data_ptr());
   if (tensors.size() == 1 && count > 1) {
     auto* const first = static_cast<char*>(pointers[0]);
@@ -22,7 +25,7 @@ std::vector<void*> pointers_of(const std::vector<at::Tensor>& tensors, size_t co
 }
 
 // What only the stock backend can take, or refuse in its own words.
-const char* why_not_plain(const std::vector<at::Tensor>& tensors, const at::Device& device) {
+const char* why_not_plain(at::TensorList tensors, const at::Device& device) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.device() != device) return "tensors on several devices";
     if (tensor.layout() != at::kStrided) return "sparse tensors";
@@ -49,33 +52,31 @@ int Backend::is_busy(void* call) {
   return backend.coalescing_ || backend.streams_.is_capturing(submitted->device());
 }
 
-WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, uint64_t sequence) {
-  const Call& call = submitted->call;
-  std::vector<at::Tensor> tensors = call.inputs;
-  if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
-  const at::Device device = submitted->device();
+WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
+  const Call& call = submitted.call;
+  const at::Device device = submitted.device();
 
   const auto parts = static_cast<size_t>(size_);
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const bool takes_parts = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER;
   const bool exchanges = call.collective == DPT_ALL_TO_ALL;
-  const char* const not_native =
-      call.not_native != nullptr ? call.not_native : why_not_plain(tensors, device);
-  std::vector<void*> inputs;
-  std::vector<void*> outputs;
+  const char* not_native = call.not_native;
+  if (not_native == nullptr) not_native = why_not_plain(call.inputs, device);
+  if (not_native == nullptr && !call.in_place) not_native = why_not_plain(call.outputs, device);
+  Pointers inputs;
+  Pointers outputs;
   if (not_native == nullptr) {  // sparse ones, for one, have none
     inputs = pointers_of(call.inputs, gives_parts || exchanges ? parts : 1);
     outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
   }
-  const std::vector<const void*> input_pointers(inputs.begin(), inputs.end());
   std::vector<size_t> input_counts;
   std::vector<size_t> output_counts;
   if (call.uneven) {
     input_counts = counts_of(call.inputs);
     output_counts = counts_of(call.outputs);
   }
-  dpt_request request = describe(*submitted);
-  request.inputs = input_pointers.data();
+  dpt_request request = describe(submitted);
+  request.inputs = inputs.data();
   request.outputs = outputs.data();
   request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
   request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
@@ -85,12 +86,14 @@ WorkPtr Backend::submit_on_device(const std::shared_ptr<Submitted>& submitted, u
   request.stream = start_stream;
   request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
-  submit_to_core(request, *submitted, nullptr, &outcome);
-  if (outcome == DPT_DELEGATED) return watched(*submitted);
-  streams_.end(*submitted->stream);
-  auto work =
-      c10::make_intrusive<DeviceWork>(rank_, call.op_type, call.title, sequence, call.results);
-  work->started(*submitted->stream, std::move(tensors));
+  submit_to_core(request, submitted, nullptr, &outcome);
+  if (outcome == DPT_DELEGATED) return watched(submitted);
+  streams_.end(*submitted.stream);
+  std::vector<at::Tensor> tensors = call.inputs.vec();
+  if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
+  auto work = c10::make_intrusive<DeviceWork>(
+      rank_, call.op_type, call.title, sequence, call.results.vec());
+  work->started(*submitted.stream, std::move(tensors));
   return work;
 }
 

@@ -155,21 +155,23 @@ dpt_status Backend::execute_on_delegate(void* context,
     }
     Backend& backend = *static_cast<Backend*>(context);
     if (!on_device) {
-      start_request(*backend.delegate_for("cpu"), *request)->wait();
+      start_request(*backend.delegate_of(at::kCPU), *request)->wait();
       return DPT_OK;
     }
-    const DelegatedStream::Call starting(backend.delegated_,
-                                         static_cast<Submitted*>(request->call)->device());
+    const c10::Stream& stream = *static_cast<Submitted*>(request->call)->stream;
+    const DelegatedStream::Call starting(backend.delegated_, stream);
     const int* const node_of = request->node_of;
     const BackendPtr stock =
         node_of != nullptr ? backend.hierarchy_for("cuda", {node_of, node_of + backend.getSize()})
-                           : backend.delegate_for("cuda");
-    const c10::StreamGuard guard(*static_cast<Submitted*>(request->call)->stream);
+                           : backend.delegate_of(at::kCUDA);
+    const c10::StreamGuard guard(stream);
     const WorkPtr work = start_request(*stock, *request);
     // The stream waits for it, not this thread. What ran on that stream itself has no work.
     if (work) work->synchronize();
     return DPT_OK;
   } catch (...) {
+    // With a part of the program's own operation, this is what the program gets.
+    if (on_device) static_cast<Submitted*>(request->call)->failure = std::current_exception();
     return describe_caught(device, error);
   }
 }

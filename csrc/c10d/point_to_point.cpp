@@ -23,26 +23,46 @@ WorkPtr Backend::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
                  .inputs = tensors,
                  .root = peer,
                  .tag = tag,
-                 .results = tensors,
-                 .replay = [tensors, peer, tag](c10d::Backend& stock) mutable {
-                   return stock.send(tensors, peer, tag);
-                 }});
+                 .results = tensors},
+                replaying(
+                    [](c10d::Backend& stock, auto& tensors, auto& peer, auto& tag) {
+                      return stock.send(tensors, peer, tag);
+                    },
+                    tensors,
+                    peer,
+                    tag));
 }
 
 WorkPtr Backend::recv(std::vector<at::Tensor>& tensors, int peer, int tag) {
   check_root("recv", peer);
-  return receive(tensors, peer, tag, [tensors, peer, tag](c10d::Backend& stock) mutable {
-    return stock.recv(tensors, peer, tag);
-  });
+  return receive(tensors,
+                 peer,
+                 tag,
+                 replaying(
+                     [](c10d::Backend& stock, auto& tensors, auto& peer, auto& tag) {
+                       return stock.recv(tensors, peer, tag);
+                     },
+                     tensors,
+                     peer,
+                     tag));
 }
 
 WorkPtr Backend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
-  return receive(tensors, DPT_ANY_RANK, tag, [tensors, tag](c10d::Backend& stock) mutable {
-    return stock.recvAnysource(tensors, tag);
-  });
+  return receive(tensors,
+                 DPT_ANY_RANK,
+                 tag,
+                 replaying(
+                     [](c10d::Backend& stock, auto& tensors, auto& tag) {
+                       return stock.recvAnysource(tensors, tag);
+                     },
+                     tensors,
+                     tag));
 }
 
-WorkPtr Backend::receive(std::vector<at::Tensor>& tensors, int peer, int tag, Replay replay) {
+WorkPtr Backend::receive(std::vector<at::Tensor>& tensors,
+                         int peer,
+                         int tag,
+                         const Replay& replay) {
   check_message("recv", tensors, tag);
   const bool any = peer == DPT_ANY_RANK;
   return submit({.collective = DPT_RECV,
@@ -51,8 +71,8 @@ WorkPtr Backend::receive(std::vector<at::Tensor>& tensors, int peer, int tag, Re
                  .outputs = tensors,
                  .root = peer,
                  .tag = tag,
-                 .source = std::make_shared<int>(peer),
-                 .replay = std::move(replay)});
+                 .source = std::make_shared<int>(peer)},
+                replay);
 }
 
 }  // namespace dpt::c10d_adapter

@@ -11,7 +11,8 @@ namespace dpt::c10d_adapter {
 namespace {
 
 struct SignalModule {
-  pybind11::module_ signals = pybind11::module_::import("signal");
+  // What the module "signal" makes its functions of: those are Python's, and ten times as slow.
+  pybind11::module_ signals = pybind11::module_::import("_signal");
   pybind11::object get = signals.attr("getsignal");
   pybind11::object interrupt = signals.attr("default_int_handler");
   std::vector<pybind11::int_> numbers{SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGALRM, SIGTERM};
@@ -38,7 +39,7 @@ bool handles_signals() {
   });
 }
 
-void without_gil(const std::function<void()>& function) {
+void without_gil(c10::function_ref<void()> function) {
   if (Py_IsInitialized() && PyGILState_Check()) {
     const pybind11::gil_scoped_release no_gil;
     function();

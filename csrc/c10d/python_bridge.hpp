@@ -2,8 +2,9 @@
 // module itself, whose implementation includes Python.h.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <exception>
-#include <functional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -19,6 +20,6 @@ std::exception_ptr run_signal_handlers();
 bool handles_signals();
 
 // Calls `function` with the GIL released, if this thread holds it.
-void without_gil(const std::function<void()>& function);
+void without_gil(c10::function_ref<void()> function);
 
 }  // namespace dpt::c10d_adapter

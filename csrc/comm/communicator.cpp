@@ -36,6 +36,7 @@ size_t bytes_to_choose_by(const Operation& operation, int size) {
   return most;
 }
 
+bool goes_by_nodes(const Plan& plan) { return std::string_view(plan.algorithm) == "hierarchical"; }
 bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
 
 }  // namespace
@@ -452,6 +453,15 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
 dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
                                             const Plan& plan,
                                             uint64_t recorded) {
+  StatisticsRow* const row =
+      statistics_->row_of(request.collective, plan.algorithm, plan.reason.c_str());
+  return start_on_delegate(request, row, goes_by_nodes(plan), recorded);
+}
+
+dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
+                                            StatisticsRow* row,
+                                            bool by_nodes,
+                                            uint64_t recorded) {
   FlightRecord::instance().note(recorded, FlightRecord::kDelegated);
   while (!is_message(request.collective) && may_delegate_ > 0 && !progress_.drain(kWaitSlice)) {
     if (interrupted_ && interrupted_()) {
@@ -460,17 +470,20 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
                       " was interrupted before it started");
     }
   }
-  count_delegated(request.collective, plan, request.count * size_of(request.dtype));
-  dpt_error error{};
+  statistics_->add(row, request.count * size_of(request.dtype), 0);
+  dpt_error error;  // a kilobyte that is rarely needed
+  error.message[0] = '\0';
   Segment* const watched = request.on_device != 0 ? segment_.get() : nullptr;
   before_delegate(watched);
-  const bool by_nodes = std::string_view(plan.algorithm) == "hierarchical";
   dpt_status status =
       by_nodes ? delegate_.start_by_nodes(
                      delegate_.context, request.call, nodes_->layout.node_of.data(), &error)
                : delegate_.start(delegate_.context, request.call, &error);
   status = after_delegate(watched, status, error);
-  if (status != DPT_OK) throw Error(status, error.message);
+  if (status != DPT_OK) {
+    if (request.on_device != 0) check_usable(request);  // why it was abandoned meanwhile
+    throw Error(status, error.message);
+  }
   return DPT_DELEGATED;
 }
 

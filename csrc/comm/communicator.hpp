@@ -8,6 +8,7 @@
 // Thread safety: all public functions from any thread; `submit` calls are serialised.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -121,13 +122,28 @@ class Communicator {
     size_t staging_bytes = 0;
     bool by_nodes = false;  // the delegate can go through this group's nodes in stages
   };
+  // Operations of one kind that are the delegate's from now on: what to look at to find one again,
+  // and where it is counted. With little to compute and to compare a call costs what the delegate's
+  // own does.
+  struct KnownDelegated {
+    Collective collective;
+    DataType dtype;
+    ReduceOp reduce_op;
+    size_t count = 0;  // 0: none yet
+    int device;
+    bool by_nodes;
+    StatisticsRow* row;
+  };
+  KnownDelegated& place_of(const dpt_request& request);
+  static bool is_like(const KnownDelegated& known, const dpt_request& request);
   dpt_outcome submit_device(const dpt_request& request, uint64_t* recorded);
   void launch_on_device(const dpt_request& request, const DevicePlan& plan);
   bool is_staged() const;
   std::string why_not_staged(const dpt_request& request) const;
   DeviceGroup::Workers workers_near(const RunContext& context, const std::vector<int>& cpus) const;
   std::string why_not_on_device(const dpt_request& request) const;
-  DevicePlan plan_on_device(const dpt_request& request);
+  // `lasts`: whether it is the same for all requests like this one from now on.
+  DevicePlan plan_on_device(const dpt_request& request, bool* lasts);
   // Runs `task` with what it needs to meet the other ranks, in turn with the group's operations on
   // host memory, which share its signals.
   void run_in_turn(const dpt_request& request, const std::function<void(const WaitContext&)>& task);
@@ -144,10 +160,18 @@ class Communicator {
   bool can_go_by_nodes(const WaitContext& wait) const;
   bool watch_device();
   bool watch_delegate();
+  // Where errors are raised and NCCL's part may wait without end.
+  void abandon_delegate() const;
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);
+  void check_segment(const dpt_request& request);
   void leave_devices();
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan, uint64_t recorded);
+  // `row`: where it is counted.
+  dpt_outcome start_on_delegate(const dpt_request& request,
+                                StatisticsRow* row,
+                                bool by_nodes,
+                                uint64_t recorded);
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
   void fail(dpt_status status, const std::string& reason);
@@ -165,8 +189,9 @@ class Communicator {
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;
   std::shared_ptr<GroupStatistics> statistics_;
-  Arrivals* arrivals_ = nullptr;  // from connect on, of statistics_
-  int record_group_;              // its place in the flight record
+  std::array<KnownDelegated, 16> known_delegated_{};  // guarded by submit_mutex_
+  Arrivals* arrivals_ = nullptr;                      // from connect on, of statistics_
+  int record_group_;                                  // its place in the flight record
 
   std::mutex submit_mutex_;
   uint64_t next_sequence_ = 1;

@@ -20,9 +20,19 @@
 namespace dpt {
 namespace {
 
+// It is described by its collective, type and size.
+bool is_plain(const dpt_request& request) {
+  return request.not_native == nullptr && request.input_counts == nullptr &&
+         request.output_counts == nullptr;
+}
+
 bool is_busy(const dpt_request& request) {
   return request.busy != nullptr && request.busy(request.call) != 0;
 }
+
+// A graph would replay the same chunks' numbers.
+constexpr const char* kBusy =
+    "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
 
 constexpr size_t kDefaultStagingBytes = size_t{256} << 20;
 // Of what is left, one group gets at most this part: there is always some for the next.
@@ -49,20 +59,47 @@ bool has_device_kernels(Collective collective) {
 
 }  // namespace
 
+Communicator::KnownDelegated& Communicator::place_of(const dpt_request& request) {
+  // Sizes are often multiples of large powers of two.
+  const size_t mixed = (request.count + request.collective) * 0x9E3779B97F4A7C15u;
+  return known_delegated_[(mixed >> 48) % known_delegated_.size()];
+}
+
+bool Communicator::is_like(const KnownDelegated& known, const dpt_request& request) {
+  return known.count != 0 && known.count == request.count &&
+         known.collective == request.collective && known.dtype == request.dtype &&
+         known.reduce_op == request.reduce_op && known.device == request.device &&
+         is_plain(request);
+}
+
 dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* recorded) {
   std::unique_lock order(submit_mutex_);
   check_usable(request);
   check_device(request);
   *recorded = record(request);
-  DevicePlan plan = plan_on_device(request);
-  if (std::strcmp(plan.algorithm, "delegate") == 0) {
+  KnownDelegated& known = place_of(request);
+  if (is_like(known, request)) {
+    const KnownDelegated found = known;
     order.unlock();
-    return start_on_delegate(request, {.reason = std::move(plan.reason)}, *recorded);
+    return start_on_delegate(request, found.row, found.by_nodes, *recorded);
   }
-  if (std::strcmp(plan.algorithm, "hierarchical") == 0) {
+  bool lasts = false;
+  DevicePlan plan = plan_on_device(request, &lasts);
+  const bool by_nodes = std::strcmp(plan.algorithm, "hierarchical") == 0;
+  if (by_nodes || std::strcmp(plan.algorithm, "delegate") == 0) {
+    StatisticsRow* const row =
+        statistics_->row_of(request.collective, plan.algorithm, plan.reason.c_str());
+    if (lasts) {
+      known = {request.collective,
+               request.dtype,
+               request.reduce_op,
+               request.count,
+               request.device,
+               by_nodes,
+               row};
+    }
     order.unlock();
-    return start_on_delegate(
-        request, {.algorithm = plan.algorithm, .reason = std::move(plan.reason)}, *recorded);
+    return start_on_delegate(request, row, by_nodes, *recorded);
   }
   FlightRecord::instance().note(*recorded, FlightRecord::kNative);
   launch_on_device(request, plan);
@@ -79,6 +116,9 @@ void Communicator::launch_on_device(const dpt_request& request, const DevicePlan
   try {
     launch_divided(*device_->group, {&delegate_, segment_.get()}, request, plan, stream);
   } catch (const Error& error) {
+    // Where a rank is lost that says more than what came of it.
+    check_usable(request);
+    if (is_staged()) check_segment(request);
     // A part of it may be on its way, and the other ranks wait for the rest.
     const bool copies = is_staged() || plan.algorithm == cuda::kCopyEngine;
     if (copies) fail(error.status(), error.what());
@@ -93,16 +133,11 @@ bool Communicator::is_staged() const {
 // Where GPUs are staged through the host's memory; known once they have met.
 std::string Communicator::why_not_staged(const dpt_request& request) const {
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
-  std::string reason = staged::Job::why_not({.collective = request.collective,
-                                             .dtype = request.dtype,
-                                             .op = request.reduce_op,
-                                             .even = even,
-                                             .nodes = nodes_ != nullptr});
-  // A graph would replay the same chunks' numbers.
-  if (reason.empty() && is_busy(request)) {
-    reason = "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
-  }
-  return reason;
+  return staged::Job::why_not({.collective = request.collective,
+                               .dtype = request.dtype,
+                               .op = request.reduce_op,
+                               .even = even,
+                               .nodes = nodes_ != nullptr});
 }
 
 std::string Communicator::why_not_on_device(const dpt_request& request) const {
@@ -119,10 +154,10 @@ std::string Communicator::why_not_on_device(const dpt_request& request) const {
   return device_ ? "" : DeviceGroup::why_absent();  // found out once
 }
 
-DevicePlan Communicator::plan_on_device(const dpt_request& request) {
+DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts) {
   std::string reason = why_not_on_device(request);
-  const bool is_plain = reason.empty();
-  if (is_plain) {
+  const bool may_be_native = reason.empty();
+  if (may_be_native) {
     join_devices(request);
     reason = device_->why_not;
     if (reason.empty() && device_->device != request.device) {
@@ -132,32 +167,54 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request) {
   }
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   const size_t bytes = request.count * size_of(request.dtype);
-  const bool tunes = reason.empty() && even;
-  const bool by_nodes = is_plain && device_->by_nodes;
+  const bool by_nodes = may_be_native && device_->by_nodes;
+  const bool staged = reason.empty() && is_staged();
+  bool asked = false;  // what the stream does is another thing each time
+  const auto busy = [&] {
+    asked = true;
+    return is_busy(request);
+  };
+  const auto is_open = [&] {
+    return even && !nodes_ && device_tuning_.is_open(request.collective, bytes);
+  };
   // Between nodes all was settled when the ranks met.
-  if (tunes && !nodes_ && device_tuning_.is_open(request.collective, bytes))
-    settle_on_device(request, bytes);
-  return choose_device(
-      {.collective = request.collective,
-       .bytes = bytes,
-       .even = even,
-       .large = request.reduce_op == DPT_NO_REDUCE ||
-                cuda::has_large_kernels(request.dtype, request.reduce_op),
-       .layout = reason.empty() ? device_->group->layout() : cuda::Layout{},
-       .not_native = std::move(reason),
-       .ranks = static_cast<int>(global_ranks_.size()),
-       .nodes = by_nodes ? nodes_->num_nodes() : 1,
-       .delegate = device_tuning_.delegate_competes(),
-       .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
-       .devices_add =
-           !nodes_ && staged::Job::adds_on_device(request.collective,
-                                                  request.dtype,
-                                                  request.reduce_op,
-                                                  static_cast<int>(global_ranks_.size())),
-       .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
-       .copies = tunes ? device_->group->copies() : cuda::Staging{},
-       .replayed = tunes && bytes >= kLeastCopied && is_busy(request),
-       .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+  if (reason.empty() && is_open()) {
+    if (staged && busy()) {
+      reason = kBusy;
+    } else {
+      settle_on_device(request, bytes);
+    }
+  }
+  const auto choose = [&](std::string why_not) {
+    const bool tunes = why_not.empty() && even;
+    return choose_device(
+        {.collective = request.collective,
+         .bytes = bytes,
+         .even = even,
+         .large = request.reduce_op == DPT_NO_REDUCE ||
+                  cuda::has_large_kernels(request.dtype, request.reduce_op),
+         .layout = why_not.empty() ? device_->group->layout() : cuda::Layout{},
+         .not_native = std::move(why_not),
+         .ranks = static_cast<int>(global_ranks_.size()),
+         .nodes = by_nodes ? nodes_->num_nodes() : 1,
+         .delegate = device_tuning_.delegate_competes(),
+         .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
+         .devices_add =
+             !nodes_ && staged::Job::adds_on_device(request.collective,
+                                                    request.dtype,
+                                                    request.reduce_op,
+                                                    static_cast<int>(global_ranks_.size())),
+         .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
+         .copies = tunes ? device_->group->copies() : cuda::Staging{},
+         .replayed = tunes && !staged && bytes >= kLeastCopied && busy(),
+         .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+  };
+  const bool is_settled = !reason.empty() || !is_open();
+  DevicePlan plan = choose(std::move(reason));
+  // Asked last: what is the delegate's anyway need not look at the stream.
+  if (staged && plan.algorithm == kCpuReduce && busy()) return choose(kBusy);
+  *lasts = may_be_native && is_plain(request) && !asked && is_settled;
+  return plan;
 }
 
 void Communicator::run_in_turn(const dpt_request& request,
@@ -390,7 +447,15 @@ bool Communicator::watch_device() {
   fail(error.status(), error.what());
   if (!raise_errors_ && !wanted) end_process(error.what());
   group->release();
+  if (!wanted) abandon_delegate();
   return true;
+}
+
+// Not where NCCL may yet come to its end. What is divided has a part with NCCL, which waits for the
+// same rank as ours; and behind that the program's thread may be held up by a full queue.
+void Communicator::abandon_delegate() const {
+  if (!raise_errors_ || delegate_.abandon == nullptr) return;
+  if (is_staged() || !lost_.who().empty()) delegate_.abandon(delegate_.context);
 }
 
 // The delegate's kernels wait for a lost rank without end, and NCCL itself looks after minutes.
@@ -415,6 +480,8 @@ bool Communicator::watch_delegate() {
     end_process(reason, Instead::kNothing);
   } else if (!raise_errors_) {
     end_process(reason);
+  } else {
+    abandon_delegate();
   }
   return true;
 }
@@ -445,15 +512,8 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
 
 void Communicator::check_device(const dpt_request& request) {
   if (!device_ || !device_->group) return;
-  if (is_staged() && segment_->aborted()) {
-    // Nothing of this rank may be under way that could tell.
-    try {
-      segment_->throw_if_aborted();
-    } catch (const Error& error) {
-      fail(error.status(), error.what());
-    }
-    check_usable(request);
-  }
+  // Nothing of this rank may be under way that could tell.
+  if (is_staged()) check_segment(request);
   const auto failure = device_->group->failure();
   if (!failure) return;
   const Error error = error_of(*failure);
@@ -461,9 +521,26 @@ void Communicator::check_device(const dpt_request& request) {
   check_usable(request);
 }
 
+// Throws where the group has ended, or a rank is lost.
+void Communicator::check_segment(const dpt_request& request) {
+  if (!segment_->aborted()) return;
+  try {
+    segment_->throw_if_aborted();
+  } catch (const Error& error) {
+    fail(error.status(), error.what());
+  }
+  check_usable(request);
+}
+
 void Communicator::leave_devices() {
   if (!device_) return;
   if (segment_) Fabric::instance().on_tick(segment_.get(), nullptr);
+  bool failed = false;
+  {
+    std::lock_guard lock(state_mutex_);
+    failed = failure_.has_value();
+  }
+  if (failed) abandon_delegate();  // the watchdog may not have come to it
   if (!device_->group) return;
   Fabric::instance().add_device_use(-static_cast<int64_t>(device_->staging_bytes),
                                     -device_->group->layout().channels);

@@ -31,6 +31,9 @@ constexpr size_t kShareOfMemory = 4;
 // A round is as many calls as take this long.
 constexpr double kRoundUs = 500;
 constexpr int kFirstCalls = 4;
+// From here on one call may take longer than that: through the host's memory tens of milliseconds,
+// of which every candidate's first turn would cost a good part of what a process may spend.
+constexpr size_t kLongTrial = 32 << 20;
 constexpr int kMostCalls = 40;
 constexpr Pace kPace{.enough_us = 40e3,
                      .most_us = 120e3,
@@ -211,7 +214,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
        .divisible = options_.divides && can_be_divided(collective, kType, trial.request.reduce_op),
        .copies = group_.copies()});
   if (has_delegate) racers.push_back({known_algorithm("delegate")});
-  std::vector<int> calls(racers.size(), kFirstCalls);
+  std::vector<int> calls(racers.size(), bytes < kLongTrial ? kFirstCalls : 1);
   const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {
     const auto time_us = trial.run(racers[i], calls[i], since, elapsed);
     if (time_us) {

@@ -16,36 +16,37 @@ Registry& registry() {
 
 }  // namespace
 
-void GroupStatistics::add(Collective collective,
-                          const char* algorithm,
-                          const char* reason,
-                          size_t bytes,
-                          double time_us) {
+StatisticsRow* GroupStatistics::row_of(Collective collective,
+                                       const char* algorithm,
+                                       const char* reason) {
   std::lock_guard lock(mutex_);
-  StatisticsRow* found = nullptr;
   for (StatisticsRow& row : rows_) {
     if (row.collective == collective && row.algorithm == algorithm && row.reason == reason) {
-      found = &row;
-      break;
+      return &row;
     }
   }
-  if (found == nullptr) {
-    rows_.push_back({group_, collective, algorithm, reason});
-    found = &rows_.back();
-  }
-  found->calls += 1;
-  found->bytes += bytes;
-  found->time_us += time_us;
+  return &rows_.emplace_back(StatisticsRow{group_, collective, algorithm, reason});
+}
+
+void GroupStatistics::add(StatisticsRow* row, size_t bytes, double time_us) {
+  std::lock_guard lock(mutex_);
+  row->calls += 1;
+  row->bytes += bytes;
+  row->time_us += time_us;
 }
 
 std::vector<StatisticsRow> GroupStatistics::rows() const {
   std::lock_guard lock(mutex_);
-  return rows_;
+  std::vector<StatisticsRow> used;
+  for (const StatisticsRow& row : rows_) {
+    if (row.calls > 0) used.push_back(row);
+  }
+  return used;
 }
 
 void GroupStatistics::reset() {
   std::lock_guard lock(mutex_);
-  rows_.clear();
+  for (StatisticsRow& row : rows_) row.calls = row.bytes = 0, row.time_us = 0;
   if (arrivals_) arrivals_->reset();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,7 +30,12 @@ class GroupStatistics {
            const char* algorithm,
            const char* reason,
            size_t bytes,
-           double time_us);
+           double time_us) {
+    add(row_of(collective, algorithm, reason), bytes, time_us);
+  }
+  // The same in two steps; the row stays where it is.
+  StatisticsRow* row_of(Collective collective, const char* algorithm, const char* reason);
+  void add(StatisticsRow* row, size_t bytes, double time_us);
   std::vector<StatisticsRow> rows() const;
   void reset();
   // Its native operations' arrivals, from when the group's ranks have met.
@@ -40,7 +46,7 @@ class GroupStatistics {
  private:
   std::string group_;
   mutable std::mutex mutex_;
-  std::vector<StatisticsRow> rows_;
+  std::deque<StatisticsRow> rows_;  // those without calls don't count
   std::shared_ptr<Arrivals> arrivals_;
 };
 

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 9
+#define DPT_ABI_VERSION 10
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -174,6 +174,11 @@ typedef struct dpt_delegate {
   dpt_status (*start_by_nodes)(void* context, void* call, const int* node_of, dpt_error* error);
   /* Asked by another thread, again and again once a rank is lost. NULL: it can't tell. */
   dpt_waits (*is_waiting)(void* context);
+  /* After a failure that the program hears of by an exception: ends for good, and without waiting
+   * for that, what the delegate has on a device. It may wait there for a lost rank without end, and
+   * with it the program's streams and whoever fills their queues. From any thread, perhaps more
+   * than once. NULL: it can't. */
+  void (*abandon)(void* context);
 } dpt_delegate;
 
 /* The rendezvous store. `get` waits up to timeout_ms and returns DPT_ERR_TIMEOUT when the key is

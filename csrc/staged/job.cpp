@@ -33,19 +33,19 @@ uint32_t describe(const dpt_request& request, const Job& job) {
 }  // namespace
 
 std::string Job::why_not(const Wish& wish) {
-  const std::string none = std::string("CPU-Reduce has no ");
+  const auto none = [](const std::string& what) { return "CPU-Reduce has no " + what; };
   switch (wish.collective) {
     case DPT_ALL_REDUCE:
     case DPT_REDUCE_SCATTER:
       if (can_reduce(wish.dtype, wish.op)) return "";
-      return none + name_of(wish.op) + " of " + name_of(wish.dtype);
+      return none(std::string(name_of(wish.op)) + " of " + name_of(wish.dtype));
     case DPT_BROADCAST:
-      if (wish.nodes) return none + name_of(wish.collective) + " between nodes";
+      if (wish.nodes) return none(std::string(name_of(wish.collective)) + " between nodes");
       [[fallthrough]];
     case DPT_ALL_GATHER:
       return wish.even ? "" : "CPU-Reduce takes parts of one size only";
     default:
-      return none + name_of(wish.collective);
+      return none(name_of(wish.collective));
   }
 }
 

@@ -76,8 +76,11 @@ dpt_delegate RecordingDelegate::table() {
   const auto is_waiting = [](void* context) {
     return static_cast<RecordingDelegate*>(context)->is_waiting.load();
   };
-  if (!execute) return {this, record, record, nullptr, by_nodes, is_waiting};
-  return {this, record, record, run, by_nodes, is_waiting};
+  const auto abandon = [](void* context) {
+    ++static_cast<RecordingDelegate*>(context)->times_abandoned;
+  };
+  if (!execute) return {this, record, record, nullptr, by_nodes, is_waiting, abandon};
+  return {this, record, record, run, by_nodes, is_waiting, abandon};
 }
 
 Request::Request(dpt_collective collective, dpt_data_type dtype, size_t count) {

@@ -34,6 +34,7 @@ struct RecordingDelegate {
   std::string message = "the delegate's own words";       // with any other status
   std::function<dpt_status(const dpt_request&)> execute;  // empty: the tuner has no such candidate
   std::atomic<dpt_waits> is_waiting = DPT_WAITS_NOT;      // for a rank, on the device
+  std::atomic<int> times_abandoned = 0;
   dpt_delegate table();
 };
 

@@ -68,6 +68,8 @@ class DeviceFailure : public ::testing::Test {
     } catch (const Failure& failure) {
       EXPECT_THAT(failure.what(), HasSubstr("native operation #7 on GPUs"));
     }
+    // What that has under way comes to its end.
+    EXPECT_EQ(rank.delegate().times_abandoned, 0);
   }
 
   void await_end() const {
@@ -134,6 +136,33 @@ TEST_F(DeviceFailure, WhatTheDelegateCarriesOutWaitsForALostRankInVain) {
     });
     EXPECT_EQ(ends_, 1) << "with kernels: " << has_kernels;
   }
+  LostRank::patience() = {};
+}
+
+TEST_F(DeviceFailure, WhereErrorsAreRaisedTheDelegateThatWaitsInVainIsAbandoned) {
+  LostRank::patience().with_left = std::chrono::milliseconds(300);
+  fake_devices().peer_access = false;
+  fake_devices().unmappable_rank = 1;
+  run_ranks(
+      2,
+      [&](Rank& rank) {
+        EXPECT_EQ(sum(rank), DPT_DELEGATED);
+        if (rank.rank() == 1) return;
+        rank.delegate().is_waiting = DPT_WAITS_ON_STREAM;
+        const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        while (rank.delegate().times_abandoned == 0 && std::chrono::steady_clock::now() < limit) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+        EXPECT_EQ(rank.delegate().times_abandoned, 1);
+        try {
+          sum(rank);
+          ADD_FAILURE() << "the group has failed";
+        } catch (const Failure& failure) {
+          EXPECT_THAT(failure.what(), HasSubstr("rank 1 has left the group"));
+        }
+      },
+      {.raise_errors = true});
+  EXPECT_EQ(ends_, 0);
   LostRank::patience() = {};
 }
 

@@ -9,6 +9,7 @@
 
 #include "comm/decisions.hpp"
 #include "comm/fabric.hpp"
+#include "comm/statistics.hpp"
 #include "fake_device.hpp"
 #include "rank_threads.hpp"
 
@@ -100,6 +101,37 @@ TEST_F(DeviceTuning, TheDelegateStaysWhereNativeIsNotClearlyFaster) {
   EXPECT_EQ(rows()[0].decision.reason, "native is not clearly faster, measured");
 }
 
+uint64_t calls_counted(const std::string& group) {
+  uint64_t calls = 0;
+  for (const StatisticsRow& row : all_statistics()) {
+    if (row.group != group || row.collective != DPT_ALL_REDUCE) continue;
+    EXPECT_EQ(row.algorithm, "delegate");
+    EXPECT_EQ(row.reason, "native is not clearly faster, measured");
+    calls += row.calls;
+  }
+  return calls;
+}
+
+TEST_F(DeviceTuning, WhatIsKnownToBeTheDelegatesIsCountedEachTime) {
+  run_ranks(2,
+            [](Rank& rank) {
+              for (int i = 0; i < 3; ++i) EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(rank.delegate().calls.size(), 3);
+              rank.barrier();
+              EXPECT_EQ(calls_counted("known"), 6);
+              rank.barrier();
+              reset_statistics();
+              rank.barrier();
+              EXPECT_EQ(calls_counted("known"), 0);
+              rank.barrier();
+              EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(sum_ones(rank, 2 * kMiB - 4, true), DPT_DELEGATED);  // of the same range
+              rank.barrier();
+              EXPECT_EQ(calls_counted("known"), 4);
+            },
+            {.group = "known", .tune = DPT_TUNE_AUTO, .execute = stock(10.2)});
+}
+
 TEST_F(DeviceTuning, SmallMessagesAreNativeUnmeasured) {
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 16 * kKiB), DPT_COMPLETED); },
@@ -116,6 +148,29 @@ TEST_F(DeviceTuning, TheFastestGridIsChosen) {
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().at(0).decision.chosen.channels, 16);
+}
+
+// One call may take tens of milliseconds, where GPUs have no peer access.
+TEST_F(DeviceTuning, LongOnesAreTriedLessOftenAtFirst) {
+  for (const auto& [bytes, first_calls] : {std::pair{16 * kMiB, 4}, {64 * kMiB, 1}}) {
+    Decisions::instance().reset();
+    constexpr size_t kNone = ~size_t{0};
+    std::atomic<size_t> first_chunk = kNone;
+    std::atomic<int> calls_of_first = 0;
+    std::atomic<bool> is_next = false;
+    fake_devices().time_us = [&](const DevicePlan& plan, size_t) {
+      size_t none = kNone;
+      first_chunk.compare_exchange_strong(none, plan.chunk_bytes);
+      if (plan.chunk_bytes != first_chunk) is_next = true;
+      if (!is_next) ++calls_of_first;
+      return 1000.0;
+    };
+    run_ranks(2,
+              [&, bytes = bytes](Rank& rank) { sum_ones(rank, bytes); },
+              {.tune = DPT_TUNE_AUTO, .execute = stock(2000)});
+    // One that is not timed, of each rank.
+    EXPECT_EQ(calls_of_first, 2 * (1 + first_calls)) << bytes;
+  }
 }
 
 TEST_F(DeviceTuning, AGroupThatIsAlikeMeasuresNothing) {

@@ -72,7 +72,9 @@ class FakeStock {
     if (request.dtype == DPT_FLOAT32) {  // the program's, not a trial's
       auto* const lane = static_cast<FakeLane*>(request.stream(request.call));
       auto* const values = static_cast<float*>(request.outputs[0]);
-      lane->push(meet(rank).sum(rank, values, request.count));
+      lane->push([this, meeting = meet(rank).sum(rank, values, request.count)] {
+        return is_abandoned() || meeting();
+      });
       elements += request.count;
     }
     advance_device(time_us(request.count * size_of(request.dtype)));
@@ -82,8 +84,11 @@ class FakeStock {
   std::function<double(size_t)> time_us = [](size_t) { return 10.0; };
   std::atomic<dpt_status> status = DPT_OK;
   std::atomic<size_t> elements = 0;  // that all ranks gave it
+  std::atomic<const std::atomic<int>*> times_abandoned = nullptr;
 
  private:
+  bool is_abandoned() const { return times_abandoned != nullptr && *times_abandoned > 0; }
+
   Meeting& meet(int rank) {
     const std::lock_guard lock(mutex_);
     std::unique_ptr<Meeting>& meeting = meetings_[calls_[rank]++];
@@ -221,6 +226,31 @@ TEST_F(Hybrid, WhatTheStockBackendFailsWithEndsTheGroup) {
       },
       raising);
   EXPECT_GE(failed_first, 1);
+}
+
+// Its part would wait for that rank on the program's stream without end.
+TEST_F(Hybrid, TheStockBackendsPartIsAbandonedWithALostRank) {
+  know(2);
+  FakeStock stock(2);
+  RankOptions raising = options(stock);
+  raising.raise_errors = true;
+  run_ranks(
+      2,
+      [&](Rank& rank) {
+        Program program(rank);
+        EXPECT_EQ(program.sum_ones(4 * kMiB), DPT_COMPLETED);
+        program.check_sum();
+        rank.barrier();
+        if (rank.rank() == 1) return rank.destroy();
+        stock.times_abandoned = &rank.delegate().times_abandoned;
+        EXPECT_EQ(program.sum_ones(4 * kMiB), DPT_COMPLETED);
+        program.lane().synchronize();
+        const Failure failure = failure_of([&] { program.sum_ones(4 * kMiB); });
+        EXPECT_THAT(failure.what(), HasSubstr("rank 1 has left"));
+        EXPECT_GE(rank.delegate().times_abandoned, 1);
+      },
+      raising);
+  EXPECT_EQ(ends_, 0);
 }
 
 // Where the program's stream has its commands in one queue with the lanes, each waits for all
