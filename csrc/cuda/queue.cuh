@@ -12,7 +12,8 @@
 
 namespace dpt::cuda {
 
-// What all threads of a team know of its queues, in shared memory.
+// What all threads of a team know of its queues, in shared memory. A clerk is rounds ahead of its
+// workers: it may say from which later round on chunks land while they ask it of theirs.
 struct ReceiverEnd {
   uint32_t first_chunk[kMaxRanks];  // of the kernel
   uint32_t lands_from[kMaxRanks];   // round
@@ -86,7 +87,7 @@ class Sender {
         kept_(links.kept_by_sender(group, team)) {
     if (kept_ < 0) return;
     end_.first_chunk[kept_] = mine_ = count();
-    end_.lands_from[kept_] = kNeverLands;
+    store_shared(&end_.lands_from[kept_], kNeverLands);
     const uint64_t old = load_relaxed(&landing());
     if (old != Landing::kNone && !Landing::is_for(old, mine_)) clear_relaxed(&landing(), old);
   }
@@ -101,7 +102,9 @@ class Sender {
     return mine_ + round - taken < static_cast<uint32_t>(kNumSlots);
   }
   // Whether the chunk goes to the receiver's output, of which nothing behind it may be touched.
-  DPT_DEVICE bool lands(int queue, uint32_t round) const { return end_.lands_from[queue] <= round; }
+  DPT_DEVICE bool lands(int queue, uint32_t round) const {
+    return load_shared(&end_.lands_from[queue]) <= round;
+  }
   // Where the chunk goes that begins at byte `at` of the receiver's output.
   DPT_DEVICE uint4* place(int queue, uint32_t round, uint64_t at) const {
     if (lands(queue, round)) return reinterpret_cast<uint4*>(end_.outputs[queue] + at);
@@ -139,7 +142,7 @@ class Sender {
     // What the receiver wrote before it comes before what is written there now.
     const uint64_t offset = Landing::offset_of(load_acquire(&landing()));
     end_.outputs[kept_] = group_.pools[receiver] + offset;
-    end_.lands_from[kept_] = round;
+    store_shared(&end_.lands_from[kept_], round);
     Control& control = control_of(group_, receiver);
     const int number = links_.number_there(group_, kept_);
     store_relaxed(&control.landed_from[channel_index()][lane_][number], mine_ + round);
@@ -165,7 +168,7 @@ class Receiver {
         kept_(links.kept_by_receiver(group, team)) {
     if (kept_ < 0) return;
     end_.first_chunk[kept_] = mine_ = count();
-    end_.lands_from[kept_] = kNeverLands;
+    store_shared(&end_.lands_from[kept_], kNeverLands);
   }
 
   // Where the queue that this thread keeps may put its chunks, of which there is one at least: in
@@ -173,7 +176,7 @@ class Receiver {
   DPT_DEVICE void announce(const CallView& call, const char* output) const {
     const int rank = group_.rank;
     if (!has_peer(call.landings, kept_)) return;
-    end_.lands_from[kept_] = kMayLand;
+    store_shared(&end_.lands_from[kept_], kMayLand);
     store_relaxed(&landed_from(), mine_ - 1);  // none yet
     Control& control = control_of(group_, links_.sender_of(group_, kept_));
     const int number = links_.number_there(group_, kept_);
@@ -187,15 +190,15 @@ class Receiver {
     const Control& control = control_of(group_, group_.rank);
     const uint32_t arrived = load_acquire(&control.arrived[channel_index()][lane_][kept_]);
     if (static_cast<int32_t>(arrived - (mine_ + round)) <= 0) return false;
-    if (end_.lands_from[kept_] == kMayLand) {
+    if (load_shared(&end_.lands_from[kept_]) == kMayLand) {
       const uint32_t after = load_relaxed(&landed_from()) - mine_;
-      if (static_cast<int32_t>(after) >= 0) end_.lands_from[kept_] = after;
+      if (static_cast<int32_t>(after) >= 0) store_shared(&end_.lands_from[kept_], after);
     }
     return true;
   }
   // Whether the chunk lies in the output already.
   DPT_DEVICE bool has_landed(int queue, uint32_t round) const {
-    return end_.lands_from[queue] <= round;
+    return load_shared(&end_.lands_from[queue]) <= round;
   }
   DPT_DEVICE const uint4* slot(int queue, uint32_t round) const {
     return slot_at(group_, group_.rank, lane_, queue, end_.first_chunk[queue] + round);
