@@ -90,10 +90,12 @@ DPT_DEVICE void collect_chunk(const Squad& squad, const uint4* from, uint64_t by
   }
 }
 
-// The caller's memory where `kBegins`, else what a peer wrote, in whole vectors -> the next rank's
+// The caller's memory where `kBegins`, else what a peer wrote: a slot's whole vectors, or what has
+// landed in the caller's memory, where others may be writing what lies behind it -> the next rank's
 // slot or landing, the caller's memory, or both.
 struct Hop {
   const void* from;
+  bool has_landed;
   uint4* next;   // or nullptr
   bool lands;    // there
   char* output;  // or nullptr
@@ -116,8 +118,8 @@ DPT_DEVICE void relay_chunk(const Squad& squad, const Hop& hop) {
   for (uint32_t i = plain + squad.thread; i < num_vectors(hop.bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     const char* const start = static_cast<const char*>(hop.from) + at;
-    const Vector value =
-        kBegins ? load_user<Vector>(start, hop.bytes - at) : to_vector(load_staged(vectors + i));
+    const Vector value = kBegins || hop.has_landed ? load_user<Vector>(start, hop.bytes - at)
+                                                   : to_vector(load_staged(vectors + i));
     if (hop.next != nullptr) store_chunk(hop.next + i, value, hop.bytes - at, hop.lands);
     if (hop.output != nullptr) store_user(hop.output + at, value, hop.bytes - at);
   }

@@ -40,7 +40,9 @@ DPT_KERNEL ring_exchange_kernel(DPT_PARAMETER GroupView group,
         cut.rounds,
         [&](uint32_t round) {
           const uint64_t at = chunk.offset(round);
-          Hop hop{nullptr, nullptr, false, keeps ? output + at : nullptr, chunk.bytes(round)};
+          Hop hop{};
+          hop.output = keeps ? output + at : nullptr;
+          hop.bytes = chunk.bytes(round);
           if (!ends) {
             hop.next = after.place(origin, round, at);
             hop.lands = after.lands(origin, round);
@@ -50,11 +52,13 @@ DPT_KERNEL ring_exchange_kernel(DPT_PARAMETER GroupView group,
             return relay_chunk<true>(team.workers(), hop);
           }
           hop.from = before.slot(origin, round);
-          if (before.has_landed(origin, round)) {
+          hop.has_landed = before.has_landed(origin, round);
+          if (hop.has_landed) {
             hop.from = hop.output;
             hop.output = nullptr;
           }
-          relay_chunk<false>(team.workers(), hop);
+          // Where it has landed with its last rank there is nothing left to do.
+          if (hop.next != nullptr || hop.output != nullptr) relay_chunk<false>(team.workers(), hop);
         },
         Clerk{[&](uint32_t round) {
                 return before.has_come(round, from) && after.has_room(round, to);
