@@ -115,6 +115,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     group_.status = status_.on_device();
     for (size_t rank = 0; rank < blocks_.size(); ++rank) {
       group_.blocks[rank] = blocks_[rank].address();
+      if (static_cast<int>(rank) != setup.rank) group_.neighbours |= 1u << rank;
     }
     std::copy(pools_.bases.begin(), pools_.bases.end(), group_.pools);
   }
