@@ -124,6 +124,13 @@ constexpr uint64_t most_in_packets(const Layout& layout, const Grid& grid) {
          kPacketData;
 }
 
+// How links join the GPUs of a group; the same on every rank.
+enum class Wiring {
+  kAlike,    // each two in the same way
+  kUnequal,  // each two, some better than others
+  kPartial,  // some two don't reach each other's memory, but all are reached by way of others
+};
+
 // A spanning tree of the ranks for each of them, its root: parent[root][rank], -1 for the root.
 struct Trees {
   int8_t parent[kMaxRanks][kMaxRanks];

@@ -44,10 +44,10 @@ struct Tree {
 // How many trees use a link. Each does so in both directions: up and down.
 class Load {
  public:
-  explicit Load(const Links& links) : links_(&links) {}
+  explicit Load(const LinkMatrix& links) : links_(&links) {}
 
   void add(int a, int b, int trees) {
-    if (links_->between[a][b] == Links::kPcie) {
+    if (links_->between[a][b] == LinkMatrix::kPcie) {
       ports_[a] += trees;
       ports_[b] += trees;
     } else {
@@ -82,7 +82,7 @@ class Load {
     }
   }
 
-  const Links* links_;
+  const LinkMatrix* links_;
   std::array<int, kMaxRanks> ports_{};
   std::array<std::array<int, kMaxRanks>, kMaxRanks> pairs_{};
 };
@@ -90,7 +90,7 @@ class Load {
 // The tree of fewest hops from `root` along the links for which `allows(a, b)`, the best of them
 // where there is a choice: every rank's parent, -1 at the root and where no way leads.
 template <typename Allows>
-std::array<int8_t, kMaxRanks> fewest_hops(const Links& links, int root, Allows allows) {
+std::array<int8_t, kMaxRanks> fewest_hops(const LinkMatrix& links, int root, Allows allows) {
   std::array<int8_t, kMaxRanks> parent;
   parent.fill(-1);
   unsigned reached = 1u << root;
@@ -114,7 +114,7 @@ std::array<int8_t, kMaxRanks> fewest_hops(const Links& links, int root, Allows a
 // All trees of a message, while they are looked for.
 class Packing {
  public:
-  explicit Packing(const Links& links) : links_(&links), load_(links), trees_(links.size) {}
+  explicit Packing(const LinkMatrix& links) : links_(&links), load_(links), trees_(links.size) {}
 
   void add_edge(int root, int a, int b) {
     trees_[root].flip(a, b);
@@ -216,12 +216,12 @@ class Packing {
     add_edge(root, other.a, other.b);
   }
 
-  const Links* links_;
+  const LinkMatrix* links_;
   Load load_;
   std::vector<Tree> trees_;
 };
 
-Packing with_fewest_hops(const Links& links) {
+Packing with_fewest_hops(const LinkMatrix& links) {
   Packing packing(links);
   for (int root = 0; root < links.size; ++root) {
     const auto parent = fewest_hops(links, root, [](int, int) { return true; });
@@ -233,7 +233,7 @@ Packing with_fewest_hops(const Links& links) {
 }
 
 // Trees that grow by any edge, all as likely.
-Packing grown_at_random(const Links& links, std::minstd_rand* random) {
+Packing grown_at_random(const LinkMatrix& links, std::minstd_rand* random) {
   Packing packing(links);
   for (int root = 0; root < links.size; ++root) {
     for (unsigned reached = 1u << root; reached != (1u << links.size) - 1;) {
@@ -253,13 +253,8 @@ bool is_better(const Packing& one, const Packing& other) {
   return one.unevenness() < other.unevenness();
 }
 
-bool are_connected(const Links& links) {
-  const auto parent = fewest_hops(links, 0, [](int, int) { return true; });
-  return std::count(parent.begin(), parent.begin() + links.size, -1) == 1;
-}
-
 template <typename Visit>
-bool holds_for_each_pair(const Links& links, Visit visit) {
+bool holds_for_each_pair(const LinkMatrix& links, Visit visit) {
   for (int a = 0; a < links.size; ++a) {
     for (int b = 0; b < a; ++b) {
       if (!visit(links.between[a][b])) return false;
@@ -272,15 +267,20 @@ constexpr char kLetters[] = "p123456789abcdefghi";
 
 }  // namespace
 
-bool are_complete(const Links& links) {
-  return holds_for_each_pair(links, [](int link) { return link != Links::kNone; });
+bool are_complete(const LinkMatrix& links) {
+  return holds_for_each_pair(links, [](int link) { return link != LinkMatrix::kNone; });
 }
 
-bool are_alike(const Links& links) {
+bool are_alike(const LinkMatrix& links) {
   return holds_for_each_pair(links, [&](int link) { return link == links.between[0][1]; });
 }
 
-std::string to_text(const Links& links) {
+bool are_connected(const LinkMatrix& links) {
+  const auto parent = fewest_hops(links, 0, [](int, int) { return true; });
+  return std::count(parent.begin(), parent.begin() + links.size, -1) == 1;
+}
+
+std::string to_text(const LinkMatrix& links) {
   std::string text;
   for (int a = 0; a < links.size; ++a) {
     if (a != 0) text += ' ';
@@ -291,7 +291,7 @@ std::string to_text(const Links& links) {
   return text;
 }
 
-std::optional<Links> parse_links(const std::string& text) {
+std::optional<LinkMatrix> parse_links(const std::string& text) {
   std::vector<std::string> rows(1);
   for (const char letter : text) {
     if (letter == ' ' || letter == ',') {
@@ -302,20 +302,20 @@ std::optional<Links> parse_links(const std::string& text) {
   }
   if (rows.size() > kMaxRanks) return std::nullopt;
   const std::string letters = kLetters;
-  Links links{static_cast<int>(rows.size())};
+  LinkMatrix links{static_cast<int>(rows.size())};
   for (size_t a = 0; a < rows.size(); ++a) {
     if (rows[a].size() != rows.size()) return std::nullopt;
     for (size_t b = 0; b < rows.size(); ++b) {
       const size_t at = letters.find(rows[a][b]);
       if (rows[a][b] != '-' && at == std::string::npos) return std::nullopt;
-      links.between[a][b] = static_cast<int8_t>(rows[a][b] == '-' ? Links::kNone : at);
+      links.between[a][b] = static_cast<int8_t>(rows[a][b] == '-' ? LinkMatrix::kNone : at);
       if (b < a && links.between[a][b] != links.between[b][a]) return std::nullopt;
     }
   }
   return links;
 }
 
-double heaviest_load(const Links& links, const Trees& trees) {
+double heaviest_load(const LinkMatrix& links, const Trees& trees) {
   Load load(links);
   for (int root = 0; root < links.size; ++root) {
     for (int rank = 0; rank < links.size; ++rank) {
@@ -326,7 +326,7 @@ double heaviest_load(const Links& links, const Trees& trees) {
   return load.heaviest();
 }
 
-std::optional<Trees> pack_trees(const Links& links) {
+std::optional<Trees> pack_trees(const LinkMatrix& links) {
   if (links.size < 2 || !are_connected(links)) return std::nullopt;
   constexpr int kStarts = 6;
   std::minstd_rand random;  // seeded alike on every rank

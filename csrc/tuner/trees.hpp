@@ -18,7 +18,7 @@
 namespace dpt {
 
 // Between each two ranks, the same in both directions.
-struct Links {
+struct LinkMatrix {
   static constexpr int kNone = -1;  // neither reaches the other's memory
   static constexpr int kPcie = 0;
   static constexpr int kMost = 18;  // NVLinks of a GPU
@@ -33,20 +33,22 @@ struct Links {
 };
 
 // Whether each two ranks are linked, and whether they are so in the same way.
-bool are_complete(const Links& links);
-bool are_alike(const Links& links);
+bool are_complete(const LinkMatrix& links);
+bool are_alike(const LinkMatrix& links);
+// Whether each rank is reached from each other, by way of others where need be.
+bool are_connected(const LinkMatrix& links);
 
 // A row for each rank, of a letter for each: 'p' for PCIe, 'a' for 10 NVLinks and so on, '-' for
 // none: "-4pp 4-pp pp-4 pp4-". Back from that, also with commas: nothing where it is none.
-std::string to_text(const Links& links);
-std::optional<Links> parse_links(const std::string& text);
+std::string to_text(const LinkMatrix& links);
+std::optional<LinkMatrix> parse_links(const std::string& text);
 
 // What the heaviest loaded link carries in either direction, up and down together: in shares, where
 // a link is worth one NVLink.
-double heaviest_load(const Links& links, const cuda::Trees& trees);
+double heaviest_load(const LinkMatrix& links, const cuda::Trees& trees);
 
 // Trees that load the heaviest loaded link as little as a search finds, with few hops beside that.
 // Nothing where some ranks have no way to others. The same for the same links; takes milliseconds.
-std::optional<cuda::Trees> pack_trees(const Links& links);
+std::optional<cuda::Trees> pack_trees(const LinkMatrix& links);
 
 }  // namespace dpt

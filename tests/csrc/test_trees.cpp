@@ -17,29 +17,29 @@ namespace {
 using cuda::kMaxRanks;
 using cuda::Trees;
 
-Links all_linked(int size, int link) {
-  Links links{size};
+LinkMatrix all_linked(int size, int link) {
+  LinkMatrix links{size};
   for (int a = 0; a < size; ++a) {
-    for (int b = 0; b < size; ++b) links.set(a, b, a == b ? Links::kNone : link);
+    for (int b = 0; b < size; ++b) links.set(a, b, a == b ? LinkMatrix::kNone : link);
   }
   return links;
 }
-Links bridged_pairs(int size, int nvlinks) {
-  Links links = all_linked(size, Links::kPcie);
+LinkMatrix bridged_pairs(int size, int nvlinks) {
+  LinkMatrix links = all_linked(size, LinkMatrix::kPcie);
   for (int a = 0; a < size; a += 2) links.set(a, a + 1, nvlinks);
   return links;
 }
 // A ring of four without its diagonals.
-Links cycle_of_four() { return *parse_links("-2-1,2-1-,-1-2,1-2-"); }
+LinkMatrix cycle_of_four() { return *parse_links("-2-1,2-1-,-1-2,1-2-"); }
 
-Links links_of(const Topology& machine, bool partial) {
-  Links links{static_cast<int>(machine.gpus.size())};
+LinkMatrix links_of(const Topology& machine, bool partial) {
+  LinkMatrix links{static_cast<int>(machine.gpus.size())};
   for (int a = 0; a < links.size; ++a) {
-    links.between[a][a] = Links::kNone;
+    links.between[a][a] = LinkMatrix::kNone;
     for (int b = 0; b < a; ++b) {
       const GpuLink* link = find_link(machine, a, b);
       const int nvlinks = link != nullptr ? link->nvlinks : 0;
-      links.set(a, b, nvlinks == 0 && partial ? Links::kNone : nvlinks);
+      links.set(a, b, nvlinks == 0 && partial ? LinkMatrix::kNone : nvlinks);
     }
   }
   return links;
@@ -52,7 +52,7 @@ Topology recorded(const std::string& name) {
 }
 
 // How far each rank is from the root; fails where a tree is none or uses links that aren't there.
-int most_hops(const Links& links, const Trees& trees) {
+int most_hops(const LinkMatrix& links, const Trees& trees) {
   int most = 0;
   for (int root = 0; root < links.size; ++root) {
     EXPECT_EQ(trees.parent[root][root], -1);
@@ -73,20 +73,20 @@ int most_hops(const Links& links, const Trees& trees) {
 }
 
 // By a rank over PCIe, in shares in one direction: up and down.
-int over_pcie(const Links& links, const Trees& trees, int rank) {
+int over_pcie(const LinkMatrix& links, const Trees& trees, int rank) {
   int shares = 0;
   for (int root = 0; root < links.size; ++root) {
     for (int from = 0; from < links.size; ++from) {
       const int to = trees.parent[root][from];
       if (to < 0 || (from != rank && to != rank)) continue;
-      if (links.between[from][to] == Links::kPcie) ++shares;
+      if (links.between[from][to] == LinkMatrix::kPcie) ++shares;
     }
   }
   return shares;
 }
 
 // Trees of fewest hops, each rank hanging on the first that it can.
-Trees simple_trees(const Links& links) {
+Trees simple_trees(const LinkMatrix& links) {
   Trees trees;
   for (int root = 0; root < links.size; ++root) {
     std::fill_n(trees.parent[root], kMaxRanks, int8_t{-1});
@@ -106,8 +106,8 @@ Trees simple_trees(const Links& links) {
 
 TEST(Trees, AreStarsWhereAllLinksAreAlike) {
   for (int size = 2; size <= kMaxRanks; ++size) {
-    for (const int link : {Links::kPcie, 1, 18}) {
-      const Links links = all_linked(size, link);
+    for (const int link : {LinkMatrix::kPcie, 1, 18}) {
+      const LinkMatrix links = all_linked(size, link);
       EXPECT_TRUE(are_alike(links));
       const auto trees = pack_trees(links);
       ASSERT_TRUE(trees);
@@ -121,7 +121,7 @@ TEST(Trees, AreStarsWhereAllLinksAreAlike) {
 TEST(Trees, OfBridgedPairsSendAsLittleOverPcieAsAnyCan) {
   for (const int size : {4, 6, 8}) {
     const int pairs = size / 2;
-    const Links links = bridged_pairs(size, 4);
+    const LinkMatrix links = bridged_pairs(size, 4);
     EXPECT_FALSE(are_alike(links));
     EXPECT_TRUE(are_complete(links));
     const auto trees = pack_trees(links);
@@ -136,7 +136,7 @@ TEST(Trees, OfBridgedPairsSendAsLittleOverPcieAsAnyCan) {
 }
 
 // No tree can do with less than an edge for every rank but the root, on all links together.
-double least_load_without_pcie(const Links& links) {
+double least_load_without_pcie(const LinkMatrix& links) {
   int nvlinks = 0;
   for (int a = 0; a < links.size; ++a) {
     for (int b = 0; b < a; ++b) nvlinks += std::max<int>(links.between[a][b], 0);
@@ -146,7 +146,7 @@ double least_load_without_pcie(const Links& links) {
 
 TEST(Trees, OfHybridCubesUseTheirLinksAlone) {
   for (const std::string name : {"8xv100_hybrid_mesh"}) {
-    const Links links = links_of(recorded(name), /*partial=*/true);
+    const LinkMatrix links = links_of(recorded(name), /*partial=*/true);
     EXPECT_FALSE(are_complete(links));
     const auto trees = pack_trees(links);
     ASSERT_TRUE(trees);
@@ -159,19 +159,19 @@ TEST(Trees, OfHybridCubesUseTheirLinksAlone) {
 }
 
 TEST(Trees, OfRecordedMachines) {
-  const Links pairs = links_of(recorded("4xa6000_bridged_pairs"), /*partial=*/false);
+  const LinkMatrix pairs = links_of(recorded("4xa6000_bridged_pairs"), /*partial=*/false);
   EXPECT_EQ(to_text(pairs), to_text(bridged_pairs(4, pairs.between[0][1])));
-  const Links mesh = links_of(recorded("8xv100_hybrid_mesh"), /*partial=*/false);
+  const LinkMatrix mesh = links_of(recorded("8xv100_hybrid_mesh"), /*partial=*/false);
   const auto trees = pack_trees(mesh);
   ASSERT_TRUE(trees);
   most_hops(mesh, *trees);
   EXPECT_LT(heaviest_load(mesh, *trees), heaviest_load(mesh, simple_trees(mesh)));
-  const Links nvswitch = links_of(recorded("8xh100_nvswitch"), /*partial=*/false);
+  const LinkMatrix nvswitch = links_of(recorded("8xh100_nvswitch"), /*partial=*/false);
   EXPECT_TRUE(are_alike(nvswitch));
 }
 
 TEST(Trees, OfARingLeaveTheDiagonalsAlone) {
-  const Links links = cycle_of_four();
+  const LinkMatrix links = cycle_of_four();
   const auto trees = pack_trees(links);
   ASSERT_TRUE(trees);
   EXPECT_LE(most_hops(links, *trees), 3);
@@ -190,12 +190,12 @@ TEST(Trees, OfAnyConnectedLinksAreTreesAndNeverWorseThanSimpleOnes) {
   int connected = 0;
   for (int times = 0; times < 150; ++times) {
     const int size = 2 + static_cast<int>(random() % (kMaxRanks - 1));
-    Links links{size};
+    LinkMatrix links{size};
     for (int a = 0; a < size; ++a) {
-      links.between[a][a] = Links::kNone;
+      links.between[a][a] = LinkMatrix::kNone;
       for (int b = 0; b < a; ++b) {
         const bool none = random() % 4 == 0;
-        links.set(a, b, none ? Links::kNone : static_cast<int>(random() % 5));
+        links.set(a, b, none ? LinkMatrix::kNone : static_cast<int>(random() % 5));
       }
     }
     const Trees simple = simple_trees(links);
@@ -213,7 +213,7 @@ TEST(Trees, OfAnyConnectedLinksAreTreesAndNeverWorseThanSimpleOnes) {
   EXPECT_GT(connected, 100);
 }
 
-TEST(Links, AreWrittenInLetters) {
+TEST(LinkMatrix, AreWrittenInLetters) {
   for (const std::string text : {"-4pp 4-pp pp-4 pp4-", "-i i-", "-2-1 2-1- -1-2 1-2-", "-"}) {
     const auto links = parse_links(text);
     ASSERT_TRUE(links) << text;

@@ -37,7 +37,7 @@ class EmulatedGroup {
       pools_.emplace_back(kPoolBytes + kAlignment);
     }
     for (int rank = 0; rank < size; ++rank) {
-      GroupView view{layout, rank, {}, {}, statuses_[rank].get()};
+      GroupView view{layout, rank, {}, {}, 0, statuses_[rank].get()};
       for (int peer = 0; peer < size; ++peer) {
         view.blocks[peer] = aligned(blocks_[peer].data());
         view.pools[peer] = pool(peer);
