@@ -291,14 +291,16 @@ DPT_KERNEL tree_all_reduce_kernel(DPT_PARAMETER GroupView group,
             chunk.from = above.slot(parent, number);
           }
           if (chunk.is_output) chunk.from = reinterpret_cast<const uint4*>(chunk.output);
+          bool moves = !chunk.is_output;  // else it is where it belongs, unless it goes on
 #pragma unroll
           for (int peer = 0; peer < kRanks; ++peer) {
             if (peer >= size || !links.is_child(share, peer)) continue;
+            moves = true;
             const uint32_t number = state.with_child[peer].before(steps, step);
             chunk.next[peer] = below.place(peer, number, at);
             if (below.lands(peer, number)) chunk.landings |= 1u << peer;
           }
-          pass_down(team.workers(), chunk);
+          if (moves) pass_down(team.workers(), chunk);
         },
         Clerk{[&](uint32_t step) {
                 const bool is_root = links.parent(steps.share(step)) < 0;
