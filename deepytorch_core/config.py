@@ -42,6 +42,9 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "process sends to other nodes; who receives it compares; default: 0",
         "DEEPYTORCH_NODE_ID": "native core, for tests and emulation: the node this process "
         "pretends to be on, or those of all global ranks, separated by commas",
+        "DEEPYTORCH_EMULATE_LINKS": "native core, for tests and emulation: the links between the "
+        "GPUs of all global ranks, a row of letters for each, the same on every rank; a link that "
+        "is not there stays away",
         "XDG_CACHE_HOME": "the user's cache folder, by convention of the desktop",
         "CXX": "the C++ compiler for the adapter; default: c++, g++ or clang++, the first found",
         "NCCL_SOCKET_IFNAME": "NCCL's choice of interfaces, to measure the same link; the other "
@@ -413,6 +416,11 @@ def spans_nodes() -> bool:
 def peer_access_is_off() -> bool:
     """Whether GPUs are to do as if they could not reach each other's memory."""
     return os.environ.get("NCCL_P2P_DISABLE") == "1"
+
+
+def emulated_links() -> str:
+    """The links that the ranks' GPUs are to do as if they had; empty: those that are there."""
+    return os.environ.get(_PREFIX + "EMULATE_LINKS", "")
 
 
 # launcher -> its variables for the fields of Launched, in their order; "" where it has none.

@@ -78,6 +78,7 @@ const Env& env() {
       .tcp_congestion = read_text("DEEPYTORCH_TCP_CONGESTION"),
       .tcp_checksum = read_switch("DEEPYTORCH_TCP_CHECKSUM"),
       .node_ids = read_list("DEEPYTORCH_NODE_ID"),
+      .emulated_links = read_text("DEEPYTORCH_EMULATE_LINKS"),
       .reduce_threads = static_cast<int>(read_number("DEEPYTORCH_REDUCE_THREADS", 1, 64)),
       .no_peer_access = read_text("NCCL_P2P_DISABLE") == "1",
       .gpu_queues = read_gpu_queues(),

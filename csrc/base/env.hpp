@@ -34,6 +34,10 @@ struct Env {
   // be on, or those of all global ranks, separated by commas. Ranks of different names don't use
   // the memory they could share. Default none: where each process really is.
   std::vector<std::string> node_ids;
+  // DEEPYTORCH_EMULATE_LINKS: for tests and emulation: the links between the GPUs of all global
+  // ranks, the same text on every rank, as LinkMatrix is written. A link that is not there stays
+  // away. Default none: as they are.
+  std::string emulated_links;
   // DEEPYTORCH_REDUCE_THREADS: threads of this process that reduce what GPUs without peer access
   // exchange, 1 to 64. Default 0: by the number of cores.
   int reduce_threads;

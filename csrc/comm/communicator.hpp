@@ -151,6 +151,7 @@ class Communicator {
   void settle_between_nodes(const dpt_request& request, const WaitContext& wait);
   void refuse_without_descriptors(const WaitContext& wait);
   void join_devices(const dpt_request& request);
+  std::vector<int64_t> ranks_here() const;
   void connect_devices(int device, const WaitContext& wait, DeviceState* state);
   // Whether nodes have equally many ranks, and this holds for all of them.
   bool are_alike(const WaitContext& wait, bool mine) const;

@@ -9,6 +9,7 @@
 #include "comm/communicator.hpp"
 #include "comm/device_bench.hpp"
 #include "comm/device_class.hpp"
+#include "comm/device_links.hpp"
 #include "comm/end_process.hpp"
 #include "comm/fabric.hpp"
 #include "comm/hybrid.hpp"
@@ -165,6 +166,10 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
     }
     if (reason.empty() && is_staged()) reason = why_not_staged(request);
   }
+  const bool large = request.reduce_op == DPT_NO_REDUCE ||
+                     cuda::has_large_kernels(request.dtype, request.reduce_op);
+  const cuda::Wiring wiring = reason.empty() ? device_->group->wiring() : cuda::Wiring::kAlike;
+  if (reason.empty()) reason = why_not_wired(wiring, request.collective, large);
   const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   const size_t bytes = request.count * size_of(request.dtype);
   const bool by_nodes = may_be_native && device_->by_nodes;
@@ -191,9 +196,9 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
         {.collective = request.collective,
          .bytes = bytes,
          .even = even,
-         .large = request.reduce_op == DPT_NO_REDUCE ||
-                  cuda::has_large_kernels(request.dtype, request.reduce_op),
+         .large = large,
          .layout = why_not.empty() ? device_->group->layout() : cuda::Layout{},
+         .wiring = wiring,
          .not_native = std::move(why_not),
          .ranks = static_cast<int>(global_ranks_.size()),
          .nodes = by_nodes ? nodes_->num_nodes() : 1,
@@ -351,6 +356,14 @@ bool Communicator::wants_staging_by_nodes(const WaitContext& wait) const {
   return nodes_->layout.size() <= kMostMeasuringRanks && are_alike(wait, asked);
 }
 
+// As the job numbers them.
+std::vector<int64_t> Communicator::ranks_here() const {
+  if (!nodes_) return global_ranks_;
+  std::vector<int64_t> here;
+  for (const int rank : nodes_->layout.ranks[nodes_->node()]) here.push_back(global_ranks_[rank]);
+  return here;
+}
+
 void Communicator::connect_devices(int device, const WaitContext& wait, DeviceState* state) {
   const auto refuse = [&] { state->why_not = "ranks on several nodes have no GPU kernels"; };
   if (nodes_ && !wants_staging_by_nodes(wait)) return refuse();
@@ -358,7 +371,7 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   none.collective = DPT_BARRIER;
   const Plan plan;
   const RunContext here{*segment_, none, plan, wait, WaitStyle::kBackground};
-  const DeviceClass devices = describe_devices(here, device);
+  const DeviceClass devices = describe_devices(here, device, ranks_here(), nodes_ != nullptr);
   const bool is_apart = !devices.peer_access || here.size() == 1;
   if (nodes_ && !are_alike(wait, is_apart)) return refuse();
   const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
@@ -376,21 +389,29 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const int channels = offer_channels(devices.num_sms, fabric.device_channels_used());
   const std::shared_ptr<staged::Between> between = nodes_ ? connect_between(wait) : nullptr;
   const auto connect = [&](bool peer_access) {
-    state->group = DeviceGroup::connect({rank_,
-                                         global_ranks_,
-                                         device,
-                                         left / kShareOfStaging,
-                                         channels,
-                                         devices.nvlink,
-                                         all_gather,
-                                         wait,
-                                         peer_access,
-                                         workers_near(here, devices.cpus),
-                                         nodes_ ? nodes_->layout : NodeLayout{},
-                                         between,
-                                         !raise_errors_});
+    DeviceGroup::Setup setup{rank_,
+                             global_ranks_,
+                             device,
+                             left / kShareOfStaging,
+                             channels,
+                             devices.nvlink,
+                             all_gather,
+                             wait,
+                             peer_access,
+                             workers_near(here, devices.cpus),
+                             nodes_ ? nodes_->layout : NodeLayout{},
+                             between,
+                             !raise_errors_};
+    const auto trees = pack_trees(devices.links);
+    if (peer_access && trees) {
+      setup.wiring = wiring_of(devices.links);
+      setup.nvlink = devices.nvlink && setup.wiring != cuda::Wiring::kPartial;
+      setup.trees = *trees;
+      setup.neighbours = neighbours_of(devices.links, rank_);
+    }
+    state->group = DeviceGroup::connect(setup);
   };
-  if (nodes_ || !devices.peer_access) {
+  if (nodes_ || (!devices.peer_access && devices.links.size == 0)) {
     connect(false);
   } else {
     try {
@@ -507,7 +528,11 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
       return {DPT_ERR_PEER_LOST, where + who};
     }
   }
-  return {DPT_ERR_TIMEOUT, where + peer + " did not come in time"};
+  // Along trees that one may be waiting as well, for a rank that it alone reaches.
+  const bool may_wait = device_->group->wiring() != cuda::Wiring::kAlike;
+  return {
+      DPT_ERR_TIMEOUT,
+      where + peer + (may_wait ? ", or a rank that it waits for," : "") + " did not come in time"};
 }
 
 void Communicator::check_device(const dpt_request& request) {

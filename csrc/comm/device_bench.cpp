@@ -206,6 +206,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
       {.collective = collective,
        .bytes = bytes,
        .layout = group_.layout(),
+       .wiring = group_.wiring(),
        .not_native = "",
        .delegate = has_delegate,
        .staging = group_.staging(),

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 
 #include "base/env.hpp"
 #include "base/error.hpp"
+#include "comm/device_links.hpp"
 #include "comm/measure.hpp"
 #include "cuda/device_trials.hpp"
 #include "topology/topology.hpp"
@@ -22,8 +24,8 @@ struct Shared {
   bool no_peer_access;  // as this process was told
 };
 
-// What this process sees; containers may hide the others' GPUs.
-enum class Links : int { kNvlink, kPcie, kUnknown };
+// What this process sees of the links to all others; containers may hide their GPUs.
+enum class Path : int { kNvlink, kPcie, kUnknown };
 
 const Gpu* find_gpu(const std::vector<Gpu>& gpus, const char* uuid) {
   for (const Gpu& gpu : gpus) {
@@ -32,49 +34,91 @@ const Gpu* find_gpu(const std::vector<Gpu>& gpus, const char* uuid) {
   return nullptr;
 }
 
-// What NVML knows of the link from one GPU to another; containers may hide either.
-Links link_seen_by_nvml(const char* from, const char* to) {
+// NVLinks from one GPU to another that NVML knows of; containers may hide either.
+std::optional<int> nvlinks_by_nvml(const char* from, const char* to) {
   static const std::vector<Gpu> gpus = [] {
     std::string note;
     return discover_gpus(Roots{}.nvml_library, &note);
   }();
   const Gpu* own = find_gpu(gpus, from);
   const Gpu* peer = find_gpu(gpus, to);
-  if (own == nullptr || peer == nullptr) return Links::kUnknown;
+  if (own == nullptr || peer == nullptr) return std::nullopt;
   const auto link = std::find_if(own->links.begin(), own->links.end(), [&](const GpuLink& each) {
     return each.peer == peer->index;
   });
-  return link == own->links.end() || link->nvlinks == 0 ? Links::kPcie : Links::kNvlink;
+  return link == own->links.end() ? 0 : link->nvlinks;
 }
 
-Links links_from(int device, const Shared& mine, const std::vector<Shared>& all) {
-  Links links = Links::kNvlink;
-  for (const Shared& each : all) {
-    if (std::strcmp(each.uuid, mine.uuid) == 0) continue;
-    const auto nvlink = cuda::has_nvlink(device, each.uuid);
-    const Links link = !nvlink   ? link_seen_by_nvml(mine.uuid, each.uuid)
-                       : *nvlink ? Links::kNvlink
-                                 : Links::kPcie;
-    links = std::max(links, link);
+bool is_same(const Shared& one, const Shared& other) {
+  return std::strcmp(one.uuid, other.uuid) == 0;
+}
+
+Path path_to(int device, const Shared& mine, const Shared& other) {
+  if (is_same(mine, other)) return Path::kNvlink;
+  if (const auto nvlink = cuda::has_nvlink(device, other.uuid)) {
+    return *nvlink ? Path::kNvlink : Path::kPcie;
   }
-  return links;
+  const auto nvlinks = nvlinks_by_nvml(mine.uuid, other.uuid);
+  return !nvlinks ? Path::kUnknown : *nvlinks != 0 ? Path::kNvlink : Path::kPcie;
+}
+
+Path worst_path(int device, const Shared& mine, const std::vector<Shared>& all) {
+  Path worst = Path::kNvlink;
+  for (const Shared& each : all) worst = std::max(worst, path_to(device, mine, each));
+  return worst;
 }
 
 // From the best to the worst.
 enum class PeerAccess : int { kFull, kUnknown, kNone };
 
+PeerAccess peer_access_to(int device, const Shared& mine, const Shared& other) {
+  if (mine.no_peer_access || other.no_peer_access) return PeerAccess::kNone;
+  if (is_same(mine, other)) return PeerAccess::kFull;
+  const auto found = cuda::has_peer_access(device, other.uuid);
+  if (!found) return PeerAccess::kUnknown;
+  return *found ? PeerAccess::kFull : PeerAccess::kNone;
+}
+
 PeerAccess peer_access_of(int device, const Shared& mine, const std::vector<Shared>& all) {
   PeerAccess access = PeerAccess::kFull;
   for (const Shared& each : all) {
-    if (each.no_peer_access) return PeerAccess::kNone;
-    if (std::strcmp(each.uuid, mine.uuid) == 0) continue;
-    const auto found = cuda::has_peer_access(device, each.uuid);
-    const PeerAccess to = !found   ? PeerAccess::kUnknown
-                          : *found ? PeerAccess::kFull
-                                   : PeerAccess::kNone;
-    access = std::max(access, to);
+    access = std::max(access, peer_access_to(device, mine, each));
   }
   return access;
+}
+
+int8_t link_to(int device, const Shared& mine, const Shared& other, int num_ranks) {
+  if (peer_access_to(device, mine, other) == PeerAccess::kNone) return LinkMatrix::kNone;
+  if (is_same(mine, other)) return kSameGpu;
+  switch (path_to(device, mine, other)) {
+    case Path::kPcie:
+      return LinkMatrix::kPcie;
+    case Path::kUnknown:
+      return kUnseen;
+    default:
+      break;
+  }
+  // Of two ranks there is but one link, alike in any case, and asking takes a while.
+  const int nvlinks = num_ranks == 2 ? 1 : nvlinks_by_nvml(mine.uuid, other.uuid).value_or(0);
+  return static_cast<int8_t>(nvlinks == 0 ? kNvlinksUncounted
+                                          : std::min(nvlinks, LinkMatrix::kMost));
+}
+
+// To all ranks, also where a user says so.
+LinksSeen links_seen(int device,
+                     const std::vector<Shared>& all,
+                     int rank,
+                     const std::vector<int64_t>& global_ranks) {
+  const int size = static_cast<int>(all.size());
+  LinksSeen seen{};
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    const int8_t link = link_to(device, all[rank], all[peer], size);
+    const auto emulated =
+        emulated_link(env().emulated_links, global_ranks[rank], global_ranks[peer]);
+    seen.to[peer] = link == LinkMatrix::kNone ? link : emulated.value_or(link);
+  }
+  return seen;
 }
 
 // Of the NUMA node that the GPU belongs to.
@@ -88,11 +132,11 @@ std::vector<int> cpus_near(const char* uuid) {
   return {};
 }
 
-const char* name_of(Links links) {
-  switch (links) {
-    case Links::kNvlink:
+const char* name_of(Path path) {
+  switch (path) {
+    case Path::kNvlink:
       return "over NVLink";
-    case Links::kPcie:
+    case Path::kPcie:
       return "not all over NVLink";
     default:
       return "over unknown links";
@@ -108,7 +152,10 @@ std::string_view keep(const std::string& text) {
 
 }  // namespace
 
-DeviceClass describe_devices(const RunContext& context, int device) {
+DeviceClass describe_devices(const RunContext& context,
+                             int device,
+                             const std::vector<int64_t>& global_ranks,
+                             bool spans_nodes) {
   Shared mine{};
   mine.no_peer_access = env().no_peer_access;
   try {
@@ -132,23 +179,40 @@ DeviceClass describe_devices(const RunContext& context, int device) {
   std::string text;
   for (const std::string& model : models) text += model + ", ";
   // What one rank doesn't see another may, and one slow pair makes a slow group.
-  Links links = Links::kNvlink;
-  for (const Links seen : exchange(context, links_from(device, mine, all)))
-    links = std::max(links, seen);
+  Path path = Path::kNvlink;
+  for (const Path seen : exchange(context, worst_path(device, mine, all))) {
+    path = std::max(path, seen);
+  }
   PeerAccess access = PeerAccess::kFull;
   for (const PeerAccess seen : exchange(context, peer_access_of(device, mine, all))) {
     access = std::max(access, seen);
   }
-  const bool staged = access == PeerAccess::kNone;
+  LinkMatrix links;
+  if (all.size() <= size_t{cuda::kMaxRanks}) {
+    const int rank = context.segment.rank();
+    links = links_between(exchange(context, links_seen(device, all, rank, global_ranks)));
+    if (!are_complete(links)) access = PeerAccess::kNone;
+    if (spans_nodes || wiring_of(links) == cuda::Wiring::kAlike || !are_connected(links)) {
+      links = {};
+    }
+  }
+  const bool staged = access == PeerAccess::kNone && links.size == 0;
   const bool alone = all.size() == 1;  // of a group that spans nodes
-  return {.text = keep(text + (staged  ? "without peer access"
-                               : alone ? "alone on its node"
-                                       : name_of(links))),
+  if (staged) {
+    text += "without peer access";
+  } else if (access != PeerAccess::kNone) {
+    text += alone ? "alone on its node" : name_of(path);
+    if (links.size != 0) text += ", ";
+  }
+  if (links.size != 0) text += "links " + to_text(links);
+  if (!env().emulated_links.empty()) text += ", emulated";
+  return {.text = keep(text),
           .num_sms = num_sms,
-          .nvlink = links == Links::kNvlink,
+          .nvlink = path == Path::kNvlink,
           .shared = uuids.size() < all.size(),
-          .peer_access = !staged,
+          .peer_access = access != PeerAccess::kNone,
           .peer_access_is_known = access != PeerAccess::kUnknown,
+          .links = links,
           .cpus = access == PeerAccess::kFull ? std::vector<int>{} : cpus_near(mine.uuid)};
 }
 

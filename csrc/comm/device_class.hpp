@@ -5,20 +5,30 @@
 #include <vector>
 
 #include "algorithms/algorithm.hpp"
+#include "tuner/trees.hpp"
 
 namespace dpt {
 
 struct DeviceClass {
-  std::string_view text;  // "NVIDIA H200, 132 SMs, over NVLink": lasts as long as the process
-  int num_sms;            // of the smallest
-  bool nvlink;            // between all of them
-  bool shared;            // several ranks use one GPU
-  bool peer_access;       // no two of them are known to lack it
+  // "NVIDIA H200, 132 SMs, over NVLink", with the links where these differ: lasts as long as the
+  // process.
+  std::string_view text;
+  int num_sms;       // of the smallest
+  bool nvlink;       // between all of them
+  bool shared;       // several ranks use one GPU
+  bool peer_access;  // no two of them are known to lack it
   bool peer_access_is_known;
+  // Between those of a node, in rank order. Of no size where nothing is to be had from them: links
+  // are alike, some GPU can't be reached by way of any others, or the group spans nodes.
+  LinkMatrix links;
   std::vector<int> cpus;  // near this rank's own, where that may matter; empty: unknown
 };
 
-// Called by all ranks, each with the number of its own device; the same on all of them.
-DeviceClass describe_devices(const RunContext& context, int device);
+// Called by all ranks of a node, whose numbers in the job are `global_ranks`, each with the number
+// of its own device; the same on all of them.
+DeviceClass describe_devices(const RunContext& context,
+                             int device,
+                             const std::vector<int64_t>& global_ranks,
+                             bool spans_nodes);
 
 }  // namespace dpt

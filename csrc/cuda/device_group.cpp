@@ -97,6 +97,10 @@ uint32_t describe(const dpt_request& request, const DevicePlan& plan) {
 
 std::atomic<uint64_t> landing_calls_made{0};
 
+bool is_neighbour(const DeviceGroup::Setup& setup, int rank) {
+  return rank != setup.rank && (setup.neighbours >> rank & 1) != 0;
+}
+
 class ConnectedDeviceGroup final : public DeviceGroup {
  public:
   // `copies`: what the copy engines do, if they can.
@@ -109,12 +113,15 @@ class ConnectedDeviceGroup final : public DeviceGroup {
         blocks_(std::move(blocks)),
         copies_(std::move(copies)),
         pool_(pools.bases.empty() || !setup.lands ? nullptr : &cuda::DevicePool::of(device_)),
-        pools_(std::move(pools)) {
+        pools_(std::move(pools)),
+        wiring_(setup.wiring),
+        trees_(setup.trees) {
     group_.layout = layout;
     group_.rank = setup.rank;
     group_.status = status_.on_device();
-    for (size_t rank = 0; rank < blocks_.size(); ++rank) {
+    for (int rank = 0; rank < layout.size; ++rank) {
       group_.blocks[rank] = blocks_[rank].address();
+      if (is_neighbour(setup, rank)) group_.neighbours |= 1u << rank;
     }
     std::copy(pools_.bases.begin(), pools_.bases.end(), group_.pools);
   }
@@ -134,6 +141,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   }
 
   const Layout& layout() const override { return group_.layout; }
+  cuda::Wiring wiring() const override { return wiring_; }
   cuda::Staging copies() const override { return copies_ ? staging_of(*copies_) : cuda::Staging{}; }
   size_t memory_bytes() const override {
     return group_.layout.block_bytes() + (copies_ ? kCopySlots : 0);
@@ -143,6 +151,8 @@ class ConnectedDeviceGroup final : public DeviceGroup {
               const DevicePlan& plan,
               cuda::Stream stream,
               const Beside&) override {
+    // The others touch every rank's block.
+    DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == cuda::kTree);
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
     if (plan.algorithm == cuda::kCopyEngine) {
@@ -206,10 +216,17 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     const bool whole = request.collective == DPT_ALL_REDUCE;
     const std::string_view algorithm = plan.algorithm;
     if (whole && algorithm != "low_latency") {
-      auto* const start =
-          algorithm == "packet" ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
       if (takes_landings(output(request, 0), bytes)) launch.call.landings = ~0u;
       count_landings(launch);
+      if (plan.algorithm == cuda::kTree) {
+        return cuda::tree_all_reduce(
+            launch,
+            {input(request, 0), output(request, 0), bytes, factor, average, trees_},
+            request.dtype,
+            request.reduce_op);
+      }
+      auto* const start =
+          algorithm == "packet" ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
       return start(launch,
                    {input(request, 0), output(request, 0), bytes, factor, average},
                    request.dtype,
@@ -306,6 +323,8 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   std::unique_ptr<staged::Group> copies_;
   const cuda::DevicePool* pool_;  // nullptr: nothing lands in this rank's outputs
   cuda::DevicePool::Peers pools_;
+  cuda::Wiring wiring_;
+  cuda::Trees trees_;
   cuda::GroupView group_{};
 };
 
@@ -332,18 +351,21 @@ struct Hello {
   }
 };
 
-// Hands this rank's block to every peer and takes theirs.
+// Hands this rank's block to every neighbour and takes theirs.
 std::vector<DeviceMemory> exchange_blocks(const DeviceGroup::Setup& setup,
                                           const std::vector<Hello>& peers,
                                           const UniqueFd& listener,
                                           DeviceMemory own) {
   const int size = static_cast<int>(peers.size());
   std::vector<UniqueFd> sockets(size);
+  int neighbours = 0;
   for (int rank = 0; rank < size; ++rank) {
-    if (rank != setup.rank) sockets[rank] = connect_abstract(peers[rank].address);
+    if (!is_neighbour(setup, rank)) continue;
+    sockets[rank] = connect_abstract(peers[rank].address);
+    ++neighbours;
   }
   const UniqueFd file = own.export_file();
-  for (int served = 0; served < size - 1;) {
+  for (int served = 0; served < neighbours;) {
     const UniqueFd peer = accept_within(listener, setup.wait.deadline.next_slice());
     if (peer.get() >= 0) {
       send_fds(peer, std::to_string(setup.rank), {file.get()});
@@ -357,7 +379,7 @@ std::vector<DeviceMemory> exchange_blocks(const DeviceGroup::Setup& setup,
   }
   std::vector<DeviceMemory> blocks(size);
   for (int rank = 0; rank < size; ++rank) {
-    if (rank == setup.rank) continue;
+    if (!is_neighbour(setup, rank)) continue;
     const Received received = receive_fds(sockets[rank], setup.wait);
     if (received.text != std::to_string(rank) || received.fds.size() != 1) {
       throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
@@ -409,12 +431,16 @@ std::unique_ptr<staged::Group> connect_copies(const DeviceGroup::Setup& setup,
 
 // The ranks' registered memory. A group does without it, on all ranks alike, where it can't be had.
 cuda::DevicePool::Peers connect_pools(const DeviceGroup::Setup& setup) {
-  cuda::DevicePool::Peers peers =
-      cuda::DevicePool::join({setup.rank,
-                              static_cast<int>(setup.global_ranks.size()),
-                              setup.device,
-                              setup.all_gather,
-                              setup.wait});
+  cuda::DevicePool::Peers peers;
+  if (setup.wiring == cuda::Wiring::kPartial) {
+    peers.why_not = "not all of its GPUs reach each other's memory";
+  } else {
+    peers = cuda::DevicePool::join({setup.rank,
+                                    static_cast<int>(setup.global_ranks.size()),
+                                    setup.device,
+                                    setup.all_gather,
+                                    setup.wait});
+  }
   if (peers.bases.empty()) {
     log(LogLevel::kInfo,
         "registered device memory goes the way of ordinary memory in a group: " + peers.why_not);
@@ -481,7 +507,8 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
     std::call_once(loaded, cuda::load_kernels);
     hello.slot_bytes = layout_for(setup).slot_bytes;
     hello.channels = setup.channels;
-    hello.copies = layout_for(setup).block_bytes() + kCopySlots <= setup.staging_bytes;
+    hello.copies = setup.wiring != cuda::Wiring::kPartial &&
+                   layout_for(setup).block_bytes() + kCopySlots <= setup.staging_bytes;
     if (hello.slot_bytes == 0) throw Error(DPT_ERR_SYSTEM, "staging_mb is used up by other groups");
     listener = listen_abstract(&hello.address);
   } catch (const Error& error) {

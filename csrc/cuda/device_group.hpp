@@ -50,6 +50,11 @@ class DeviceGroup {
     // Whether peers may write to this rank's outputs. Not where the program goes on after a
     // failure: a peer that has not noticed yet would write to what the memory is used for by then.
     bool lands = false;
+    // Unless links are alike: the trees that they were packed into. Where some two ranks don't
+    // reach each other's memory there is no kernel but the one that goes along these.
+    cuda::Wiring wiring = cuda::Wiring::kAlike;
+    cuda::Trees trees = {};
+    uint32_t neighbours = ~0u;  // ranks whose memory this one reaches and who reach its, as bits
   };
   static constexpr size_t kMostWords = 240;
 
@@ -70,6 +75,7 @@ class DeviceGroup {
   virtual ~DeviceGroup() = default;
 
   virtual const cuda::Layout& layout() const = 0;
+  virtual cuda::Wiring wiring() const { return cuda::Wiring::kAlike; }
   // Where there is no peer access: then the layout has no channels.
   virtual cuda::Staging staging() const { return {}; }
   // What copy engines do of a group that has kernels, if they can: see cuda::kCopyEngine.

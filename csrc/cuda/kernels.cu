@@ -10,6 +10,7 @@ void load_packet_reduce_scatter();
 void load_packet_exchange();
 void load_push_reduce_scatter();
 void load_two_shot_all_reduce();
+void load_tree_all_reduce();
 void load_push_exchange();
 void load_ring_exchange();
 void load_gate();
@@ -36,6 +37,7 @@ void load_kernels() {
   load_packet_exchange();
   load_push_reduce_scatter();
   load_two_shot_all_reduce();
+  load_tree_all_reduce();
   load_push_exchange();
   load_ring_exchange();
   load_gate();

@@ -124,12 +124,25 @@ constexpr uint64_t most_in_packets(const Layout& layout, const Grid& grid) {
          kPacketData;
 }
 
+// How links join the GPUs of a group; the same on every rank.
+enum class Wiring {
+  kAlike,    // each two in the same way
+  kUnequal,  // each two, some better than others
+  kPartial,  // some two don't reach each other's memory, but all are reached by way of others
+};
+
+// A spanning tree of the ranks for each of them, its root: parent[root][rank], -1 for the root.
+struct Trees {
+  int8_t parent[kMaxRanks][kMaxRanks];
+};
+
 // A group as its kernels get it.
 struct GroupView {
   Layout layout;
   int rank;
-  char* blocks[kMaxRanks];  // every rank's block where it is mapped here
+  char* blocks[kMaxRanks];  // every rank's block where it is mapped here; nullptr: nowhere
   char* pools[kMaxRanks];   // where every rank's registered memory is mapped here; nullptr: nowhere
+  uint32_t neighbours;      // ranks whose blocks are mapped here and who map this one's, as bits
   HostStatus* status;
 };
 

@@ -17,6 +17,8 @@ struct Grid {
 // Copies from device to device without a multiprocessor, so beside whatever computes. One object
 // everywhere: names of algorithms compare by address.
 inline constexpr char kCopyEngine[] = "copy_engine";
+// An all_reduce along spanning trees, where links differ; one object as well.
+inline constexpr char kTree[] = "tree";
 
 // How a group without peer access is staged through the host's memory; the same on every rank.
 struct Staging {

@@ -2,6 +2,8 @@
 // memory: into slots, or where they belong if that is registered (landing.cuh). Thread p of a
 // team's clerk keeps the books of the queue with peer p; workers see only where a chunk lies. The
 // queues of a lane are those of PeerLinks or of RingLinks.
+// The round of a chunk is its number among the kernel's in its queue: kernels that don't use each
+// queue once in every step count for themselves.
 //
 // Sender:                has_room -> workers write to slot(queue), or place(queue)   -> publish
 // Receiver:  announce -> has_come -> workers read slot(queue), unless it has landed -> release

@@ -58,6 +58,15 @@ class Team {
     for (int part = squad; part < parts; part += squads) visit(part, mine);
   }
 
+  // Asked by another team: whether this one's workers are done with a round, and what they wrote in
+  // it can be read.
+  DPT_DEVICE bool did(uint32_t round) const {
+    for (int warp = 0; warp < warps_ - 1; ++warp) {
+      if (load_shared(&progress_.done[warp]) <= round) return false;
+    }
+    return true;
+  }
+
   // All rounds: `move` is the workers' part of one. False when the group failed.
   template <typename Move, typename Books>
   DPT_DEVICE bool run(uint32_t rounds, Move move, const Books& clerk) const {

@@ -58,11 +58,14 @@ DPT_DEVICE bool wait_until(const GroupView& group, const CallView& call, int pee
   return true;
 }
 
-// First and last step of every kernel: tells the peers which operation this rank is in, and waits
-// for theirs.
+// First and last step of every kernel: tells the neighbours which operation this rank is in, and
+// waits for theirs. Neighbours are all peers, unless some don't reach each other's memory.
 //
-// NOTE [One ahead] No kernel ends before all ranks have started it, so a rank is at most one
-// operation ahead of its peers. Two copies of whatever a peer may still read are therefore enough.
+// NOTE [One ahead] No kernel ends before all neighbours have started it, so of each two neighbours
+// one is at most one operation ahead. Two copies of whatever a neighbour may still read are
+// therefore enough. Ranks further apart may be further ahead of each other, one operation for each
+// hop between them, but share no memory: what one writes the other never reads. Each of them still
+// runs the same operations in the same order, and where two differ two neighbours do.
 //
 // A kernel on a group that has failed must send nothing: its peers would take it for what they
 // still wait for. And it must not end before the host has decided what follows: what comes behind
@@ -85,7 +88,7 @@ class Attendance {
   DPT_DEVICE bool end(bool ok) const {
     ok = sync_channel_and(ok && alive_ && peer_is_here());
     if (!ok) wait_for_host();
-    if (ok && channel_index() == 0 && thread_index() == (group_.rank == 0 ? 1 : 0)) {
+    if (ok && is_first()) {
       store_relaxed(&counters_of(group_).sequence, sequence_);
     }
     return ok;
@@ -99,10 +102,13 @@ class Attendance {
     while (load_relaxed(&group_.status->released) == 0 && clock_ns() - start < kMostNs) {
     }
   }
-  // Of channel 0, thread p for peer p.
+  // Of channel 0, thread p for neighbour p.
   DPT_DEVICE bool attends() const {
-    return channel_index() == 0 && thread_index() < group_.layout.size &&
-           thread_index() != group_.rank;
+    return channel_index() == 0 && thread_index() < kMaxRanks &&
+           (group_.neighbours >> thread_index() & 1) != 0;
+  }
+  DPT_DEVICE bool is_first() const {
+    return attends() && (group_.neighbours & ((1u << thread_index()) - 1)) == 0;
   }
   DPT_DEVICE bool peer_is_here() const {
     if (!attends()) return true;

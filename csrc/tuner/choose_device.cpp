@@ -7,6 +7,13 @@
 #include "tuner/choose_staged.hpp"
 
 namespace dpt {
+
+std::string why_not_wired(cuda::Wiring wiring, Collective collective, bool large) {
+  if (wiring != cuda::Wiring::kPartial || (collective == DPT_ALL_REDUCE && large)) return "";
+  return "GPU kernels only sum float32, bfloat16 and float16 in an all_reduce where not all GPUs "
+         "reach each other's memory";
+}
+
 namespace {
 
 constexpr int kWarp = 32;
@@ -89,6 +96,13 @@ constexpr Algorithm kAlgorithms[] = {
      },
      full_grid,
      {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
+    {cuda::kTree,
+     [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
+       return is_whole(request) && request.large && request.wiring != cuda::Wiring::kAlike &&
+              grid.threads == cuda::kMostThreads;
+     },
+     full_grid,
+     {kUsualChunk, kUsualChunk * 2}},
     {"push",
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return !is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
@@ -114,6 +128,14 @@ constexpr Algorithm kAlgorithms[] = {
 // has to do without.
 constexpr int kFewerChannels[] = {16};
 
+// All others touch every rank's memory.
+bool can_serve(const Algorithm& algorithm,
+               const ChooseDeviceRequest& request,
+               const cuda::Grid& grid) {
+  const bool reaches = request.wiring != cuda::Wiring::kPartial || algorithm.name == cuda::kTree;
+  return reaches && algorithm.serves(request, grid);
+}
+
 const Algorithm* find(const char* name) {
   for (const Algorithm& algorithm : kAlgorithms) {
     if (std::strcmp(algorithm.name, name) == 0) return &algorithm;
@@ -138,6 +160,15 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   const bool whole = is_whole(request);
   const bool wins = request.bytes <= (whole ? kBeatsDelegateWhole : kBeatsDelegatePart);
   const bool native = wins || !request.delegate;
+  if (request.wiring == cuda::Wiring::kPartial) {
+    std::string reason = why_not_wired(request.wiring, request.collective, request.large);
+    if (!reason.empty()) return delegated(std::move(reason));
+    if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");
+    return {cuda::kTree,
+            full_grid(request),
+            usual_chunk(request),
+            "along trees, since not all GPUs reach each other's memory"};
+  }
   const cuda::Grid in_lines = grid_in_lines(request);
   if (native && request.bytes <= (whole ? kLinesWhole : kLinesPart) &&
       fits_in_lines(request, in_lines)) {
@@ -175,7 +206,7 @@ bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
   const bool has_room = within(candidate.channels, request.layout.channels) &&
                         within(candidate.threads, cuda::kMostThreads);
   return algorithm != nullptr && has_room == is_kernel &&
-         algorithm->serves(request, {candidate.channels, candidate.threads});
+         can_serve(*algorithm, request, {candidate.channels, candidate.threads});
 }
 
 bool can_be_replayed(const Candidate& candidate) {
@@ -227,7 +258,7 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
   const auto add = [&](const Algorithm& algorithm, const cuda::Grid& grid, size_t chunk) {
     const bool is_rule = algorithm.name == found[0].algorithm && chunk == found[0].chunk_bytes &&
                          grid.channels == found[0].channels && grid.threads == found[0].threads;
-    if (is_rule || !algorithm.serves(request, grid)) return;
+    if (is_rule || !can_serve(algorithm, request, grid)) return;
     if (found.size() == kMostDeviceCandidates) return;
     found.push_back({algorithm.name, chunk, grid.channels, grid.threads});
   };

@@ -17,10 +17,11 @@ constexpr size_t kLeastCopied = 2 << 20;
 
 struct ChooseDeviceRequest {
   Collective collective;
-  size_t bytes;                // of one part, see dpt_request; the largest, where ranks know all
-  bool even = true;            // all parts have `bytes`
-  bool large = true;           // there are kernels for it that take any size
-  cuda::Layout layout;         // of the group
+  size_t bytes;         // of one part, see dpt_request; the largest, where ranks know all
+  bool even = true;     // all parts have `bytes`
+  bool large = true;    // there are kernels for it that take any size
+  cuda::Layout layout;  // of the group
+  cuda::Wiring wiring = cuda::Wiring::kAlike;  // its as well
   std::string not_native;      // not empty: why native code can't serve the request or the group
   int ranks = 0;               // of the group, where it spans nodes
   int nodes = 1;               // of which the delegate can go through in stages; 1: it can't
@@ -37,6 +38,10 @@ struct ChooseDeviceRequest {
 // in all. Kernels of several groups may wait for peers at the same time, each with its own partner,
 // and in different orders; they must all find room on the device.
 int offer_channels(int num_sms, int used);
+
+// Empty, or why a group of that wiring has no kernel for the collective at any size. `large`: see
+// ChooseDeviceRequest.
+std::string why_not_wired(cuda::Wiring wiring, Collective collective, bool large);
 
 // Whether the delegate, where it can, carries out an even operation in stages, within nodes and
 // between them. `bytes`: of one part.

@@ -264,15 +264,19 @@ def machine_info() -> Record:
     """The machine without its host name.
 
     `name` is the short form ("2-core AMD EPYC", "64-core AMD EPYC 9554, 8x NVIDIA H200"), which
-    also says where peer access is switched off, to emulate GPUs without; then cpu, cores (those
-    this process may use), memory_gib, gpus (names) and kernel.
+    also says where peer access is switched off, or links are masked, to emulate GPUs without; then
+    cpu, cores (those this process may use), memory_gib, gpus (names) and kernel.
     """
     cpu = _cpu_model(_read("/proc/cpuinfo"))
     cores = _core.usable_cores()
     gpus = _gpu_names()
+    emulated = ""
+    if len(gpus) > 1 and config.peer_access_is_off():
+        emulated = ", emulated: no peer access"
+    elif gpus and config.emulated_links():
+        emulated = f", emulated: links {config.emulated_links()}"
     return {
-        "name": machine_name(cpu, cores, gpus)
-        + (", emulated: no peer access" if len(gpus) > 1 and config.peer_access_is_off() else ""),
+        "name": machine_name(cpu, cores, gpus) + emulated,
         "cpu": cpu,
         "cores": cores,
         "memory_gib": _memory_gib(_read("/proc/meminfo")),

@@ -11,6 +11,7 @@
 #include "cuda/device_trials.hpp"
 #include "cuda/staged_group.hpp"
 #include "fake_copy_engine.hpp"
+#include "tuner/trees.hpp"
 
 namespace dpt {
 namespace testing {
@@ -30,18 +31,21 @@ struct Meeting {
 
 class FakeGroup final : public DeviceGroup {
  public:
-  FakeGroup(int rank, std::shared_ptr<Meeting> meeting)
-      : rank_(rank),
+  FakeGroup(const Setup& setup, std::shared_ptr<Meeting> meeting)
+      : rank_(setup.rank),
+        wiring_(setup.wiring),
         meeting_(std::move(meeting)),
         layout_(cuda::Layout::of(static_cast<int>(meeting_->inputs.size()), 32 << 10)) {}
 
   const cuda::Layout& layout() const override { return layout_; }
+  cuda::Wiring wiring() const override { return wiring_; }
 
   // Sums of floats; other operations only take their time.
   void launch(const dpt_request& request,
               const DevicePlan& plan,
               cuda::Stream,
               const Beside&) override {
+    DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == cuda::kTree);
     meeting_->inputs[rank_] = request.inputs[0];
     meeting_->all.arrive_and_wait();
     std::vector<float> sum;
@@ -72,6 +76,7 @@ class FakeGroup final : public DeviceGroup {
 
  private:
   int rank_;
+  cuda::Wiring wiring_;
   std::shared_ptr<Meeting> meeting_;
   cuda::Layout layout_;
 };
@@ -157,7 +162,7 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   const auto meeting =
       *reinterpret_cast<std::shared_ptr<Meeting>*>(std::strtoull(text.c_str(), nullptr, 10));
   setup.all_gather("");  // rank 0's may go now
-  return std::make_unique<testing::FakeGroup>(setup.rank, meeting);
+  return std::make_unique<testing::FakeGroup>(setup, meeting);
 }
 
 std::unique_ptr<DeviceTrials> DeviceTrials::on(int, cuda::Stream stream) {
@@ -165,14 +170,24 @@ std::unique_ptr<DeviceTrials> DeviceTrials::on(int, cuda::Stream stream) {
 }
 
 namespace cuda {
+namespace {
+
+int link_to(int device, const std::string& uuid) {
+  const std::string& links = testing::fake_devices().links;
+  return links.empty() ? 1 : parse_links(links)->between[device][std::stoi(uuid.substr(4))];
+}
+
+}  // namespace
 
 DeviceModel model_of(int device) {
   const int which = testing::fake_devices().shared ? 0 : device;
   return {"a fake GPU", 132, "GPU-" + std::to_string(which)};
 }
-std::optional<bool> has_nvlink(int, const std::string&) { return true; }
-std::optional<bool> has_peer_access(int, const std::string&) {
-  return testing::fake_devices().peer_access;
+std::optional<bool> has_nvlink(int device, const std::string& uuid) {
+  return link_to(device, uuid) > LinkMatrix::kPcie;
+}
+std::optional<bool> has_peer_access(int device, const std::string& uuid) {
+  return testing::fake_devices().peer_access && link_to(device, uuid) != LinkMatrix::kNone;
 }
 bool can_reduce_on_device(DataType, ReduceOp) { return true; }
 bool has_large_kernels(DataType dtype, ReduceOp) { return size_of(dtype) <= sizeof(float); }

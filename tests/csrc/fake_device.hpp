@@ -14,6 +14,7 @@ namespace dpt::testing {
 struct FakeDevices {
   std::string why_absent = "no GPUs in this test";  // empty: every rank has one
   bool peer_access = true;                          // false: staged, by fake copy engines
+  std::string links;                                // between them, see parse_links; empty: NVLink
   int unmappable_rank = -1;                         // its staging memory can't be mapped
   bool shared = false;                              // all ranks use the same one
   bool idle = true;                                 // streams become idle

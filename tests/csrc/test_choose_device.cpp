@@ -220,6 +220,75 @@ TEST(ChooseDevice, WithoutNvlinkThereAreNoPackets) {
   }
 }
 
+// Where links differ trees are tried; where some are missing there is nothing else.
+TEST(ChooseDevice, AlongTreesWhereLinksDiffer) {
+  const auto request_for = [](cuda::Wiring wiring, size_t bytes) {
+    return ChooseDeviceRequest{.collective = DPT_ALL_REDUCE,
+                               .bytes = bytes,
+                               .layout = kLayout,
+                               .wiring = wiring,
+                               .not_native = ""};
+  };
+  const auto num_trees = [](const std::vector<Candidate>& found) {
+    return std::count_if(found.begin(), found.end(), [](const Candidate& each) {
+      return each.algorithm == cuda::kTree;
+    });
+  };
+  for (size_t bytes = 64 << 10; bytes <= size_t{256} << 20; bytes *= 4) {
+    const std::vector<Candidate> alike =
+        device_candidates(request_for(cuda::Wiring::kAlike, bytes));
+    EXPECT_EQ(num_trees(alike), 0);
+    const std::vector<Candidate> unequal =
+        device_candidates(request_for(cuda::Wiring::kUnequal, bytes));
+    EXPECT_EQ(num_trees(unequal), 3);
+    EXPECT_EQ(unequal.size(), alike.size() + 3);
+    EXPECT_STREQ(unequal[0].algorithm, alike[0].algorithm);
+    const std::vector<Candidate> partial =
+        device_candidates(request_for(cuda::Wiring::kPartial, bytes));
+    EXPECT_EQ(num_trees(partial), 3);
+    EXPECT_EQ(partial.size(), 3);
+  }
+  for (const Collective collective : {DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL}) {
+    ChooseDeviceRequest request = request_for(cuda::Wiring::kUnequal, 4 << 20);
+    request.collective = collective;
+    EXPECT_EQ(num_trees(device_candidates(request)), 0);
+  }
+}
+
+TEST(ChooseDevice, NothingButTreesServesWhereLinksAreMissing) {
+  ChooseDeviceRequest request{.collective = DPT_ALL_REDUCE,
+                              .bytes = 100,
+                              .layout = kLayout,
+                              .wiring = cuda::Wiring::kPartial,
+                              .not_native = ""};
+  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
+  request.bytes = 64 << 20;
+  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
+  const Decision two_shot = decided({known_algorithm("two_shot"), 16384, 32, cuda::kMostThreads});
+  request.tuned = &two_shot;
+  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
+  request.delegate = true;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  const Decision tree = decided({cuda::kTree, 16384, 32, cuda::kMostThreads});
+  request.tuned = &tree;
+  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
+  request.wiring = cuda::Wiring::kAlike;  // times of other links
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+
+  request.wiring = cuda::Wiring::kPartial;
+  request.tuned = nullptr;
+  request.delegate = false;
+  for (const Collective collective : {DPT_ALL_GATHER, DPT_BROADCAST, DPT_ALL_TO_ALL}) {
+    request.collective = collective;
+    EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+    EXPECT_EQ(choose_device(request).reason,
+              why_not_wired(cuda::Wiring::kPartial, collective, true));
+  }
+  EXPECT_EQ(why_not_wired(cuda::Wiring::kPartial, DPT_ALL_REDUCE, true), "");
+  EXPECT_NE(why_not_wired(cuda::Wiring::kPartial, DPT_ALL_REDUCE, false), "");
+  EXPECT_EQ(why_not_wired(cuda::Wiring::kUnequal, DPT_ALL_REDUCE, false), "");
+}
+
 // Of any number of groups; only the last ones' least share may go beyond the device.
 TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
   int used = 0;

@@ -35,6 +35,18 @@ TEST_F(CpuReduce, ServesFourCollectives) {
   EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("no peer access"));
 }
 
+// Bridges that join some, but leave no way to the others.
+TEST_F(CpuReduce, ServesGpusInPartsThatDoNotReachEachOther) {
+  fake_devices().peer_access = true;
+  fake_devices().links = "-4--,4---,---4,--4-";
+  run_ranks(4, [](Rank& rank) {
+    Program program(rank);
+    EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+    program.check_sum();
+  });
+  EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("no peer access"));
+}
+
 TEST_F(CpuReduce, OthersAreTheDelegates) {
   run_ranks(2, [](Rank& rank) {
     Program program(rank);

@@ -34,6 +34,7 @@ NATIVE = {
 # Their warps signal each other by flags in shared memory, with acquire and release, where the tool
 # knows barriers alone. ThreadSanitizer watches these on host threads: `make sanitize`.
 BY_FLAGS = {"two_shot_all_reduce", "push_reduce_scatter", "push_exchange", "ring_exchange"}
+BY_FLAGS |= {"tree_all_reduce"}
 # In elements: lines, packets, and chunks that end within a vector.
 COUNTS = [5, 4099, 300_003]
 
@@ -87,8 +88,20 @@ def test_shared_memory_is_not_raced_for() -> None:
     assert raced <= BY_FLAGS, said[-6000:]
 
 
+def _along_trees(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    for count in COUNTS:
+        for dtype in [torch.float32, torch.bfloat16]:
+            value = torch.full((count + 1,), rank + 1.0, dtype=dtype, device=device)[1:]
+            dist.all_reduce(value)
+            assert value.eq(sum(range(1, world_size + 1))).all()
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
-    spawn_ranks(
-        _everything, 2, env=NATIVE, timeout_s=300.0, backend="cuda:deepytorch,cpu:deepytorch"
-    )
+    backend = "cuda:deepytorch,cpu:deepytorch"
+    spawn_ranks(_everything, 2, env=NATIVE, timeout_s=300.0, backend=backend)
+    links = {**NATIVE, "DEEPYTORCH_EMULATE_LINKS": "-1-,1-1,-1-"}
+    spawn_ranks(_along_trees, 3, env=links, timeout_s=300.0, backend=backend)
     print("done")

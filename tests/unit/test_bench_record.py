@@ -58,6 +58,13 @@ def test_a_machine_that_stands_for_one_without_peer_access_says_so(monkeypatch):
     assert record.machine_info.__wrapped__()["name"] == f"{name}, emulated: no peer access"
 
 
+def test_a_machine_whose_links_are_masked_says_so(monkeypatch):
+    monkeypatch.setattr(record, "_gpu_names", lambda: ["A", "A"])
+    name = record.machine_info.__wrapped__()["name"]
+    monkeypatch.setenv("DEEPYTORCH_EMULATE_LINKS", "-p,p-")
+    assert record.machine_info.__wrapped__()["name"] == f"{name}, emulated: links -p,p-"
+
+
 @pytest.mark.parametrize(
     ("model", "short"),
     [

@@ -54,6 +54,7 @@ OUR_VARIABLES = {
     "DEEPYTORCH_TCP_CHECKSUM",
     "DEEPYTORCH_TCP_CONGESTION",
     "DEEPYTORCH_NODE_ID",
+    "DEEPYTORCH_EMULATE_LINKS",
 }
 COMMANDS: dict[str, dict[str, Any]] = {
     "build": {

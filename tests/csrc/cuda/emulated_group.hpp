@@ -37,13 +37,19 @@ class EmulatedGroup {
       pools_.emplace_back(kPoolBytes + kAlignment);
     }
     for (int rank = 0; rank < size; ++rank) {
-      GroupView view{layout, rank, {}, {}, statuses_[rank].get()};
+      GroupView view{layout, rank, {}, {}, 0, statuses_[rank].get()};
       for (int peer = 0; peer < size; ++peer) {
         view.blocks[peer] = aligned(blocks_[peer].data());
         view.pools[peer] = pool(peer);
       }
+      mask(&view, ~0u);
       views_.push_back(view);
     }
+  }
+
+  // Where not all ranks reach each other: touching another's memory then crashes. [rank]: bits.
+  void leave_neighbours(const std::vector<uint32_t>& neighbours) {
+    for (int rank = 0; rank < size_; ++rank) mask(&views_[rank], neighbours[rank]);
   }
 
   // Every rank's host thread; `body` starts kernels with the launch it is given.
@@ -91,6 +97,18 @@ class EmulatedGroup {
     const auto value = reinterpret_cast<uintptr_t>(address);
     return reinterpret_cast<char*>((value + kAlignment - 1) / kAlignment * kAlignment);
   }
+  static void mask(GroupView* view, uint32_t reached) {
+    view->neighbours = 0;
+    for (int peer = 0; peer < view->layout.size; ++peer) {
+      if (peer == view->rank) continue;
+      if ((reached >> peer & 1) != 0) {
+        view->neighbours |= 1u << peer;
+      } else {
+        view->blocks[peer] = view->pools[peer] = nullptr;
+      }
+    }
+  }
+
   int size_;
   std::vector<std::vector<char>> blocks_;
   std::vector<std::vector<char>> pools_;
