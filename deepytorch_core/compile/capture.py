@@ -149,6 +149,12 @@ class Capture:
         """Whether some kind of call is replayed."""
         return any(isinstance(one, Replay) for one in self._replays.values())
 
+    def replays(self, variant: Hashable) -> bool:
+        """Whether some kind of call is replayed where its code goes that way."""
+        return self.failure is None and any(
+            isinstance(one, Replay) and key[0] == variant for key, one in self._replays.items()
+        )
+
     @property
     def problem(self) -> str | None:
         """Why no call is replayed, if none is."""

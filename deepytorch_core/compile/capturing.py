@@ -72,6 +72,10 @@ class Capturing:
         """How many kinds of calls were captured."""
         return 0 if self._capture is None else self._capture.num_captured
 
+    def replays(self, variant: Hashable) -> bool:
+        """Whether some kind of call is replayed that way; it need not be what was decided."""
+        return self._capture is not None and self._capture.replays(variant)
+
     def undo(self) -> None:
         """Give the model everything back."""
         self._use(False)

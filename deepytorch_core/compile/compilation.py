@@ -462,15 +462,17 @@ class Compilation:
     def _finish(
         self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None
     ) -> None:
-        was_replaying = self._is_replaying
+        was_replaying = are_both = self._is_replaying
         if self._early is not None:
+            # Code that can't be replayed was launched in its turns, and may still have won.
+            are_both = was_replaying and self._early.replays(True)
             self._early.undo()
             self._early = None
             torch.cuda.empty_cache()  # what its graphs have left
         if reason == UNDECIDED and times_ms and self._may_capture() and not was_replaying:
             # Where launches take the time, what a GPU saves shows only when steps are replayed.
             self._open = reason, times_ms
-        elif reason == FASTER and was_replaying:
+        elif reason == FASTER and are_both:
             self._open = ONLY_REPLAYED, times_ms or {}
         else:
             self._conclude(chosen, reason, times_ms)

@@ -452,6 +452,45 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("counting")
+def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
+    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(compilation, "Ahead", Helpers)
+    monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
+    monkeypatch.setattr(decisions, "_made", [])
+    # What is thought to be replayed is launched as well where it is compiled.
+    clock = Ways({LAUNCHED: 1.0, GRAPHS: 0.5, COMPILED: 0.4, BOTH: 0.4})
+    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(capturing, "time", clock)
+    model = Net()
+    deepytorch.compile(model)
+    found: Any = engine.compilation_of(model)
+    captured = capture.Capture._captured
+
+    def without_compiled(self: capture.Capture, call: Any) -> Any:
+        if found._on:
+            raise capture.NotCapturedError("there is no memory left")
+        return captured(self, call)
+
+    monkeypatch.setattr(capture.Capture, "_captured", without_compiled)
+    for number in range(400):
+        Helpers.are_done |= number == 100
+        before = Counting.num_runs
+        model(torch.randn(4, 8)).square().mean().backward()
+        clock.step(found, Counting.num_runs > before)
+    assert found.is_settled
+    made = {one["what"]: (one["chosen"], one["reason"]) for one in decisions.made()}
+    assert made["compile of Net"] == ("counting", "faster than eager")
+    assert made["CUDA graphs of Net"] == ("launched", "there is no memory left")
+    assert set(clock.gone[-20:]) == {COMPILED}
+    engine.undo(model)
+    torch._dynamo.reset()
+
+
 def _things_on(model: nn.Module) -> list[Any]:
     """Everything that modules hold, by who it is; of hooks, how many there are."""
     return [
