@@ -521,10 +521,10 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
                                std::vector<int64_t>& input_splits,
                                const c10d::AllToAllOptions& options) {
   check_dtypes("all_to_all", {output}, input);
-  // A strided output cannot be cut into contiguous rows: write into a stand-in and copy back.
-  const at::Tensor whole =
-      output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-  const bool copied = !whole.is_same(output);
+  // A strided output cannot be cut into contiguous rows: write into a stand-in and copy back. Off
+  // the host nobody would copy it back, and the stock backend has to refuse it.
+  const bool copied = output.device().is_cpu() && !output.is_contiguous();
+  const at::Tensor whole = copied ? at::empty(output.sizes(), output.options()) : output;
   return submit(
       {.collective = DPT_ALL_TO_ALL,
        .op_type = c10d::OpType::ALLTOALL_BASE,
