@@ -133,6 +133,10 @@ def _exchanges(rank: int, world_size: int) -> None:
         dist.all_to_all_single(received, sent[rank])
         part = slice(rank * count, (rank + 1) * count)
         assert torch.equal(received, torch.cat([each[part] for each in sent])), count
+        # Rows that lie apart, each in one piece.
+        apart = torch.zeros(world_size, count + 8, dtype=torch.bfloat16, device=device)[:, :count]
+        dist.all_to_all_single(apart, sent[rank].view(world_size, count))
+        assert torch.equal(apart.flatten(), received), f"strided, {count}"
 
         root = count % world_size
         value = inputs[rank].clone()
