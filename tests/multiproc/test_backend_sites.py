@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.nn.functional as dist_nn
+from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn import functional as torch_dist_nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterDataPipe
 
@@ -27,6 +27,9 @@ from deepytorch_core import activation
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 TIMEOUT = timedelta(seconds=40)
+# Neither says what types its functions take.
+dcp: Any = torch_checkpoint
+dist_nn: Any = torch_dist_nn
 
 
 def init(rank: int, world_size: int, backend: str = "gloo") -> None:
@@ -103,10 +106,11 @@ def test_dist_nn_all_gather_base_has_a_gradient() -> None:
 def other_dist_nn(rank: int, world_size: int) -> list[Any]:
     results = []
     world = dist.group.WORLD
-    for function in (
+    functions: tuple[Any, ...] = (
         lambda x: dist_nn.all_reduce(x, group=world),
         lambda x: dist_nn.broadcast(x, 1, world),
-    ):
+    )
+    for function in functions:
         value = torch.full((3,), float(rank + 1), requires_grad=True)
         result = function(value.clone())
         (result * (rank + 1)).sum().backward()
@@ -238,6 +242,7 @@ def split_twice(rank: int, world_size: int) -> list[Any]:
     """Ranks that belong to different numbers of groups before."""
     init(rank, world_size)
     dist.new_group([0, 1, 2])
+    world = c10d._get_default_group()
     found: list[Any] = []
     for _ in range(2):
         half = dist.split_group(split_ranks=[[0, 1], [3, 2]])
@@ -246,8 +251,7 @@ def split_twice(rank: int, world_size: int) -> list[Any]:
         dist.all_reduce(value, group=half)
         found += [value.item(), half.group_name]
         timeouts = [
-            group._get_backend(torch.device("cpu")).options._timeout
-            for group in (half, dist.group.WORLD)
+            group._get_backend(torch.device("cpu")).options._timeout for group in (half, world)
         ]
         assert timeouts[0] == timeouts[1]
     return found
@@ -494,7 +498,8 @@ def rpc_makes_its_own_group(rank: int, world_size: int) -> list[Any]:
     from torch.distributed.rpc import backend_registry
 
     init(rank, world_size)
-    group = backend_registry._init_process_group(rank_store("rpc"), rank, world_size)
+    make: Any = backend_registry._init_process_group
+    group = make(rank_store("rpc"), rank, world_size)
     return [type(group).__name__, dist.get_backend()]
 
 
