@@ -240,8 +240,8 @@ def _with_zero_step(c10d: Any, original: Callable[..., Any]) -> Callable[..., An
         ours = "cpu" in _ours(c10d, _group(c10d, ddp.process_group))
         if on_host and ours and zero._overlap_with_ddp:
             raise RuntimeError(
-                "overlapping DDP with ZeRO is for GPUs, also in torch without deepytorch: make the "
-                "ZeroRedundancyOptimizer with overlap_with_ddp=False"
+                "overlapping DDP with ZeRO is for GPUs, on CPUs it may hang (torch refuses it with "
+                "gloo): make the ZeroRedundancyOptimizer with overlap_with_ddp=False"
             )
         return original(hook, ddp, zero, *args, **kwargs)
 
