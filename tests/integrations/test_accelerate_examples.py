@@ -74,6 +74,7 @@ def reporting(tmp_path: Path) -> Path:
     ("name", "arguments"),
     [
         ("accelerate_cv_example.py", ["--cpu"]),
+        pytest.param("accelerate_ddp.py", ["--cpu"], marks=pytest.mark.extended),
         ("transformers_trainer.py", ["--use_cpu", "--disable_tqdm", "True", "--output_dir"]),
     ],
 )
