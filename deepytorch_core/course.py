@@ -13,6 +13,7 @@ on again.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from deepytorch_core import counts
 from deepytorch_core.console import global_rank
 
 _MOST_BUCKETS = 120
@@ -31,7 +33,7 @@ _SHARE = 0.003
 
 @dataclass(frozen=True)
 class Counters:
-    """Seconds that this process spent since its start.
+    """Seconds that this process spent since its start, or since it was forked.
 
     Attributes:
         exposed_s: of its threads in collectives on host memory, what computation did not hide.
@@ -56,22 +58,19 @@ class Counters:
 
 def clocks() -> Counters:
     """What can be asked at every step, without `waited_s` and `held_s`."""
-    core = sys.modules.get("deepytorch_core._core")
-    adapter = sys.modules.get("deepytorch_c10d")
     loaders = sys.modules.get("deepytorch_core.loader_waits")
     return Counters(
-        exposed_s=adapter.exposed_s() if adapter is not None else 0.0,
+        exposed_s=counts.exposed_s(),
         data_s=loaders.waited_s() if loaders is not None else 0.0,
-        tuning_s=core.spent_on_tuning_s() if core is not None else 0.0,
+        tuning_s=counts.tuning_s(),
     )
 
 
 def counters() -> Counters:
     """What is known now. Loads nothing that is not loaded."""
-    core = sys.modules.get("deepytorch_core._core")
     waited_us = held_us = 0.0
     rank = global_rank()
-    for group in core.arrivals() if core is not None else ():
+    for group in counts.arrivals():
         waited_us += group["waited_us"]
         held_us += sum(one["cost_us"] for one in group["ranks"] if one["rank"] == rank)
     return dataclasses.replace(clocks(), waited_s=waited_us / 1e6, held_s=held_us / 1e6)
@@ -275,3 +274,12 @@ def _is_within_another() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _begin_anew() -> None:
+    """In a forked child: the steps were its parent's, and a thread may have held the lock."""
+    global _course
+    _course = Course()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

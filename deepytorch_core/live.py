@@ -6,11 +6,10 @@ others show them beside the loss.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 
-from deepytorch_core import course
+from deepytorch_core import counts, course
 from deepytorch_core.course import Counters
 
 PREFIX = "deepytorch/"
@@ -79,15 +78,14 @@ class _State:
         self.counters: Counters = course.counters()
         self.native = self.delegated = 0
         self.nbytes = 0.0
-        core = sys.modules.get("deepytorch_core._core")
-        for row in core.statistics() if core is not None else ():
+        for row in counts.statistics():
             if row["algorithm"] == "delegate":
                 self.delegated += row["calls"]
             else:
                 self.native += row["calls"]
             self.nbytes += row["bytes"]
         self.costs: dict[int, float] = {}  # rank of the node: seconds
-        for group in core.arrivals() if core is not None else ():
+        for group in counts.arrivals():
             for one in group["ranks"]:
                 waited = self.costs.get(one["rank"], 0.0) + one["cost_us"] / 1e6
                 self.costs[one["rank"]] = waited

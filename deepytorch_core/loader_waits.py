@@ -7,6 +7,7 @@ of a pass starts the workers and is left out. It costs two looks at the clock a 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,3 +77,6 @@ def _of(iterator: Any) -> Waits:
     if found is None:
         found = _known[settings] = Waits(*settings)
     return found
+
+
+os.register_at_fork(after_in_child=_known.clear)  # a child's report tells of its own loaders

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -17,7 +16,7 @@ from importlib import metadata
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepytorch_core import config, course, decisions, memory
+from deepytorch_core import config, counts, course, decisions, memory
 from deepytorch_core.console import global_rank, say
 
 if TYPE_CHECKING:
@@ -94,8 +93,7 @@ def samples() -> Iterator[Sample]:
     yield "deepytorch_waited_seconds", (), spent.waited_s
     yield "deepytorch_data_seconds", (), spent.data_s
     yield "deepytorch_tuning_seconds", (), spent.tuning_s
-    core = sys.modules.get("deepytorch_core._core")
-    for group in core.arrivals() if core is not None else ():
+    for group in counts.arrivals():
         for one in group["ranks"]:
             yield "deepytorch_straggler_seconds", (str(one["rank"]),), one["cost_us"] / 1e6
             yield "deepytorch_straggler_operations", (str(one["rank"]),), one["times_last"]

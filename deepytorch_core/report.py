@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepytorch_core import activation, config, course, decisions, memory
+from deepytorch_core import activation, config, counts, course, decisions, memory
 from deepytorch_core.console import global_rank
 
 _DELEGATE = "delegate"
@@ -114,29 +114,27 @@ class Report:
 
 
 def report() -> Report:
-    """What has been done so far, on this rank. Cheap; makes nothing happen."""
-    core = sys.modules.get("deepytorch_core._core")  # not loaded: then nothing has run
-    statistics = core.statistics() if core is not None else []
+    """What has been done so far, on this rank. Cheap; makes nothing happen.
+
+    A forked child's begins with the fork, but for choices made in Python, which are still in force.
+    """
     waits = sys.modules.get("deepytorch_core.loader_waits")
-    plans = core.plans() if core is not None else []
-    arrivals = core.arrivals() if core is not None else []
-    adapter = sys.modules.get("deepytorch_c10d")
-    rows = _merged(statistics)
+    rows = _merged(counts.statistics())
     delegated = sum(row.calls for row in rows if row.algorithm == _DELEGATE)
     return Report(
         active=activation.is_active(),
         options=config.current().to_dict(),
         rows=rows,
-        decisions=(*(dict(plan) for plan in plans), *decisions.made()),
+        decisions=(*(dict(plan) for plan in counts.plans()), *decisions.made()),
         native_calls=sum(row.calls for row in rows) - delegated,
         delegated_calls=delegated,
         loaders=waits.report() if waits is not None else (),
-        waiting=tuple(_waiting(entry) for entry in arrivals if entry["operations"]),
+        waiting=tuple(_waiting(entry) for entry in counts.arrivals() if entry["operations"]),
         rank=global_rank(),
         host=socket.gethostname(),
         course=course.current().report(),
         memory=memory.used(),
-        failures=adapter.failures() if adapter is not None else 0,
+        failures=counts.failures(),
     )
 
 

@@ -12,13 +12,20 @@ from subprocess import CompletedProcess
 from deepytorch_core.testing import run_program
 
 PROGRAM = """
+import os
 import sys
 import deepytorch
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
+from torch.utils.data import DataLoader
 
 FOLDER, *HOW = sys.argv[1:]
+
+def tell(who):
+    told = deepytorch.report()
+    calls, loaders = sum(row.calls for row in told.rows), len(told.loaders)
+    print(f"{who}: {calls} calls, {told.course['steps']} steps, {loaders} loaders", flush=True)
 
 def train(rank):
     dist.init_process_group(
@@ -31,10 +38,27 @@ def train(rank):
     report = deepytorch.report()
     print(f"rank {report.rank} got {value[0].item()} from {len(report.rows)} kinds\\n", end="")
 
-if "after a group" in HOW:
+if HOW:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
     dist.init_process_group(
         "gloo", init_method=f"file://{FOLDER}/parent", rank=0, world_size=1
     )
+    for _ in range(3):
+        dist.all_reduce(torch.ones(3))
+        optimizer.step()
+    for _ in DataLoader(range(3)):
+        pass
+    tell("parent")
+    if os.fork() == 0:
+        optimizer.step()
+        tell("child")
+        if os.fork() == 0:
+            tell("grandchild")
+        else:
+            os.wait()
+        os._exit(0)
+    os.wait()
     dist.destroy_process_group()
 start_processes(train, nprocs=2, start_method="fork")
 """
@@ -55,13 +79,19 @@ def test_one_line_is_said_and_each_rank_knows_its_number_after_its_group(tmp_pat
 
 
 def test_children_of_a_process_that_had_groups_keep_to_stock(tmp_path: Path) -> None:
-    """Nothing native of their parent's is there: what they would touch is not mapped."""
+    """Nothing native of their parent's is there: what they would touch is not mapped.
+
+    Nor does a child's report count what its parent did.
+    """
     done = run(tmp_path, "after a group")
     assert done.returncode == 0, done.stderr
     said = "this process was made by fork() from one that had made groups before"
     assert done.stderr.count(f"deepytorch: keeping torch's own collectives: rank 0: {said}") == 1
     assert done.stderr.count("deepytorch: ") == 2, done.stderr
     assert sorted(done.stdout.splitlines()) == [
+        "child: 0 calls, 1 steps, 0 loaders",
+        "grandchild: 0 calls, 0 steps, 0 loaders",
+        "parent: 3 calls, 3 steps, 1 loaders",
         "rank 0 got 3.0 from 0 kinds",
         "rank 1 got 3.0 from 0 kinds",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import decisions, report
+from deepytorch_core import counts, decisions, report
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -88,6 +89,32 @@ def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
 def test_rows_of_one_name_are_added_up(made: report.Report) -> None:
     assert made.rows[0] == report.Row(**entry(calls=6, bytes=2_000_000, time_us=1500.0))
     assert (made.native_calls, made.delegated_calls) == (6, 3)
+
+
+def test_a_forked_child_counts_only_its_own(
+    made: report.Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a child is given of its parent's, with some more of an old row and a row of its own."""
+    core = sys.modules["deepytorch_core._core"]
+    monkeypatch.setattr(counts, "_at_fork", None)
+    monkeypatch.setattr(counts, "_parents", None)
+    before = copy.deepcopy(core.statistics())
+    monkeypatch.setattr(core, "statistics", lambda: copy.deepcopy(before))
+    monkeypatch.setattr(core, "spent_on_tuning_s", lambda: 2.0)
+    counts._note()
+    counts._begin_anew()
+    monkeypatch.setattr(core, "spent_on_tuning_s", lambda: 2.5)
+    begun = report.report()
+    assert (begun.rows, begun.waiting) == ((), ())
+    assert not any("what" not in decision for decision in begun.decisions)
+    assert begun.course["all_tuning_s"] == 0.5
+    after = [*before, entry(op="barrier", calls=1)]
+    after[2] = entry(calls=9, bytes=6_000_000, time_us=4000.0)
+    monkeypatch.setattr(core, "statistics", lambda: copy.deepcopy(after))
+    assert report.report().rows == (
+        report.Row(**entry(calls=5, bytes=5_000_000, time_us=3000.0)),
+        report.Row(**entry(op="barrier", calls=1)),
+    )
 
 
 def test_text(made: report.Report) -> None:

@@ -1,0 +1,129 @@
+"""What the core and the c10d adapter have counted in this process.
+
+Native memory goes along where a process forks, and with it all that its parent had counted. That
+is left out here: a forked child begins at nothing. It is noted before the fork, by the parent: in
+the child a lock of the core's may be held for ever, by a thread that isn't there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+Counted = dict[str, Any]
+_SUMS = ("calls", "bytes", "time_us")
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """All that is known at a moment, as the core and the adapter tell it."""
+
+    statistics: list[Counted]
+    arrivals: list[Counted]
+    plans: list[Counted]
+    tuning_s: float
+    exposed_s: float
+    failures: int
+
+
+_parents: _Counts | None = None  # what this process was forked with; None: it has loaded all itself
+_at_fork: _Counts | None = None  # as it was before the last fork
+
+
+def statistics() -> list[Counted]:
+    """Rows of `_core.statistics()`, those with calls."""
+    core = _core()
+    rows: list[Counted] = core.statistics() if core is not None else []
+    return rows if _parents is None else _without(rows, _parents.statistics)
+
+
+def arrivals() -> list[Counted]:
+    """Groups of `_core.arrivals()`."""
+    core = _core()
+    groups: list[Counted] = core.arrivals() if core is not None else []
+    # A child can't go on with its parent's native groups, so theirs stay as they were.
+    return groups if _parents is None else [one for one in groups if one not in _parents.arrivals]
+
+
+def plans() -> list[Counted]:
+    """What the native tuner settled on: `_core.plans()`."""
+    core = _core()
+    settled: list[Counted] = core.plans() if core is not None else []
+    return settled if _parents is None else [one for one in settled if one not in _parents.plans]
+
+
+def tuning_s() -> float:
+    """Seconds spent measuring plans."""
+    core = _core()
+    spent: float = core.spent_on_tuning_s() if core is not None else 0.0
+    return spent if _parents is None else spent - _parents.tuning_s
+
+
+def exposed_s() -> float:
+    """Seconds of this process's threads in collectives on host memory that nothing hid."""
+    adapter = _adapter()
+    spent: float = adapter.exposed_s() if adapter is not None else 0.0
+    return spent if _parents is None else spent - _parents.exposed_s
+
+
+def failures() -> int:
+    """Operations that ended in an error."""
+    adapter = _adapter()
+    failed: int = adapter.failures() if adapter is not None else 0
+    return failed if _parents is None else failed - _parents.failures
+
+
+def _core() -> Any:
+    """None where it is not loaded: then nothing has run."""
+    return sys.modules.get("deepytorch_core._core")
+
+
+def _adapter() -> Any:
+    return sys.modules.get("deepytorch_c10d")
+
+
+def _without(rows: list[Counted], before: list[Counted]) -> list[Counted]:
+    """What was added to the counts of `before`. Several groups may have had a name, one by one."""
+    left: dict[tuple[str, ...], Counted] = {}
+    for row in before:
+        sums = left.setdefault(_key(row), dict.fromkeys(_SUMS, 0))
+        for name in _SUMS:
+            sums[name] += row[name]
+    own = []
+    for row in rows:
+        sums = left.get(_key(row), {})
+        for name in sums:
+            known = min(sums[name], row[name])
+            sums[name] -= known
+            row[name] -= known
+        if row["calls"]:
+            own.append(row)
+    return own
+
+
+def _key(row: Counted) -> tuple[str, ...]:
+    return row["group"], row["op"], row["algorithm"], row["reason"]
+
+
+def _note() -> None:
+    """Before a fork. All of it: what this process has from its own parent goes along as well."""
+    global _at_fork
+    core, adapter = _core(), _adapter()
+    _at_fork = _Counts(
+        statistics=core.statistics() if core is not None else [],
+        arrivals=core.arrivals() if core is not None else [],
+        plans=core.plans() if core is not None else [],
+        tuning_s=core.spent_on_tuning_s() if core is not None else 0.0,
+        exposed_s=adapter.exposed_s() if adapter is not None else 0.0,
+        failures=adapter.failures() if adapter is not None else 0,
+    )
+
+
+def _begin_anew() -> None:
+    global _parents
+    _parents = _at_fork
+
+
+os.register_at_fork(before=_note, after_in_child=_begin_anew)
