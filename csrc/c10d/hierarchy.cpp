@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "python_bridge.hpp"
 
@@ -181,8 +182,16 @@ c10d::ErrorType Hierarchy::getError() {
 }
 
 void Hierarchy::abort() {
-  setup_.local->abort();
-  setup_.rail->abort();
+  // Both, whatever the first one says: its peers may wait in the second.
+  std::exception_ptr failure;
+  for (const auto& backend : {setup_.local, setup_.rail}) {
+    try {
+      backend->abort();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Hierarchy::shutdown() {
