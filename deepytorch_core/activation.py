@@ -128,7 +128,7 @@ def put_in_force(chosen: config.Options) -> str | None:
         if chosen.metrics is not None:
             from deepytorch_core import metrics
 
-            metrics.serve(chosen.metrics)
+            metrics.serve_when_known(chosen.metrics)
         c10d = sys.modules.get(_C10D)
         if not is_active():
             return "this torch is not as expected"

@@ -378,9 +378,9 @@ def world_size() -> int:
     return _distributed("WORLD_SIZE", 1)
 
 
-def local_rank() -> int:
-    """This process's rank on its node according to the launcher; 0 without one."""
-    return _distributed("LOCAL_RANK", 0)
+def local_rank(default: int = 0) -> int:
+    """This process's rank on its node according to the launcher; `default` without one."""
+    return _distributed("LOCAL_RANK", default)
 
 
 def local_world_size() -> int:

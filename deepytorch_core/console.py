@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from deepytorch_core import config
 
 _LEVELS = ("debug", "info", "warning", "error")
 
 _joined_as: int | None = None
+_when_joined: list[Callable[[], object]] = []
 
 
 def say(text: str, *, level: str = "info") -> None:
@@ -34,6 +36,20 @@ def joined_as(rank: int) -> None:
     """
     global _joined_as
     _joined_as = rank
+    for act in _when_joined:
+        act()
+
+
+def when_joined(act: Callable[[], object]) -> None:
+    """Have `act` called whenever this process's rank is noted."""
+    if act not in _when_joined:
+        _when_joined.append(act)
+
+
+def has_joined() -> bool:
+    """Whether this process has or had a default group, which says what its rank is."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return _joined_as is not None or (c10d is not None and bool(c10d.is_initialized()))
 
 
 def global_rank() -> int:

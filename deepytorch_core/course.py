@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -222,6 +223,7 @@ class Course:
 
 _course = Course()
 _hook: Any = None
+_at_first_step: Callable[[], object] | None = None
 
 
 def current() -> Course:
@@ -257,12 +259,23 @@ def uninstall() -> None:
         _course.pause()
 
 
+def at_first_step(act: Callable[[], object]) -> None:
+    """Have `act` called when the first step of this process, or of one forked from it, has ended.
+
+    Maybe several times, where several optimizers are stepped for it.
+    """
+    global _at_first_step
+    _at_first_step = act
+
+
 def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
     import torch
 
     # A step in a graph: looking at the clock would break it.
     if not torch.compiler.is_compiling() and not _is_within_another():
         _course.stepped(optimizer)
+        if _at_first_step is not None and _course.steps == 1:
+            _at_first_step()
 
 
 def _is_within_another() -> bool:

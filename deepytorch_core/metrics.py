@@ -3,10 +3,15 @@
 Every rank serves its own, at the port that was asked for plus its local rank: no rank has to
 collect anything, and one that hangs or dies takes nobody's metrics with it. Nothing but GET
 /metrics is answered.
+
+A script that starts its ranks itself runs in more processes than its ranks: the one that starts
+them, and the workers of DataLoaders. None of these may take a rank's port.
 """
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import socket
 import threading
@@ -17,7 +22,7 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepytorch_core import config, counts, course, decisions, memory
-from deepytorch_core.console import global_rank, say
+from deepytorch_core.console import global_rank, has_joined, say, when_joined
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -174,7 +179,49 @@ class _Server(ThreadingMixIn, TCPServer):  # not HTTPServer, which asks DNS for 
 
 
 _lock = threading.Lock()
-_served: tuple[str, _Server] | None = None  # what was asked for, and who serves it
+_wanted: str | None = None  # what the option says, while it is in force
+_tried: tuple[str, int] | None = None  # what was asked for last, and the local rank then
+_served: _Server | None = None  # who serves that
+
+
+def serve_when_known(where: str) -> None:
+    """`serve` as soon as this process is known to be a rank, and again where its rank changes.
+
+    That is at once for whom a launcher gave a rank, else from the first group or optimizer step on.
+
+    Raises RuntimeError when prometheus_client is not installed.
+    """
+    global _wanted
+    _new_registry(where)
+    _wanted = where
+    when_joined(_serve_wanted)
+    course.at_first_step(_serve_wanted)
+    # A rank's children have its variables, too: the workers of a DataLoader for instance.
+    is_child = multiprocessing.parent_process() is not None
+    launched = not is_child and config.launched() is not None
+    if launched or has_joined() or course.current().steps:
+        serve(where)
+
+
+def _serve_wanted() -> None:
+    if _wanted is not None and _tried != (_wanted, _local_rank()):
+        serve(_wanted)
+
+
+def _local_rank() -> int:
+    """What is added to the port: the rank where nobody said which one of its node's this is."""
+    return config.local_rank(default=global_rank())
+
+
+def _new_registry(where: str) -> CollectorRegistry:
+    try:
+        from prometheus_client import CollectorRegistry
+    except ModuleNotFoundError:
+        raise RuntimeError(
+            f"metrics={where} needs prometheus_client, which is not installed: {INSTALL}, or leave "
+            "the option out"
+        ) from None
+    return CollectorRegistry(auto_describe=False)
 
 
 def serve(where: str) -> tuple[str, int] | None:
@@ -187,29 +234,29 @@ def serve(where: str) -> tuple[str, int] | None:
     Returns host and port; None when the address can't be had, which is said in a line. Raises
     RuntimeError when prometheus_client is not installed.
     """
-    global _served
-    try:
-        from prometheus_client import CollectorRegistry
-    except ModuleNotFoundError:
-        raise RuntimeError(
-            f"metrics={where} needs prometheus_client, which is not installed: {INSTALL}, or leave "
-            "the option out"
-        ) from None
+    global _served, _tried
+    registry = _new_registry(where)
     with _lock:
-        if _served is not None and _served[0] == where:
-            return _served[1].address
+        asked = (where, _local_rank())
+        if _served is not None and _tried == asked:
+            return _served.address
         _stop()
+        _tried = asked
         host, port = config.host_and_port(where)
         if port:
-            port += config.local_rank()
+            port += asked[1]
         try:
             server = _Server(host, port)
         except (OSError, OverflowError) as error:
-            say(f"metrics are not served at {host}:{port}: {error}", level="warning")
+            why = str(error)
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                why = "another process has this port, give option metrics another"
+            line = f"metrics of rank {global_rank()} are not served at {host}:{port}: {why}"
+            say(line, level="warning")
             return None
-        server.registry = CollectorRegistry(auto_describe=False)
-        server.registry.register(_Collector())
-        _served = (where, server)
+        server.registry = registry
+        registry.register(_Collector())
+        _served = server
         threading.Thread(
             target=server.serve_forever, args=(0.2,), name="deepytorch metrics", daemon=True
         ).start()
@@ -220,26 +267,27 @@ def serve(where: str) -> tuple[str, int] | None:
 
 def stop() -> None:
     """Serve no more."""
+    global _wanted
     with _lock:
+        _wanted = None
         _stop()
 
 
 def _stop() -> None:
-    global _served
-    if _served is not None:
-        server = _served[1]
-        _served = None
+    global _served, _tried
+    server, _served, _tried = _served, None, None
+    if server is not None:
         server.shutdown()
         server.server_close()
 
 
 def _forget_in_child() -> None:
     """A forked child has no thread that serves, and must not keep the port open."""
-    global _served, _lock
+    global _served, _tried, _lock
     _lock = threading.Lock()
     if _served is not None:
-        _served[1].socket.close()
-        _served = None
+        _served.socket.close()
+    _served = _tried = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import deepytorch
-from deepytorch_core import config, course, metrics
+from deepytorch_core import config, console, course, metrics
 from deepytorch_core.config import Options
 from deepytorch_core.course import Course
+from deepytorch_core.testing import free_port
 
 DASHBOARD = Path(__file__).parents[2] / "docs/assets/grafana.json"
 
@@ -74,8 +76,12 @@ def test_nothing_else_is_answered(place: tuple[str, int]) -> None:
         assert ask(place, "/metrics", method)[0] == 501, method
 
 
-def test_options_start_and_stop_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_start_and_stop_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     was_active = deepytorch.is_active()
+    monkeypatch.setenv("RANK", "0")  # else only from its first group or step on
+    monkeypatch.setenv("WORLD_SIZE", "1")
     deepytorch.deactivate()
     deepytorch.activate(metrics="localhost:0")
     line = capsys.readouterr().err
@@ -94,13 +100,49 @@ def test_options_start_and_stop_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_local_rank_is_added_and_a_port_in_use_is_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config, "local_rank", lambda: 3)
+    monkeypatch.setenv("LOCAL_RANK", "3")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         assert metrics.serve(str(port - 3)) is None
-    assert f"metrics are not served at 127.0.0.1:{port}: " in capsys.readouterr().err
+    assert (
+        f"metrics of rank 0 are not served at 127.0.0.1:{port}: another process has this port"
+    ) in capsys.readouterr().err
+
+
+def test_without_a_launcher_it_waits_for_a_group_or_a_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(course, "_course", Course())
+    monkeypatch.setattr(console, "_joined_as", None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    port = free_port()
+    try:
+        with monkeypatch.context() as launched:
+            launched.setenv("RANK", "0")
+            launched.setenv("WORLD_SIZE", "1")
+            launched.setattr(metrics.multiprocessing, "parent_process", object)
+            metrics.serve_when_known(str(port))  # a child of a rank's
+        metrics.serve_when_known(str(port))
+        assert capsys.readouterr().err == ""
+        optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+        course._stepped(optimizer, (), {})
+        assert ask(("127.0.0.1", port), "/metrics")[0] == 200
+        course._stepped(optimizer, (), {})
+        console.joined_as(2)  # as in a group that it makes later
+        assert ask(("127.0.0.1", port + 2), "/metrics")[0] == 200
+        with pytest.raises(ConnectionRefusedError):
+            ask(("127.0.0.1", port), "/metrics")
+    finally:
+        metrics.stop()
+    assert [line.rpartition("/")[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"deepytorch: metrics of rank 0 at http://127.0.0.1:{port}",
+        f"deepytorch: metrics of rank 2 at http://127.0.0.1:{port + 2}",
+    ]
+    console.joined_as(1)
+    assert capsys.readouterr().err == "", "it has been stopped"
 
 
 def test_without_the_library_the_error_says_what_to_install(
