@@ -25,6 +25,16 @@ DPT_DEVICE void give_up(const GroupView& group, HostStatus::Code code, int peer)
   store_relaxed(&counters.failed, 1);
 }
 
+// Whether `peer` has begun another operation than this one, whose data may then never come. Of the
+// channels only the first can tell: it counts operations, and others may still wait when it has.
+DPT_DEVICE bool is_elsewhere(const GroupView& group, const CallView& call, int peer) {
+  if (channel_index() != 0 || peer < 0 || peer >= group.layout.size) return false;
+  const uint32_t sequence = load_relaxed(&counters_of(group).sequence) + 1;
+  const uint64_t word = load_acquire(&control_of(group, group.rank).entered[sequence & 1][peer]);
+  return static_cast<uint32_t>(word) == sequence &&
+         static_cast<uint32_t>(word >> 32) != call.description;
+}
+
 // How long one wait may still go on.
 class Patience {
  public:
@@ -35,6 +45,10 @@ class Patience {
     if (++polls_ % kPollsPerCheck != 0) return false;
     if (load_relaxed(&group.status->abort) != 0) {
       give_up(group, HostStatus::kAborted, peer);
+      return true;
+    }
+    if (is_elsewhere(group, call, peer)) {
+      give_up(group, HostStatus::kMismatch, peer);
       return true;
     }
     const uint64_t now = clock_ns();

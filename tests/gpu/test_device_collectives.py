@@ -225,10 +225,10 @@ def _many_groups(rank: int, world_size: int, rounds: int) -> None:
     assert all(value.eq(1).all() for value in values)
 
 
-def _mixed_sizes(rank: int, world_size: int) -> str:
+def _mixed_sizes(rank: int, world_size: int, other: int) -> str:
     device = _device(rank)
     dist.all_reduce(torch.ones(8, device=device))
-    value = torch.ones(8 + 8 * (rank == 1), device=device)
+    value = torch.ones(other if rank == 1 else 8, device=device)
     try:
         for _ in range(50):
             dist.all_reduce(value)
@@ -310,8 +310,10 @@ def test_groups_in_opposite_orders(world_size: int) -> None:
     _spawn(_many_groups, world_size, 200 if alone else 5)
 
 
-def test_different_sizes_are_named() -> None:
-    outcomes = _spawn(_mixed_sizes, 2)
+# The larger ones go by other kernels, so neither rank gets what it waits for.
+@pytest.mark.parametrize("other", [16, 1 << 16, 1 << 22])
+def test_different_sizes_are_named(other: int) -> None:
+    outcomes = _spawn(_mixed_sizes, 2, other)
     assert any("another operation, or one of another size" in said for said in outcomes), outcomes
 
 

@@ -191,9 +191,11 @@ def _groups(rank: int, world_size: int, links: str, rounds: int) -> None:
     device = _device(rank)
     everyone = [dist.new_group(list(range(world_size))) for _ in range(3)]
     pairs = [dist.new_group([first, first + 1]) for first in range(world_size - 1)]
-    mine = [pairs[first] for first in (rank - 1, rank) if 0 <= first < world_size - 1]
-    groups = [*everyone, *mine]
-    values = [torch.ones(4000 * (i + 1), device=device) for i in range(len(groups))]
+    firsts = [first for first in (rank - 1, rank) if 0 <= first < world_size - 1]
+    groups = [*everyone, *[pairs[first] for first in firsts]]
+    # A pair's sizes are those of its first rank on both, whatever its place among their groups.
+    counts = [4000, 8000, 12_000, *[16_000 + 4000 * first for first in firsts]]
+    values = [torch.ones(count, device=device) for count in counts]
     for group, value in zip(groups, values, strict=True):
         dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
     for turn in range(rounds):

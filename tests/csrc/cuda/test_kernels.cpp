@@ -277,7 +277,8 @@ TEST(Kernels, APeerThatNeverComesIsATimeout) {
   EXPECT_EQ(group.status(0).sequence, 1u);
 }
 
-TEST(Kernels, DifferentOperationsAreAMismatch) {
+// Rank r runs kernels[r]. One of them at least must say that the other is elsewhere.
+void check_mismatch(const std::array<Way, 2>& kernels) {
   EmulatedGroup group(2);
   std::vector<float> data[2] = {std::vector<float>(8, 1), std::vector<float>(8, 2)};
   std::atomic<bool> over = false;
@@ -294,9 +295,14 @@ TEST(Kernels, DifferentOperationsAreAMismatch) {
   group.run([&](int rank, Launch launch) {
     launch.call.description = static_cast<uint32_t>(rank);
     auto* const bytes = reinterpret_cast<char*>(data[rank].data());
-    ReduceArguments arguments{{}, bytes, 32, 1, 1};
-    for (const char*& part : arguments.parts) part = bytes;
-    low_latency_reduce(launch, arguments, DPT_FLOAT32, DPT_SUM);
+    switch (kernels[rank]) {
+      case Way::kPacket:
+        return packet_all_reduce(launch, {bytes, bytes, 32, 1, 1}, DPT_FLOAT32, DPT_SUM);
+      case Way::kTwoShot:
+        return two_shot_all_reduce(launch, {bytes, bytes, 32, 1, 1}, DPT_FLOAT32, DPT_SUM);
+      case Way::kLowLatency:
+        return low_latency_reduce(launch, {{bytes, bytes}, bytes, 32, 1, 1}, DPT_FLOAT32, DPT_SUM);
+    }
   });
   over = true;
   hosts.join();
@@ -310,6 +316,17 @@ TEST(Kernels, DifferentOperationsAreAMismatch) {
     }
   }
   EXPECT_GE(noticed, 1);
+}
+
+TEST(Kernels, DifferentOperationsAreAMismatch) {
+  check_mismatch({Way::kLowLatency, Way::kLowLatency});
+}
+
+// Each waits for data of a kind that the other doesn't send.
+TEST(Kernels, DifferentKernelsAreAMismatch) {
+  check_mismatch({Way::kPacket, Way::kLowLatency});
+  check_mismatch({Way::kTwoShot, Way::kPacket});
+  check_mismatch({Way::kLowLatency, Way::kTwoShot});
 }
 
 TEST(Kernels, TheHostCanEndAWait) {
