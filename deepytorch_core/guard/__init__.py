@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from deepytorch_core import config, decisions
 from deepytorch_core.guard import profile
-from deepytorch_core.guard.numerics import AMPLIFIED, difference, rounded
+from deepytorch_core.guard.numerics import AMPLIFIED, difference, norm, rounded
 from deepytorch_core.guard.profile import fingerprint
 from deepytorch_core.guard.ranks import Ranks
 from deepytorch_core.guard.state import (
@@ -61,6 +61,7 @@ __all__ = [
     "median",
     "no_saved_tensor_hooks",
     "noise",
+    "norm",
     "preserved",
     "profile",
     "random_numbers",

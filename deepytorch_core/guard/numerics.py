@@ -34,6 +34,7 @@ def difference(
     what: str = "output",
     sensitivity: Any = None,
     looser: float = 1.0,
+    negligible: float = 0.0,
 ) -> str | None:
     """None if `found` equals `reference` within tolerance, else what differs and by how much.
 
@@ -45,6 +46,7 @@ def difference(
         sensitivity: what the stock way gives when its inputs are off by their rounding errors; as
             much and a little more may be the difference of `found` then.
         looser: factor of the tolerance.
+        negligible: norm up to which the difference of a tensor does not count.
     """
     ours, theirs = _tensors(found), _tensors(reference)
     off = _tensors(sensitivity) if sensitivity is not None else [None] * len(theirs)
@@ -52,10 +54,25 @@ def difference(
         return f"{what}: {len(ours)} tensors in place of {len(theirs)}"
     for index, (a, b, c) in enumerate(zip(theirs, ours, off, strict=True)):
         name = what if len(ours) == 1 else f"{what} {index}"
-        problem = _difference(a, b, (dtype, looser), c)
+        problem = _difference(a, b, (dtype, looser, negligible), c)
         if problem:
             return f"{name}: {problem}"
     return None
+
+
+def norm(*tensors: torch.Tensor | None) -> float:
+    """The Euclidean norm of all elements together, in float64; those that are no numbers left out.
+
+    Args:
+        tensors: of any shapes and floating-point dtypes.
+    """
+    squares = 0.0
+    for one in tensors:
+        if one is not None:
+            wide = torch.complex128 if one.is_complex() else torch.float64
+            finite = one.detach()[torch.isfinite(one)]
+            squares += float(torch.linalg.vector_norm(finite, dtype=wide)) ** 2
+    return squares**0.5
 
 
 def rounded(
@@ -84,10 +101,10 @@ def _tensors(nest: Any) -> list[torch.Tensor | None]:
 def _difference(
     a: torch.Tensor | None,
     b: torch.Tensor | None,
-    exactness: tuple[torch.dtype | None, float],
+    exactness: tuple[torch.dtype | None, float, float],
     sensitivity: torch.Tensor | None,
 ) -> str | None:
-    dtype, looser = exactness
+    dtype, looser, negligible = exactness
     if a is None or b is None:
         return None if a is b else f"{_shown(b)} in place of {_shown(a)}"
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -106,6 +123,8 @@ def _difference(
     # What cancels to zero but for rounding has no relative error.
     scale = float(a.detach()[finite].abs().max())
     if scale < torch.finfo(a.dtype).eps and worst * scale < limit * 1e-3:
+        return None
+    if error * norm(a.detach()[finite]) <= negligible:
         return None
     most = (limit, WORST_ELEMENT * limit)
     if sensitivity is not None and sensitivity.shape == a.shape:
@@ -127,8 +146,8 @@ def _distances(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> tuple[f
     x, y = a.detach()[where].to(wide), b.detach()[where].to(wide)
     if x.numel() == 0:
         return 0.0, 0.0
-    norm, largest = torch.linalg.vector_norm(x), x.abs().max()
-    error = torch.linalg.vector_norm(x - y) / norm.clamp_min(1e-30)
+    size, largest = torch.linalg.vector_norm(x), x.abs().max()
+    error = torch.linalg.vector_norm(x - y) / size.clamp_min(1e-30)
     return float(error), float((x - y).abs().max() / largest.clamp_min(1e-30))
 
 

@@ -328,3 +328,47 @@ def test_a_pass_that_has_written_to_what_it_was_given_is_not_made_twice(kind: st
         model(rows(7).repeat(3, 1), seen=seen)
     assert sum(seen) == 1
     assert found.has_replays
+
+
+class _OtherEachTime(torch.autograd.Function):
+    """Returns its first input; the second's gradient is another in each pass."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, unit: float) -> Tensor:
+        ctx.save_for_backward(bias)
+        ctx.unit = unit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (bias,) = ctx.saved_tensors
+        _OtherEachTime.passes += 1
+        return gradient, torch.full_like(bias, _OtherEachTime.passes * ctx.unit), None
+
+
+class Cancelling(Layers):
+    """A gradient cancels but for `unit`, as that of a bias of attention's keys does."""
+
+    def __init__(self, unit: float) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+        self.unit = unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _OtherEachTime.apply(super().forward(x), self.bias, self.unit)
+        return result
+
+
+@pytest.mark.parametrize("unit", [1e-7, 0.1])
+def test_gradients_that_are_rounding_alone_may_differ(unit: float) -> None:
+    _OtherEachTime.passes = 0
+    torch.manual_seed(0)
+    model = Cancelling(unit).to(DEVICE).train()
+    twin = copy.deepcopy(model)
+    found = captured(model)
+    assert train(model, squares) == pytest.approx(train(twin, squares), rel=1e-4, abs=1e-6)
+    assert found.has_replays == (unit < 1e-3)
+    if not found.has_replays:
+        assert str(found.problem).startswith("given the same twice, its gradient")

@@ -116,6 +116,9 @@ def test_guard_tolerance_goes_by_dtype(dtype: torch.dtype) -> None:
     wrong = a.clone()
     wrong[3, 2] += 10 * limit * float(a.abs().max())
     assert "at worst" in str(guard.difference({"a": a}, {"a": wrong}))
+    far = guard.norm(a - wrong)
+    assert guard.difference(a, wrong, negligible=far * 1.01) is None
+    assert "at worst" in str(guard.difference(a, wrong, negligible=far * 0.99))
     assert guard.difference(a, near, dtype=torch.bfloat16) is None
 
 
@@ -124,7 +127,7 @@ def test_guard_sees_what_is_not_the_same() -> None:
     assert "in place of" in str(guard.difference(a, a.double()))
     assert "in place of" in str(guard.difference(a, a[:2]))
     assert "2 tensors in place of 1" in str(guard.difference(a, [a, a]))
-    assert "infinite" in str(guard.difference(a, a / 0))
+    assert "infinite" in str(guard.difference(a, a / 0, negligible=float("inf")))
     assert guard.difference(a / 0, a / 0) is None
     assert "not equal" in str(guard.difference(torch.arange(3), torch.arange(3) + 1))
     assert guard.difference([None, a], [None, a]) is None
