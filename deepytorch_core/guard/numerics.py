@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def norm(*tensors: torch.Tensor | None) -> float:
             wide = torch.complex128 if one.is_complex() else torch.float64
             finite = one.detach()[torch.isfinite(one)]
             squares += float(torch.linalg.vector_norm(finite, dtype=wide)) ** 2
-    return squares**0.5
+    return math.sqrt(squares)
 
 
 def rounded(
