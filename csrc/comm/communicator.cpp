@@ -520,12 +520,14 @@ void Communicator::fail_operation(const Error& error, const WaitContext& wait) {
   throw named;
 }
 
-void Communicator::fail(dpt_status status, const std::string& reason) {
+bool Communicator::fail(dpt_status status, const std::string& reason) {
   std::lock_guard lock(state_mutex_);
-  if (!failure_) failure_.emplace(status, reason);
-  if (segment_) segment_->abort(status, reason);
+  bool is_first = !failure_;
+  if (is_first) failure_.emplace(status, reason);
+  if (segment_) is_first &= segment_->abort(status, reason);
   if (nodes_) nodes_->links.abort(status, reason);
   joined_.notify_all();
+  return is_first;
 }
 
 void Communicator::abort(const std::string& reason) { fail(DPT_ERR_ABORTED, reason); }

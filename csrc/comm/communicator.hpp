@@ -175,7 +175,8 @@ class Communicator {
                                 uint64_t recorded);
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
-  void fail(dpt_status status, const std::string& reason);
+  // True: this is what ended the group.
+  bool fail(dpt_status status, const std::string& reason);
   // Says who failed; fails the group unless the ranks are still in step.
   [[noreturn]] void fail_operation(const Error& error, const WaitContext& wait);
 

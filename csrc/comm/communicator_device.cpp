@@ -114,15 +114,18 @@ dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* re
 
 void Communicator::launch_on_device(const dpt_request& request, const DevicePlan& plan) {
   const cuda::Stream stream = request.stream(request.call);
+  // Of what goes by copies a part may be on its way, and the other ranks wait for the rest.
+  bool ended_here = false;
+  const auto failed = [&](const Error& error) {
+    ended_here = !segment_->aborted() && fail(error.status(), error.what());
+  };
   try {
-    launch_divided(*device_->group, {&delegate_, segment_.get()}, request, plan, stream);
-  } catch (const Error& error) {
+    launch_divided(*device_->group, {&delegate_, segment_.get()}, {request, plan, stream, failed});
+  } catch (const Error&) {
+    if (ended_here) throw;
     // Where a rank is lost that says more than what came of it.
     check_usable(request);
     if (is_staged()) check_segment(request);
-    // A part of it may be on its way, and the other ranks wait for the rest.
-    const bool copies = is_staged() || plan.algorithm == cuda::kCopyEngine;
-    if (copies) fail(error.status(), error.what());
     throw;
   }
 }

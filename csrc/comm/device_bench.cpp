@@ -119,7 +119,11 @@ class Trial {
   bool call(const Candidate& candidate) const {
     const WatchedDelegate stock{delegate_, &context_.segment};
     if (!is_delegate(candidate)) {
-      launch_divided(group_, stock, request, to_device_plan(candidate, "on trial"), stream);
+      const auto failed = [&](const Error& error) {
+        context_.segment.abort(error.status(), context_.wait.describe() + ": " + error.what());
+      };
+      launch_divided(
+          group_, stock, {request, to_device_plan(candidate, "on trial"), stream, failed});
       return true;
     }
     dpt_error error{};

@@ -22,12 +22,9 @@ dpt_status WatchedDelegate::execute(const dpt_request& request, dpt_error* error
   return after_delegate(segment, delegate->execute(delegate->context, &request, error), *error);
 }
 
-void launch_divided(DeviceGroup& group,
-                    const WatchedDelegate& delegate,
-                    const dpt_request& request,
-                    const DevicePlan& plan,
-                    cuda::Stream stream) {
-  if (plan.delegated == 0) return group.launch(request, plan, stream, {});
+void launch_divided(DeviceGroup& group, const WatchedDelegate& delegate, const Divided& divided) {
+  const auto& [request, plan, stream, failed] = divided;
+  if (plan.delegated == 0) return group.launch(request, plan, stream, {.failed = failed});
   DPT_CHECK(request.collective == DPT_ALL_REDUCE);
   dpt_request own = request;
   own.count = first_of_delegates(request, plan.delegated);
@@ -38,11 +35,12 @@ void launch_divided(DeviceGroup& group,
   void* const output = static_cast<char*>(request.outputs[0]) + offset;
   rest.inputs = &input;
   rest.outputs = &output;
-  group.launch(own, plan, stream, [&] {
+  const auto beside = [&] {
     dpt_error error{};
     const dpt_status status = delegate.execute(rest, &error);
     if (status != DPT_OK) throw Error(status, error.message);
-  });
+  };
+  group.launch(own, plan, stream, {beside, failed});
 }
 
 }  // namespace dpt

@@ -3,6 +3,8 @@
 // idle.
 #pragma once
 
+#include <functional>
+
 #include "cuda/device_group.hpp"
 #include "cuda/plan.hpp"
 #include "deepytorch.h"
@@ -19,13 +21,16 @@ struct WatchedDelegate {
   dpt_status execute(const dpt_request& request, dpt_error* error) const;
 };
 
-// Starts `request` as planned, and what the plan leaves to the delegate, behind what is on
-// `stream`, which goes on behind both. Throws Error, also with what the delegate failed with; then
+struct Divided {
+  const dpt_request& request;
+  const DevicePlan& plan;
+  cuda::Stream stream;
+  std::function<void(const Error&)> failed;  // see staged::StartHooks
+};
+
+// Starts the request as planned, and what the plan leaves to the delegate, behind what is on the
+// stream, which goes on behind both. Throws Error, also with what the delegate failed with; then
 // the group is broken, since its own part is on its way.
-void launch_divided(DeviceGroup& group,
-                    const WatchedDelegate& delegate,
-                    const dpt_request& request,
-                    const DevicePlan& plan,
-                    cuda::Stream stream);
+void launch_divided(DeviceGroup& group, const WatchedDelegate& delegate, const Divided& divided);
 
 }  // namespace dpt

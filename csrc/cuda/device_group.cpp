@@ -150,13 +150,13 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   void launch(const dpt_request& request,
               const DevicePlan& plan,
               cuda::Stream stream,
-              const Beside&) override {
+              const staged::StartHooks& hooks) override {
     // The others touch every rank's block.
     DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == cuda::kTree);
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
     if (plan.algorithm == cuda::kCopyEngine) {
-      return copies_->start(request, {plan.chunk_bytes, 0}, stream);
+      return copies_->start(request, {plan.chunk_bytes, 0}, stream, {.failed = hooks.failed});
     }
     const size_t slot = group_.layout.slot_bytes;
     const size_t chunk = plan.chunk_bytes != 0 ? std::min(plan.chunk_bytes, slot) : slot;

@@ -15,6 +15,7 @@
 
 #include "base/wait.hpp"
 #include "cuda/arguments.hpp"
+#include "staged/start_hooks.hpp"
 #include "transport/node_layout.hpp"
 
 namespace dpt {
@@ -81,15 +82,13 @@ class DeviceGroup {
   // What copy engines do of a group that has kernels, if they can: see cuda::kCopyEngine.
   virtual cuda::Staging copies() const { return {}; }
   virtual size_t memory_bytes() const { return layout().block_bytes(); }
-  // Puts on the operation's stream what is to run at the same time.
-  using Beside = std::function<void()>;
-  // Starts `request` on `stream`, where its buffers are ready, and returns. `beside`, of a group
-  // that is staged: called once what serves `request` no longer waits for what comes on `stream`,
-  // which goes on behind both.
+  // Starts `request` on `stream`, where its buffers are ready, and returns. `hooks`, of what goes
+  // by copies: what runs beside `request`, of a group that is staged, is put there once what serves
+  // `request` no longer waits for what comes on `stream`, which goes on behind both.
   virtual void launch(const dpt_request& request,
                       const DevicePlan& plan,
                       cuda::Stream stream,
-                      const Beside& beside) = 0;
+                      const staged::StartHooks& hooks) = 0;
 
   struct Failure {
     enum Kind { kTimeout, kMismatch, kAborted };

@@ -38,8 +38,8 @@ class StagedDeviceGroup final : public DeviceGroup {
   void launch(const dpt_request& request,
               const DevicePlan& plan,
               cuda::Stream stream,
-              const Beside& beside) override {
-    group_->start(request, {plan.chunk_bytes, plan.grid.threads}, stream, beside);
+              const staged::StartHooks& hooks) override {
+    group_->start(request, {plan.chunk_bytes, plan.grid.threads}, stream, hooks);
   }
 
   std::optional<Failure> failure() const override { return failure_of(*group_); }

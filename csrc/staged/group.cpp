@@ -295,9 +295,9 @@ Group::~Group() {
 void Group::start(const dpt_request& request,
                   const Cut& cut,
                   Stream stream,
-                  const std::function<void()>& beside) {
+                  const StartHooks& hooks) {
   const std::chrono::milliseconds timeout(request.timeout_ms);
-  pipeline_->enqueue(Job::of(request, cut, ranks_, shape_), timeout, stream, beside);
+  pipeline_->enqueue(Job::of(request, cut, ranks_, shape_), timeout, stream, hooks);
 }
 
 void Group::stop_waiting() {

@@ -53,11 +53,11 @@ class Group {
 
   const Shape& shape() const { return shape_; }
   size_t memory_bytes() const { return Board::bytes(shape_); }
-  // `beside`: see Pipeline::enqueue.
+  // See Pipeline::enqueue.
   void start(const dpt_request& request,
              const Cut& cut,
              Stream stream,
-             const std::function<void()>& beside = {});
+             const StartHooks& hooks = {});
 
   std::optional<Pipeline::Failure> failure() const { return pipeline_->failure(); }
   void abort();

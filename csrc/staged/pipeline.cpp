@@ -31,6 +31,18 @@ constexpr uint32_t encode(uint32_t kind, int peer) {
 
 constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); }
 
+// From where an exception is being handled.
+void tell_cause(const StartHooks& hooks) {
+  if (!hooks.failed) return;
+  try {
+    throw;
+  } catch (const Error& error) {
+    hooks.failed(error);
+  } catch (const std::exception& error) {
+    hooks.failed(Error(DPT_ERR_SYSTEM, error.what()));
+  }
+}
+
 }  // namespace
 
 Pipeline::Pipeline(Board board,
@@ -59,7 +71,7 @@ Pipeline::~Pipeline() = default;
 void Pipeline::enqueue(const Job& job,
                        std::chrono::milliseconds timeout,
                        Stream stream,
-                       const std::function<void()>& beside) {
+                       const StartHooks& hooks) {
   if (is_broken()) {
     throw Error(DPT_ERR_ABORTED, "the group's operations on GPUs were broken off");
   }
@@ -67,7 +79,7 @@ void Pipeline::enqueue(const Job& job,
   try {
     const std::shared_ptr<void> entered = engine_.enter();
     engine_.fork(stream);
-    if (beside) beside();
+    if (hooks.beside) hooks.beside();
     const bool own_is_result = job.kind == Job::Kind::kExchange;
     if (own_is_result && job.own != job.own_to) {
       engine_.copy_local(job.own_to, job.own, job.piece_bytes);
@@ -86,6 +98,7 @@ void Pipeline::enqueue(const Job& job,
     }
     close(op, stream);
   } catch (...) {
+    tell_cause(hooks);
     // Some of it is on its way, and the other ranks wait for the rest. Nor may the stream go on
     // before what uses its buffers has ended.
     break_off(Failure::kAborted, ranks_.rank);

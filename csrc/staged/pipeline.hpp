@@ -27,6 +27,7 @@
 #include "staged/board.hpp"
 #include "staged/copy_engine.hpp"
 #include "staged/job.hpp"
+#include "staged/start_hooks.hpp"
 
 namespace dpt::staged {
 
@@ -45,14 +46,13 @@ class Pipeline {
   ~Pipeline();
 
   // Starts the operation behind what is on `stream`, which from here on waits for its end.
-  // `beside`, if any, puts there what is to run at the same time, before anything of the operation
-  // is on a lane: on every rank alike, so that nothing of the two waits for each other where a lane
-  // and `stream` share a queue. Throws Error(DPT_ERR_ABORTED) when the group is broken; any other
-  // error breaks it.
+  // What runs beside it is put there before anything of the operation is on a lane: on every rank
+  // alike, so that nothing of the two waits for each other where a lane and `stream` share a queue.
+  // Throws Error(DPT_ERR_ABORTED) when the group is broken; any other error breaks it.
   void enqueue(const Job& job,
                std::chrono::milliseconds timeout,
                Stream stream,
-               const std::function<void()>& beside = {});
+               const StartHooks& hooks = {});
 
   enum class Progress { kIdle, kWaiting, kMoved };
   // Does what can be done without waiting: at most one chunk's share.

@@ -44,7 +44,7 @@ class FakeGroup final : public DeviceGroup {
   void launch(const dpt_request& request,
               const DevicePlan& plan,
               cuda::Stream,
-              const Beside&) override {
+              const staged::StartHooks&) override {
     DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == cuda::kTree);
     meeting_->inputs[rank_] = request.inputs[0];
     meeting_->all.arrive_and_wait();

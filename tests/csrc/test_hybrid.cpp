@@ -271,9 +271,9 @@ TEST(HybridPipeline, ComesToItsEndInOneQueue) {
     for (int rank = 0; rank < kRanks; ++rank) {
       FakeLane* const queue = all[rank]->queues->next();
       ranks[rank].enqueue(
-          ranks.job(rank, operations[time]->request(rank), {512, 1}), 60s, queue, [&] {
+          ranks.job(rank, operations[time]->request(rank), {512, 1}), 60s, queue, {.beside = [&] {
             queue->push(meetings[time]->sum(rank, values[rank].data(), values[rank].size()));
-          });
+          }});
     }
   }
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -281,6 +281,26 @@ TEST(HybridPipeline, ComesToItsEndInOneQueue) {
     for (const auto& operation : operations) operation->check(rank);
     EXPECT_EQ(values[rank], std::vector<float>(10, 243.0F));
   }
+}
+
+// Or the others would blame a rank that is merely late, and end the group with that.
+TEST(HybridPipeline, WhyAStartFailedIsToldBeforeTheOthersSeeIt) {
+  auto all = processes(2, 1);
+  StagedRanks ranks(all, {.threads = 1});
+  Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5003, 2);
+  std::string told;
+  const auto failed = [&](const Error& error) {
+    EXPECT_FALSE(ranks[1].is_broken());
+    told = error.what();
+  };
+  const auto beside = [] { throw Error(DPT_ERR_DELEGATE, "no more memory"); };
+  EXPECT_THROW(
+      ranks[0].enqueue(
+          ranks.job(0, operation.request(0), {512, 1}), 60s, &all[0]->stream, {beside, failed}),
+      Error);
+  EXPECT_EQ(told, "no more memory");
+  EXPECT_TRUE(ranks[1].is_broken());
+  ranks[0].release();
 }
 
 }  // namespace

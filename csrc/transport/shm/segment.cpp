@@ -357,15 +357,17 @@ void Segment::fail(dpt_status status, const std::string& reason) {
   throw Error(status, reason);
 }
 
-void Segment::abort(dpt_status status, const std::string& reason) {
+bool Segment::abort(dpt_status status, const std::string& reason) {
   uint32_t expected = kRunning;
-  if (shared_->abort_state.compare_exchange_strong(expected, kWriting)) {
+  const bool is_first = shared_->abort_state.compare_exchange_strong(expected, kWriting);
+  if (is_first) {
     shared_->abort_status = status;
     std::strncpy(shared_->abort_reason, reason.c_str(), sizeof shared_->abort_reason - 1);
     shared_->abort_state.store(kAborted, std::memory_order_release);
   }
   futex_wake_all(&shared_->epoch.value);
   for (int rank = 0; rank < size_; ++rank) ring(rank);
+  return is_first;
 }
 
 bool Segment::aborted() const {

@@ -135,8 +135,9 @@ class Segment {
                   WaitStyle style,
                   AdaptiveSpin& spin);
 
-  // Publishes the first reason and wakes every waiter; later calls change nothing.
-  void abort(dpt_status status, const std::string& reason);
+  // Publishes the first reason and wakes every waiter; later calls change nothing
+  // and return false.
+  bool abort(dpt_status status, const std::string& reason);
   bool aborted() const;
   void throw_if_aborted() const;
   // This rank uses the group no more; peers that still wait for it get an error.

@@ -1,0 +1,18 @@
+// What the caller of an operation adds to its start.
+#pragma once
+
+#include <functional>
+
+#include "base/error.hpp"
+
+namespace dpt::staged {
+
+struct StartHooks {
+  // Puts on the operation's stream what is to run at the same time.
+  std::function<void()> beside = {};
+  // Hears why the start failed before the other ranks can see that it did: who asks them then finds
+  // the cause, and not only that this rank ended it.
+  std::function<void(const Error&)> failed = {};
+};
+
+}  // namespace dpt::staged
