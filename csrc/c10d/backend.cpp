@@ -203,12 +203,13 @@ int Backend::poll_signals(void*) {
   return pending_signal != nullptr;
 }
 
-BackendPtr Backend::delegate_for(const std::string& device_type, std::chrono::milliseconds limit) {
+[[gnu::cold, gnu::noinline]] BackendPtr Backend::delegate_for(const std::string& device_type,
+                                                              std::chrono::milliseconds limit) {
   const std::chrono::duration<double> limit_s = limit;
   return make_once(device_type, [&] { return setup_.make_delegate(device_type, limit_s.count()); });
 }
 
-BackendPtr Backend::delegate_of(const at::Device& device) {
+[[gnu::hot]] BackendPtr Backend::delegate_of(const at::Device& device) {
   BackendPtr& known = known_delegates_[device.is_cuda() ? 1 : 0];
   const bool is_usual = device.is_cuda() || device.is_cpu();
   if (is_usual) {
@@ -221,12 +222,14 @@ BackendPtr Backend::delegate_of(const at::Device& device) {
   return known = std::move(made);
 }
 
-BackendPtr Backend::hierarchy_for(const std::string& device_type, const std::vector<int>& node_of) {
+[[gnu::cold, gnu::noinline]] BackendPtr Backend::hierarchy_for(const std::string& device_type,
+                                                               const std::vector<int>& node_of) {
   return make_once(device_type + " by nodes",
                    [&] { return setup_.make_hierarchy(device_type, node_of); });
 }
 
-BackendPtr Backend::make_once(const std::string& key, const std::function<BackendPtr()>& make) {
+[[gnu::cold, gnu::noinline]] BackendPtr Backend::make_once(
+    const std::string& key, const std::function<BackendPtr()>& make) {
   // Making one takes the GIL and meets the other ranks, so the map's own lock is not held for it.
   std::lock_guard making(making_mutex_);
   {
@@ -252,20 +255,24 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
       submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device));
       return DPT_OK;
     }
-    const c10::Stream current = backend.streams_.hold_current(device);
-    const DelegatedStream::Call starting(backend.delegated_, current);
-    // What belongs together for NCCL stays in one piece.
-    const bool staged = node_of != nullptr && !backend.coalescing_;
-    const BackendPtr stock =
-        staged ? backend.hierarchy_for(kCuda, {node_of, node_of + backend.getSize()})
-               : backend.delegate_of(device);
-    submitted->delegated = backend.start(*submitted->replay, stock);
+    submitted->delegated = backend.start_on_device(device, *submitted->replay, node_of);
     return DPT_OK;
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.
     submitted->failure = std::current_exception();
     return describe_caught(device, error);
   }
+}
+
+[[gnu::hot]] WorkPtr Backend::start_on_device(const at::Device& device,
+                                              const Replay& replay,
+                                              const int* node_of) {
+  const c10::Stream current = streams_.hold_current(device);
+  const DelegatedStream::Call starting(delegated_, current);
+  // What belongs together for NCCL stays in one piece.
+  const bool staged = node_of != nullptr && !coalescing_;
+  return start(replay,
+               staged ? hierarchy_for(kCuda, {node_of, node_of + getSize()}) : delegate_of(device));
 }
 
 dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error) {
@@ -281,7 +288,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   }
 }
 
-WorkPtr Backend::start(const Replay& replay, const BackendPtr& delegate) {
+[[gnu::hot]] WorkPtr Backend::start(const Replay& replay, const BackendPtr& delegate) {
   // NCCL needs to know which sends and receives belong together, or each would wait for its peer's.
   if (coalescing_ && delegate->supportsCoalescing()) {
     if (std::find(coalescing_delegates_.begin(), coalescing_delegates_.end(), delegate) ==
@@ -306,7 +313,7 @@ void Backend::note_written(const Call& call) {
   }
 }
 
-WorkPtr Backend::submit(Call what, const Replay& replay) {
+[[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
   if (comm_ == nullptr) {
     std::rethrow_exception(make_exception(
         DPT_ERR_ABORTED,
@@ -319,6 +326,7 @@ WorkPtr Backend::submit(Call what, const Replay& replay) {
   if (what.results.empty()) what.results = what.outputs;
   const at::Device device = device_of(what);
   if (device.is_cuda()) {
+    if (WorkPtr work; start_known(what, replay, &work)) return work;
     // On its stream, or handed to the delegate, when this returns.
     Submitted submitted(*this, std::move(what), replay);
     return note_coalesced(submit_on_device(submitted, sequence), submitted.call);
@@ -446,12 +454,15 @@ void Backend::submit_to_core(const dpt_request& request,
   if (status == DPT_ERR_INTERRUPTED && pending_signal) {
     std::rethrow_exception(std::exchange(pending_signal, nullptr));
   }
-  if (status != DPT_OK) note_failure();
-  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(submitted.failure);
-  if (status != DPT_OK) {
-    std::rethrow_exception(
-        make_exception(status, explained(setup_.explain, status, error.message)));
-  }
+  if (status != DPT_OK) throw_failure(status, submitted.failure, error);
+}
+
+[[gnu::cold, gnu::noinline]] void Backend::throw_failure(dpt_status status,
+                                                         const std::exception_ptr& delegates,
+                                                         const dpt_error& error) const {
+  note_failure();
+  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(delegates);
+  std::rethrow_exception(make_exception(status, explained(setup_.explain, status, error.message)));
 }
 
 WorkPtr Backend::watched(const Submitted& submitted) {
@@ -490,14 +501,20 @@ std::string Backend::signature_of(const Call& call) const {
 }
 
 dpt_request Backend::describe(Submitted& submitted) const {
-  const Call& call = submitted.call;
+  dpt_request request = describe(submitted.call);
+  request.call = &submitted;
+  request.recorded = &submitted.recorded;
+  const Milliseconds timeout = submitted.call.timeout;
+  request.timeout_ms = (timeout == c10d::kUnsetTimeout ? setup_.options->timeout : timeout).count();
+  return request;
+}
+
+[[gnu::hot]] dpt_request Backend::describe(const Call& call) {
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const bool has_outputs_only = gives_parts || call.collective == DPT_RECV;
   const at::TensorList one = has_outputs_only ? call.outputs : call.inputs;
   const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
   const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
-  const Milliseconds timeout =
-      call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout;
   return {.collective = call.collective,
           .dtype = elements.dtype,
           .reduce_op = call.core_reduce_op,
@@ -505,10 +522,7 @@ dpt_request Backend::describe(Submitted& submitted) const {
           .root = call.root,
           .tag = call.tag,
           .count = elements.count,
-          .timeout_ms = timeout.count(),
           .asynchronous = call.asynchronous,
-          .call = &submitted,
-          .recorded = &submitted.recorded,
           .source = call.source.get()};
 }
 

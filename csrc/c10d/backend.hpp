@@ -192,6 +192,8 @@ class Backend : public c10d::Backend {
   // The delegate's work as the caller gets it.
   WorkPtr watched(const Submitted& submitted);
   void inspect(const Call& call, uint64_t sequence);
+  // The short way of what is known to be the stock backend's; false: take the other.
+  bool start_known(const Call& call, const Replay& replay, WorkPtr* work);
   WorkPtr submit_on_device(Submitted& submitted, uint64_t sequence);
   // Throws what the operation ended with. `work`: who is told of the end; nullptr: nobody.
   void submit_to_core(const dpt_request& request,
@@ -200,6 +202,8 @@ class Backend : public c10d::Backend {
                       dpt_outcome* outcome);
   // The request without its buffers: `count` and `dtype` describe one buffer; unless parts are
   // uneven, every buffer has the same.
+  // Without what is needed once it has to wait, or to be started by the core, at first.
+  static dpt_request describe(const Call& call);
   dpt_request describe(Submitted& submitted) const;
   // Counts it in when a group of calls is open.
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
@@ -207,6 +211,12 @@ class Backend : public c10d::Backend {
   static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
   WorkPtr start(const Replay& replay, const BackendPtr& delegate);
+  // On the caller's stream. `node_of`: see dpt_delegate.
+  WorkPtr start_on_device(const at::Device& device, const Replay& replay, const int* node_of);
+  // Throws what an operation that was submitted failed with.
+  [[noreturn]] void throw_failure(dpt_status status,
+                                  const std::exception_ptr& delegates,
+                                  const dpt_error& error) const;
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
   // `limit`: how long the other ranks are waited for if it is made now; 0: as long as the group
   // waits.

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 
 #include "backend.hpp"
 #include "python_bridge.hpp"
@@ -9,7 +10,7 @@
 namespace dpt::c10d_adapter {
 namespace {
 
-void check_single(const char* op, const std::vector<at::Tensor>& tensors) {
+[[gnu::hot]] void check_single(const char* op, const std::vector<at::Tensor>& tensors) {
   DPT_CHECK_VALUE(tensors.size() == 1,
                   {op, " takes one tensor per rank, got ", std::to_string(tensors.size())});
 }
@@ -98,10 +99,11 @@ std::vector<at::Tensor> rows_of(const char* which,
 // `whole` as `size` equal parts without copying; it must be contiguous. Off the host it stays in
 // one piece, of any layout: the stock backend takes it as it is, and there each view is time that
 // shows.
-std::vector<at::Tensor> parts_of(const char* op,
-                                 const at::Tensor& whole,
-                                 const at::Tensor& part,
-                                 int size) {
+using Parts = c10::SmallVector<at::Tensor, 1>;
+[[gnu::hot]] Parts parts_of(const char* op,
+                            const at::Tensor& whole,
+                            const at::Tensor& part,
+                            int size) {
   DPT_CHECK_VALUE(whole.scalar_type() == part.scalar_type(),
                   {op,
                    ": the tensors differ in dtype: ",
@@ -120,7 +122,7 @@ std::vector<at::Tensor> parts_of(const char* op,
                    std::to_string(part.numel() * size)});
   if (!whole.device().is_cpu()) return {whole};
   const at::Tensor flat = whole.view({-1});
-  std::vector<at::Tensor> parts;
+  Parts parts;
   parts.reserve(size);
   for (int rank = 0; rank < size; ++rank) {
     parts.push_back(flat.narrow(0, rank * part.numel(), part.numel()));
@@ -138,7 +140,9 @@ std::vector<at::Tensor> flatten(const std::vector<std::vector<at::Tensor>>& list
 // one, and programs ask every group for it that isn't called "gloo" (Lightning's metrics do). Makes
 // a sum of `op` and gives what is then to be done with the result; nothing where that is not
 // needed.
-std::function<void()> integer_mean(c10d::ReduceOp* op, const at::Tensor& result, int size) {
+[[gnu::hot]] std::function<void()> integer_mean(c10d::ReduceOp* op,
+                                                const at::Tensor& result,
+                                                int size) {
   const bool wanted = op->op_ == c10d::ReduceOp::AVG && result.device().is_cpu() &&
                       at::isIntegralType(result.scalar_type(), /*includeBool=*/false);
   if (!wanted) return nullptr;
@@ -152,7 +156,9 @@ std::function<void()> integer_mean(c10d::ReduceOp* op, const at::Tensor& result,
 
 // The stock backend's work, with what is to be done with `result` once it has ended. That can't be
 // given on, as some of gloo's copy the result again each time they are waited for.
-WorkPtr followed_by(const std::function<void()>& after, WorkPtr work, const at::Tensor& result) {
+[[gnu::hot]] WorkPtr followed_by(const std::function<void()>& after,
+                                 WorkPtr work,
+                                 const at::Tensor& result) {
   if (!after) return work;
   work->wait();
   after();
@@ -173,7 +179,8 @@ void check_parts(const char* op, bool is_root, size_t found, int size) {
 
 }  // namespace
 
-WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& asked) {
+[[gnu::hot]] WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::AllreduceOptions& asked) {
   check_single("all_reduce", tensors);
   c10d::AllreduceOptions options = asked;
   const auto after = integer_mean(&options.reduceOp, tensors[0], size_);
@@ -271,9 +278,9 @@ WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
                     options));
 }
 
-WorkPtr Backend::_allgather_base(at::Tensor& output,
-                                 at::Tensor& input,
-                                 const c10d::AllgatherOptions& options) {
+[[gnu::hot]] WorkPtr Backend::_allgather_base(at::Tensor& output,
+                                              at::Tensor& input,
+                                              const c10d::AllgatherOptions& options) {
   // A strided output cannot be cut into views: gather into a contiguous one and copy back.
   const bool copied = output.device().is_cpu() && !output.is_contiguous();
   const at::Tensor whole = copied ? at::empty(output.sizes(), output.options()) : output;
@@ -369,9 +376,9 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
           after));
 }
 
-WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
-                                      at::Tensor& input,
-                                      const c10d::ReduceScatterOptions& asked) {
+[[gnu::hot]] WorkPtr Backend::_reduce_scatter_base(at::Tensor& output,
+                                                   at::Tensor& input,
+                                                   const c10d::ReduceScatterOptions& asked) {
   c10d::ReduceScatterOptions options = asked;
   const auto after = integer_mean(&options.reduceOp, output, size_);
   const at::Tensor whole = input.device().is_cpu() ? input.contiguous() : input;

@@ -74,13 +74,13 @@ void throw_value_error(std::initializer_list<std::string> pieces) {
   C10_THROW_ERROR(ValueError, "deepytorch: " + join_text(pieces));
 }
 
-Elements elements_of(const at::Tensor& tensor, bool reduces) {
+[[gnu::hot]] Elements elements_of(const at::Tensor& tensor, bool reduces) {
   const auto count = static_cast<size_t>(tensor.numel());
   if (const auto dtype = to_data_type(tensor.scalar_type())) return {*dtype, count};
   return {reduces ? DPT_OTHER : DPT_UINT8, count * tensor.element_size()};
 }
 
-dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op) {
+[[gnu::hot]] dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op) {
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
       return DPT_SUM;
@@ -105,7 +105,7 @@ dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op) {
   }
 }
 
-double premul_factor_of(const c10d::ReduceOp& op) {
+[[gnu::hot]] double premul_factor_of(const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   DPT_CHECK_VALUE(supplement != nullptr, {"PREMUL_SUM without its factor"});

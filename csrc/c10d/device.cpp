@@ -44,7 +44,7 @@ void DeviceStreams::end(const c10::Stream& stream) {
   last_capture_ = api_->stream_capture(stream.native_handle());
 }
 
-bool DeviceStreams::can_follow_last(const c10::Stream& stream) const {
+[[gnu::hot]] bool DeviceStreams::can_follow_last(const c10::Stream& stream) const {
   return last_ && *last_ != stream && api_->stream_capture(stream.native_handle()) == last_capture_;
 }
 
@@ -52,13 +52,14 @@ bool DeviceStreams::is_capturing(const c10::Device& device) const {
   return api_->stream_capture(guard_of(device).getStream(device).native_handle()) != 0;
 }
 
-c10::Stream DeviceStreams::hold_current(const c10::Device& device) {
+[[gnu::hot]] c10::Stream DeviceStreams::hold_current(const c10::Device& device) {
   const c10::Stream current = guard_of(device).getStream(device);
   if (can_follow_last(current)) done_->block(current);
   return current;
 }
 
-DelegatedStream::Call::Call(DelegatedStream& of, const c10::Stream& current) : of_(of) {
+[[gnu::hot]] DelegatedStream::Call::Call(DelegatedStream& of, const c10::Stream& current)
+    : of_(of) {
   {
     const std::lock_guard lock(of_.mutex_);
     of_.stream_ = current;

@@ -25,7 +25,7 @@ Pointers pointers_of(at::TensorList tensors, size_t count) {
 }
 
 // What only the stock backend can take, or refuse in its own words.
-const char* why_not_plain(at::TensorList tensors, const at::Device& device) {
+[[gnu::hot]] const char* why_not_plain(at::TensorList tensors, const at::Device& device) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.device() != device) return "tensors on several devices";
     if (tensor.layout() != at::kStrided) return "sparse tensors";
@@ -50,6 +50,31 @@ int Backend::is_busy(void* call) {
   auto* const submitted = static_cast<Submitted*>(call);
   Backend& backend = submitted->backend;
   return backend.coalescing_ || backend.streams_.is_capturing(submitted->device());
+}
+
+[[gnu::hot, gnu::flatten]] bool Backend::start_known(const Call& call,
+                                                     const Replay& replay,
+                                                     WorkPtr* work) {
+  const at::Device device = device_of(call);
+  // An open group has more to be noted.
+  if (coalescing_ || call.uneven || call.not_native != nullptr) return false;
+  if (why_not_plain(call.inputs, device) != nullptr) return false;
+  if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) return false;
+  dpt_request request = describe(call);
+  request.on_device = 1;
+  request.device = device.index();
+  dpt_known begun;
+  if (setup_.api->begin_known(comm_, &request, &begun) == 0) return false;
+  try {
+    *work = start_on_device(device, replay, begun.node_of);
+  } catch (...) {
+    dpt_error error{};
+    const dpt_status own = describe_caught(device, &error);
+    const dpt_status status = setup_.api->fail_known(comm_, &request, &begun, own, &error);
+    throw_failure(status, std::current_exception(), error);
+  }
+  setup_.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
+  return true;
 }
 
 WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {

@@ -113,7 +113,8 @@ void copy_message(const char* what, dpt_error* error) {
 
 // What NCCL or the device fails with may be this rank's alone. What else is raised, for arguments
 // that are refused say, is so on every rank.
-dpt_status Backend::describe_caught(const at::Device& device, dpt_error* error) {
+[[gnu::cold, gnu::noinline]] dpt_status Backend::describe_caught(const at::Device& device,
+                                                                 dpt_error* error) {
   const auto broke = [&](const std::exception& caught) {
     copy_message(caught.what(), error);
     return device.is_cuda() ? DPT_ERR_DELEGATE_BROKE : DPT_ERR_DELEGATE;

@@ -88,11 +88,27 @@ void memory_free(void* address) {
   }
 }
 
-void record_end(uint64_t recorded, dpt_status status, int on_stream) {
+[[gnu::hot]] void record_end(uint64_t recorded, dpt_status status, int on_stream) {
   const FlightRecord::State state = status != DPT_OK ? FlightRecord::kFailed
                                     : on_stream != 0 ? FlightRecord::kIssued
                                                      : FlightRecord::kEnded;
   FlightRecord::instance().end(recorded, state);
+}
+
+[[gnu::hot]] int begin_known(dpt_comm* comm, const dpt_request* request, dpt_known* begun) {
+  return comm->communicator.begin_known(*request, begun) ? 1 : 0;
+}
+
+dpt_status fail_known(dpt_comm* comm,
+                      const dpt_request* request,
+                      const dpt_known* begun,
+                      dpt_status status,
+                      dpt_error* error) {
+  dpt_status own = DPT_OK;
+  const dpt_status ended = guarded(error, [&] {
+    own = comm->communicator.fail_known(*request, begun->recorded, status, *error);
+  });
+  return ended == DPT_OK ? own : ended;
 }
 
 }  // namespace
@@ -107,7 +123,9 @@ const dpt_api* api() {
                              memory_allocate,
                              memory_free,
                              DeviceGroup::capture_of,
-                             record_end};
+                             record_end,
+                             begin_known,
+                             fail_known};
   return &table;
 }
 

@@ -473,7 +473,7 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
   statistics_->add(row, request.count * size_of(request.dtype), 0);
   dpt_error error;  // a kilobyte that is rarely needed
   error.message[0] = '\0';
-  Segment* const watched = request.on_device != 0 ? segment_.get() : nullptr;
+  Segment* const watched = request.on_device != 0 ? watched_segment() : nullptr;
   before_delegate(watched);
   dpt_status status =
       by_nodes ? delegate_.start_by_nodes(
@@ -524,6 +524,7 @@ bool Communicator::fail(dpt_status status, const std::string& reason) {
   std::lock_guard lock(state_mutex_);
   bool is_first = !failure_;
   if (is_first) failure_.emplace(status, reason);
+  has_failed_.store(true, std::memory_order_release);
   if (segment_) is_first &= segment_->abort(status, reason);
   if (nodes_) nodes_->links.abort(status, reason);
   joined_.notify_all();

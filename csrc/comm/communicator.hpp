@@ -23,6 +23,7 @@
 #include "bootstrap/store.hpp"
 #include "comm/calibration.hpp"
 #include "comm/flight_record.hpp"
+#include "comm/known_delegated.hpp"
 #include "comm/lost_rank.hpp"
 #include "comm/point_to_point.hpp"
 #include "comm/progress.hpp"
@@ -46,6 +47,12 @@ class Communicator {
   ~Communicator();
 
   dpt_outcome submit(const dpt_request& request, dpt_done done, void* done_context);
+  // NOTE [Short way]: what dpt_api says of them.
+  bool begin_known(const dpt_request& request, dpt_known* begun);
+  dpt_status fail_known(const dpt_request& request,
+                        uint64_t recorded,
+                        dpt_status status,
+                        const dpt_error& error);
   void abort(const std::string& reason);
   // Instead of the destructor, where peers may yet need this rank to join; see NOTE [Retired
   // groups]. False: nobody does. The store and the delegate are not used after this.
@@ -119,23 +126,10 @@ class Communicator {
     int device;
     std::string why_not;                 // not empty: the delegate serves this group's GPUs
     std::unique_ptr<DeviceGroup> group;  // unless there is a reason why not
+    bool staged = false;                 // through the host's memory
     size_t staging_bytes = 0;
     bool by_nodes = false;  // the delegate can go through this group's nodes in stages
   };
-  // Operations of one kind that are the delegate's from now on: what to look at to find one again,
-  // and where it is counted. With little to compute and to compare a call costs what the delegate's
-  // own does.
-  struct KnownDelegated {
-    Collective collective;
-    DataType dtype;
-    ReduceOp reduce_op;
-    size_t count = 0;  // 0: none yet
-    int device;
-    bool by_nodes;
-    StatisticsRow* row;
-  };
-  KnownDelegated& place_of(const dpt_request& request);
-  static bool is_like(const KnownDelegated& known, const dpt_request& request);
   dpt_outcome submit_device(const dpt_request& request, uint64_t* recorded);
   void launch_on_device(const dpt_request& request, const DevicePlan& plan);
   bool is_staged() const;
@@ -165,6 +159,7 @@ class Communicator {
   void abandon_delegate() const;
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);
+  bool is_device_broken() const;
   void check_segment(const dpt_request& request);
   void leave_devices();
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan, uint64_t recorded);
@@ -173,6 +168,8 @@ class Communicator {
                                 StatisticsRow* row,
                                 bool by_nodes,
                                 uint64_t recorded);
+  // Of which the other ranks' watchdogs hear what becomes of an operation on a device.
+  Segment* watched_segment() const;
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
   // True: this is what ended the group.
@@ -191,11 +188,16 @@ class Communicator {
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;
   std::shared_ptr<GroupStatistics> statistics_;
-  std::array<KnownDelegated, 16> known_delegated_{};  // guarded by submit_mutex_
-  Arrivals* arrivals_ = nullptr;                      // from connect on, of statistics_
-  int record_group_;                                  // its place in the flight record
+  Arrivals* arrivals_ = nullptr;  // from connect on, of statistics_
 
+  // What the short way looks at.
+  std::atomic<bool> has_failed_{false};  // failure_ is set
+  // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
+  // [Order].
+  std::atomic<int> may_delegate_{0};
+  int record_group_;  // its place in the flight record
   std::mutex submit_mutex_;
+  KnownDelegated known_delegated_;  // guarded by submit_mutex_
   uint64_t next_sequence_ = 1;
   // Set by whichever thread runs the group's first operation; then constant, as what follows.
   std::atomic<bool> connected_{false};
@@ -222,9 +224,6 @@ class Communicator {
   std::unique_ptr<DeviceState> device_;     // made by the first operation on a GPU
   LostRank lost_;                           // of the watchdog's thread
 
-  // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
-  // [Order].
-  std::atomic<int> may_delegate_{0};
   Progress progress_;  // last: its thread uses everything above
 };
 

@@ -21,12 +21,6 @@
 namespace dpt {
 namespace {
 
-// It is described by its collective, type and size.
-bool is_plain(const dpt_request& request) {
-  return request.not_native == nullptr && request.input_counts == nullptr &&
-         request.output_counts == nullptr;
-}
-
 bool is_busy(const dpt_request& request) {
   return request.busy != nullptr && request.busy(request.call) != 0;
 }
@@ -60,45 +54,18 @@ bool has_device_kernels(Collective collective) {
 
 }  // namespace
 
-Communicator::KnownDelegated& Communicator::place_of(const dpt_request& request) {
-  // Sizes are often multiples of large powers of two.
-  const size_t mixed = (request.count + request.collective) * 0x9E3779B97F4A7C15u;
-  return known_delegated_[(mixed >> 48) % known_delegated_.size()];
-}
-
-bool Communicator::is_like(const KnownDelegated& known, const dpt_request& request) {
-  return known.count != 0 && known.count == request.count &&
-         known.collective == request.collective && known.dtype == request.dtype &&
-         known.reduce_op == request.reduce_op && known.device == request.device &&
-         is_plain(request);
-}
-
 dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* recorded) {
   std::unique_lock order(submit_mutex_);
   check_usable(request);
   check_device(request);
   *recorded = record(request);
-  KnownDelegated& known = place_of(request);
-  if (is_like(known, request)) {
-    const KnownDelegated found = known;
-    order.unlock();
-    return start_on_delegate(request, found.row, found.by_nodes, *recorded);
-  }
   bool lasts = false;
   DevicePlan plan = plan_on_device(request, &lasts);
   const bool by_nodes = std::strcmp(plan.algorithm, "hierarchical") == 0;
   if (by_nodes || std::strcmp(plan.algorithm, "delegate") == 0) {
     StatisticsRow* const row =
         statistics_->row_of(request.collective, plan.algorithm, plan.reason.c_str());
-    if (lasts) {
-      known = {request.collective,
-               request.dtype,
-               request.reduce_op,
-               request.count,
-               request.device,
-               by_nodes,
-               row};
-    }
+    if (lasts) known_delegated_.add(request, by_nodes, row);
     order.unlock();
     return start_on_delegate(request, row, by_nodes, *recorded);
   }
@@ -130,9 +97,7 @@ void Communicator::launch_on_device(const dpt_request& request, const DevicePlan
   }
 }
 
-bool Communicator::is_staged() const {
-  return device_ && device_->group && device_->group->staging().slot_bytes != 0;
-}
+bool Communicator::is_staged() const { return device_ && device_->staged; }
 
 // Where GPUs are staged through the host's memory; known once they have met.
 std::string Communicator::why_not_staged(const dpt_request& request) const {
@@ -221,7 +186,7 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
   DevicePlan plan = choose(std::move(reason));
   // Asked last: what is the delegate's anyway need not look at the stream.
   if (staged && plan.algorithm == kCpuReduce && busy()) return choose(kBusy);
-  *lasts = may_be_native && is_plain(request) && !asked && is_settled;
+  *lasts = KnownDelegated::is_plain(request) && !asked && is_settled;
   return plan;
 }
 
@@ -413,6 +378,7 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
       setup.neighbours = neighbours_of(devices.links, rank_);
     }
     state->group = DeviceGroup::connect(setup);
+    state->staged = state->group->staging().slot_bytes != 0;
   };
   if (nodes_ || (!devices.peer_access && devices.links.size == 0)) {
     connect(false);
@@ -536,6 +502,11 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
   return {
       DPT_ERR_TIMEOUT,
       where + peer + (may_wait ? ", or a rank that it waits for," : "") + " did not come in time"};
+}
+
+bool Communicator::is_device_broken() const {
+  if (!device_ || !device_->group) return false;
+  return (is_staged() && segment_->aborted()) || device_->group->failure();
 }
 
 void Communicator::check_device(const dpt_request& request) {

@@ -184,20 +184,20 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
   }
 }
 
-FlightRecord::Group* FlightRecord::group_of(int group) const {
+[[gnu::hot]] FlightRecord::Group* FlightRecord::group_of(int group) const {
   if (header_ == nullptr || group < 0) return nullptr;
   Group* const found = &groups_[group % kGroups];
   return found->id.load(std::memory_order_relaxed) == group ? found : nullptr;
 }
 
-FlightRecord::Entry* FlightRecord::entry_of(uint64_t number) const {
+[[gnu::hot]] FlightRecord::Entry* FlightRecord::entry_of(uint64_t number) const {
   if (header_ == nullptr || number == 0) return nullptr;
   Entry* const entry = &entries_[(number - 1) % kEntries];
   // Long ago: its place is another's by now.
   return entry->number.load(std::memory_order_acquire) == number ? entry : nullptr;
 }
 
-uint64_t FlightRecord::begin(int group, const dpt_request& request) {
+[[gnu::hot]] uint64_t FlightRecord::begin(int group, const dpt_request& request, How how) {
   Group* const mine = group_of(group);
   if (mine == nullptr || paused_.load(std::memory_order_relaxed)) return 0;
   std::atomic<uint64_t>& counter = is_message(request) ? mine->messages : mine->collectives;
@@ -221,7 +221,7 @@ uint64_t FlightRecord::begin(int group, const dpt_request& request) {
   entry.flags = static_cast<uint8_t>((uneven ? 1 : 0) | (request.on_device != 0 ? 2 : 0) |
                                      (request.asynchronous != 0 ? 4 : 0));
   entry.state.store(kEntered, std::memory_order_relaxed);
-  entry.how.store(kUndecided, std::memory_order_relaxed);
+  entry.how.store(how, std::memory_order_relaxed);
   entry.number.store(number, std::memory_order_release);
   return number;
 }
@@ -230,7 +230,7 @@ void FlightRecord::note(uint64_t number, How how) {
   if (Entry* const entry = entry_of(number)) entry->how.store(how, std::memory_order_relaxed);
 }
 
-void FlightRecord::end(uint64_t number, State state, std::optional<Time> at) {
+[[gnu::hot]] void FlightRecord::end(uint64_t number, State state, std::optional<Time> at) {
   Entry* const entry = entry_of(number);
   if (entry == nullptr || entry->state.load(std::memory_order_relaxed) != kEntered) return;
   const int64_t now =

@@ -60,7 +60,7 @@ class FlightRecord {
   void describe_group(const std::string& name, const std::string& description);
 
   // A call of this process. Returns the operation's number, for what follows; 0: not recorded.
-  uint64_t begin(int group, const dpt_request& request);
+  uint64_t begin(int group, const dpt_request& request, How how = kUndecided);
   void note(uint64_t number, How how);
   // Only the first end counts. `at`: where the clock has been read already, which is a third of
   // what a record costs; on Linux this one is the monotonic clock.

@@ -99,7 +99,7 @@ bool LostRank::keeps_waiting(bool waits, Time now) {
   return now - *waits_since_ >= enough;
 }
 
-void before_delegate(Segment* segment) {
+[[gnu::hot]] void before_delegate(Segment* segment) {
   if (segment != nullptr) segment->note_stock_failure("");
 }
 

@@ -28,7 +28,7 @@ StatisticsRow* GroupStatistics::row_of(Collective collective,
   return &rows_.emplace_back(StatisticsRow{group_, collective, algorithm, reason});
 }
 
-void GroupStatistics::add(StatisticsRow* row, size_t bytes, double time_us) {
+[[gnu::hot]] void GroupStatistics::add(StatisticsRow* row, size_t bytes, double time_us) {
   std::lock_guard lock(mutex_);
   row->calls += 1;
   row->bytes += bytes;

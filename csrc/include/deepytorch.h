@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 10
+#define DPT_ABI_VERSION 11
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -146,6 +146,12 @@ typedef enum dpt_outcome {
 
 typedef void (*dpt_done)(void* context, dpt_status status, const char* message);
 
+/* An operation on its short way, see dpt_api.begin_known. */
+typedef struct dpt_known {
+  uint64_t recorded;  /* its number, for `record_end` */
+  const int* node_of; /* as start_by_nodes is given it; NULL: as `start` does it */
+} dpt_known;
+
 /* Whether what the delegate does on a device may wait for another rank. */
 typedef enum dpt_waits {
   DPT_WAITS_NOT = 0,
@@ -249,6 +255,19 @@ typedef struct dpt_api {
   /* The flight record: a delegated operation has ended; `on_stream`: it only began, on a stream,
    * and nobody will tell of its end. */
   void (*record_end)(uint64_t recorded, dpt_status status, int on_stream);
+  /* A short way for what is the delegate's: not 0 if that is settled for operations like `request`,
+   * on a device. Then it is recorded and counted, and the caller starts it on the delegate himself,
+   * before anything else of this thread on the group, and says with `record_end` or `fail_known`
+   * what came of that. 0: submit it. Of the request's buffers, and what is asked for with `call`,
+   * nothing is looked at. */
+  int (*begin_known)(dpt_comm* comm, const dpt_request* request, dpt_known* begun);
+  /* What the delegate failed with, as from `start`. Returns what the caller is to raise: that, or
+   * with its own message in `error` why the group had ended. */
+  dpt_status (*fail_known)(dpt_comm* comm,
+                           const dpt_request* request,
+                           const dpt_known* begun,
+                           dpt_status status,
+                           dpt_error* error);
 } dpt_api;
 
 #ifdef __cplusplus

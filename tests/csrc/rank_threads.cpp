@@ -194,7 +194,27 @@ void Rank::destroy() {
   comm_ = nullptr;
 }
 
+bool Rank::run_known(Request& request) {
+  if (request.request.on_device == 0) return false;
+  dpt_known begun{};
+  if (api()->begin_known(comm_, request.get(), &begun) == 0) return false;
+  ++num_known_;
+  const dpt_delegate delegate = delegate_.table();
+  dpt_error error{};
+  const dpt_status status =
+      begun.node_of != nullptr
+          ? delegate.start_by_nodes(delegate.context, request.request.call, begun.node_of, &error)
+          : delegate.start(delegate.context, request.request.call, &error);
+  if (status == DPT_OK) {
+    api()->record_end(begun.recorded, DPT_OK, 1);
+  } else {
+    check(api()->fail_known(comm_, request.get(), &begun, status, &error), error);
+  }
+  return true;
+}
+
 dpt_outcome Rank::run(Request& request) {
+  if (run_known(request)) return DPT_DELEGATED;
   dpt_outcome outcome = DPT_COMPLETED;
   dpt_error error{};
   auto never = [](void*, dpt_status, const char*) { std::terminate(); };

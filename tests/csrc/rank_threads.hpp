@@ -99,6 +99,8 @@ class Rank {
   int rank() const { return rank_; }
   int size() const { return size_; }
   RecordingDelegate& delegate() { return delegate_; }
+  // Of those on GPUs: how many went the short way.
+  int num_known() const { return num_known_; }
 
   // Throws Failure. The outcome is never DPT_STARTED.
   dpt_outcome run(Request& request);
@@ -116,6 +118,9 @@ class Rank {
   std::unique_ptr<Store> store_;
   RecordingDelegate delegate_;
   dpt_comm* comm_ = nullptr;
+  int num_known_ = 0;
+
+  bool run_known(Request& request);
 };
 
 // Calls `body` once per rank, each in its own thread; rethrows the first failure.

@@ -214,6 +214,7 @@ TEST_F(DeviceFailure, ADelegateThatFailedMayBeTriedAgain) {
     both.arrive_and_wait();
     rank.delegate().status = DPT_OK;
     EXPECT_EQ(sum(rank), DPT_DELEGATED);
+    EXPECT_EQ(rank.num_known(), 1);
     both.arrive_and_wait();
     rank.delegate().is_waiting = DPT_WAITS_ON_STREAM;
     std::this_thread::sleep_for(std::chrono::milliseconds(1500));

@@ -117,6 +117,7 @@ TEST_F(DeviceTuning, WhatIsKnownToBeTheDelegatesIsCountedEachTime) {
             [](Rank& rank) {
               for (int i = 0; i < 3; ++i) EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
               EXPECT_EQ(rank.delegate().calls.size(), 3);
+              EXPECT_EQ(rank.num_known(), 2);
               rank.barrier();
               EXPECT_EQ(calls_counted("known"), 6);
               rank.barrier();

@@ -74,7 +74,10 @@ TEST(Muster, GivesAllTheSameAnswer) {
 
 TEST(Muster, EndsWithTheGroup) {
   run_on_segment([](const RunContext& context) {
-    if (context.me() == 0) return context.segment.abort(DPT_ERR_ABORTED, "for the test");
+    if (context.me() == 0) {
+      context.segment.abort(DPT_ERR_ABORTED, "for the test");
+      return;
+    }
     EXPECT_THROW(muster(context, 0, 1, Deadline(kLong)), Error);
   });
 }

@@ -1,0 +1,37 @@
+// The communicator's part in operations that are known to be the delegate's, see NOTE [Short way].
+#include "comm/communicator.hpp"
+#include "comm/fabric.hpp"
+#include "comm/lost_rank.hpp"
+
+namespace dpt {
+
+Segment* Communicator::watched_segment() const {
+  return connected_.load(std::memory_order_acquire) ? segment_.get() : nullptr;
+}
+
+[[gnu::hot]] bool Communicator::begin_known(const dpt_request& request, dpt_known* begun) {
+  // What is to be said, or waited for, first takes the long way.
+  if (has_failed_.load(std::memory_order_acquire) || Fabric::forked()) return false;
+  if (may_delegate_.load(std::memory_order_acquire) > 0) return false;
+  const std::lock_guard order(submit_mutex_);
+  const KnownDelegated::Known* const known = known_delegated_.find(request);
+  if (known == nullptr || is_device_broken()) return false;
+  begun->recorded =
+      FlightRecord::instance().begin(record_group_, request, FlightRecord::kDelegated);
+  begun->node_of = known->by_nodes ? nodes_->layout.node_of.data() : nullptr;
+  statistics_->add(known->row, request.count * size_of(request.dtype), 0);
+  before_delegate(watched_segment());
+  return true;
+}
+
+dpt_status Communicator::fail_known(const dpt_request& request,
+                                    uint64_t recorded,
+                                    dpt_status status,
+                                    const dpt_error& error) {
+  FlightRecord::instance().end(recorded, FlightRecord::kFailed);
+  status = after_delegate(watched_segment(), status, error);
+  check_usable(request);  // why it was abandoned meanwhile
+  return status;
+}
+
+}  // namespace dpt

@@ -1,0 +1,182 @@
+// The short way of operations on GPUs that are known to be the delegate's (NOTE [Short way]), which
+// Rank::run takes as the adapter does.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <barrier>
+
+#include "comm/end_process.hpp"
+#include "comm/flight_record.hpp"
+#include "comm/known_delegated.hpp"
+#include "comm/statistics.hpp"
+#include "fake_device.hpp"
+#include "rank_threads.hpp"
+
+namespace dpt::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+class ShortWay : public ::testing::Test {
+ protected:
+  // No rank reaches another's memory.
+  ShortWay() {
+    reset_statistics();
+    fake_devices() = {};
+    fake_devices().why_absent = "";
+    fake_devices().peer_access = false;
+    fake_devices().unmappable_rank = 1;
+    fail_devices(std::nullopt);
+  }
+  ~ShortWay() override {
+    fake_devices() = {};
+    fail_devices(std::nullopt);
+  }
+};
+
+Request sum_of(Rank& rank, size_t count, dpt_data_type dtype = DPT_FLOAT32) {
+  static char buffer[1];
+  Request request(DPT_ALL_REDUCE, dtype, count);
+  request.reduce_op(DPT_SUM).input(buffer).output(buffer);
+  request.request.on_device = 1;
+  request.request.device = rank.rank();
+  request.request.stream = [](void*) -> void* { return nullptr; };
+  return request;
+}
+
+uint64_t calls_counted() {
+  uint64_t calls = 0;
+  for (const StatisticsRow& row : all_statistics()) {
+    if (row.collective == DPT_ALL_REDUCE) calls += row.calls;
+  }
+  return calls;
+}
+
+TEST_F(ShortWay, IsTakenByTheSameOperationAlone) {
+  run_ranks(1, [](Rank& rank) {
+    EXPECT_EQ(rank.run(sum_of(rank, 1000)), DPT_DELEGATED);
+    EXPECT_EQ(rank.num_known(), 0);
+    EXPECT_EQ(rank.run(sum_of(rank, 1000)), DPT_DELEGATED);
+    EXPECT_EQ(rank.num_known(), 1);
+    rank.run(sum_of(rank, 1001));
+    rank.run(sum_of(rank, 1000, DPT_BFLOAT16));
+    rank.run(std::move(sum_of(rank, 1000).reduce_op(DPT_MAX)));
+    EXPECT_EQ(rank.num_known(), 1);
+    rank.run(std::move(sum_of(rank, 1000).reduce_op(DPT_MAX)));
+    EXPECT_EQ(rank.num_known(), 2);
+    EXPECT_EQ(rank.delegate().calls.size(), 6);
+    EXPECT_EQ(calls_counted(), 6);
+  });
+}
+
+TEST_F(ShortWay, IsNotForWhatTheKeyLeavesOut) {
+  run_ranks(1, [](Rank& rank) {
+    for (int i = 0; i < 2; ++i) {
+      rank.run(std::move(sum_of(rank, 1000).not_native("sparse tensors")));
+      rank.run(std::move(sum_of(rank, 2000).counts({2000}, {2000})));
+    }
+    EXPECT_EQ(rank.num_known(), 0);
+    EXPECT_EQ(calls_counted(), 4);
+  });
+}
+
+// More kinds than there are places for.
+TEST_F(ShortWay, ManySizesPushEachOtherOut) {
+  run_ranks(1, [](Rank& rank) {
+    for (int again = 0; again < 3; ++again) {
+      for (size_t count = 1; count <= 200; ++count) {
+        EXPECT_EQ(rank.run(sum_of(rank, count << 10)), DPT_DELEGATED);
+      }
+    }
+    EXPECT_EQ(rank.delegate().calls.size(), 600);
+    EXPECT_EQ(calls_counted(), 600);
+    EXPECT_LT(rank.num_known(), 600);
+  });
+}
+
+TEST_F(ShortWay, IsInTheFlightRecordAsDelegated) {
+  run_ranks(1, [](Rank& rank) {
+    for (int i = 0; i < 2; ++i) rank.run(sum_of(rank, 777));
+    ASSERT_EQ(rank.num_known(), 1);
+    std::vector<char> record(1 << 20);
+    const ssize_t bytes = pread(FlightRecord::instance().fd(), record.data(), record.size(), 0);
+    ASSERT_GT(bytes, 0);
+    const auto* const header = reinterpret_cast<const FlightRecord::Header*>(record.data());
+    const size_t entries = header->header_bytes + header->groups * header->group_bytes +
+                           header->peers * header->peer_bytes;
+    const uint64_t last = header->next - 1;
+    const auto* const entry = reinterpret_cast<const FlightRecord::Entry*>(
+        record.data() + entries + last % header->entries * header->entry_bytes);
+    EXPECT_EQ(entry->count, 777);
+    EXPECT_EQ(entry->how, FlightRecord::kDelegated);
+    EXPECT_EQ(entry->state, FlightRecord::kIssued);
+  });
+}
+
+TEST_F(ShortWay, EndsWithTheGroup) {
+  run_ranks(1, [](Rank& rank) {
+    for (int i = 0; i < 2; ++i) rank.run(sum_of(rank, 1000));
+    rank.abort("for the test");
+    const Failure failure = failure_of([&] { rank.run(sum_of(rank, 1000)); });
+    EXPECT_EQ(failure.status, DPT_ERR_ABORTED);
+    EXPECT_THAT(failure.what(), HasSubstr("for the test"));
+    EXPECT_EQ(rank.num_known(), 1);
+  });
+}
+
+TEST_F(ShortWay, TellsWhatTheDelegateFailsWith) {
+  std::barrier both(2);
+  run_ranks(2,
+            [&](Rank& rank) {
+              for (int i = 0; i < 2; ++i) EXPECT_EQ(rank.run(sum_of(rank, 1000)), DPT_DELEGATED);
+              EXPECT_EQ(rank.num_known(), 1);
+              both.arrive_and_wait();
+              rank.delegate().status = DPT_ERR_DELEGATE_BROKE;
+              const Failure failure = failure_of([&] { rank.run(sum_of(rank, 1000)); });
+              EXPECT_EQ(failure.status, DPT_ERR_DELEGATE);
+              EXPECT_THAT(failure.what(), HasSubstr("the delegate's own words"));
+              EXPECT_EQ(rank.num_known(), 2);
+              both.arrive_and_wait();
+              rank.delegate().status = DPT_OK;
+              EXPECT_EQ(rank.run(sum_of(rank, 1000)), DPT_DELEGATED);
+              both.arrive_and_wait();
+            },
+            {.raise_errors = true});
+}
+
+TEST_F(ShortWay, IsClosedOnceTheGpusGroupHasFailed) {
+  fake_devices().unmappable_rank = -1;
+  fake_devices().peer_access = true;
+  fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
+  std::atomic<int> ends = 0;
+  replace_end_process([&](const std::string&) { ++ends; });
+  std::barrier both(2);
+  const auto stock = [](const dpt_request&) {
+    advance_device(1);
+    return DPT_OK;
+  };
+  run_ranks(2,
+            [&](Rank& rank) {
+              std::vector<float> values(1 << 18);
+              Request request = sum_of(rank, values.size());
+              request.inputs = {values.data()};
+              request.outputs = {values.data()};
+              for (int i = 0; i < 2; ++i) EXPECT_EQ(rank.run(request), DPT_DELEGATED);
+              EXPECT_EQ(rank.num_known(), 1);
+              both.arrive_and_wait();
+              if (rank.rank() == 0) {
+                fail_devices(DeviceGroup::Failure{DeviceGroup::Failure::kTimeout, 1, 7});
+              }
+              both.arrive_and_wait();
+              const Failure failure = failure_of([&] { rank.run(request); });
+              EXPECT_THAT(failure.what(), HasSubstr("native operation #7 on GPUs"));
+              EXPECT_EQ(rank.num_known(), 1);
+              both.arrive_and_wait();
+            },
+            {.tune = DPT_TUNE_AUTO, .raise_errors = true, .execute = stock});
+  EXPECT_EQ(ends, 0);
+  replace_end_process(nullptr);
+}
+
+}  // namespace
+}  // namespace dpt::testing
