@@ -30,6 +30,7 @@ class Knob:
         least: the smallest value that is valid.
         most: the largest.
         step: of which all valid values are multiples.
+        is_graded: whether half and twice a value that is faster are worth a try, too.
         variable: the environment variable that carries it; "" for a framework's argument.
         device: "cpu" or "cuda" where it only has an effect there.
         between_nodes: whether it only has an effect between nodes.
@@ -41,6 +42,7 @@ class Knob:
     least: int
     most: int
     step: int = 1
+    is_graded: bool = False
     variable: str = ""
     device: str = ""
     between_nodes: bool = False
@@ -50,7 +52,14 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 KNOBS: tuple[Knob, ...] = (
     # MiB of DDP's buckets; a value also sets the first bucket's.
-    Knob(name="ddp_bucket_mb", layer=FRAMEWORK, values=(4, 64, 256, 1024), least=1, most=1 << 20),
+    Knob(
+        name="ddp_bucket_mb",
+        layer=FRAMEWORK,
+        values=(4, 64, 256, 1024),
+        least=1,
+        most=1 << 20,
+        is_graded=True,
+    ),
     # Units of FSDP2 whose parameters are gathered ahead.
     Knob(name="fsdp2_prefetch", layer=FRAMEWORK, values=(1, 2, 4), least=1, most=64),
     # In elements, as DeepSpeed counts.
@@ -60,6 +69,7 @@ KNOBS: tuple[Knob, ...] = (
         values=(1 << 22, 1 << 24, 1 << 26, 1 << 28),
         least=1,
         most=1 << 40,
+        is_graded=True,
     ),
     Knob(
         name="zero_prefetch_bucket",
@@ -67,6 +77,7 @@ KNOBS: tuple[Knob, ...] = (
         values=(1 << 22, 1 << 24, 1 << 26),
         least=1,
         most=1 << 40,
+        is_graded=True,
     ),
     # 1: each gradient goes to the rank that owns it alone. Half the bytes of an all_reduce of all,
     # in more operations, which one after the other use a link in one direction at a time.
@@ -78,6 +89,7 @@ KNOBS: tuple[Knob, ...] = (
         least=64,
         most=256 * _KIB,
         step=64,
+        is_graded=True,
         variable="DEEPYTORCH_CHUNK_BYTES",
         device="cpu",
     ),
@@ -106,6 +118,7 @@ KNOBS: tuple[Knob, ...] = (
         values=(4 * _MIB, 1 * _MIB, 16 * _MIB),
         least=64 * _KIB,
         most=_GIB,
+        is_graded=True,
         variable="DEEPYTORCH_SOCKET_BYTES",
         device="cpu",
         between_nodes=True,
@@ -116,6 +129,7 @@ KNOBS: tuple[Knob, ...] = (
         values=(16 * _MIB, 8 * _MIB, 2 * _MIB),
         least=64 * _KIB,
         most=_GIB,
+        is_graded=True,
         variable="NCCL_BUFFSIZE",
         device="cuda",
         between_nodes=True,

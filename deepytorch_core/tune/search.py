@@ -1,7 +1,8 @@
 """Which settings to try next, within a budget of steps: coordinate descent, then pairs.
 
 Every knob in turn is tried alone at its other values, from the best setting so far; a value stays
-if it is faster beyond the noise. Passes are repeated until one changes nothing, so a value that
+if it is faster beyond the noise, and then half and twice as much are tried where the knob is one of
+degree. Passes are repeated until one changes nothing, so a value that
 pays only beside another one is found when that other one has been. What is left of the budget goes
 to changes of two knobs at once, for settings of which neither pays alone: those first that a model
 without interactions, fitted to all that was measured, promises most.
@@ -124,8 +125,20 @@ class Search:
             for setting in _alternatives(before.setting, knob):
                 if self._is_open(setting) and self._has_budget():
                     self._try(setting)
-            changed = changed or self.best is not before
+            if self.best is not before:
+                changed = True
+                self._refine(knob)
         return changed
+
+    def _refine(self, knob: Knob) -> None:
+        """From a value that was found, on to halves or doubles of it as long as they are faster."""
+        before = None
+        while self.best is not before and self._has_budget():
+            before = self.best
+            assert before is not None
+            for setting in _beside(before.setting, knob):
+                if self._is_open(setting) and self._has_budget():
+                    self._try(setting)
 
     def _try_pairs(self) -> bool:
         """Changes of two knobs, the most promising first, until one is better; whether one was."""
@@ -188,13 +201,26 @@ class Search:
 
 def _alternatives(setting: Setting, knob: Knob) -> list[Setting]:
     """`setting` with every other value of one knob, its default last."""
-    values = dict(setting)
-    found = []
-    for value in (*knob.values, None):
-        if value == values.get(knob.name):
-            continue
-        changed = {name: other for name, other in values.items() if name != knob.name}
-        if value is not None:
-            changed[knob.name] = value
-        found.append(frozenset(changed.items()))
-    return found
+    now = dict(setting).get(knob.name)
+    return [_with(setting, knob, value) for value in (*knob.values, None) if value != now]
+
+
+def _beside(setting: Setting, knob: Knob) -> list[Setting]:
+    """`setting` with half and twice its value of a knob, where these are valid.
+
+    No more than the most that is tried anyway: from there on larger ones may all be the same.
+    """
+    now = dict(setting).get(knob.name)
+    if not knob.is_graded or now is None:
+        return []
+    valid = range(knob.least, max(knob.values) + 1)
+    values = [value for value in (now // 2, 2 * now) if value in valid and value % knob.step == 0]
+    return [_with(setting, knob, value) for value in values]
+
+
+def _with(setting: Setting, knob: Knob, value: int | None) -> Setting:
+    """`setting` with another value of one knob; None is its default."""
+    changed = {name: other for name, other in setting if name != knob.name}
+    if value is not None:
+        changed[knob.name] = value
+    return frozenset(changed.items())

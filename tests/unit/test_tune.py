@@ -104,6 +104,24 @@ def test_one_pass_over_the_settings_misses_it() -> None:
     assert search.best.setting == setting(num_sockets=4)
 
 
+@pytest.mark.parametrize("least_at", [1, 2, 8, 16, 32])
+def test_a_degree_is_refined_from_the_value_that_was_found(least_at: int) -> None:
+    """Neither 4 nor 64 is best, but one of them is better than the default."""
+    graded = dataclasses.replace(KNOBS[0], is_graded=True)
+
+    def seconds(values: Mapping[str, int]) -> float:
+        return 1 + abs(
+            math.log2(values.get("ddp_bucket_mb", 25) * 1000) - math.log2(1000 * least_at)
+        )
+
+    machine = Machine(lambda values: 10.0 if not values else seconds(values))
+    search = Search((graded,), machine.measure, steps=STEPS, budget_steps=1000)
+    assert search.run().setting == setting(ddp_bucket_mb=least_at)
+    tried = {dict(trial.setting).get("ddp_bucket_mb", 0) for trial in search.trials}
+    assert max(tried) == 64
+    assert len(tried) <= 1 + 2 + 5
+
+
 @pytest.mark.parametrize("budget", [1, 5, 6, 11, 12, 100, 161])
 def test_the_budget_is_kept(budget: int) -> None:
     machine = Machine(lambda values: 1.0, noise=0.2)
@@ -279,6 +297,9 @@ def test_every_value_to_try_is_valid() -> None:
     for knob in knobs.KNOBS:
         for value in knob.values:
             assert knobs.checked({knob.name: value}) == setting(**{knob.name: value})
+            half = value // 2
+            if knob.is_graded and half >= knob.least:
+                assert half % knob.step or knobs.checked({knob.name: half})
 
 
 @pytest.fixture
