@@ -1,11 +1,11 @@
 """Which settings to try next, within a budget of steps: coordinate descent, then pairs.
 
 Every knob in turn is tried alone at its other values, from the best setting so far; a value stays
-if it is faster beyond the noise, and then half and twice as much are tried where the knob is one of
-degree. Passes are repeated until one changes nothing, so a value that
-pays only beside another one is found when that other one has been. What is left of the budget goes
-to changes of two knobs at once, for settings of which neither pays alone: those first that a model
-without interactions, fitted to all that was measured, promises most.
+if it is faster beyond the noise. Of sizes, half and twice the fastest are tried as well. Passes are
+repeated until one changes nothing, so a value that pays only beside another one is found when that
+other one has been. What is left of the budget goes to changes of two knobs at once, for settings of
+which neither pays alone: those first that a model without interactions, fitted to all that was
+measured, promises most.
 """
 
 from __future__ import annotations
@@ -122,23 +122,27 @@ class Search:
         for knob in self._knobs:
             before = self.best
             assert before is not None
-            for setting in _alternatives(before.setting, knob):
+            alternatives = _alternatives(before.setting, knob)
+            for setting in alternatives:
                 if self._is_open(setting) and self._has_budget():
                     self._try(setting)
-            if self.best is not before:
-                changed = True
-                self._refine(knob)
+            self._refine(knob, [before.setting, *alternatives])
+            changed = changed or self.best is not before
         return changed
 
-    def _refine(self, knob: Knob) -> None:
-        """From a value that was found, on to halves or doubles of it as long as they are faster."""
-        before = None
-        while self.best is not before and self._has_budget():
-            before = self.best
-            assert before is not None
-            for setting in _beside(before.setting, knob):
+    def _refine(self, knob: Knob, settings: Sequence[Setting]) -> None:
+        """From the fastest of them on to half and twice its value, as long as that is faster.
+
+        That it seems to be faster is enough: a sharper value may show what noise hides of a coarse
+        one.
+        """
+        tried = [self._seen[setting] for setting in settings if setting in self._seen]
+        done = None
+        while (fastest := min(tried, key=lambda trial: trial.median_s)) is not done:
+            done = fastest
+            for setting in _beside(fastest.setting, knob):
                 if self._is_open(setting) and self._has_budget():
-                    self._try(setting)
+                    tried.append(self._try(setting))
 
     def _try_pairs(self) -> bool:
         """Changes of two knobs, the most promising first, until one is better; whether one was."""
@@ -191,12 +195,13 @@ class Search:
                 return False
         return True
 
-    def _try(self, setting: Setting) -> None:
+    def _try(self, setting: Setting) -> Trial:
         trial = self._measure(setting, self.best)
         self._left -= trial.steps
         self._seen[setting] = trial
         if self.best is None or trial.beats(self.best):
             self.best = trial
+        return trial
 
 
 def _alternatives(setting: Setting, knob: Knob) -> list[Setting]:

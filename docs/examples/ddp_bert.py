@@ -12,7 +12,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=1000)
-steps = parser.parse_args().steps
+parser.add_argument("--batch", type=int, default=4, help="sequences of each rank in a step")
+arguments = parser.parse_args()
+steps, batch = arguments.steps, arguments.batch
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -30,8 +32,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 data = torch.Generator().manual_seed(dist.get_rank())
 for step in range(steps):
     # Some words come more often than others, as in a language.
-    words = (MASK * torch.rand(4, 64, generator=data) ** 4).long()
-    hidden = torch.rand(4, 64, generator=data) < 0.15
+    words = (MASK * torch.rand(batch, 64, generator=data) ** 4).long()
+    hidden = torch.rand(batch, 64, generator=data) < 0.15
     output = model(
         input_ids=words.masked_fill(hidden, MASK), labels=words.masked_fill(~hidden, -100)
     )
