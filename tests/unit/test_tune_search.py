@@ -1,0 +1,220 @@
+"""The search of `deepytorch tune` on synthetic jobs, and the confirmation of what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from deepytorch_core.tune import confirm, knobs
+from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting
+from deepytorch_core.tune.search import Search, Trial
+
+STEPS = 6
+KNOBS = (
+    Knob(name="ddp_bucket_mb", layer=knobs.FRAMEWORK, values=(4, 64), least=1, most=1024),
+    Knob(name="chunk_bytes", layer=knobs.PLAN, values=(16384, 65536), least=64, most=1 << 18),
+    Knob(name="num_sockets", layer=knobs.TRANSPORT, values=(4, 8), least=1, most=64),
+)
+Seconds = Callable[[Mapping[str, int]], float]
+
+
+class Machine:
+    """Jobs whose step takes `seconds`, and up to `noise` of it more or less."""
+
+    def __init__(self, seconds: Seconds, *, noise: float = 0.0, seed: int = 0) -> None:
+        self.seconds = seconds
+        self.noise = noise
+        self.random = random.Random(seed)
+        self.steps = 0
+        self.problems: dict[Setting, str] = {}
+
+    def measure(self, setting: Setting, best: Trial | None) -> Trial:
+        middle = self.seconds(dict(setting))
+        spread = [1 + self.noise * self.random.uniform(-1, 1) for _ in range(STEPS)]
+        self.steps += STEPS
+        return Trial(
+            setting=setting,
+            step_s=tuple(middle * factor for factor in spread),
+            steps=STEPS,
+            problem=self.problems.get(setting, ""),
+        )
+
+    def search(self, budget_steps: int) -> Search:
+        found = Search(KNOBS, self.measure, steps=STEPS, budget_steps=budget_steps)
+        found.run()
+        assert self.steps <= budget_steps
+        return found
+
+
+def setting(**values: int) -> Setting:
+    return frozenset(values.items())
+
+
+def pays_beside_another(values: Mapping[str, int]) -> float:
+    """Small buckets cost latency, unless several sockets hide it: one pass misses the best."""
+    has_sockets, is_small = values.get("num_sockets") == 4, values.get("ddp_bucket_mb") == 4
+    return {(False, False): 1.0, (False, True): 1.2, (True, False): 0.9, (True, True): 0.6}[
+        has_sockets, is_small
+    ]
+
+
+def pays_only_together(values: Mapping[str, int]) -> float:
+    """Neither pays alone, so no change of one setting leads to the best."""
+    has_sockets, is_small = values.get("num_sockets") == 4, values.get("ddp_bucket_mb") == 4
+    penalty = 0.02 * (values.get("chunk_bytes") is not None)
+    if has_sockets and is_small:
+        return 0.6 + penalty
+    return 1.0 + 0.05 * has_sockets + 0.05 * is_small + penalty
+
+
+@pytest.mark.parametrize("seconds", [pays_beside_another, pays_only_together])
+@pytest.mark.parametrize("seed", range(20))
+def test_an_interaction_is_found_in_noise(seconds: Seconds, seed: int) -> None:
+    machine = Machine(seconds, noise=0.03, seed=seed)
+    best = machine.search(budget_steps=27 * STEPS).best
+    assert best is not None
+    assert best.setting >= setting(ddp_bucket_mb=4, num_sockets=4)
+
+
+def test_one_pass_over_the_settings_misses_it() -> None:
+    """What the search is better than."""
+    machine = Machine(pays_beside_another)
+    search = machine.search(budget_steps=7 * STEPS)
+    assert search.best is not None
+    assert search.best.setting == setting(num_sockets=4)
+
+
+@pytest.mark.parametrize("least_at", [1, 2, 8, 16, 32])
+def test_a_degree_is_refined_from_the_value_that_was_found(least_at: int) -> None:
+    """Neither 4 nor 64 is best, but one of them is better than the default."""
+    graded = dataclasses.replace(KNOBS[0], is_graded=True)
+
+    def seconds(values: Mapping[str, int]) -> float:
+        return 1 + abs(
+            math.log2(values.get("ddp_bucket_mb", 25) * 1000) - math.log2(1000 * least_at)
+        )
+
+    machine = Machine(lambda values: 10.0 if not values else seconds(values))
+    search = Search((graded,), machine.measure, steps=STEPS, budget_steps=1000)
+    assert search.run().setting == setting(ddp_bucket_mb=least_at)
+    tried = {dict(trial.setting).get("ddp_bucket_mb", 0) for trial in search.trials}
+    assert max(tried) == 64
+    assert len(tried) <= 1 + 2 + 5
+
+
+@pytest.mark.parametrize("budget", [1, 5, 6, 11, 12, 100, 161])
+def test_the_budget_is_kept(budget: int) -> None:
+    machine = Machine(lambda values: 1.0, noise=0.2)
+    search = Search(KNOBS, machine.measure, steps=STEPS, budget_steps=budget)
+    search.run()
+    assert machine.steps <= max(budget, STEPS)
+    assert len({trial.setting for trial in search.trials}) == len(search.trials)
+
+
+def test_steps_saved_by_an_early_end_are_spent_on_others() -> None:
+    def measure(one: Setting, best: Trial | None) -> Trial:
+        is_slow = bool(one)
+        steps = 2 if is_slow else STEPS
+        return Trial(
+            setting=one, step_s=(1.0 + is_slow,) * steps, steps=steps, is_whole=not is_slow
+        )
+
+    search = Search(KNOBS, measure, steps=STEPS, budget_steps=3 * STEPS)
+    search.run()
+    assert len(search.trials) == 1 + 4  # 6 + 4 * 2, and less than 6 are left
+    assert search.best is search.trials[0]
+
+
+def test_a_lucky_first_run_of_the_defaults_hides_nothing() -> None:
+    machine = Machine(lambda values: 0.95 if "num_sockets" in values else 1.0)
+    search = Search(KNOBS, machine.measure, steps=STEPS, budget_steps=8 * STEPS)
+    search.start_from(trial(DEFAULTS, 0.9))
+    assert search.run().setting == DEFAULTS
+    assert search.contender(trial(DEFAULTS, 0.9)).setting == DEFAULTS
+    assert search.contender(trial(DEFAULTS, 1.1)).setting == setting(num_sockets=4)
+    # One that failed or was ended early is none.
+    slow = Machine(lambda values: 1.0)
+    slow.problems = {setting(num_sockets=4): "failed"}
+    search = slow.search(budget_steps=8 * STEPS)
+    assert search.contender(trial(DEFAULTS, 1.0)).setting == DEFAULTS
+
+
+def test_a_search_ends_when_nothing_is_left() -> None:
+    search = Machine(lambda values: 1.0).search(budget_steps=10_000)
+    alone, pairs = 3 * 2, 3 * 2 * 2
+    assert len(search.trials) == 1 + alone + pairs
+
+
+def test_what_fails_is_no_winner_and_is_not_combined() -> None:
+    machine = Machine(lambda values: 1.0 - 0.2 * len(values))
+    for one in (4, 64):
+        machine.problems[setting(ddp_bucket_mb=one)] = "failed: out of memory"
+    search = machine.search(budget_steps=10_000)
+    assert search.best is not None
+    assert search.best.setting == setting(chunk_bytes=16384, num_sockets=4)
+    failed = [trial for trial in search.trials if trial.problem]
+    assert {trial.setting for trial in failed} == set(machine.problems)
+    assert all(trial.median_s == math.inf for trial in failed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_winner_that_is_slower_is_never_kept(seed: int) -> None:
+    """Every setting is slower than the defaults by 1 to 10%; noise of 10% hides it."""
+    chosen = random.Random(seed)
+    slowdown: dict[frozenset[tuple[str, int]], float] = {}
+
+    def seconds(values: Mapping[str, int]) -> float:
+        if not values:
+            return 1.0
+        return slowdown.setdefault(frozenset(values.items()), 1 + chosen.uniform(0.01, 0.1))
+
+    machine = Machine(seconds, noise=0.1, seed=seed)
+    best = Search(KNOBS, machine.measure, steps=STEPS, budget_steps=100).run()
+    repeated = confirm.confirm(best.setting, lambda one: machine.measure(one, None))
+    if best.setting != DEFAULTS:
+        assert not repeated.is_kept
+        assert "did not repeat" in repeated.reason
+
+
+def trial(one: Setting, seconds: float, problem: str = "") -> Trial:
+    return Trial(setting=one, step_s=(seconds,) * STEPS, steps=STEPS, problem=problem)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "winner", "is_kept"),
+    [
+        ((1.0, 1.0, 1.0), (0.9, 0.9, 0.9), True),
+        ((1.0, 1.0, 1.0), (0.9, 0.9, 1.2), True),  # two of three
+        ((1.0, 1.0, 1.0), (0.5, 1.1, 1.1), False),  # one of three
+        ((1.0, 1.0, 1.0), (0.98, 0.98, 0.98), False),  # too little
+        ((1.0, 2.0, 1.0), (1.0, 1.0, 1.0), False),  # an outlier is no gain
+    ],
+)
+def test_a_winner_stays_if_it_repeats(
+    defaults: tuple[float, ...], winner: tuple[float, ...], is_kept: bool
+) -> None:
+    wanted = setting(num_sockets=4)
+    times = {DEFAULTS: iter(defaults), wanted: iter(winner)}
+    order: list[Setting] = []
+
+    def measure(one: Setting) -> Trial:
+        order.append(one)
+        return trial(one, next(times[one]))
+
+    found = confirm.confirm(wanted, measure)
+    assert found.is_kept is is_kept
+    assert order == [DEFAULTS, wanted, wanted, DEFAULTS, DEFAULTS, wanted]
+    assert len(found.defaults) == len(found.winner) == 3
+
+
+def test_a_winner_that_fails_when_repeated_is_named() -> None:
+    wanted = setting(num_sockets=4)
+    trials = iter([trial(DEFAULTS, 1.0), trial(wanted, 0.5), trial(wanted, 0.5, "another loss: x")])
+    found = confirm.confirm(wanted, lambda one: next(trials))
+    assert not found.is_kept
+    assert found.reason == "it failed when repeated: another loss: x"
+    assert found.times_ms == {"defaults": 1000.0, "tuned": 500.0}
