@@ -49,6 +49,7 @@ def test_the_getting_started_example_with_the_deepspeed_launcher() -> None:
     assert output.count("collectives of 2 ranks go through deepytorch for cpu tensors") == 1
 
 
+@pytest.mark.extended
 def test_the_cifar_example_with_torchrun() -> None:
     output = run(*TORCHRUN, str(EXAMPLES / "deepspeed_cifar.py"), "--stage", "2")
     accuracy = re.search(r"Accuracy of the network on the test images: (\d+) %", output)
