@@ -202,9 +202,9 @@ class Backend : public c10d::Backend {
                       dpt_outcome* outcome);
   // The request without its buffers: `count` and `dtype` describe one buffer; unless parts are
   // uneven, every buffer has the same.
-  // Without what is needed once it has to wait, or to be started by the core, at first.
-  static dpt_request describe(const Call& call);
   dpt_request describe(Submitted& submitted) const;
+  // Also without what only matters once it waits, or the core starts it.
+  static dpt_request describe(const Call& call);
   // Counts it in when a group of calls is open.
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
   static void* start_stream(void* call);
