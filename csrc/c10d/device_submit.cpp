@@ -5,6 +5,7 @@
 
 #include "backend.hpp"
 #include "device.hpp"
+#include "python_bridge.hpp"
 #include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
@@ -63,18 +64,27 @@ int Backend::is_busy(void* call) {
   dpt_request request = describe(call);
   request.on_device = 1;
   request.device = device.index();
-  dpt_known begun;
-  if (setup_.api->begin_known(comm_, &request, &begun) == 0) return false;
-  try {
-    *work = start_on_device(device, replay, begun.node_of);
-  } catch (...) {
-    dpt_error error{};
-    const dpt_status own = describe_caught(device, &error);
-    const dpt_status status = setup_.api->fail_known(comm_, &request, &begun, own, &error);
-    throw_failure(status, std::current_exception(), error);
-  }
-  setup_.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
-  return true;
+  bool is_known = false;
+  dpt_status status = DPT_OK;
+  dpt_error error;
+  std::exception_ptr failure;
+  // Either may wait for a thread that waits for the GIL.
+  without_gil([&]() __attribute__((hot, flatten)) {
+    dpt_known begun;
+    is_known = setup_.api->begin_known(comm_, &request, &begun) != 0;
+    if (!is_known) return;
+    try {
+      *work = start_on_device(device, replay, begun.node_of);
+      setup_.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
+    } catch (...) {
+      failure = std::current_exception();
+      error.message[0] = '\0';
+      status = describe_caught(device, &error);
+      status = setup_.api->fail_known(comm_, &request, &begun, status, &error);
+    }
+  });
+  if (status != DPT_OK) throw_failure(status, failure, error);
+  return is_known;
 }
 
 WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {

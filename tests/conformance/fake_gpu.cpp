@@ -46,12 +46,14 @@ class Stock : public c10d::Backend {
 
   std::string failure;  // empty: none
   int calls = 0;
+  int calls_with_gil = 0;
 
  private:
   // What NCCL's does as well: a lock, the clock, the stream, an object for the work.
   WorkPtr start() {
     const std::lock_guard lock(mutex_);
     ++calls;
+    calls_with_gil += PyGILState_Check();
     if (!failure.empty()) C10_THROW_ERROR(DistBackendError, failure);
     at_ = Clock::now();
     stream_ = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(kGpu).id();
@@ -158,7 +160,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Stock, c10d::Backend, c10::intrusive_ptr<Stock>>(m, "Stock")
       .def(py::init<int, int>())
       .def_readwrite("failure", &Stock::failure)
-      .def_readonly("calls", &Stock::calls);
+      .def_readonly("calls", &Stock::calls)
+      .def_readonly("calls_with_gil", &Stock::calls_with_gil);
+  m.def("all_reduce_with_gil", [](c10d::Backend& on, at::Tensor tensor) {
+    std::vector<at::Tensor> tensors = {std::move(tensor)};
+    on.allreduce(tensors, {});
+  });
   m.def("tensor_on_gpu", &tensor_on_gpu);
   m.def("cost", &cost, py::arg("stock"), py::arg("ours"), py::arg("calls"), py::arg("pages"));
 }

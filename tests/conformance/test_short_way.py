@@ -111,6 +111,14 @@ def fail_at_once(rank: int, world_size: int, path: str) -> tuple[list[str], int]
     return raised, adapter.load().failures()
 
 
+def call_with_gil(rank: int, world_size: int, path: str) -> tuple[int, int]:
+    fake = _load(path)
+    stock, ours = _backends(fake)
+    for _ in range(2):
+        fake.all_reduce_with_gil(ours, fake.tensor_on_gpu(1000))
+    return stock.calls, stock.calls_with_gil
+
+
 def abort_between(rank: int, world_size: int, path: str) -> tuple[str, int]:
     fake = _load(path)
     stock, ours = _backends(fake)
@@ -135,6 +143,11 @@ def test_the_stock_backends_own_exception_is_raised_each_time() -> None:
     assert "NCCL is out of memory" in first
     assert "NCCL is out of memory" in second
     assert failures == 2
+
+
+def test_nobody_waits_for_the_gil_meanwhile() -> None:
+    ((calls, with_gil),) = spawn_ranks(call_with_gil, 1, str(_compiled()), fresh=True)
+    assert (calls, with_gil) == (2, 0)
 
 
 def test_nothing_is_started_in_a_group_that_was_aborted() -> None:
