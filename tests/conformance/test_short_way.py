@@ -27,7 +27,8 @@ from torch._C._distributed_c10d import (
 from deepytorch_core import _core, adapter, config, torch_builds
 from deepytorch_core.testing import spawn_ranks
 
-pytestmark = pytest.mark.extended  # compiles for half a minute
+# Compiles for half a minute, or longer beside other things.
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 RANKS = 2
 _SOURCE = Path(__file__).with_name("fake_gpu.cpp")
 
