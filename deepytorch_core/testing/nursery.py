@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import mmap
 import os
@@ -71,6 +72,7 @@ class Nursery:
             )
         self._socket = ours
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
 
     def start(
         self,
@@ -115,16 +117,18 @@ class Nursery:
 
     def _ask(self, request: dict[str, Any], *descriptors: int) -> int:
         with self._lock:
+            number = next(self._numbers)
+            message = json.dumps({"number": number, **request}).encode()
             try:
-                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-                reply = self._socket.recv(_MAX_MESSAGE_BYTES)
+                socket.send_fds(self._socket, [message], descriptors)
+                while reply := self._socket.recv(_MAX_MESSAGE_BYTES):
+                    answered, value = map(int, reply.split())
+                    # A test's time limit may have interrupted an earlier asker.
+                    if answered == number:
+                        return value
             except OSError:
-                reply = b""
-        if not reply:
-            raise RuntimeError(
-                "the process that starts test workers died; its standard error says why"
-            )
-        return int(reply)
+                pass
+        raise RuntimeError("the process that starts test workers died; its standard error says why")
 
 
 class Worker:
@@ -162,9 +166,10 @@ class Worker:
     def kill(self) -> None:
         """Kill the process and everything it started."""
         if self._exit_code is None:
-            with contextlib.suppress(ProcessLookupError):  # forked, but not yet a group's leader
-                os.killpg(self.pid, signal.SIGKILL)
-            os.kill(self.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):
+                # Forked, but not yet a group's leader; or reaped for an asker that was interrupted.
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
             self.wait()
         self.connection.close()
         os.close(self._pid_descriptor)
@@ -183,7 +188,7 @@ def serve(descriptor: int, preload: list[str]) -> None:
             return
         request = json.loads(message)
         if "reap" in request:
-            control.send(str(_reap(request["reap"])).encode())
+            control.send(f"{request['number']} {_reap(request['reap'])}".encode())
             continue
         pid = os.fork()
         if pid == 0:
@@ -191,11 +196,14 @@ def serve(descriptor: int, preload: list[str]) -> None:
             _become_worker(request, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        control.send(str(pid).encode())
+        control.send(f"{request['number']} {pid}".encode())
 
 
 def _reap(pid: int) -> int:
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # reaped already: its asker was interrupted and kills it now
+        return -signal.SIGKILL
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what it started, while its id can't be anyone else's
     _, status = os.waitpid(pid, 0)

@@ -24,7 +24,8 @@ def serve(rank):
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/ranks", rank=rank, world_size=2)
     with urlopen(f"http://127.0.0.1:{PORT + rank}/metrics", timeout=20) as answer:
         labels = set(re.findall('[{,]rank="([0-9]+)"', answer.read().decode()))
-    print(f"rank {rank} serves rank {','.join(labels)}", flush=True)
+    # In one write, also where Python is unbuffered: the other's line would come between.
+    print(f"rank {rank} serves rank {','.join(labels)}\\n", end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -40,6 +40,10 @@ def process_id(rank: int, world_size: int) -> tuple[int, int]:
     return os.getpid(), torch.get_num_threads()
 
 
+def starter_id(rank: int, world_size: int) -> int:
+    return os.getppid()
+
+
 def read_variable(rank: int, world_size: int, name: str) -> str | None:
     return os.environ.get(name)  # noqa: TID251
 
@@ -215,6 +219,34 @@ def test_same_on_all_ranks() -> None:
     spawn_ranks(compare_values, 2, [nan, nan])
     with pytest.raises(RankError, match=r"value: ranks \[1\] differ from rank 0"):
         spawn_ranks(compare_values, 2, [torch.zeros(3), -torch.zeros(3)])
+
+
+class LimitPassedError(Exception):
+    pass
+
+
+def test_a_limit_that_passes_while_workers_start_is_that_calls_alone() -> None:
+    """Its workers come late: the next call takes them for nobody."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise LimitPassedError
+
+    env = {"DEEPYTORCH_LOG": "debug"}  # so that nobody else has this starter
+    starter = spawn_ranks(starter_id, 2, env=env, fresh=True)[0]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0)
+    os.kill(starter, signal.SIGSTOP)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(LimitPassedError):
+            spawn_ranks(process_id, 1, env=env, fresh=True)
+    finally:
+        os.kill(starter, signal.SIGCONT)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+    assert spawn_ranks(starter_id, 2, env=env, fresh=True) == [starter, starter]
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        spawn_ranks(kill_rank_one, 2, env=env, fresh=True)
 
 
 def test_local_functions_are_refused() -> None:
