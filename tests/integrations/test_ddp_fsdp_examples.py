@@ -41,8 +41,9 @@ def test_example(name: str) -> None:
     assert f"decision: {what}: " in printed
 
 
-def test_the_script_of_the_page_on_tuning_trains() -> None:
-    printed, _ = torchrun(EXAMPLES / "ddp_bert.py", "--steps", "10")
+@pytest.mark.parametrize("name", ["ddp_bert", "ddp_resnet50"])
+def test_the_scripts_of_the_page_on_tuning_train(name: str) -> None:
+    printed, _ = torchrun(EXAMPLES / f"{name}.py", "--steps", "10")
     assert re.findall(r"step (\d+): loss \d", printed) == ["10"]
 
 
