@@ -7,6 +7,7 @@
 
 #include "base/error.hpp"
 #include "host/reduce.hpp"
+#include "staged/board.hpp"
 #include "staged/sanitizer.hpp"
 
 namespace dpt::testing {
@@ -111,6 +112,7 @@ void FakeCopyEngine::map(char* memory, size_t bytes, size_t buffer_bytes) {
   if (!options_.can_map) throw Error(DPT_ERR_SYSTEM, "this fake driver maps nothing");
   mapped_ = memory;
   mapped_bytes_ = bytes;
+  broken_ = &staged::Board(memory, {}).broken();
   for (std::vector<char>& each : buffers_) each.resize(buffer_bytes);
 }
 

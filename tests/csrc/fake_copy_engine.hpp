@@ -60,9 +60,6 @@ class FakeCopyEngine final : public staged::CopyEngine {
     bool on_devices = false;       // slots are: nothing but words is mapped
     // Ranks see the memory at an address each: segment.cpp, NOTE [Thread sanitizer].
     bool aliased = false;
-    // Once it isn't 0 nothing is copied: a device would copy what others write, unseen by anybody
-    // but the thread sanitizer.
-    const staged::Word* broken = nullptr;
     // Called at the begin of each operation.
     std::function<void()> on_fork = {};
     // Called before each copy; what it throws `enqueue` throws.
@@ -99,14 +96,15 @@ class FakeCopyEngine final : public staged::CopyEngine {
     return lanes_[which.direction * staged::Lane::kCount + which.index];
   }
   FakeLane& flushed(Lane& lane);
-  bool is_broken() const {
-    return options_.broken != nullptr && options_.broken->load(std::memory_order_acquire) != 0;
-  }
+  // Then nothing is copied any more: a device would copy what others write, unseen by anybody but
+  // the thread sanitizer.
+  bool is_broken() const { return broken_->load(std::memory_order_acquire) != 0; }
   void check_mapped(const char* host, const staged::Rows& rows) const;
 
   const Options options_;
   char* mapped_ = nullptr;
   size_t mapped_bytes_ = 0;
+  const staged::Word* broken_ = nullptr;
   std::vector<char> buffers_[staged::Lane::kCount];
   std::deque<FakeLane> queues_;
   Lane lanes_[2 * staged::Lane::kCount];
