@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ from deepytorch_core.compile import kernel_timing
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 
 _TAG = "-repeatable-backward"
+# float16 ends at 65504. A way that adds up in another order, or goes through larger numbers on its
+# way to the same gradients, gets this much room below that before it counts as wrong.
+_LARGEST_IN_FLOAT16 = 65504 / 16
+# What gradients are made smaller by where even those of the graph's own form are no numbers.
+_STEP_DOWN, _LEAST_SCALE = 2.0**-8, 2.0**-24
 
 
 @dataclass
@@ -122,17 +128,21 @@ class Graph:
         """The candidates that compute what the eager graph computes."""
         state = guard.random_numbers()
         reference = _Results.of(self._eager, args)
+        while (scale := reference.scale_to_fit()) != reference.scale:
+            rewind(state)
+            reference = _Results.of(self._eager, args, scale)
         limits: _Results | None = None
         good = {}
         for name, run in self._compiled.items():
             rewind(state)
             try:
-                found = _Results.of(run, args)
+                found = _Results.of(run, args, scale)
                 problem = reference.against(found)
                 if problem is not None and limits is None:
                     # How far rounding of the inputs alone carries: some graphs amplify it.
                     rewind(state)
-                    limits = _Results.of(self._eager, [_rounded(arg) for arg in args])
+                    off = [_rounded(arg) for arg in args]
+                    limits = _Results.of(self._eager, off, scale)
                 if problem is not None:
                     problem = reference.against(found, limits)
             except Exception as error:  # whatever compiled code may raise
@@ -225,16 +235,20 @@ class _Results:
     gradients: list[Any]
     inputs: list[Any]
     dtype: torch.dtype | None
+    scale: float
 
     @classmethod
-    def of(cls, run: Runner, args: Sequence[Any]) -> _Results:
-        """What `run` makes of copies of `args`: outputs, gradients, and inputs it wrote to."""
+    def of(cls, run: Runner, args: Sequence[Any], scale: float = 1.0) -> _Results:
+        """What `run` makes of copies of `args`: outputs, gradients, and inputs it wrote to.
+
+        `scale` is of the gradients that the outputs get.
+        """
         leaves, passed = _copies(args)
         device = _device_type(passed)
         outputs = run(*passed)
         outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         _allow_repeats(outputs)
-        gradients = _gradients(outputs, leaves, device)
+        gradients = _gradients(outputs, leaves, device, scale)
         written = [
             value.detach()
             for value, leaf in zip(passed, leaves, strict=True)
@@ -242,7 +256,25 @@ class _Results:
         ]
         lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         kept = [one.detach() if isinstance(one, torch.Tensor) else one for one in outputs]
-        return cls(kept, gradients, written, lower)
+        return cls(kept, gradients, written, lower, scale)
+
+    def scale_to_fit(self) -> float:
+        """A scale with which what computes in float16 stays clear of its largest number.
+
+        As a GradScaler finds it: a power of two, so that it rounds nothing.
+        """
+        gradients = [one for one in self.gradients if one is not None and one.numel()]
+        tensors = [one for one in (*gradients, *self.outputs) if isinstance(one, torch.Tensor)]
+        formats = {self.dtype, *(one.dtype for one in tensors)}
+        if torch.float16 not in formats or self.scale <= _LEAST_SCALE:
+            return self.scale
+        sizes = [float(one.detach().abs().max()) for one in gradients]
+        if not all(map(math.isfinite, sizes)):
+            return self.scale * _STEP_DOWN
+        largest = max(sizes, default=0.0)
+        if largest <= _LARGEST_IN_FLOAT16:
+            return self.scale
+        return self.scale * 2.0 ** -math.ceil(math.log2(largest / _LARGEST_IN_FLOAT16))
 
     def against(self, found: _Results, limits: _Results | None = None) -> str | None:
         """What differs; up to what `limits`, from rounded inputs, differ from these as well."""
@@ -259,13 +291,13 @@ class _Results:
 
 
 def _gradients(
-    outputs: Sequence[Any], leaves: Sequence[torch.Tensor | None], device: str
+    outputs: Sequence[Any], leaves: Sequence[torch.Tensor | None], device: str, scale: float = 1.0
 ) -> list[Any]:
     wanted = [leaf for leaf in leaves if leaf is not None]
     sources = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     if not wanted or not sources or not torch.is_grad_enabled():
         return []
-    seeds = [seed(one, number) for number, one in enumerate(sources)]
+    seeds = [scale * seed(one, number) for number, one in enumerate(sources)]
     with torch.autocast(device, enabled=False):  # as backward() runs outside of it
         return list(torch.autograd.grad(sources, wanted, seeds, allow_unused=True))
 

@@ -115,9 +115,12 @@ def _difference(
     if a.numel() == 0:
         return None
     limit = looser * max(TOLERANCES.get(one, 1e-9) for one in _formats(a, dtype))
-    finite = torch.isfinite(a)
-    if not torch.equal(finite, torch.isfinite(b)):
-        return "infinite or not a number where the other is finite"
+    finite, other = torch.isfinite(a), torch.isfinite(b)
+    if not torch.equal(finite, other):
+        counts = int((~other).sum()), int((~finite).sum())
+        return (
+            f"infinite or not a number in {counts[0]} of {a.numel()} places, stock's in {counts[1]}"
+        )
     if not bool(finite.any()):
         return None
     error, worst = _distances(a, b, finite)

@@ -205,3 +205,44 @@ def test_compile_where_memory_is_for_a_step_alone(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
     said = capsys.readouterr().err
     assert said.count("runs eagerly: inductor: OutOfMemoryError: CUDA out of memory") == 1
+
+
+class Amplifying(nn.Module):
+    """Its gradients are small, but larger than float16's numbers on their way to the input."""
+
+    def __init__(self, dtype: torch.dtype, error: float = 0.0) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.factor = (1 + error) / 4096
+        generator = torch.Generator().manual_seed(0)
+        for name in ("first", "second"):
+            weight = 30 * torch.randn(64, 64, generator=generator)
+            self.register_buffer(name, weight.half().to(dtype))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        y = x.to(self.dtype) * self.factor @ self.first @ self.second
+        return (y.half(),)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.1])
+def test_compile_where_gradients_leave_float16(error: float) -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).half().requires_grad_()
+    (y,) = Amplifying(torch.float16)(x)
+    (gradient,) = torch.autograd.grad(y, x, graphs.seed(y, 0))
+    assert not bool(gradient.isfinite().all()), "it does not try what it is for"
+
+    settled: list[graphs.Settled] = []
+    graph = graphs.Graph(
+        torch.fx.symbolic_trace(Amplifying(torch.float16)),
+        compiled={"wider": Amplifying(torch.float32, error)},
+        dropped={},
+        tell=settled.append,
+        failed=lambda _: None,
+    )
+    graph(x)
+    (found,) = settled
+    if error:
+        assert found.chosen == "eager"
+        assert "differs by" in found.dropped["wider"]
+    else:
+        assert (found.chosen, found.dropped) == ("wider", {})
