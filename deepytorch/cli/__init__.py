@@ -6,6 +6,7 @@ import typer
 
 from deepytorch.cli import (
     bench,
+    bench_ddp,
     bench_train,
     build,
     console,
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 for command in (doctor, build, run, train, tune, topology, explain, report):
     command.add_to(app)
+bench_ddp.add_to(bench.app)
 bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")
 help.dress(app)

@@ -12,7 +12,7 @@ import typer
 from deepytorch.cli import bench_table, console, help, shared
 
 if TYPE_CHECKING:
-    from deepytorch_core.bench.job import Job
+    from deepytorch_core.bench.job import Job, Nodes
     from deepytorch_core.bench.record import Record
 
 app = typer.Typer(help="Measure against a baseline, interleaved in the same run.")
@@ -134,19 +134,17 @@ def collectives(
 
     shared.check_place("--json", json)
     shared.check_place("--plot", plot)
-    emulated = None
-    if nodes:
-        emulated = jobs.Nodes(
-            ranks_per_node=jobs.parse_ranks_per_node(ranks_per_node, nodes),
-            order=order,
-            link=link,
-            flow_cap=flow_cap,
-            delay=delay,
-        )
-        if not was_given(context, "world_size"):
-            world_size = sum(emulated.ranks_per_node)
-    else:
-        _refuse_without_nodes(context)
+    emulated = emulated_nodes(
+        context,
+        nodes,
+        ranks_per_node=ranks_per_node,
+        order=order,
+        link=link,
+        flow_cap=flow_cap,
+        delay=delay,
+    )
+    if emulated is not None and not was_given(context, "world_size"):
+        world_size = sum(emulated.ranks_per_node)
     baseline = baseline or ("nccl" if device == "cuda" else "gloo")
     make_job: Callable[..., jobs.Job] = jobs.Job
     if nodes and device == "cuda":
@@ -241,68 +239,22 @@ def was_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _refuse_without_nodes(context: typer.Context) -> None:
-    from deepytorch_core.bench.job import BenchError
+def emulated_nodes(
+    context: typer.Context, number: int, *, ranks_per_node: str, **settings: str
+) -> "Nodes | None":
+    """The nodes that the options ask for, `settings` those of `Nodes`; None for none.
 
-    for option in ("ranks_per_node", "link", "flow_cap", "delay", "order"):
+    Raises BenchError for options of nodes without --nodes.
+    """
+    from deepytorch_core.bench.job import BenchError, Nodes, parse_ranks_per_node
+
+    if number:
+        return Nodes(ranks_per_node=parse_ranks_per_node(ranks_per_node, number), **settings)
+    for option in ("ranks_per_node", *settings):
         if was_given(context, option):
             name = option.replace("_", "-")
             raise BenchError(f"--{name} is for emulated nodes: give --nodes too")
-
-
-@app.command(
-    epilog=help.examples(
-        "deepytorch bench ddp",
-        "deepytorch bench ddp --parameters 64M --json out.jsonl",
-    )
-)
-def ddp(
-    *,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    world_size: Annotated[
-        int, typer.Option(help="Ranks, each a process of this machine; may exceed the cores.")
-    ] = 2,
-    model: Annotated[
-        str, typer.Option(help="mlp: square layers that reduce much for what they compute.")
-    ] = "mlp",
-    parameters: Annotated[
-        str, typer.Option(help="About how many weights the model has: 1M, 4M, 64M ...")
-    ] = "4M",
-    batch_size: Annotated[int, typer.Option(help="Samples of each rank in a step.")] = 8,
-    steps: Annotated[int, typer.Option(help="Timed steps of each arm, at least.")] = 40,
-    baseline: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Append the record to this file.")
-    ] = None,
-) -> None:
-    """Train one model with DistributedDataParallel, ours and the baseline in turns.
-
-    Both start from the same weights and see the same batches. Prints the percentiles of a step, the
-    samples per second of a rank, and by how much ours is faster. Exits with status 1 when the
-    losses differ by more than the order of additions explains.
-    """
-    from deepytorch_core.bench import job as jobs
-
-    shared.check_place("--json", json)
-    job = jobs.DdpJob(
-        model=model,
-        parameters=jobs.parse_size(parameters),
-        batch_size=batch_size,
-        steps=steps,
-        world_size=world_size,
-        device=device,
-        baseline=baseline,
-    )
-
-    from deepytorch_core.bench import launch, record
-
-    (row,) = launch.run(job)
-    if json is not None:
-        record.write_record(json, row)
-        console.err().print(f"written: {json}")
-    for line in ddp_lines(row):
-        console.out().print(line, soft_wrap=True)
-    refuse_differing_losses(row)
+    return None
 
 
 @app.command(
@@ -421,36 +373,6 @@ def refuse_differing_losses(row: "Record") -> None:
 def difference(row: "Record") -> str:
     difference = row["loss_difference"]
     return "equal bit for bit" if difference == 0 else f"relative difference {difference}"
-
-
-def ddp_lines(row: "Record") -> list[str]:
-    """Both arms in ACSpeed's form, then the improvement and how the losses compare."""
-    low, high = ((value - 1) * 100 for value in row["speedup_spread"])
-    losses = difference(row)
-    memory = ", buckets in registered memory" if row["registered"] else ""
-    return [
-        f"{row['model']}, {row['parameters']:,} parameters in {row['dtype']}, "
-        f"{row['bytes_per_step'] / 1e6:.1f} MB reduced per step ({row['algorithm']}{memory}), "
-        f"{row['steps']} steps of {row['batch_size']} samples in {row['num_blocks']} blocks",
-        f"{row['baseline']:<10} " + _percentiles(row, "baseline_"),
-        f"{'deepytorch':<10} " + _percentiles(row, ""),
-        f"improvement {row['improvement_percent']:+.1f}% "
-        f"(quartiles {low:+.1f}% to {high:+.1f}%), losses {losses}",
-    ]
-
-
-def _percentiles(row: "Record", arm: str) -> str:
-    """The line for one arm of the record; its field names begin with `arm`."""
-    from deepytorch_core.bench import percentiles
-
-    size = row["world_size"]
-    return percentiles.line(
-        size,
-        percentiles.layout(1, size, row["device"]),
-        device=row["device"],
-        times_us=row[f"{arm}step_time_us"],
-        samples_per_s=row[f"{arm}samples_per_s"],
-    )
 
 
 @app.command(epilog=help.examples("deepytorch bench groups --count 64 --world-size 2"))

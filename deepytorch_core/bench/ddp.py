@@ -144,8 +144,11 @@ def _record(
     return {
         "bench": "ddp",
         "model": job.model,
+        "part": "collectives",
         "parameters": sum(p.numel() for p in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "precision": "fp32",
+        "image_size": None,
         "batch_size": job.batch_size,
         "world_size": job.world_size,
         "device": job.device,
@@ -165,6 +168,8 @@ def _record(
         "loss_difference": finite(difference),
         "loss_check": "exact" if difference == 0 else "statistical",
         "wrong": int(difference > limit),
+        "choices": {},
+        "emulated": None,
     }
 
 

@@ -14,8 +14,8 @@ def percentiles(times_us: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": cuts[p - 1] for p in PERCENTILES}
 
 
-def layout(machines: int, ranks_per_machine: int, device: str) -> str:
-    """`1M/8G`: machines and GPUs on each; R in place of G is for ranks on CPUs."""
+def layout(machines: int, ranks_per_machine: int | str, device: str) -> str:
+    """`1M/8G`: machines and GPUs on each, "4+2" where they differ; R for G is ranks on CPUs."""
     return f"{machines}M/{ranks_per_machine}{'G' if device == 'cuda' else 'R'}"
 
 

@@ -59,8 +59,11 @@ ms, and whether the arms were processes of their own."""
 DDP_FIELDS = (
     "bench",
     "model",
+    "part",
     "parameters",
     "dtype",
+    "precision",
+    "image_size",
     "batch_size",
     "world_size",
     "device",
@@ -82,14 +85,21 @@ DDP_FIELDS = (
     "loss_difference",
     "loss_check",
     "wrong",
+    "choices",
+    "emulated",
     "baseline_settings",
     "machine",
     "versions",
     "commit",
 )
 """The fields that `bench ddp` writes. Times are percentiles ("p50", ...) of the slowest rank's step
-in microseconds, samples_per_s a rank's at each. `wrong` is 1 when the losses differ by more than
-the order of additions explains."""
+in microseconds, samples_per_s a rank's at each. `part` says what of ours took part: "collectives",
+which buckets are of, or "all". `image_size` is None for what sees no images; `num_blocks` are
+rounds where each arm is a process of its own; `choices` what was kept, layer by layer. `wrong`
+is 1 when the losses differ by more than the order of additions explains, or rounding where ours
+computes too. Older records lack part, precision, image_size, choices and emulated."""
+PARTS_OF_DDP: Mapping[str, str] = {"collectives": "collectives and buckets", "all": "all"}
+"""What of ours took part, in words."""
 
 TRAIN_FIELDS = (
     "bench",

@@ -17,6 +17,7 @@ from deepytorch_core.bench.job import format_size
 from deepytorch_core.bench.record import (
     COMPILE_FIELDS,
     DDP_FIELDS,
+    PARTS_OF_DDP,
     TRAIN_FIELDS,
     WORKLOAD_FIELDS,
     Record,
@@ -40,6 +41,13 @@ NEEDED_FIELDS = (
 
 # The table shows nothing of the rest, which older records don't have.
 NEEDED_OF_COMPILE = tuple(one for one in COMPILE_FIELDS if one != "warmup_phases_s")
+
+# What is true of `bench ddp`'s older records, which don't say so.
+_OLDER_DDP: Record = {
+    **{"part": "collectives", "precision": "fp32", "image_size": None},
+    **{"choices": {}, "emulated": None},
+}
+NEEDED_OF_DDP = tuple(one for one in DDP_FIELDS if one not in _OLDER_DDP)
 
 # What a table of collectives on one machine's GPUs shows beyond that.
 GPU_FIELDS = (
@@ -76,7 +84,7 @@ def render(
     renderers = {
         "collectives": (NEEDED_FIELDS, _render_collectives),
         "gpu": (GPU_FIELDS, _render_gpu),
-        "ddp": (DDP_FIELDS, _render_ddp),
+        "ddp": (NEEDED_OF_DDP, _render_ddp),
         "train": (TRAIN_FIELDS, _render_train),
         "compile": (NEEDED_OF_COMPILE, _render_compile),
         "workload": (WORKLOAD_FIELDS, _render_workload),
@@ -222,8 +230,14 @@ def _us(value: float) -> str:
 
 def _render_ddp(name: str, records: Sequence[Record]) -> str:
     # A later run of the same case replaces an earlier one.
-    case = ("model", "parameters", "batch_size", "world_size", "device", "registered", "baseline")
-    latest = {tuple(record[field] for field in case): record for record in records}
+    case = (
+        *("model", "part", "parameters", "precision", "image_size", "batch_size"),
+        *("world_size", "device", "registered", "baseline"),
+    )
+    latest = {
+        (*(record[field] for field in case), str(record["emulated"])): record
+        for record in ({**_OLDER_DDP, **record} for record in records)
+    }
     lines = [
         _caption(name, list(latest.values()), wrong="runs with differing losses"),
         "",
@@ -231,12 +245,10 @@ def _render_ddp(name: str, records: Sequence[Record]) -> str:
         _line(["---", "---:", "---:", "---", "---:", "---"]),
     ]
     for record in latest.values():
-        buckets = ", registered buckets" if record["registered"] else ""
-        label = f"{record['model']}, {record['parameters'] / 1e6:.1f} M, batch "
         lines.append(
             _line(
                 [
-                    f"{label}{record['batch_size']}{buckets}",
+                    _training_label(record),
                     str(record["world_size"]),
                     f"{record['bytes_per_step'] / 1e6:.1f} MB",
                     record["baseline"],
@@ -246,6 +258,19 @@ def _render_ddp(name: str, records: Sequence[Record]) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def _training_label(record: Record) -> str:
+    parts = [record["model"], f"{record['parameters'] / 1e6:.1f} M"]
+    if record["image_size"]:
+        parts += [record["precision"], f"{record['image_size']} px"]
+    parts.append(f"batch {record['batch_size']}")
+    if record["registered"]:
+        parts.append("registered buckets")
+    if record["emulated"]:
+        parts.append(describe_emulated(record["emulated"]))
+    label = ", ".join(parts)
+    return f"{label}; ours: {PARTS_OF_DDP[record['part']]}" if record["image_size"] else label
 
 
 def _render_train(name: str, records: Sequence[Record]) -> str:

@@ -1,12 +1,23 @@
-"""`bench ddp` with real ranks and a tiny model."""
+"""`bench ddp` with real ranks: a tiny model of both arms, and a vision model in processes apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import DdpJob
 from deepytorch_core.bench.record import DDP_FIELDS
+from deepytorch_core.testing import run_program
 
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
+# Where `make venv` puts torchvision and timm.
+VISION = Path(sys.prefix) / "vision"
 
 
 def test_both_arms_train_the_same():
@@ -34,3 +45,56 @@ def test_gloo_against_itself():
     assert record["algorithm"] == "gloo"
     assert not record["registered"]
     assert record["loss_check"] == "exact"
+
+
+# With smaller images or batches BatchNorm has so few values that it magnifies rounding.
+SMALL = "--model timm/test_resnet --image-size 64 --batch-size 4 --steps 4 --rounds 1"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("more", "compiling"),
+    [
+        ("--precision amp", "off"),
+        pytest.param("", "auto", marks=pytest.mark.extended),  # half a minute of compiling
+        pytest.param("--precision bf16", "off", marks=pytest.mark.extended),
+    ],
+)
+def test_a_vision_model_trains_alike_in_all_arms(more: str, compiling: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    path = os.environ.get("PYTHONPATH", "")  # noqa: TID251
+    done = run_program(
+        [
+            *(sys.executable, "-m", "deepytorch.cli", "bench", "ddp", *SMALL.split()),
+            *(*more.split(), "--json", str(file)),
+        ],
+        env={
+            **os.environ,  # noqa: TID251
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{VISION}{os.pathsep}{path}",
+            "DEEPYTORCH_COMPILE": compiling,
+        },
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    part, everything = map(json.loads, file.read_text().splitlines())
+    for row in (part, everything):
+        assert set(row) == set(DDP_FIELDS)
+        assert row["model"] == "timm/test_resnet"
+        assert row["algorithm"] not in ("delegate", "unknown")
+        assert row["registered"]
+        assert (row["steps"], row["num_blocks"]) == (4, 1)
+        assert row["wrong"] == 0
+    assert part["part"] == "collectives"
+    assert set(part["choices"].values()) == {"stock"}
+    if "bf16" not in more:  # a sum of two does not depend on the order
+        assert part["loss_difference"] == 0
+    assert everything["part"] == "all"
+    tried = {"memory format of ResNet", "SGD"}
+    tried |= {"compile of ResNet"} if compiling == "auto" else set()
+    assert everything["choices"].keys() >= tried
+    lines = done.stdout.splitlines()
+    for arm, line in zip(("plain", "ours-collectives", "ours"), lines[1:4], strict=True):
+        assert re.fullmatch(rf"{arm} +2 ranks -- 1M/2R: p50: .* p95: \d+\.\d{{3}}s \d+/s", line)
+    assert lines[4].startswith("collectives and buckets: ")
+    assert lines[5].startswith("all: ")

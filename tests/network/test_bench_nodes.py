@@ -1,11 +1,19 @@
-"""`bench collectives` over emulated nodes."""
+"""`bench collectives` and `bench ddp` over emulated nodes."""
 
 from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
 
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.collectives_apart import ApartJob
 from deepytorch_core.bench.job import Job, Nodes
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, describe_emulated
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS, DDP_FIELDS, describe_emulated
+from deepytorch_core.testing import run_program
 
 
 def test_ranks_run_on_the_nodes_and_the_records_say_so() -> None:
@@ -64,3 +72,31 @@ def test_arms_in_processes_of_their_own_take_turns() -> None:
         assert records[0][arm] > 0.8 * 262144 * 8 / 500, (
             "an idle link lets a little through at once"
         )
+
+
+@pytest.mark.extended
+def test_a_vision_model_trains_over_the_nodes(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    small = "--model timm/test_resnet --image-size 64 --batch-size 4 --steps 4 --rounds 1"
+    network = "--nodes 2 --ranks-per-node 1 --link 500mbit"
+    command = [sys.executable, "-m", "deepytorch.cli", "bench", "ddp", *small.split()]
+    path = os.environ.get("PYTHONPATH", "")  # noqa: TID251
+    done = run_program(
+        [*command, *network.split(), "--json", str(file)],
+        env={
+            **os.environ,  # noqa: TID251
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{Path(sys.prefix) / 'vision'}{os.pathsep}{path}",
+            "DEEPYTORCH_COMPILE": "off",
+        },
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].startswith("emulated 2 nodes of 1 ranks, 500 Mbit/s")
+    assert all(" 2 ranks -- 2M/1R: p50: " in line for line in lines[2:5])
+    for row in map(json.loads, file.read_text().splitlines()):
+        assert set(row) == set(DDP_FIELDS)
+        assert (row["emulated"]["nodes"], row["world_size"], row["wrong"]) == (2, 2, 0)
+        # Nothing crosses the border faster than the rate allows.
+        assert row["baseline_step_time_us"]["p50"] > 0.8 * row["bytes_per_step"] * 8 / 500

@@ -52,8 +52,11 @@ def training(**changes):
     fields = {
         "bench": "ddp",
         "model": "mlp",
+        "part": "collectives",
         "parameters": 4_200_000,
         "dtype": "float32",
+        "precision": "fp32",
+        "image_size": None,
         "batch_size": 8,
         "world_size": 2,
         "device": "cpu",
@@ -75,6 +78,8 @@ def training(**changes):
         "loss_difference": 0.0,
         "loss_check": "exact",
         "wrong": 0,
+        "choices": {},
+        "emulated": None,
         "baseline_settings": {},
         "machine": {"name": "2-core AMD EPYC"},
         "versions": {"torch": "2.13.0"},
@@ -187,6 +192,39 @@ def test_trainings_have_a_table():
     assert f"{label} | 4 | 16.8 MB | gloo | **1.50** (1.40-1.60) | within 2e-06 |" in text
     assert "9.0" not in text
     assert "0 runs with differing losses" in text
+
+
+def test_vision_models_have_a_row_for_each_part_and_network():
+    emulated = {
+        **{"nodes": 2, "ranks_per_node": [1, 1], "order": "block", "link_mbit": 24000.0},
+        **{"flow_cap_mbit": None, "delay_ms": 0.0, "separate_processes": True},
+    }
+    model = {
+        **{"model": "resnet50", "parameters": 25_557_032, "precision": "amp", "image_size": 224},
+        **{"batch_size": 32, "registered": False, "device": "cuda", "baseline": "nccl"},
+    }
+    records = [
+        training(**model, part=part, emulated=network)
+        for part in ("collectives", "all")
+        for network in (None, emulated)
+    ]
+    text = tables.render({"gpu.jsonl": [*records, training(**model, part="all", speedup=1.9)]})
+    label = "| resnet50, 25.6 M, amp, 224 px, batch 32"
+    network = "emulated 2 nodes of 1 ranks, 24000 Mbit/s, each arm in processes of its own"
+    assert f"{label}; ours: collectives and buckets | 2 | 16.8 MB | nccl | **1.50**" in text
+    assert f"{label}; ours: all | 2 | 16.8 MB | nccl | **1.90**" in text
+    for part in ("collectives and buckets", "all"):
+        assert f"{label}, {network}; ours: {part} | 2 | 16.8 MB | nccl | **1.50**" in text
+    assert text.count(label) == 4
+
+
+def test_a_training_from_before_vision_models_still_shows():
+    older = training()
+    for field in ("part", "precision", "image_size", "choices", "emulated"):
+        del older[field]
+    newer = training(speedup=1.7)
+    assert tables.render({"cpu.jsonl": [older]}) == tables.render({"cpu.jsonl": [training()]})
+    assert tables.render({"cpu.jsonl": [older, newer]}).count("| mlp") == 1
 
 
 def test_an_incomplete_training_is_an_error():

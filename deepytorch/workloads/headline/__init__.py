@@ -170,7 +170,7 @@ _ALL = (
         tuned=("channels_last", "channels_last-compile"),
         unit="images",
         precision="fp16",
-        more={"family": "resnet"},
+        more={"family": "resnet", "model": "torchvision/resnet50"},
     ),
     Row(
         name="sd21-dreambooth",

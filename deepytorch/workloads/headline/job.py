@@ -1,4 +1,4 @@
-"""One arm of one workload in fresh processes, as `bench.launch` starts them."""
+"""One arm of one row in fresh processes, as `bench.launch` starts them."""
 
 from __future__ import annotations
 
@@ -16,43 +16,25 @@ _SEED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmJob(Run):
-    """A rank of it is one process; `layers` 0 is as many as the row has."""
+class ArmRun(Run):
+    """One arm of a `row`, which subclasses say; a rank of it is one process."""
 
-    WORKER: ClassVar[str] = "deepytorch.workloads.headline.worker"
-
-    workload: str
     arm: str = headline.PLAIN
     scale: str = "full"
     steps: int = 20
-    layers: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.workload not in headline.ROWS:
-            raise BenchError(
-                f"unknown workload {self.workload!r}; known: {', '.join(headline.ROWS)}"
-            )
-        if self.scale not in headline.SCALES:
-            raise BenchError(f"unknown scale {self.scale!r}; known: {', '.join(headline.SCALES)}")
-        if self.scale == "full" and self.device == "cpu":
-            raise BenchError(f"{self.workload} at full scale needs GPUs: use --scale tiny on CPUs")
         if self.steps < 2:
             raise BenchError(f"--steps must be at least 2, not {self.steps}")
-        row = headline.ROWS[self.workload]
-        if row.zero_stage and self.world_size < 2:
-            raise BenchError(f"{self.workload} shards over ranks: --world-size 2 or more")
 
     @property
     def row(self) -> headline.Row:
-        return headline.ROWS[self.workload]
+        raise NotImplementedError
 
     @property
     def shape(self) -> Mapping[str, int]:
-        shape = dict(self.row.shape(self.scale))
-        if self.layers and "layers" in shape:
-            shape["layers"] = self.layers
-        return shape
+        return self.row.shape(self.scale)
 
     @property
     def micro_batch(self) -> int:
@@ -74,6 +56,41 @@ class ArmJob(Run):
             **self.caches(self.arm),
             **headline.environment(self.arm),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmJob(ArmRun):
+    """An arm of a workload of the headline table; `layers` 0 is as many as the row has."""
+
+    WORKER: ClassVar[str] = "deepytorch.workloads.headline.worker"
+
+    workload: str
+    layers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workload not in headline.ROWS:
+            raise BenchError(
+                f"unknown workload {self.workload!r}; known: {', '.join(headline.ROWS)}"
+            )
+        if self.scale not in headline.SCALES:
+            raise BenchError(f"unknown scale {self.scale!r}; known: {', '.join(headline.SCALES)}")
+        if self.scale == "full" and self.device == "cpu":
+            raise BenchError(f"{self.workload} at full scale needs GPUs: use --scale tiny on CPUs")
+        row = headline.ROWS[self.workload]
+        if row.zero_stage and self.world_size < 2:
+            raise BenchError(f"{self.workload} shards over ranks: --world-size 2 or more")
+
+    @property
+    def row(self) -> headline.Row:
+        return headline.ROWS[self.workload]
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        shape = dict(self.row.shape(self.scale))
+        if self.layers and "layers" in shape:
+            shape["layers"] = self.layers
+        return shape
 
 
 def lengths(kind: str, number: int, longest: int, *, seed: int = 0) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepytorch.workloads import headline
-from deepytorch.workloads.headline.job import ArmJob, layers_that_fit
+from deepytorch.workloads.headline.job import ArmJob, ArmRun, layers_that_fit
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import Record, describe_emulated
@@ -28,14 +28,22 @@ def compare(job: ArmJob, *, rounds: int, split: bool, say: Say, only: Sequence[s
     that failed.
     """
     row = job.row
-    if rounds < 1:
-        raise BenchError(f"--rounds must be at least 1, not {rounds}")
     job = _fitted(job, say)
     arms = only or headline.arms_of(row, split=split)
     unknown = set(arms) - set(headline.arms_of(row, split=True))
     if unknown:
         known = ", ".join(headline.arms_of(row, split=True))
         raise BenchError(f"{row.name} has no arm {', '.join(sorted(unknown))}; it has {known}")
+    return _record(job, take_turns(job, arms, rounds, say), rounds)
+
+
+def take_turns(job: ArmRun, arms: Sequence[str], rounds: int, say: Say) -> dict[str, list[Record]]:
+    """What each arm measured in each round: first one after the other, then backwards, and so on.
+
+    Raises BenchError for what can't run here, WorkerError for a rank that failed.
+    """
+    if rounds < 1:
+        raise BenchError(f"--rounds must be at least 1, not {rounds}")
     samples: dict[str, list[Record]] = {arm: [] for arm in arms}
     with launch.scratch_folder() as folder:
         for number in range(rounds):
@@ -44,7 +52,7 @@ def compare(job: ArmJob, *, rounds: int, split: bool, say: Say, only: Sequence[s
                 samples[arm].append(found)
                 median = statistics.median(found["step_time_us"]) / 1e3
                 say(f"round {number + 1}/{rounds}  {arm:<28} {median:10.2f} ms a step")
-    return _record(job, samples, rounds)
+    return samples
 
 
 def _fitted(job: ArmJob, say: Say) -> ArmJob:
@@ -72,7 +80,7 @@ def _record(job: ArmJob, samples: dict[str, list[Record]], rounds: int) -> Recor
     best = min(tuned, key=lambda arm: float(arms[arm]["step_time_us"]), default=None)
     shape, row = job.shape, job.row
     any_arm = next(iter(samples.values()))[0]
-    difference = _loss_difference(arms)
+    difference = loss_difference(arms)
     return {
         "bench": "workload",
         "workload": job.workload,
@@ -93,10 +101,10 @@ def _record(job: ArmJob, samples: dict[str, list[Record]], rounds: int) -> Recor
         "steps": job.steps,
         "arms": arms,
         "tuned": best,
-        "against_plain": _ratio(samples, headline.PLAIN, headline.OURS),
-        "against_tuned": _ratio(samples, best, headline.OURS),
-        "collectives_only": _ratio(samples, headline.PLAIN, headline.COLLECTIVES),
-        "compute_only": _ratio(samples, headline.PLAIN, headline.COMPUTE),
+        "against_plain": ratio(samples, headline.PLAIN, headline.OURS),
+        "against_tuned": ratio(samples, best, headline.OURS),
+        "collectives_only": ratio(samples, headline.PLAIN, headline.COLLECTIVES),
+        "compute_only": ratio(samples, headline.PLAIN, headline.COMPUTE),
         "claim": row.claim if job.scale == "full" else None,
         "loss_difference": difference,
         "loss_check": "dropout_off",
@@ -125,7 +133,7 @@ def _arm(found: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _ratio(samples: dict[str, list[Record]], slow: str | None, fast: str) -> Any:
+def ratio(samples: dict[str, list[Record]], slow: str | None, fast: str) -> Any:
     """[speed-up, low, high]: of all steps' time, and quartiles over the steps of all rounds.
 
     Step by step, as both arms take the same batches in the same order. None without both arms.
@@ -137,12 +145,12 @@ def _ratio(samples: dict[str, list[Record]], slow: str | None, fast: str) -> Any
         for one, other in zip(samples[slow], samples[fast], strict=True)
         for stock, ours in zip(one["step_time_us"], other["step_time_us"], strict=True)
     ]
-    ratio = sum(stock for stock, _ in both) / sum(ours for _, ours in both)
+    of_all = sum(stock for stock, _ in both) / sum(ours for _, ours in both)
     low, _, high = statistics.quantiles([stock / ours for stock, ours in both], n=4)
-    return [round(value, 3) for value in (ratio, low, high)]
+    return [round(value, 3) for value in (of_all, low, high)]
 
 
-def _loss_difference(arms: dict[str, dict[str, Any]]) -> float | None:
+def loss_difference(arms: dict[str, dict[str, Any]]) -> float | None:
     """The largest relative difference between the arms' first losses; None if one is no number."""
     curves = [arm["losses"] for arm in arms.values()]
     worst = 0.0

@@ -1,4 +1,7 @@
-"""One process of `bench train --workload`: a rank of one arm, from model to times."""
+"""One process of `bench train --workload`: a rank of one arm, from model to times.
+
+`bench ddp` has it measure vision models, see `ddp_worker`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 import deepytorch
-from deepytorch.workloads.headline.job import ArmJob
+from deepytorch.workloads.headline import OURS
+from deepytorch.workloads.headline.job import ArmJob, ArmRun
 from deepytorch_core import config
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.record import Record
@@ -46,7 +50,7 @@ class Trained:
     parameters: int
 
 
-def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
+def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
     """Trains the arm; rank 0 gives what all ranks measured to `emit`."""
     device = worker.device_of(job, rank)
     dist.init_process_group(
@@ -77,6 +81,7 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
     dist.barrier()
     clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
     numbers = iter(range(job.steps))
+    before = worker.calls_by_algorithm(job.ours, "all_reduce")
     times = clock(lambda: trained.train(next(numbers)), job.steps)
     units = [trained.units[number % len(trained.units)] for number in range(job.steps)]
     share = {
@@ -92,7 +97,12 @@ def measure(job: ArmJob, rank: int, store: Store, emit: worker.Emit) -> None:
         keys = [f"share/{one}" for one in range(job.world_size)]
         store.wait(keys, timedelta(seconds=job.timeout_s))
         shares = [json.loads(value) for value in store.multi_get(keys)]
-        emit({"record": _record(job, trained, done, shares)})
+        after = worker.calls_by_algorithm(job.ours, "all_reduce")
+        found = {
+            "algorithm": worker.main_algorithm(before, after),
+            "registered": job.arm.startswith(OURS) and _registers_buckets(device),
+        }
+        emit({"record": {**_record(job, trained, done, shares), **found}})
     dist.barrier()
 
 
@@ -105,6 +115,14 @@ def swap_kernels(
         model=model, optimizers=[optimizer], device=device, autocast=dtype if autocast else None
     )
     apply_kernels(setting, config.current().kernels)
+
+
+def _registers_buckets(device: torch.device) -> bool:
+    """Whether `import deepytorch` puts the buckets of DDP modules into registered memory here."""
+    if device.type != "cpu":
+        return config.current().collectives == "native"
+    group = dist.group.WORLD
+    return group is not None and bool(group._get_backend(device).supports_tensor_alloc(device))
 
 
 def _is_waiting(model: nn.Module) -> bool:
@@ -143,7 +161,7 @@ def _memory_gb(device: torch.device) -> float:
 
 
 def _record(
-    job: ArmJob, trained: Trained, warmup_steps: int, shares: list[dict[str, Any]]
+    job: ArmRun, trained: Trained, warmup_steps: int, shares: list[dict[str, Any]]
 ) -> Record:
     report = deepytorch.report()
     steps = zip(*(share["times_us"] for share in shares), strict=True)
@@ -162,6 +180,7 @@ def _record(
         "native_calls": report.native_calls,
         "delegated_calls": report.delegated_calls,
         "decisions": [str(one) for one in report.decisions],
+        "choices": {one["what"]: one["chosen"] for one in report.decisions if "what" in one},
     }
 
 
