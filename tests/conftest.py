@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ os.environ.setdefault("DEEPYTORCH_TUNE", "off")  # noqa: TID251
 # torch asks the name server who 127.0.0.1 is, at both ends of every connection to a store: where a
 # question gets lost, that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # noqa: TID251
+
+# A shell starts what runs in the background with Ctrl-C ignored, which children inherit: tests of
+# Ctrl-C would wait for their limits.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SHARED_MEMORY = Path("/dev/shm")
 
