@@ -282,8 +282,9 @@ class _Results:
             mine, theirs = getattr(self, what), getattr(found, what)
             rounded = getattr(limits, what) if limits else None
             name = {"outputs": "output", "gradients": "gradient", "inputs": "input"}[what]
+            unit = self.scale if what == "gradients" else 1.0
             problem = guard.difference(
-                mine, theirs, dtype=self.dtype, what=name, sensitivity=rounded
+                mine, theirs, dtype=self.dtype, what=name, sensitivity=rounded, unit=unit
             )
             if problem is not None:
                 return problem

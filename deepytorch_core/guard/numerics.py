@@ -36,6 +36,7 @@ def difference(
     sensitivity: Any = None,
     looser: float = 1.0,
     negligible: float = 0.0,
+    unit: float = 1.0,
 ) -> str | None:
     """None if `found` equals `reference` within tolerance, else what differs and by how much.
 
@@ -48,6 +49,8 @@ def difference(
             much and a little more may be the difference of `found` then.
         looser: factor of the tolerance.
         negligible: norm up to which the difference of a tensor does not count.
+        unit: what all values are multiples of: gradients that began with smaller ones are no closer
+            to zero for that.
     """
     ours, theirs = _tensors(found), _tensors(reference)
     off = _tensors(sensitivity) if sensitivity is not None else [None] * len(theirs)
@@ -55,7 +58,7 @@ def difference(
         return f"{what}: {len(ours)} tensors in place of {len(theirs)}"
     for index, (a, b, c) in enumerate(zip(theirs, ours, off, strict=True)):
         name = what if len(ours) == 1 else f"{what} {index}"
-        problem = _difference(a, b, (dtype, looser, negligible), c)
+        problem = _difference(a, b, (dtype, looser, negligible, unit), c)
         if problem:
             return f"{name}: {problem}"
     return None
@@ -102,10 +105,10 @@ def _tensors(nest: Any) -> list[torch.Tensor | None]:
 def _difference(
     a: torch.Tensor | None,
     b: torch.Tensor | None,
-    exactness: tuple[torch.dtype | None, float, float],
+    exactness: tuple[torch.dtype | None, float, float, float],
     sensitivity: torch.Tensor | None,
 ) -> str | None:
-    dtype, looser, negligible = exactness
+    dtype, looser, negligible, unit = exactness
     if a is None or b is None:
         return None if a is b else f"{_shown(b)} in place of {_shown(a)}"
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -125,7 +128,7 @@ def _difference(
         return None
     error, worst = _distances(a, b, finite)
     # What cancels to zero but for rounding has no relative error.
-    scale = float(a.detach()[finite].abs().max())
+    scale = float(a.detach()[finite].abs().max()) / unit
     if scale < torch.finfo(a.dtype).eps and worst * scale < limit * 1e-3:
         return None
     if error * norm(a.detach()[finite]) <= negligible:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ _SEED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmRun(Run):
+class ArmRun(Run, abc.ABC):
     """One arm of a `row`, which subclasses say; a rank of it is one process."""
 
     arm: str = headline.PLAIN
@@ -29,8 +30,9 @@ class ArmRun(Run):
             raise BenchError(f"--steps must be at least 2, not {self.steps}")
 
     @property
+    @abc.abstractmethod
     def row(self) -> headline.Row:
-        raise NotImplementedError
+        """What is trained, and how."""
 
     @property
     def shape(self) -> Mapping[str, int]:
