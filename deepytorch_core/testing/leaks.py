@@ -20,9 +20,8 @@ def holdings() -> Holdings:
     maps = Path("/proc/self/maps").read_text().splitlines()
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        if os.path.lexists(path):
-            descriptors.append(_kind(os.readlink(path)))
+        with contextlib.suppress(OSError):  # closed since
+            descriptors.append(_kind(os.readlink(f"/proc/self/fd/{name}")))
     return {
         "descriptors": sorted(descriptors),
         "threads": len(os.listdir("/proc/self/task")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -240,18 +241,19 @@ class FileDescriptors(torch.utils.data.Dataset[list[str]]):
         return 2
 
     def __getitem__(self, index: int) -> list[str]:
-        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in _open_descriptors()]
+        names = _descriptors().values()
         with open("/proc/self/maps") as maps:
             mapped = [line for line in maps if "deepytorch" in line and "memfd" in line]
         return [name for name in names if "pidfd" in name or "memfd" in name] + mapped
 
 
-def _open_descriptors() -> list[str]:
-    names = []
-    for name in os.listdir("/proc/self/fd"):
-        if os.path.lexists(f"/proc/self/fd/{name}"):
-            names.append(name)
-    return names
+def _descriptors() -> dict[int, str]:
+    """What each open descriptor is of, as /proc names it."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since
+            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    return found
 
 
 def _first(samples: list[Any]) -> Any:
@@ -320,11 +322,10 @@ def test_forked_child_may_destroy_its_copy() -> None:
 def spawned_from_a_rank(rank: int, world_size: int) -> int:
     """A program that a rank starts inherits no descriptors either."""
     assert summed(None, 1.0) == world_size
-    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in _open_descriptors()]
     inheritable = [
         name
-        for fd, name in zip(_open_descriptors(), descriptors, strict=True)
-        if ("memfd" in name or "pidfd" in name) and os.get_inheritable(int(fd))
+        for number, name in _descriptors().items()
+        if ("memfd" in name or "pidfd" in name) and os.get_inheritable(number)
     ]
     return len(inheritable)
 

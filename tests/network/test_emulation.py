@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import re
 import socket
@@ -10,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -170,12 +171,11 @@ sys.stdin.read()
 def holders(namespaces: set[str]) -> list[str]:
     """Descriptors and processes that keep any of the namespaces alive."""
     found = []
-    for link in [*Path("/proc").glob("[0-9]*/fd/*"), *Path("/proc").glob("[0-9]*/ns/net")]:
-        try:
+    # Not pathlib's, which raises FileNotFoundError where a process ends while it looks.
+    for link in [*glob.iglob("/proc/[0-9]*/fd/*"), *glob.iglob("/proc/[0-9]*/ns/net")]:
+        with contextlib.suppress(OSError):  # gone
             if os.readlink(link) in namespaces:
-                found.append(str(link))
-        except OSError:
-            continue  # gone
+                found.append(link)
     return found
 
 
