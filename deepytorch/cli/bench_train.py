@@ -44,9 +44,7 @@ def train(
     scale: Annotated[
         str, typer.Option(help="Of a workload: full (GPUs), or tiny: the same code on a CPU.")
     ] = "full",
-    rounds: Annotated[
-        int, typer.Option(help="Of a workload: how often each arm trains, in fresh processes.")
-    ] = 2,
+    rounds: Annotated[int, typer.Option(help="How often each arm trains, in fresh processes.")] = 2,
     split: Annotated[
         bool, typer.Option("--split", help="Of a workload: also ours' collectives and compute.")
     ] = False,
@@ -72,7 +70,8 @@ def train(
         typer.Option(help="Samples of each rank in a step: few make it communicate, many work."),
     ] = 8,
     steps: Annotated[
-        int, typer.Option(help="Timed steps of each arm, at least; of a workload: 16 a round.")
+        int,
+        typer.Option(help="Timed steps of each arm, in all; of a workload: in each round, 16."),
     ] = 40,
     json: Annotated[
         Path | None, typer.Option("--json", help="Append the record to this file.")
@@ -89,9 +88,8 @@ def train(
     Both arms are fresh processes that start from the same weights and see the same batches. Exits
     with status 1 when the losses differ by more than the order of additions explains.
     """
-    from deepytorch.workloads import TrainJob
     from deepytorch_core.bench import job as jobs
-    from deepytorch_core.bench import launch, record
+    from deepytorch_core.bench import record
 
     shared.check_place("--json", json)
     shared.check_place("--report", report)
@@ -119,22 +117,27 @@ def train(
             job = dataclasses.replace(job, world_size=headline.ROWS[workload].world_size)
         job = dataclasses.replace(job, nodes=_nodes(nodes, job.world_size, link))
         only = jobs.parse_names(arms)
-        row = compare(
-            job, rounds=rounds, split=split, only=only, say=lambda text: console.err().print(text)
-        )
+        row = compare(job, rounds=rounds, split=split, only=only, say=_say)
         shown = lines(row)
     else:
-        (row,) = launch.run(
-            TrainJob(
-                framework=framework,
-                parameters=jobs.parse_size(parameters),
-                batch_size=batch_size,
-                steps=steps,
-                world_size=world_size,
-                device=device,
-                baseline="gloo" if device == "cpu" else "nccl",
+        from deepytorch.workloads import TrainJob
+        from deepytorch.workloads import rounds as turns
+
+        least = jobs.MIN_BLOCKS * rounds
+        if rounds > 0 and steps < least:
+            raise jobs.BenchError(
+                f"--steps must be at least {least} in {rounds} rounds, not {steps}"
             )
+        train_job = TrainJob(
+            framework=framework,
+            parameters=jobs.parse_size(parameters),
+            batch_size=batch_size,
+            steps=-(-steps // max(rounds, 1)),
+            world_size=world_size,
+            device=device,
+            baseline="gloo" if device == "cpu" else "nccl",
         )
+        row = turns.compare(train_job, rounds=rounds, say=_say)
         shown = train_lines(row)
     if json is not None:
         record.write_record(json, row)
@@ -148,6 +151,10 @@ def train(
     for line in shown:
         console.out().print(line, soft_wrap=True)
     bench.refuse_differing_losses(row)
+
+
+def _say(text: str) -> None:
+    console.err().print(text, highlight=False)
 
 
 def _check_report(report: Path, workload: str, json: Path | None) -> None:
@@ -186,7 +193,8 @@ def train_lines(row: "Record") -> list[str]:
     return [
         f"{row['framework']} {row['framework_version']}, {row['world_size']} ranks, "
         f"{row['parameters'] / 1e6:.1f} M parameters, batches of {row['batch_size']}: "
-        f"{row['steps']} steps in {row['num_blocks']} blocks, "
+        f"{row['steps']} steps in {row['num_blocks']} blocks of "
+        f"{len(row['round_speedups'])} rounds, "
         f"{row['native_calls']} of {calls} collectives native",
         f"{row['baseline']:<10} {row['baseline_step_time_us'] / 1e3:.2f} ms a step",
         f"{'deepytorch':<10} {row['step_time_us'] / 1e3:.2f} ms a step, the adapter's Python "

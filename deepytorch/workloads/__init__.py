@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from deepytorch_core.bench.job import BenchError, TrainingRun
-from deepytorch_core.bench.timing import BASELINE
+from deepytorch_core.bench.timing import BASELINE, OURS
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,7 @@ class TrainJob(TrainingRun):
     NUM_STORES: ClassVar[int] = 2
 
     framework: str = "ddp"
+    first: int = OURS  # the arm that builds and warms up first
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,6 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType
-from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -23,26 +22,27 @@ import deepytorch
 from deepytorch import integrations, workloads
 from deepytorch.workloads import TrainJob
 from deepytorch_core.bench import ddp, timing, worker
-from deepytorch_core.bench.record import Record
 from deepytorch_core.bench.turns import Turns
 
 # Untimed steps: optimizers make their state in the first, frameworks settle in the next ones.
 WARMUP_STEPS = 4
 PROFILED_STEPS = 5
-# Sums of more than two ranks depend on their order, and training carries the difference on.
-MAX_LOSS_DIFFERENCE = 1e-3
 
 
 def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> None:
-    """Trains one arm on this process in its turns; rank 0 of ours gives the record to `emit`."""
+    """Trains one arm on this process in its turns; rank 0 of ours gives what all found to `emit`.
+
+    That is "shares": [arm][rank] the times ([block][step], microseconds), losses, calls by
+    algorithm and `adapter_us` of each process; `rounds.record` makes a record of it.
+    """
     arm, rank = divmod(process, job.world_size)
     _stay_on_cores(rank, job.world_size)
     turns = Turns(store, job)
     device = worker.device_of(job, rank)
     clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
     # One arm after the other: both at once would share the cores.
-    if arm == timing.BASELINE:
-        turns.wait("warm-up 0")
+    if arm != job.first:
+        turns.wait(f"warm-up {job.first}")
     step = workloads.load(job.framework).build(job, device, ours=arm == timing.OURS)
     losses: list[torch.Tensor] = []
 
@@ -53,7 +53,7 @@ def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> Non
         train()
     before = _calls()
     turns.finished(f"warm-up {arm}")
-    turns.wait("warm-up 1")
+    turns.wait(f"warm-up {1 - job.first}")
     plan = ddp.schedule(job.steps)
     times: list[list[float]] = []
     for number, owner in enumerate(timing.block_order(plan.num_pairs)):
@@ -75,8 +75,8 @@ def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> Non
         keys = [f"share/{a}/{r}" for a in (0, 1) for r in range(job.world_size)]
         store.wait(keys, timedelta(seconds=job.timeout_s))
         shares = [json.loads(value) for value in store.multi_get(keys)]
-        record = _record(job, shares[: job.world_size], shares[job.world_size :])
-        emit({"record": record})
+        arms = [shares[: job.world_size], shares[job.world_size :]]
+        emit({"record": {"shares": arms}})
 
 
 def _stay_on_cores(rank: int, world_size: int) -> None:
@@ -117,50 +117,6 @@ def _calls() -> dict[str, int]:
     for row in deepytorch.report().rows:
         calls[row.algorithm] = calls.get(row.algorithm, 0) + row.calls
     return calls
-
-
-def _slowest(shares: list[dict[str, Any]]) -> list[list[float]]:
-    """[block][step] in microseconds: a step takes as long as on its slowest rank."""
-    blocks = zip(*(share["times"] for share in shares), strict=True)
-    return [[max(step) for step in zip(*block, strict=True)] for block in blocks]
-
-
-def _record(job: TrainJob, ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> Record:
-    """The fields `TRAIN_FIELDS` of `bench.record`, without the provenance."""
-    blocks = [_slowest(ours), _slowest(baseline)]
-    comparison = timing.compare(blocks)
-    pairs = list(zip(ours, baseline, strict=True))
-    difference = max(ddp.loss_difference(a["losses"], b["losses"]) for a, b in pairs)
-    calls: dict[str, int] = {}
-    for share in ours:
-        for name, count in share["calls"].items():
-            calls[name] = calls.get(name, 0) + count
-    limit = 0.0 if job.world_size == 2 else MAX_LOSS_DIFFERENCE
-    return {
-        "bench": "train",
-        "framework": job.framework,
-        "framework_version": workloads.version(job.framework),
-        "parameters": job.parameters,
-        "dtype": "float32",
-        "batch_size": job.batch_size,
-        "world_size": job.world_size,
-        "device": job.device,
-        "adapter_us": round(max(share["adapter_us"] for share in ours), 1),
-        "native_calls": sum(calls.values()) - calls.get("delegate", 0),
-        "delegated_calls": calls.get("delegate", 0),
-        "steps": sum(len(block) for block in blocks[timing.OURS]),
-        "num_blocks": comparison.num_blocks,
-        "step_time_us": round(comparison.time_us, 1),
-        "baseline": job.baseline,
-        "baseline_step_time_us": round(comparison.baseline_time_us, 1),
-        "speedup": round(comparison.speedup, 3),
-        "speedup_spread": [round(value, 3) for value in comparison.spread],
-        "loss": ddp.finite(ours[0]["losses"][-1]),
-        "baseline_loss": ddp.finite(baseline[0]["losses"][-1]),
-        "loss_difference": ddp.finite(difference),
-        "loss_check": "exact" if difference == 0 else "statistical",
-        "wrong": int(difference > limit),
-    }
 
 
 if __name__ == "__main__":

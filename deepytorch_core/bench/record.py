@@ -115,6 +115,7 @@ TRAIN_FIELDS = (
     "delegated_calls",
     "steps",
     "num_blocks",
+    "round_speedups",
     "step_time_us",
     "baseline",
     "baseline_step_time_us",
@@ -132,7 +133,8 @@ TRAIN_FIELDS = (
 )
 """The fields that `bench train` writes. Times are medians of the slowest rank's step in
 microseconds; `adapter_us` is what the adapter's own Python takes of it at most, measured apart;
-calls are those of the timed steps, over all ranks. `wrong` as for `bench ddp`."""
+calls are those of the timed steps, over all ranks; `round_speedups` are those of each round of
+fresh processes, and older records, of one round, don't have them. `wrong` as for `bench ddp`."""
 
 COMPILE_FIELDS = (
     "bench",

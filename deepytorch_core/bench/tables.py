@@ -39,7 +39,8 @@ NEEDED_FIELDS = (
     *("speedup_spread", "wrong", "machine", "versions", "commit"),
 )
 
-# The table shows nothing of the rest, which older records don't have.
+# The tables show nothing of the rest, which older records don't have.
+NEEDED_OF_TRAIN = tuple(one for one in TRAIN_FIELDS if one != "round_speedups")
 NEEDED_OF_COMPILE = tuple(one for one in COMPILE_FIELDS if one != "warmup_phases_s")
 
 # What is true of `bench ddp`'s older records, which don't say so.
@@ -85,7 +86,7 @@ def render(
         "collectives": (NEEDED_FIELDS, _render_collectives),
         "gpu": (GPU_FIELDS, _render_gpu),
         "ddp": (NEEDED_OF_DDP, _render_ddp),
-        "train": (TRAIN_FIELDS, _render_train),
+        "train": (NEEDED_OF_TRAIN, _render_train),
         "compile": (NEEDED_OF_COMPILE, _render_compile),
         "workload": (WORKLOAD_FIELDS, _render_workload),
     }

@@ -2,30 +2,32 @@
 
 import pytest
 
-from deepytorch.workloads import TrainJob
-from deepytorch_core.bench import launch
+from deepytorch.workloads import TrainJob, rounds
 from deepytorch_core.bench.record import TRAIN_FIELDS
 
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 
 
 def test_both_arms_train_the_same():
-    (record,) = launch.run(TrainJob(**TINY, framework="fsdp2", world_size=2))
+    job = TrainJob(**TINY, framework="fsdp2", world_size=2)
+    record = rounds.compare(job, rounds=2, say=print)
     assert set(record) == set(TRAIN_FIELDS)
     assert record["wrong"] == 0
     assert record["loss"] == record["baseline_loss"]
     assert record["loss_check"] == "exact"
     assert record["native_calls"] > 0
     assert record["delegated_calls"] == 0
-    assert record["steps"] == 5
-    assert record["num_blocks"] == 5
+    assert record["steps"] == 10
+    assert record["num_blocks"] == 10
+    assert len(record["round_speedups"]) == 2
     low, high = record["speedup_spread"]
     assert 0 < low <= record["speedup"] <= high
 
 
 @pytest.mark.extended
 def test_the_sums_of_three_ranks_may_differ_in_the_last_bits():
-    (record,) = launch.run(TrainJob(**TINY, framework="ddp", world_size=3))
+    job = TrainJob(**TINY, framework="ddp", world_size=3)
+    record = rounds.compare(job, rounds=1, say=print)
     assert record["wrong"] == 0
     assert record["loss_difference"] < 1e-3
     assert record["native_calls"] > 0

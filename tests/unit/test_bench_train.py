@@ -1,13 +1,17 @@
 """`bench train`: what is refused before anything starts, who the processes are, what is printed."""
 
+import math
+
 import pytest
+from typer.testing import CliRunner
 
 from deepytorch import workloads
-from deepytorch.cli import bench_train
-from deepytorch.workloads import TrainJob
-from deepytorch.workloads import worker as train_worker
-from deepytorch_core.bench import worker
+from deepytorch.cli import app, bench_train
+from deepytorch.workloads import TrainJob, rounds
+from deepytorch_core.bench import launch, worker
 from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.record import TRAIN_FIELDS
+from deepytorch_core.bench.timing import BASELINE, OURS
 
 
 @pytest.mark.parametrize(
@@ -36,15 +40,74 @@ def test_the_arms_are_jobs_of_their_own():
     assert [process.get("DEEPYTORCH_ENABLED") for process in processes] == [None, None, "0", "0"]
 
 
+def share(times, *, losses=(1.0,), calls=()):
+    """What one process found."""
+    return {"times": times, "adapter_us": 1.0, "losses": losses, "calls": dict(calls)}
+
+
+def found(ours, stock):
+    """What all processes of a round found."""
+    origin = {"baseline_settings": {}, "machine": {}, "versions": {}, "commit": "0"}
+    return {"shares": [ours, stock], **origin}
+
+
+ELEVEN = [share([[11.0], [11.0]])] * 2
+
+
 @pytest.mark.parametrize(("world_size", "wrong"), [(2, 1), (3, 0)])
 def test_the_order_of_sums_explains_a_difference_of_more_than_two_ranks(world_size, wrong):
-    share = {"times": [[10.0], [12.0]], "adapter_us": 1.0, "losses": [1.0], "calls": {"ring": 2}}
-    ours = [share] * world_size
-    stock = [{**share, "losses": [1.0001], "calls": {}}] * world_size
-    record = train_worker._record(TrainJob(world_size=world_size), ours, stock)
+    ours = [share([[10.0], [12.0]], losses=[1.0], calls={"ring": 2})] * world_size
+    stock = [share([[10.0], [12.0]], losses=[1.0001])] * world_size
+    record = rounds.record(TrainJob(world_size=world_size), [found(ours, stock)])
     assert record["wrong"] == wrong
     assert record["loss_difference"] == pytest.approx(1e-4, rel=1e-3)
     assert record["native_calls"] == 2 * world_size
+
+
+def test_rounds_are_compared_together_and_each_for_itself():
+    once = found([share([[10.0], [20.0]], calls={"ring": 3, "delegate": 1})] * 2, ELEVEN)
+    # The slower rank counts, whichever it is.
+    faster = [share([[5.0], [5.0]], calls={"ring": 4}), share([[2.0], [5.5]], calls={"ring": 4})]
+    again = found(faster, ELEVEN)
+    record = rounds.record(TrainJob(world_size=2), [once, again])
+    assert record["round_speedups"] == [pytest.approx((11 / 10 + 11 / 20) / 2, abs=1e-3), 2.1]
+    assert (record["steps"], record["num_blocks"]) == (4, 4)
+    assert record["speedup"] == pytest.approx((11 / 10 + 2.0) / 2)
+    assert (record["native_calls"], record["delegated_calls"]) == (14, 2)
+    assert record["loss_check"] == "exact"
+    assert set(record) == set(TRAIN_FIELDS)
+
+
+def test_a_loss_that_differs_in_any_round_is_wrong():
+    same = found([share([[1.0]])] * 2, [share([[1.0]])] * 2)
+    other = found([share([[1.0]], losses=[math.nan])] * 2, [share([[1.0]])] * 2)
+    record = rounds.record(TrainJob(world_size=2), [same, other])
+    assert record["wrong"] == 1
+    assert record["loss_difference"] is None
+
+
+def test_the_arms_take_turns_in_starting_first(monkeypatch):
+    started = []
+
+    def run(job):
+        started.append(job.first)
+        yield found([share([[10.0]])] * 2, [share([[11.0]])] * 2)
+
+    monkeypatch.setattr(launch, "run", run)
+    said = []
+    record = rounds.compare(TrainJob(world_size=2), rounds=3, say=said.append)
+    assert started == [OURS, BASELINE, OURS]
+    assert record["round_speedups"] == [1.1, 1.1, 1.1]
+    assert len(said) == 3
+    assert said[2].startswith("round 3/3  gloo 0.01 ms, deepytorch 0.01 ms a step: 1.10x")
+    with pytest.raises(BenchError, match="--rounds must be at least 1, not 0"):
+        rounds.compare(TrainJob(world_size=2), rounds=0, say=said.append)
+
+
+def test_too_few_steps_for_the_rounds_are_refused():
+    result = CliRunner().invoke(app, ["bench", "train", "--rounds", "3", "--steps", "14"])
+    assert isinstance(result.exception, BenchError)
+    assert "--steps must be at least 15 in 3 rounds, not 14" in str(result.exception)
 
 
 @pytest.mark.parametrize("framework", sorted(workloads.WORKLOADS))
@@ -72,6 +135,7 @@ def test_the_lines():
             "delegated_calls": 10,
             "steps": 40,
             "num_blocks": 10,
+            "round_speedups": [1.45, 1.55],
             "step_time_us": 10000.0,
             "baseline": "gloo",
             "baseline_step_time_us": 15000.0,
