@@ -73,6 +73,10 @@ def train(
         int,
         typer.Option(help="Timed steps of each arm, in all; of a workload: in each round, 16."),
     ] = 40,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Of a framework: write each process's torch.profiler trace into here."),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="Append the record to this file.")
     ] = None,
@@ -93,12 +97,16 @@ def train(
 
     shared.check_place("--json", json)
     shared.check_place("--report", report)
+    if trace is not None:
+        shared.check_place("--trace", trace / "round1")
     if report is not None:
         _check_report(report, workload, json)
     if workload == "list":
         _print_workloads()
         return
     if workload:
+        if trace is not None:
+            raise jobs.BenchError("--trace is of a framework: leave --workload out")
         from deepytorch.workloads import headline
         from deepytorch.workloads.headline.job import ArmJob
         from deepytorch.workloads.headline.run import compare, lines
@@ -136,6 +144,7 @@ def train(
             world_size=world_size,
             device=device,
             baseline="gloo" if device == "cpu" else "nccl",
+            trace="" if trace is None else str(trace.absolute()),
         )
         row = turns.compare(train_job, rounds=rounds, say=_say)
         shown = train_lines(row)

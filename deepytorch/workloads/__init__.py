@@ -57,6 +57,7 @@ class TrainJob(TrainingRun):
 
     framework: str = "ddp"
     first: int = OURS  # the arm that builds and warms up first
+    trace: str = ""  # the folder for the processes' traces, if any
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +72,9 @@ class TrainJob(TrainingRun):
     @property
     def num_processes(self) -> int:
         return 2 * self.world_size
+
+    def arm_name(self, arm: int) -> str:
+        return self.baseline if arm == BASELINE else "deepytorch"
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """What torchrun would set, for one of the two arms; each has a store of its own."""

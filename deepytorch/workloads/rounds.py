@@ -23,15 +23,17 @@ MAX_LOSS_DIFFERENCE = 1e-3
 def compare(job: TrainJob, *, rounds: int, say: Callable[[str], None]) -> Record:
     """Train both arms in each of `rounds`; the record, with the fields `TRAIN_FIELDS`.
 
-    `job.steps` are those of a round. The arms take turns in starting first, too. `say` is told how
-    a round ended. Raises BenchError for what can't run here, WorkerError for a rank that failed.
+    `job.steps` are those of a round, and `job.trace` gets a folder for each, as "round1". The arms
+    take turns in starting first, too. `say` is told how a round ended. Raises BenchError for what
+    can't run here, WorkerError for a rank that failed.
     """
     if rounds < 1:
         raise BenchError(f"--rounds must be at least 1, not {rounds}")
     found: list[Record] = []
     for number in range(rounds):
         first = timing.OURS if number % 2 == 0 else timing.BASELINE
-        found += launch.run(dataclasses.replace(job, first=first))
+        trace = job.trace and f"{job.trace}/round{number + 1}"
+        found += launch.run(dataclasses.replace(job, first=first, trace=trace))
         one = timing.compare(blocks_of(found[-1]))
         low, high = one.spread
         say(

@@ -64,6 +64,12 @@ def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> Non
         turns.wait(str(number))
     calls = {name: n - before.get(name, 0) for name, n in _calls().items()}
     adapter_us = _adapter_us(train)
+    if job.trace:
+        for owner in (timing.OURS, timing.BASELINE):
+            if owner == arm:
+                _write_trace(train, Path(job.trace) / f"{job.arm_name(arm)}-rank{rank}.json")
+                turns.finished(f"trace {arm}")
+            turns.wait(f"trace {owner}")
     share = {
         "times": times,
         "adapter_us": adapter_us,
@@ -109,6 +115,21 @@ def _adapter_us(train: timing.Call) -> float:
         if isinstance(entry.code, CodeType) and entry.code.co_filename.startswith(folder)
     )
     return own_s * 1e6 / PROFILED_STEPS
+
+
+def _write_trace(train: timing.Call, file: Path) -> None:
+    """What this process and its GPU do in some steps, for Perfetto or chrome://tracing."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    train()  # absorbs the change of turns
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(PROFILED_STEPS):
+            train()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(file))
 
 
 def _calls() -> dict[str, int]:

@@ -1,5 +1,7 @@
 """`bench train` with real ranks and a tiny model."""
 
+from pathlib import Path
+
 import pytest
 
 from deepytorch.workloads import TrainJob, rounds
@@ -8,8 +10,8 @@ from deepytorch_core.bench.record import TRAIN_FIELDS
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 
 
-def test_both_arms_train_the_same():
-    job = TrainJob(**TINY, framework="fsdp2", world_size=2)
+def test_both_arms_train_the_same(tmp_path):
+    job = TrainJob(**TINY, framework="fsdp2", world_size=2, trace=str(tmp_path))
     record = rounds.compare(job, rounds=2, say=print)
     assert set(record) == set(TRAIN_FIELDS)
     assert record["wrong"] == 0
@@ -20,6 +22,10 @@ def test_both_arms_train_the_same():
     assert record["steps"] == 10
     assert record["num_blocks"] == 10
     assert len(record["round_speedups"]) == 2
+    traces = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.json"))
+    arms = [f"{arm}-rank{rank}.json" for arm in ("deepytorch", "gloo") for rank in range(2)]
+    assert traces == [Path(f"round{number}", arm) for number in (1, 2) for arm in arms]
+    assert "all_gather" in (tmp_path / "round2" / "deepytorch-rank1.json").read_text()
     low, high = record["speedup_spread"]
     assert 0 < low <= record["speedup"] <= high
 

@@ -110,6 +110,13 @@ def test_too_few_steps_for_the_rounds_are_refused():
     assert "--steps must be at least 15 in 3 rounds, not 14" in str(result.exception)
 
 
+def test_a_trace_is_of_a_framework(tmp_path):
+    asked = ["bench", "train", "--workload", "bert-amp", "--trace", str(tmp_path)]
+    result = CliRunner().invoke(app, asked)
+    assert isinstance(result.exception, BenchError)
+    assert "--trace is of a framework: leave --workload out" in str(result.exception)
+
+
 @pytest.mark.parametrize("framework", sorted(workloads.WORKLOADS))
 def test_every_workload_has_a_module_and_a_version(framework):
     assert callable(workloads.load(framework).build)
