@@ -7,6 +7,7 @@ cleaned up before its result is sent; a worker whose call failed serves no other
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import os
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 STORE_HOST = "127.0.0.1"
+# Shorter than the time that the others have when a rank failed.
+_LEAVING = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ def _run(call: Call) -> Outcome:
         with warnings.catch_warnings():
             result = function(_place.rank, _place.world_size, *args, **kwargs)
         payload = pickle.dumps(result)
+        _leave_gloo_together()
         _clean_up()
         return Outcome(ok=True, payload=payload)
     except BaseException as error:
@@ -198,6 +202,20 @@ def _reset_state() -> None:
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+def _leave_gloo_together() -> None:
+    """gloo's set-up of a group fails on a rank that is still at it when another leaves."""
+    import torch.distributed as dist
+
+    assert _place is not None
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return
+    leaving = rank_store("leaving")
+    if leaving.add("ranks", 1) == _place.world_size:
+        leaving.set("all", "1")
+    with contextlib.suppress(dist.DistStoreError):  # a rank that died or failed doesn't come
+        leaving.wait(["all"], _LEAVING)
 
 
 def _clean_up() -> None:

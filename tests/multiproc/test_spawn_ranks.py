@@ -67,6 +67,20 @@ def initialise_by_environment(rank: int, world_size: int) -> int:
     return int(total)
 
 
+def whether_rank_1_left_before(rank: int, world_size: int) -> bool:
+    if rank == 0:
+        time.sleep(0.3)
+        return rank_store("left").check(["rank 1"])
+    destroy = dist.destroy_process_group
+
+    def leave() -> None:
+        rank_store("left").set("rank 1", "")
+        destroy()
+
+    dist.destroy_process_group = leave
+    return False
+
+
 class Unpicklable(Exception):
     def __init__(self, *, needed: object) -> None:
         super().__init__("cannot travel")
@@ -205,6 +219,11 @@ def test_hang_ends_with_stacks() -> None:
 
 def test_groups_can_be_set_up_by_the_function() -> None:
     assert spawn_ranks(initialise_twice, 2) == [[2, 2], [2, 2]]
+
+
+def test_no_rank_leaves_a_group_of_gloo_before_the_others() -> None:
+    left = spawn_ranks(whether_rank_1_left_before, 2, backend="gloo", fresh=True)
+    assert left == [False, False]
 
 
 def test_calls_of_the_same_workers_meet_at_stores_of_their_own() -> None:
