@@ -41,7 +41,9 @@ def test_example(name: str) -> None:
     assert f"decision: {what}: " in printed
 
 
-@pytest.mark.parametrize("name", ["ddp_bert", "ddp_resnet50"])
+@pytest.mark.parametrize(
+    "name", ["ddp_bert", pytest.param("ddp_resnet50", marks=pytest.mark.extended)]
+)
 def test_the_scripts_of_the_page_on_tuning_train(name: str) -> None:
     printed, _ = torchrun(EXAMPLES / f"{name}.py", "--steps", "10")
     assert re.findall(r"step (\d+): loss \d", printed) == ["10"]

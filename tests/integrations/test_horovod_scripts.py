@@ -50,6 +50,7 @@ def losses_of(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss (\d+\.\d+)", output)]
 
 
+@pytest.mark.extended
 def test_the_short_example_learns() -> None:
     losses = losses_of(torchrun("horovod_short.py"))
     assert len(losses) == 3

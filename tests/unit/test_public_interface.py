@@ -181,6 +181,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--parameters": "4M",
         "--batch-size": 8,
         "--steps": 40,
+        "--trace": None,
         "--json": None,
         "--report": None,
     },
