@@ -131,16 +131,11 @@ def train(
         from deepytorch.workloads import TrainJob
         from deepytorch.workloads import rounds as turns
 
-        least = jobs.MIN_BLOCKS * rounds
-        if rounds > 0 and steps < least:
-            raise jobs.BenchError(
-                f"--steps must be at least {least} in {rounds} rounds, not {steps}"
-            )
         train_job = TrainJob(
             framework=framework,
             parameters=jobs.parse_size(parameters),
             batch_size=batch_size,
-            steps=-(-steps // max(rounds, 1)),
+            steps=steps,
             world_size=world_size,
             device=device,
             baseline="gloo" if device == "cpu" else "nccl",

@@ -11,7 +11,7 @@ TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 
 
 def test_both_arms_train_the_same(tmp_path):
-    job = TrainJob(**TINY, framework="fsdp2", world_size=2, trace=str(tmp_path))
+    job = TrainJob(**TINY | {"steps": 10}, framework="fsdp2", world_size=2, trace=str(tmp_path))
     record = rounds.compare(job, rounds=2, say=print)
     assert set(record) == set(TRAIN_FIELDS)
     assert record["wrong"] == 0
