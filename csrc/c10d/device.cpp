@@ -54,7 +54,10 @@ bool DeviceStreams::is_capturing(const c10::Device& device) const {
 
 [[gnu::hot]] c10::Stream DeviceStreams::hold_current(const c10::Device& device) {
   const c10::Stream current = guard_of(device).getStream(device);
-  if (can_follow_last(current)) done_->block(current);
+  if (can_follow_last(current)) {
+    done_->block(current);
+    last_ = current;  // all that follows on it is behind: wait once
+  }
   return current;
 }
 

@@ -104,6 +104,20 @@ def _activated(rank: int, world_size: int, address: str) -> tuple[str, float]:
     return name, result
 
 
+def _delegated_behind_native(rank: int, world_size: int) -> float:
+    device = _device(rank)
+    value = torch.full((1 << 26,), float(rank + 1), device=device)
+    dist.all_reduce(value, async_op=True)  # 3 on both ranks, once it is over
+    dist.reduce(value, 0)  # 6 on rank 0; delegated, as those below
+    dist.reduce(value, 1)  # 9 on rank 1
+    other = torch.cuda.Stream(device)
+    with torch.cuda.stream(other):
+        dist.reduce(value, 0)  # 15 on rank 0
+    other.synchronize()
+    assert value.eq(value[0]).all()
+    return value[0].item()
+
+
 def test_results_are_nccls() -> None:
     ours = spawn_ranks(_collectives, 2, backend="deepytorch")
     stock = spawn_ranks(_collectives, 2, backend="nccl")
@@ -115,6 +129,13 @@ def test_what_is_delegated_says_why() -> None:
         assert "delegate: no GPU kernel for reduce" in seen
         assert any(entry.startswith("low_latency") for entry in seen), seen
         assert any(entry.startswith("one_shot") for entry in seen), seen
+
+
+@pytest.mark.parametrize("collectives", ["auto", "native"])
+def test_delegated_operations_are_behind_the_native_one(collectives: str) -> None:
+    chosen = {"DEEPYTORCH_COLLECTIVES": collectives}
+    ours = spawn_ranks(_delegated_behind_native, 2, backend="deepytorch", env=chosen)
+    assert ours == [15.0, 9.0]
 
 
 @pytest.mark.parametrize("collectives", ["auto", "native"])  # delegated, our kernels
