@@ -160,6 +160,8 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
   }
   const auto choose = [&](std::string why_not) {
     const bool tunes = why_not.empty() && even;
+    const Decision* const tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr;
+    const bool copies = tuned != nullptr && tuned->chosen.algorithm == cuda::kCopyEngine;
     return choose_device(
         {.collective = request.collective,
          .bytes = bytes,
@@ -179,8 +181,8 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
                                                     static_cast<int>(global_ranks_.size())),
          .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
          .copies = tunes ? device_->group->copies() : cuda::Staging{},
-         .replayed = tunes && !staged && bytes >= kLeastCopied && busy(),
-         .tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr});
+         .replayed = copies && busy(),
+         .tuned = tuned});
   };
   const bool is_settled = !reason.empty() || !is_open();
   DevicePlan plan = choose(std::move(reason));

@@ -11,6 +11,7 @@
 // Thread safety: none; the communicator's submit_mutex_ guards it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 
 #include "base/types.hpp"
@@ -33,21 +34,26 @@ class KnownDelegated {
 
   // Of operations like `request`; nullptr: unknown.
   const Known* find(const dpt_request& request) const {
-    const Known& known = known_[place_of(request)];
-    const bool is_like = known.count != 0 && known.count == request.count &&
-                         known.collective == request.collective && known.dtype == request.dtype &&
-                         known.reduce_op == request.reduce_op && known.device == request.device;
-    return is_like && is_plain(request) ? &known : nullptr;
+    for (const Known& known : sets_[set_of(request)]) {
+      const bool is_like = known.count != 0 && known.count == request.count &&
+                           known.collective == request.collective && known.dtype == request.dtype &&
+                           known.reduce_op == request.reduce_op && known.device == request.device;
+      if (is_like && is_plain(request)) return &known;
+    }
+    return nullptr;
   }
 
+  // Forgets another of the same set, the oldest, when that is full.
   void add(const dpt_request& request, bool by_nodes, StatisticsRow* row) {
-    known_[place_of(request)] = {request.collective,
-                                 request.dtype,
-                                 request.reduce_op,
-                                 request.device,
-                                 request.count,
-                                 by_nodes,
-                                 row};
+    Set& set = sets_[set_of(request)];
+    std::copy_backward(set.begin(), set.end() - 1, set.end());
+    set[0] = {request.collective,
+              request.dtype,
+              request.reduce_op,
+              request.device,
+              request.count,
+              by_nodes,
+              row};
   }
 
   // It is described by its collective, type and size.
@@ -57,15 +63,18 @@ class KnownDelegated {
   }
 
  private:
-  static constexpr size_t kPlaces = 16;
+  // A training step has tens of sizes, and they come round again and again: one that has no place
+  // beside the others would never be known.
+  static constexpr size_t kSets = 32;
+  using Set = std::array<Known, 4>;
 
-  static size_t place_of(const dpt_request& request) {
+  static size_t set_of(const dpt_request& request) {
     // Sizes are often multiples of large powers of two.
     const size_t mixed = (request.count + request.collective) * 0x9E3779B97F4A7C15u;
-    return (mixed >> 48) % kPlaces;
+    return (mixed >> 48) % kSets;
   }
 
-  std::array<Known, kPlaces> known_{};
+  std::array<Set, kSets> sets_{};
 };
 
 }  // namespace dpt

@@ -22,6 +22,9 @@ constexpr size_t kLine = 8;  // bytes of data
 constexpr size_t kFewThreads = 128;
 constexpr size_t kUsualChunk = 16 << 10;
 
+// Copy engines take longer to start than kernels; below this they are not tried.
+constexpr size_t kLeastCopied = 2 << 20;
+
 // Up to here lines, with twice the bytes in the shortest trip, beat packets, on NVLink.
 constexpr size_t kLinesWhole = 96 << 10;
 constexpr size_t kLinesPart = 96 << 10;
@@ -111,8 +114,8 @@ constexpr Algorithm kAlgorithms[] = {
      {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
     {cuda::kCopyEngine,
      [](const ChooseDeviceRequest& request, const cuda::Grid&) {
-       return goes_to_all(request) && request.even && !request.replayed &&
-              request.copies.slot_bytes != 0 && request.bytes >= kLeastCopied;
+       return goes_to_all(request) && request.even && request.copies.slot_bytes != 0 &&
+              request.bytes >= kLeastCopied;
      },
      [](const ChooseDeviceRequest&) { return cuda::Grid{0, 0}; },  // no kernel
      {4 << 20, 1 << 20}},

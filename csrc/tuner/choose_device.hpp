@@ -12,9 +12,6 @@
 
 namespace dpt {
 
-// Copy engines take longer to start than kernels; below this they are not tried.
-constexpr size_t kLeastCopied = 2 << 20;
-
 struct ChooseDeviceRequest {
   Collective collective;
   size_t bytes;         // of one part, see dpt_request; the largest, where ranks know all

@@ -34,6 +34,13 @@ class ShortWay : public ::testing::Test {
   }
 };
 
+// Where each kernel takes 10 us.
+void join_by_peer_access() {
+  fake_devices().unmappable_rank = -1;
+  fake_devices().peer_access = true;
+  fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
+}
+
 Request sum_of(Rank& rank, size_t count, dpt_data_type dtype = DPT_FLOAT32) {
   static char buffer[1];
   Request request(DPT_ALL_REDUCE, dtype, count);
@@ -77,6 +84,18 @@ TEST_F(ShortWay, IsNotForWhatTheKeyLeavesOut) {
     }
     EXPECT_EQ(rank.num_known(), 0);
     EXPECT_EQ(calls_counted(), 4);
+  });
+}
+
+// As DDP's buckets, FSDP's layers and a loss or two have them.
+TEST_F(ShortWay, HasRoomForTheSizesOfAModel) {
+  constexpr int kSteps = 10;
+  constexpr size_t kSizes = 40;
+  run_ranks(1, [](Rank& rank) {
+    for (int step = 0; step < kSteps; ++step) {
+      for (size_t layer = 1; layer <= kSizes; ++layer) rank.run(sum_of(rank, layer * layer << 12));
+    }
+    EXPECT_EQ(rank.num_known(), (kSteps - 1) * kSizes);
   });
 }
 
@@ -144,10 +163,35 @@ TEST_F(ShortWay, TellsWhatTheDelegateFailsWith) {
             {.raise_errors = true});
 }
 
+// Copy engines might serve the larger of these, which no graph may replay; here the delegate does.
+TEST_F(ShortWay, IsForEverySizeThatWasMeasuredToBeTheDelegates) {
+  join_by_peer_access();
+  const auto stock = [](const dpt_request&) {
+    advance_device(1);
+    return DPT_OK;
+  };
+  for (const dpt_collective collective : {DPT_ALL_REDUCE, DPT_ALL_GATHER}) {
+    for (const size_t count : {size_t{1} << 14, size_t{1} << 22}) {
+      run_ranks(2,
+                [&](Rank& rank) {
+                  std::vector<float> values(count);
+                  std::vector<float> gathered(2 * count);
+                  Request request = sum_of(rank, count);
+                  request.request.collective = collective;
+                  if (collective == DPT_ALL_GATHER) request.reduce_op(DPT_NO_REDUCE);
+                  request.inputs = {values.data()};
+                  request.outputs = {gathered.data(), gathered.data() + count};
+                  request.request.busy = [](void*) { return 0; };
+                  for (int i = 0; i < 2; ++i) EXPECT_EQ(rank.run(request), DPT_DELEGATED);
+                  EXPECT_EQ(rank.num_known(), 1) << count << " of " << collective;
+                },
+                {.tune = DPT_TUNE_AUTO, .execute = stock});
+    }
+  }
+}
+
 TEST_F(ShortWay, IsClosedOnceTheGpusGroupHasFailed) {
-  fake_devices().unmappable_rank = -1;
-  fake_devices().peer_access = true;
-  fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
+  join_by_peer_access();
   std::atomic<int> ends = 0;
   replace_end_process([&](const std::string&) { ++ends; });
   std::barrier both(2);
