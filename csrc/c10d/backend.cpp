@@ -319,6 +319,7 @@ void Backend::note_written(const Call& call) {
         DPT_ERR_ABORTED,
         join_text({what.title, ": process group ", setup_.options->group_name, " was destroyed"})));
   }
+  if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
   const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
   if (setup_.compare && is_collective) setup_.compare(signature_of(what));
   const uint64_t sequence = ++sequence_;
@@ -326,7 +327,7 @@ void Backend::note_written(const Call& call) {
   if (what.results.empty()) what.results = what.outputs;
   const at::Device device = device_of(what);
   if (device.is_cuda()) {
-    if (WorkPtr work; start_known(what, replay, &work)) return work;
+    if (WorkPtr work; start_known(what, replay, &work)) return note_coalesced(work, what);
     // On its stream, or handed to the delegate, when this returns.
     Submitted submitted(*this, std::move(what), replay);
     return note_coalesced(submit_on_device(submitted, sequence), submitted.call);
@@ -524,38 +525,6 @@ dpt_request Backend::describe(Submitted& submitted) const {
           .count = elements.count,
           .asynchronous = call.asynchronous,
           .source = call.source.get()};
-}
-
-WorkPtr Backend::note_coalesced(WorkPtr work, const Call& call) {
-  if (coalescing_) {
-    if (work) coalesced_.push_back(work);
-    coalesced_results_.insert(coalesced_results_.end(), call.results.begin(), call.results.end());
-  }
-  return work;
-}
-
-WorkPtr Backend::join(c10d::OpType op_type,
-                      std::vector<WorkPtr> parts,
-                      std::vector<at::Tensor> results) {
-  if (parts.size() == 1) return parts[0];
-  return c10::make_intrusive<JoinedWork>(rank_, op_type, std::move(parts), std::move(results));
-}
-
-void Backend::startCoalescing() {
-  coalescing_ = true;
-  coalesced_.clear();
-  coalesced_results_.clear();
-  coalescing_delegates_.clear();
-}
-
-WorkPtr Backend::endCoalescing() {
-  coalescing_ = false;
-  for (const BackendPtr& delegate : std::exchange(coalescing_delegates_, {})) {
-    coalesced_.push_back(delegate->endCoalescing());
-  }
-  return join(c10d::OpType::COALESCED,
-              std::exchange(coalesced_, {}),
-              std::exchange(coalesced_results_, {}));
 }
 
 void Backend::check_root(const char* op, int64_t root) const {

@@ -207,6 +207,22 @@ class Backend : public c10d::Backend {
   static dpt_request describe(const Call& call);
   // Counts it in when a group of calls is open.
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
+  // Several operations of one kind, which `start` starts by their places. On GPUs what is all the
+  // stock backend's goes there by `together`, in one piece, of which NCCL makes one kernel.
+  WorkPtr coalesced(c10d::OpType op_type,
+                    const std::vector<at::Tensor>& inputs,
+                    const std::vector<at::Tensor>& results,
+                    c10::function_ref<WorkPtr(size_t)> start,
+                    const Replay* together = nullptr);
+  // For coalesced(), which asks this thread's submit() for its request and no more.
+  bool is_only_asked_for(const Call& call) const;
+  bool start_together(const at::Device& device,
+                      const std::vector<dpt_request>& requests,
+                      const Replay& replay,
+                      WorkPtr* work);
+  // The request of an operation on an accelerator that native code may serve, without its buffers;
+  // false: it is another.
+  static bool describe_plain(const Call& call, const at::Device& device, dpt_request* request);
   static void* start_stream(void* call);
   static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
@@ -256,6 +272,7 @@ class Backend : public c10d::Backend {
   std::array<BackendPtr, 2> known_delegates_;  // those for "cpu" and "cuda"
   Abandonment abandonment_;
   bool coalescing_ = false;
+  std::atomic<int> askers_{0};  // threads in coalesced() that ask
   std::vector<WorkPtr> coalesced_;
   std::vector<at::Tensor> coalesced_results_;
   std::vector<BackendPtr> coalescing_delegates_;

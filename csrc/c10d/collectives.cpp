@@ -219,16 +219,6 @@ WorkPtr Backend::allreduce_sparse(std::vector<at::Tensor>& tensors,
                     options));
 }
 
-WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
-                                     const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<WorkPtr> parts;
-  for (const at::Tensor& tensor : tensors) {
-    std::vector<at::Tensor> one = {tensor};
-    parts.push_back(allreduce(one, options));
-  }
-  return join(c10d::OpType::ALLREDUCE_COALESCED, std::move(parts), tensors);
-}
-
 WorkPtr Backend::broadcast(std::vector<at::Tensor>& tensors,
                            const c10d::BroadcastOptions& options) {
   check_single("broadcast", tensors);
@@ -303,42 +293,6 @@ WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
           options));
 }
 
-WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
-                                     std::vector<at::Tensor>& inputs,
-                                     const c10d::AllgatherOptions& options) {
-  // c10d gives one list per rank here, each with one tensor per input.
-  std::vector<WorkPtr> parts;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    std::vector<std::vector<at::Tensor>> one_output(1);
-    for (auto& of_rank : outputs) {
-      DPT_CHECK_VALUE(of_rank.size() == inputs.size(),
-                      {"all_gather_coalesced: every rank's list needs ",
-                       std::to_string(inputs.size()),
-                       " tensors"});
-      one_output[0].push_back(of_rank[i]);
-    }
-    std::vector<at::Tensor> one_input = {inputs[i]};
-    parts.push_back(allgather(one_output, one_input, options));
-  }
-  return join(c10d::OpType::ALLGATHER_COALESCED, std::move(parts), flatten(outputs));
-}
-
-WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                 std::vector<at::Tensor>& inputs,
-                                                 const c10d::AllgatherOptions& options) {
-  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
-                  {"all_gather_into_tensor_coalesced: ",
-                   std::to_string(outputs.size()),
-                   " outputs for ",
-                   std::to_string(inputs.size()),
-                   " inputs"});
-  std::vector<WorkPtr> parts;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    parts.push_back(_allgather_base(outputs[i], inputs[i], options));
-  }
-  return join(c10d::OpType::COALESCED, std::move(parts), outputs);
-}
-
 WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
                                 std::vector<std::vector<at::Tensor>>& inputs,
                                 const c10d::ReduceScatterOptions& asked) {
@@ -401,22 +355,6 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
           input,
           options,
           after));
-}
-
-WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                 std::vector<at::Tensor>& inputs,
-                                                 const c10d::ReduceScatterOptions& options) {
-  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
-                  {"reduce_scatter_tensor_coalesced: ",
-                   std::to_string(outputs.size()),
-                   " outputs for ",
-                   std::to_string(inputs.size()),
-                   " inputs"});
-  std::vector<WorkPtr> parts;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    parts.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
-  }
-  return join(c10d::OpType::COALESCED, std::move(parts), outputs);
 }
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {

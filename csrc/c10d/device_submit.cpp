@@ -53,17 +53,24 @@ int Backend::is_busy(void* call) {
   return backend.coalescing_ || backend.streams_.is_capturing(submitted->device());
 }
 
+[[gnu::hot]] bool Backend::describe_plain(const Call& call,
+                                          const at::Device& device,
+                                          dpt_request* request) {
+  if (call.uneven || call.not_native != nullptr) return false;
+  if (why_not_plain(call.inputs, device) != nullptr) return false;
+  if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) return false;
+  *request = describe(call);
+  request->on_device = 1;
+  request->device = device.index();
+  return true;
+}
+
 [[gnu::hot, gnu::flatten]] bool Backend::start_known(const Call& call,
                                                      const Replay& replay,
                                                      WorkPtr* work) {
   const at::Device device = device_of(call);
-  // An open group has more to be noted.
-  if (coalescing_ || call.uneven || call.not_native != nullptr) return false;
-  if (why_not_plain(call.inputs, device) != nullptr) return false;
-  if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) return false;
-  dpt_request request = describe(call);
-  request.on_device = 1;
-  request.device = device.index();
+  dpt_request request;
+  if (!describe_plain(call, device, &request)) return false;
   bool is_known = false;
   dpt_status status = DPT_OK;
   dpt_error error;
@@ -85,6 +92,33 @@ int Backend::is_busy(void* call) {
   });
   if (status != DPT_OK) throw_failure(status, failure, error);
   return is_known;
+}
+
+bool Backend::start_together(const at::Device& device,
+                             const std::vector<dpt_request>& requests,
+                             const Replay& replay,
+                             WorkPtr* work) {
+  std::vector<uint64_t> recorded(requests.size());
+  int begun = 0;
+  dpt_status status = DPT_OK;
+  dpt_error error{};
+  std::exception_ptr failure;
+  without_gil([&] {
+    status = setup_.api->begin_coalesced(
+        comm_, requests.data(), requests.size(), recorded.data(), &begun, &error);
+    if (begun == 0) return;
+    try {
+      *work = start_on_device(device, replay, nullptr);
+    } catch (...) {
+      failure = std::current_exception();
+      status = describe_caught(device, &error);
+      const dpt_known first{recorded[0], nullptr};
+      status = setup_.api->fail_known(comm_, &requests[0], &first, status, &error);
+    }
+    for (const uint64_t number : recorded) setup_.api->record_end(number, status, 1);
+  });
+  if (status != DPT_OK) throw_failure(status, failure, error);
+  return begun != 0;
 }
 
 WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {

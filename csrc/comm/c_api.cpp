@@ -111,6 +111,17 @@ dpt_status fail_known(dpt_comm* comm,
   return ended == DPT_OK ? own : ended;
 }
 
+dpt_status begin_coalesced(dpt_comm* comm,
+                           const dpt_request* requests,
+                           size_t count,
+                           uint64_t* recorded,
+                           int* begun,
+                           dpt_error* error) {
+  return guarded(error, [&] {
+    *begun = comm->communicator.begin_coalesced(requests, count, recorded) ? 1 : 0;
+  });
+}
+
 }  // namespace
 
 const dpt_api* api() {
@@ -125,7 +136,8 @@ const dpt_api* api() {
                              DeviceGroup::capture_of,
                              record_end,
                              begin_known,
-                             fail_known};
+                             fail_known,
+                             begin_coalesced};
   return &table;
 }
 

@@ -458,18 +458,22 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
   return start_on_delegate(request, row, goes_by_nodes(plan), recorded);
 }
 
-dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
-                                            StatisticsRow* row,
-                                            bool by_nodes,
-                                            uint64_t recorded) {
-  FlightRecord::instance().note(recorded, FlightRecord::kDelegated);
-  while (!is_message(request.collective) && may_delegate_ > 0 && !progress_.drain(kWaitSlice)) {
+void Communicator::wait_for_host_operations(const dpt_request& request) {
+  while (may_delegate_ > 0 && !progress_.drain(kWaitSlice)) {
     if (interrupted_ && interrupted_()) {
       throw Error(DPT_ERR_INTERRUPTED,
                   std::string(name_of(request.collective)) + " of group " + group_name_ +
                       " was interrupted before it started");
     }
   }
+}
+
+dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
+                                            StatisticsRow* row,
+                                            bool by_nodes,
+                                            uint64_t recorded) {
+  FlightRecord::instance().note(recorded, FlightRecord::kDelegated);
+  if (!is_message(request.collective)) wait_for_host_operations(request);
   statistics_->add(row, request.count * size_of(request.dtype), 0);
   dpt_error error;  // a kilobyte that is rarely needed
   error.message[0] = '\0';

@@ -53,6 +53,7 @@ class Communicator {
                         uint64_t recorded,
                         dpt_status status,
                         const dpt_error& error);
+  bool begin_coalesced(const dpt_request* requests, size_t count, uint64_t* recorded);
   void abort(const std::string& reason);
   // Instead of the destructor, where peers may yet need this rank to join; see NOTE [Retired
   // groups]. False: nobody does. The store and the delegate are not used after this.
@@ -136,8 +137,11 @@ class Communicator {
   std::string why_not_staged(const dpt_request& request) const;
   DeviceGroup::Workers workers_near(const RunContext& context, const std::vector<int>& cpus) const;
   std::string why_not_on_device(const dpt_request& request) const;
+  std::string why_not_in_group(const dpt_request& request) const;
+  bool is_open_on_device(const dpt_request& request) const;
   // `lasts`: whether it is the same for all requests like this one from now on.
   DevicePlan plan_on_device(const dpt_request& request, bool* lasts);
+  std::optional<DevicePlan> settled_plan(const dpt_request& request);
   // Runs `task` with what it needs to meet the other ranks, in turn with the group's operations on
   // host memory, which share its signals.
   void run_in_turn(const dpt_request& request, const std::function<void(const WaitContext&)>& task);
@@ -162,6 +166,8 @@ class Communicator {
   bool is_device_broken() const;
   void check_segment(const dpt_request& request);
   void leave_devices();
+  // Which may be the delegate's too, and its order is the program's.
+  void wait_for_host_operations(const dpt_request& request);
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan, uint64_t recorded);
   // `row`: where it is counted.
   dpt_outcome start_on_delegate(const dpt_request& request,

@@ -25,6 +25,16 @@ bool is_busy(const dpt_request& request) {
   return request.busy != nullptr && request.busy(request.call) != 0;
 }
 
+bool is_even(const dpt_request& request) {
+  return request.input_counts == nullptr && request.output_counts == nullptr;
+}
+
+// There are kernels for it that take any size.
+bool is_large(const dpt_request& request) {
+  return request.reduce_op == DPT_NO_REDUCE ||
+         cuda::has_large_kernels(request.dtype, request.reduce_op);
+}
+
 // A graph would replay the same chunks' numbers.
 constexpr const char* kBusy =
     "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
@@ -101,11 +111,10 @@ bool Communicator::is_staged() const { return device_ && device_->staged; }
 
 // Where GPUs are staged through the host's memory; known once they have met.
 std::string Communicator::why_not_staged(const dpt_request& request) const {
-  const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
   return staged::Job::why_not({.collective = request.collective,
                                .dtype = request.dtype,
                                .op = request.reduce_op,
-                               .even = even,
+                               .even = is_even(request),
                                .nodes = nodes_ != nullptr});
 }
 
@@ -123,22 +132,32 @@ std::string Communicator::why_not_on_device(const dpt_request& request) const {
   return device_ ? "" : DeviceGroup::why_absent();  // found out once
 }
 
+// Of GPUs that have met.
+std::string Communicator::why_not_in_group(const dpt_request& request) const {
+  if (!device_->why_not.empty()) return device_->why_not;
+  if (device_->device != request.device) {
+    return "the group's GPU on this rank is number " + std::to_string(device_->device);
+  }
+  if (is_staged()) {
+    if (std::string reason = why_not_staged(request); !reason.empty()) return reason;
+  }
+  return why_not_wired(device_->group->wiring(), request.collective, is_large(request));
+}
+
+// Nobody has measured yet who is faster.
+bool Communicator::is_open_on_device(const dpt_request& request) const {
+  const size_t bytes = request.count * size_of(request.dtype);
+  return is_even(request) && !nodes_ && device_tuning_.is_open(request.collective, bytes);
+}
+
 DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts) {
   std::string reason = why_not_on_device(request);
   const bool may_be_native = reason.empty();
   if (may_be_native) {
     join_devices(request);
-    reason = device_->why_not;
-    if (reason.empty() && device_->device != request.device) {
-      reason = "the group's GPU on this rank is number " + std::to_string(device_->device);
-    }
-    if (reason.empty() && is_staged()) reason = why_not_staged(request);
+    reason = why_not_in_group(request);
   }
-  const bool large = request.reduce_op == DPT_NO_REDUCE ||
-                     cuda::has_large_kernels(request.dtype, request.reduce_op);
-  const cuda::Wiring wiring = reason.empty() ? device_->group->wiring() : cuda::Wiring::kAlike;
-  if (reason.empty()) reason = why_not_wired(wiring, request.collective, large);
-  const bool even = request.input_counts == nullptr && request.output_counts == nullptr;
+  const bool even = is_even(request);
   const size_t bytes = request.count * size_of(request.dtype);
   const bool by_nodes = may_be_native && device_->by_nodes;
   const bool staged = reason.empty() && is_staged();
@@ -147,11 +166,8 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
     asked = true;
     return is_busy(request);
   };
-  const auto is_open = [&] {
-    return even && !nodes_ && device_tuning_.is_open(request.collective, bytes);
-  };
   // Between nodes all was settled when the ranks met.
-  if (reason.empty() && is_open()) {
+  if (reason.empty() && is_open_on_device(request)) {
     if (staged && busy()) {
       reason = kBusy;
     } else {
@@ -166,9 +182,9 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
         {.collective = request.collective,
          .bytes = bytes,
          .even = even,
-         .large = large,
+         .large = is_large(request),
          .layout = why_not.empty() ? device_->group->layout() : cuda::Layout{},
-         .wiring = wiring,
+         .wiring = why_not.empty() ? device_->group->wiring() : cuda::Wiring::kAlike,
          .not_native = std::move(why_not),
          .ranks = static_cast<int>(global_ranks_.size()),
          .nodes = by_nodes ? nodes_->num_nodes() : 1,
@@ -184,12 +200,23 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
          .replayed = copies && busy(),
          .tuned = tuned});
   };
-  const bool is_settled = !reason.empty() || !is_open();
+  const bool is_settled = !reason.empty() || !is_open_on_device(request);
   DevicePlan plan = choose(std::move(reason));
   // Asked last: what is the delegate's anyway need not look at the stream.
   if (staged && plan.algorithm == kCpuReduce && busy()) return choose(kBusy);
   *lasts = KnownDelegated::is_plain(request) && !asked && is_settled;
   return plan;
+}
+
+// What there is no need to meet the other ranks for, or to look at the stream.
+std::optional<DevicePlan> Communicator::settled_plan(const dpt_request& request) {
+  if (why_not_on_device(request).empty()) {
+    if (!device_) return std::nullopt;
+    if (why_not_in_group(request).empty() && is_open_on_device(request)) return std::nullopt;
+  }
+  bool lasts = false;
+  DevicePlan plan = plan_on_device(request, &lasts);
+  return lasts ? std::optional(std::move(plan)) : std::nullopt;
 }
 
 void Communicator::run_in_turn(const dpt_request& request,

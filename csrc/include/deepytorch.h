@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 11
+#define DPT_ABI_VERSION 12
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -268,6 +268,15 @@ typedef struct dpt_api {
                            const dpt_known* begun,
                            dpt_status status,
                            dpt_error* error);
+  /* The same of several, which the caller starts on the delegate in one piece: `begun` is not 0 if
+   * it is settled for each of them. All ranks find the same, so the same of them start together.
+   * `recorded` gets the number of each. */
+  dpt_status (*begin_coalesced)(dpt_comm* comm,
+                                const dpt_request* requests,
+                                size_t count,
+                                uint64_t* recorded,
+                                int* begun,
+                                dpt_error* error);
 } dpt_api;
 
 #ifdef __cplusplus

@@ -43,6 +43,20 @@ class Stock : public c10d::Backend {
                                const c10d::ReduceScatterOptions&) override {
     return start();
   }
+  WorkPtr allreduce_coalesced(std::vector<at::Tensor>&,
+                              const c10d::AllreduceCoalescedOptions&) override {
+    return start();
+  }
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>&,
+                                          std::vector<at::Tensor>&,
+                                          const c10d::AllgatherOptions&) override {
+    return start();
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(std::vector<at::Tensor>&,
+                                          std::vector<at::Tensor>&,
+                                          const c10d::ReduceScatterOptions&) override {
+    return start();
+  }
 
   std::string failure;  // empty: none
   int calls = 0;
@@ -166,6 +180,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::vector<at::Tensor> tensors = {std::move(tensor)};
     on.allreduce(tensors, {});
   });
+  m.def("all_gather_coalesced",
+        [](c10d::Backend& on, std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
+          on.allgather_into_tensor_coalesced(outputs, inputs, {});
+        });
+  m.def("reduce_scatter_coalesced",
+        [](c10d::Backend& on, std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
+          on.reduce_scatter_tensor_coalesced(outputs, inputs, {});
+        });
   m.def("tensor_on_gpu", &tensor_on_gpu);
   m.def("cost", &cost, py::arg("stock"), py::arg("ours"), py::arg("calls"), py::arg("pages"));
 }

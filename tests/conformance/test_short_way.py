@@ -20,6 +20,7 @@ import torch  # noqa: F401  (the fake's libraries)
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
     ReduceScatterOptions,
 )
@@ -112,6 +113,35 @@ def fail_at_once(rank: int, world_size: int, path: str) -> tuple[list[str], int]
     return raised, adapter.load().failures()
 
 
+def call_lists(rank: int, world_size: int, path: str) -> dict[str, tuple[int, list[int]]]:
+    """For each kind of list: calls of the stock backend, and what is counted of each operation."""
+    fake = _load(path)
+    stock, ours = _backends(fake)
+    parts = [fake.tensor_on_gpu(elements) for elements in (1000, 3000, 1000)]
+    wholes = [fake.tensor_on_gpu(RANKS * part.numel()) for part in parts]
+    kinds = {
+        "all_reduce": lambda: ours.allreduce_coalesced(parts, AllreduceCoalescedOptions()),
+        "all_gather": lambda: fake.all_gather_coalesced(ours, wholes, parts),
+        "reduce_scatter": lambda: fake.reduce_scatter_coalesced(ours, parts, wholes),
+        "one alone": lambda: ours.allreduce_coalesced(parts[:1], AllreduceCoalescedOptions()),
+    }
+    found = {}
+    for kind, call in kinds.items():
+        before = stock.calls
+        _core.reset_statistics()
+        call()
+        found[kind] = stock.calls - before, [calls for _, _, calls in _counted()]
+    before = stock.calls
+    with pytest.raises(ValueError, match="need"):  # of the last; the others are not started
+        fake.all_gather_coalesced(ours, wholes, [*parts[:2], wholes[2]])
+    assert stock.calls == before
+    stock.failure = "NCCL is out of memory"
+    with pytest.raises(dist.DistBackendError, match="NCCL is out of memory"):
+        fake.all_gather_coalesced(ours, wholes, parts)
+    assert stock.calls == before + 1
+    return found
+
+
 def call_with_gil(rank: int, world_size: int, path: str) -> tuple[int, int]:
     fake = _load(path)
     stock, ours = _backends(fake)
@@ -137,6 +167,16 @@ def test_each_call_comes_to_the_stock_backend_and_is_counted() -> None:
     assert calls == 6
     operations = ("all_reduce", "all_gather", "reduce_scatter")
     assert sorted(counted) == sorted((each, "delegate", 2) for each in operations)
+
+
+def test_lists_come_to_the_stock_backend_in_one_piece() -> None:
+    (found,) = spawn_ranks(call_lists, 1, str(_compiled()), fresh=True)
+    assert found == {
+        "all_reduce": (1, [3]),
+        "all_gather": (1, [3]),
+        "reduce_scatter": (1, [3]),
+        "one alone": (1, [1]),
+    }
 
 
 def test_the_stock_backends_own_exception_is_raised_each_time() -> None:

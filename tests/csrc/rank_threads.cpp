@@ -213,6 +213,20 @@ bool Rank::run_known(Request& request) {
   return true;
 }
 
+bool Rank::begin_coalesced(const std::vector<Request>& requests) {
+  std::vector<dpt_request> all;
+  for (const Request& one : requests) all.push_back(one.request);
+  std::vector<uint64_t> recorded(all.size());
+  int begun = 0;
+  dpt_error error{};
+  check(api()->begin_coalesced(comm_, all.data(), all.size(), recorded.data(), &begun, &error),
+        error);
+  for (const uint64_t number : recorded) {
+    if (begun != 0) api()->record_end(number, DPT_OK, 1);
+  }
+  return begun != 0;
+}
+
 dpt_outcome Rank::run(Request& request) {
   if (run_known(request)) return DPT_DELEGATED;
   dpt_outcome outcome = DPT_COMPLETED;

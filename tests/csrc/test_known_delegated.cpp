@@ -222,5 +222,71 @@ TEST_F(ShortWay, IsClosedOnceTheGpusGroupHasFailed) {
   replace_end_process(nullptr);
 }
 
+// As a program gives a list of them.
+class Coalesced : public ShortWay {
+ protected:
+  // Native code takes 10 us for anything, the stock backend 1 us from 1 MiB on and else 100.
+  Coalesced() { join_by_peer_access(); }
+
+  static dpt_status run_stock(const dpt_request& request) {
+    advance_device(request.count >= kLarge ? 1 : 100);
+    return DPT_OK;
+  }
+
+  static dpt_outcome run_alone(Rank& rank, size_t count) {
+    std::vector<float> values(count);
+    Request request = sum_of(rank, count);
+    request.inputs = {values.data()};
+    request.outputs = {values.data()};
+    return rank.run(request);
+  }
+
+  static constexpr size_t kLarge = 1 << 18;
+  const RankOptions options_{.tune = DPT_TUNE_AUTO, .execute = run_stock};
+};
+
+TEST_F(Coalesced, StartTogetherOnceAllAreMeasuredToBeTheDelegates) {
+  run_ranks(
+      2,
+      [](Rank& rank) {
+        const auto both = [&] {
+          return std::vector{sum_of(rank, kLarge), sum_of(rank, 5 * kLarge)};
+        };
+        EXPECT_FALSE(rank.begin_coalesced(both()));
+        EXPECT_EQ(run_alone(rank, kLarge), DPT_DELEGATED);
+        EXPECT_FALSE(rank.begin_coalesced(both()));
+        EXPECT_EQ(run_alone(rank, 5 * kLarge), DPT_DELEGATED);
+        rank.barrier();
+        const uint64_t counted = calls_counted();
+        rank.barrier();
+        EXPECT_TRUE(rank.begin_coalesced(both()));
+        rank.barrier();
+        EXPECT_EQ(calls_counted(), counted + 4);
+      },
+      options_);
+}
+
+TEST_F(Coalesced, StartApartWhereOneIsNative) {
+  run_ranks(
+      2,
+      [](Rank& rank) {
+        EXPECT_EQ(run_alone(rank, kLarge), DPT_DELEGATED);
+        EXPECT_EQ(run_alone(rank, 1000), DPT_COMPLETED);
+        EXPECT_TRUE(rank.begin_coalesced({sum_of(rank, kLarge), sum_of(rank, kLarge)}));
+        EXPECT_FALSE(rank.begin_coalesced({sum_of(rank, kLarge), sum_of(rank, 1000)}));
+      },
+      options_);
+}
+
+TEST_F(Coalesced, StartTogetherWhereNothingIsNative) {
+  run_ranks(1, [](Rank& rank) {
+    EXPECT_TRUE(rank.begin_coalesced({sum_of(rank, 10), sum_of(rank, kLarge)}));
+    EXPECT_EQ(calls_counted(), 2);
+    rank.abort("for the test");
+    EXPECT_FALSE(rank.begin_coalesced({sum_of(rank, 10), sum_of(rank, kLarge)}));
+    EXPECT_EQ(calls_counted(), 2);
+  });
+}
+
 }  // namespace
 }  // namespace dpt::testing

@@ -51,6 +51,33 @@ def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
     return {name: result.tolist() for name, result in results.items()}
 
 
+def _lists(rank: int, world_size: int) -> list[list[float]]:
+    """Of lists of tensors, small and large ones: first and last of each result, three times."""
+    device = _device(rank)
+    torch.manual_seed(rank)
+    sizes = [1001, 1 << 24, 7, 1 << 22]
+    found = []
+    for _ in range(3):
+        parts = [torch.randn(size, device=device) for size in sizes]
+        wholes = [torch.randn(world_size * size, device=device) for size in sizes]
+        with dist._coalescing_manager(async_ops=True) as reduced:
+            for part in parts:
+                dist.all_reduce(part)
+        reduced.wait()
+        gathered = [torch.empty_like(whole) for whole in wholes]
+        with dist._coalescing_manager():
+            for whole, part in zip(gathered, parts, strict=True):
+                dist.all_gather_into_tensor(whole, part)
+        scattered = [torch.empty_like(part) for part in parts]
+        with dist._coalescing_manager(async_ops=True) as scattering:
+            for part, whole in zip(scattered, wholes, strict=True):
+                dist.reduce_scatter_tensor(part, whole)
+        scattering.wait()
+        results = [*parts, *gathered, *scattered]
+        found.append([value for each in results for value in (each[0].item(), each[-1].item())])
+    return found
+
+
 def _delegated_reasons(rank: int, world_size: int) -> set[str]:
     from deepytorch_core import _core
 
@@ -129,6 +156,14 @@ def test_what_is_delegated_says_why() -> None:
         assert "delegate: no GPU kernel for reduce" in seen
         assert any(entry.startswith("low_latency") for entry in seen), seen
         assert any(entry.startswith("one_shot") for entry in seen), seen
+
+
+@pytest.mark.parametrize("peers", ["0", "1"])  # NCCL_P2P_DISABLE
+@pytest.mark.parametrize("collectives", ["auto", "native"])
+def test_lists_give_what_nccl_gives(collectives: str, peers: str) -> None:
+    chosen = {"DEEPYTORCH_COLLECTIVES": collectives, "NCCL_P2P_DISABLE": peers}
+    ours = spawn_ranks(_lists, 2, backend="deepytorch", env=chosen)
+    assert ours == spawn_ranks(_lists, 2, backend="nccl", env={"NCCL_P2P_DISABLE": peers})
 
 
 @pytest.mark.parametrize("collectives", ["auto", "native"])

@@ -1,0 +1,178 @@
+// Several operations that are one call of the program's: a list of one kind, or what it starts
+// between startCoalescing and endCoalescing.
+//
+// NOTE [Coalesced] NCCL makes one kernel of a list that it is given in one piece, and ranks must
+// give it the same pieces. So the core is asked whether all of the list is settled to be the stock
+// backend's, which it is on all ranks or none; else each part goes its own way, as one that native
+// code serves does.
+#include <c10/util/ScopeExit.h>
+
+#include "backend.hpp"
+
+namespace dpt::c10d_adapter {
+namespace {
+
+// While coalesced() asks what it is that would be started. All is checked then, before anything is.
+struct Asking {
+  const Backend* backend;
+  at::Device device;
+  std::vector<dpt_request> requests = {};
+  bool are_plain = true;
+};
+thread_local Asking* asking = nullptr;
+
+}  // namespace
+
+bool Backend::is_only_asked_for(const Call& call) const {
+  if (asking == nullptr || asking->backend != this) return false;
+  asking->are_plain =
+      asking->are_plain && device_of(call) == asking->device &&
+      describe_plain(call, asking->device, &asking->requests.emplace_back(dpt_request{}));
+  return true;
+}
+
+WorkPtr Backend::coalesced(c10d::OpType op_type,
+                           const std::vector<at::Tensor>& inputs,
+                           const std::vector<at::Tensor>& results,
+                           c10::function_ref<WorkPtr(size_t)> start,
+                           const Replay* together) {
+  const auto start_each = [&] {
+    std::vector<WorkPtr> parts;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (WorkPtr part = start(i)) parts.push_back(std::move(part));
+    }
+    return parts;
+  };
+  const bool is_debugged = setup_.inspect || setup_.compare;
+  if (together != nullptr && inputs.size() > 1 && inputs[0].is_cuda() && !coalescing_ &&
+      !is_debugged) {
+    Asking mine{this, inputs[0].device()};
+    {
+      ++askers_;
+      asking = &mine;
+      const auto asked = c10::make_scope_exit([this] {
+        asking = nullptr;
+        --askers_;
+      });
+      start_each();
+    }
+    WorkPtr work;
+    if (mine.are_plain && start_together(mine.device, mine.requests, *together, &work)) {
+      return work;
+    }
+  }
+  return join(op_type, start_each(), results);
+}
+
+WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                     const c10d::AllreduceCoalescedOptions& options) {
+  const auto start = [&](size_t i) {
+    std::vector<at::Tensor> one = {tensors[i]};
+    return allreduce(one, options);
+  };
+  const auto together = replaying(
+      [](c10d::Backend& stock, auto& tensors, auto& options) {
+        return stock.allreduce_coalesced(tensors, options);
+      },
+      tensors,
+      options);
+  return coalesced(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, start, &together);
+}
+
+WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                     std::vector<at::Tensor>& inputs,
+                                     const c10d::AllgatherOptions& options) {
+  // c10d gives one list per rank here, each with one tensor per input.
+  for (const auto& of_rank : outputs) {
+    DPT_CHECK_VALUE(of_rank.size() == inputs.size(),
+                    {"all_gather_coalesced: every rank's list needs ",
+                     std::to_string(inputs.size()),
+                     " tensors"});
+  }
+  std::vector<at::Tensor> results;
+  for (const auto& of_rank : outputs) {
+    results.insert(results.end(), of_rank.begin(), of_rank.end());
+  }
+  const auto start = [&](size_t i) {
+    std::vector<std::vector<at::Tensor>> one_output(1);
+    for (const auto& of_rank : outputs) one_output[0].push_back(of_rank[i]);
+    std::vector<at::Tensor> one_input = {inputs[i]};
+    return allgather(one_output, one_input, options);
+  };
+  // NCCL's backend has none.
+  return coalesced(c10d::OpType::ALLGATHER_COALESCED, inputs, results, start);
+}
+
+WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                 std::vector<at::Tensor>& inputs,
+                                                 const c10d::AllgatherOptions& options) {
+  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
+                  {"all_gather_into_tensor_coalesced: ",
+                   std::to_string(outputs.size()),
+                   " outputs for ",
+                   std::to_string(inputs.size()),
+                   " inputs"});
+  const auto start = [&](size_t i) { return _allgather_base(outputs[i], inputs[i], options); };
+  const auto together = replaying(
+      [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
+        return stock.allgather_into_tensor_coalesced(outputs, inputs, options);
+      },
+      outputs,
+      inputs,
+      options);
+  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, &together);
+}
+
+WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                 std::vector<at::Tensor>& inputs,
+                                                 const c10d::ReduceScatterOptions& options) {
+  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
+                  {"reduce_scatter_tensor_coalesced: ",
+                   std::to_string(outputs.size()),
+                   " outputs for ",
+                   std::to_string(inputs.size()),
+                   " inputs"});
+  const auto start = [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], options); };
+  const auto together = replaying(
+      [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
+        return stock.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+      },
+      outputs,
+      inputs,
+      options);
+  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, &together);
+}
+
+WorkPtr Backend::note_coalesced(WorkPtr work, const Call& call) {
+  if (coalescing_) {
+    if (work) coalesced_.push_back(work);
+    coalesced_results_.insert(coalesced_results_.end(), call.results.begin(), call.results.end());
+  }
+  return work;
+}
+
+WorkPtr Backend::join(c10d::OpType op_type,
+                      std::vector<WorkPtr> parts,
+                      std::vector<at::Tensor> results) {
+  if (parts.size() == 1) return parts[0];
+  return c10::make_intrusive<JoinedWork>(rank_, op_type, std::move(parts), std::move(results));
+}
+
+void Backend::startCoalescing() {
+  coalescing_ = true;
+  coalesced_.clear();
+  coalesced_results_.clear();
+  coalescing_delegates_.clear();
+}
+
+WorkPtr Backend::endCoalescing() {
+  coalescing_ = false;
+  for (const BackendPtr& delegate : std::exchange(coalescing_delegates_, {})) {
+    coalesced_.push_back(delegate->endCoalescing());
+  }
+  return join(c10d::OpType::COALESCED,
+              std::exchange(coalesced_, {}),
+              std::exchange(coalesced_results_, {}));
+}
+
+}  // namespace dpt::c10d_adapter
