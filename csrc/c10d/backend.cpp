@@ -327,7 +327,9 @@ void Backend::note_written(const Call& call) {
   if (what.results.empty()) what.results = what.outputs;
   const at::Device device = device_of(what);
   if (device.is_cuda()) {
-    if (WorkPtr work; start_known(what, replay, &work)) return note_coalesced(work, what);
+    if (WorkPtr work; start_known(what, replay, &work)) {
+      return coalescing_ ? note_coalesced(std::move(work), what) : work;
+    }
     // On its stream, or handed to the delegate, when this returns.
     Submitted submitted(*this, std::move(what), replay);
     return note_coalesced(submit_on_device(submitted, sequence), submitted.call);

@@ -207,19 +207,22 @@ class Backend : public c10d::Backend {
   static dpt_request describe(const Call& call);
   // Counts it in when a group of calls is open.
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
-  // Several operations of one kind, which `start` starts by their places. On GPUs what is all the
-  // stock backend's goes there by `together`, in one piece, of which NCCL makes one kernel.
+  // Some of a list's operations, by their places in it.
+  using Places = std::vector<size_t>;
+  // Several operations of one kind, of which `start` starts one. On GPUs those that are the stock
+  // backend's go there by `together`, in one piece, of which NCCL makes one kernel.
   WorkPtr coalesced(c10d::OpType op_type,
                     const std::vector<at::Tensor>& inputs,
                     const std::vector<at::Tensor>& results,
                     c10::function_ref<WorkPtr(size_t)> start,
-                    const Replay* together = nullptr);
+                    c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together);
   // For coalesced(), which asks this thread's submit() for its request and no more.
   bool is_only_asked_for(const Call& call) const;
-  bool start_together(const at::Device& device,
-                      const std::vector<dpt_request>& requests,
-                      const Replay& replay,
-                      WorkPtr* work);
+  // Those of the list that are the stock backend's, and what `together` gives of them.
+  Places start_together(const at::Device& device,
+                        const std::vector<dpt_request>& requests,
+                        c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together,
+                        WorkPtr* work);
   // The request of an operation on an accelerator that native code may serve, without its buffers;
   // false: it is another.
   static bool describe_plain(const Call& call, const at::Device& device, dpt_request* request);

@@ -2,10 +2,11 @@
 // between startCoalescing and endCoalescing.
 //
 // NOTE [Coalesced] NCCL makes one kernel of a list that it is given in one piece, and ranks must
-// give it the same pieces. So the core is asked whether all of the list is settled to be the stock
-// backend's, which it is on all ranks or none; else each part goes its own way, as one that native
-// code serves does.
+// give it the same pieces. So the core is asked which of the list are settled to be the stock
+// backend's, and finds the same ones on all ranks. Each other goes its own way.
 #include <c10/util/ScopeExit.h>
+
+#include <algorithm>
 
 #include "backend.hpp"
 
@@ -21,6 +22,26 @@ struct Asking {
 };
 thread_local Asking* asking = nullptr;
 
+void check_as_many(const char* op,
+                   const std::vector<at::Tensor>& outputs,
+                   const std::vector<at::Tensor>& inputs) {
+  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
+                  {op,
+                   ": ",
+                   std::to_string(outputs.size()),
+                   " outputs for ",
+                   std::to_string(inputs.size()),
+                   " inputs"});
+}
+
+std::vector<at::Tensor> at_places(const std::vector<at::Tensor>& list,
+                                  const std::vector<size_t>& places) {
+  std::vector<at::Tensor> some;
+  some.reserve(places.size());
+  for (const size_t place : places) some.push_back(list[place]);
+  return some;
+}
+
 }  // namespace
 
 bool Backend::is_only_asked_for(const Call& call) const {
@@ -35,17 +56,11 @@ WorkPtr Backend::coalesced(c10d::OpType op_type,
                            const std::vector<at::Tensor>& inputs,
                            const std::vector<at::Tensor>& results,
                            c10::function_ref<WorkPtr(size_t)> start,
-                           const Replay* together) {
-  const auto start_each = [&] {
-    std::vector<WorkPtr> parts;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (WorkPtr part = start(i)) parts.push_back(std::move(part));
-    }
-    return parts;
-  };
+                           c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together) {
+  std::vector<WorkPtr> parts;
+  Places started;
   const bool is_debugged = setup_.inspect || setup_.compare;
-  if (together != nullptr && inputs.size() > 1 && inputs[0].is_cuda() && !coalescing_ &&
-      !is_debugged) {
+  if (together && inputs.size() > 1 && inputs[0].is_cuda() && !coalescing_ && !is_debugged) {
     Asking mine{this, inputs[0].device()};
     {
       ++askers_;
@@ -54,14 +69,17 @@ WorkPtr Backend::coalesced(c10d::OpType op_type,
         asking = nullptr;
         --askers_;
       });
-      start_each();
+      for (size_t i = 0; i < inputs.size(); ++i) start(i);
     }
     WorkPtr work;
-    if (mine.are_plain && start_together(mine.device, mine.requests, *together, &work)) {
-      return work;
-    }
+    if (mine.are_plain) started = start_together(mine.device, mine.requests, together, &work);
+    if (work) parts.push_back(std::move(work));
   }
-  return join(op_type, start_each(), results);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (std::binary_search(started.begin(), started.end(), i)) continue;
+    if (WorkPtr part = start(i)) parts.push_back(std::move(part));
+  }
+  return join(op_type, std::move(parts), results);
 }
 
 WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
@@ -70,13 +88,11 @@ WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
     std::vector<at::Tensor> one = {tensors[i]};
     return allreduce(one, options);
   };
-  const auto together = replaying(
-      [](c10d::Backend& stock, auto& tensors, auto& options) {
-        return stock.allreduce_coalesced(tensors, options);
-      },
-      tensors,
-      options);
-  return coalesced(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, start, &together);
+  const auto together = [&](c10d::Backend& stock, const Places& places) {
+    std::vector<at::Tensor> some = at_places(tensors, places);
+    return stock.allreduce_coalesced(some, options);
+  };
+  return coalesced(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, start, together);
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
@@ -100,47 +116,33 @@ WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outpu
     return allgather(one_output, one_input, options);
   };
   // NCCL's backend has none.
-  return coalesced(c10d::OpType::ALLGATHER_COALESCED, inputs, results, start);
+  return coalesced(c10d::OpType::ALLGATHER_COALESCED, inputs, results, start, nullptr);
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                                  std::vector<at::Tensor>& inputs,
                                                  const c10d::AllgatherOptions& options) {
-  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
-                  {"all_gather_into_tensor_coalesced: ",
-                   std::to_string(outputs.size()),
-                   " outputs for ",
-                   std::to_string(inputs.size()),
-                   " inputs"});
+  check_as_many("all_gather_into_tensor_coalesced", outputs, inputs);
   const auto start = [&](size_t i) { return _allgather_base(outputs[i], inputs[i], options); };
-  const auto together = replaying(
-      [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
-        return stock.allgather_into_tensor_coalesced(outputs, inputs, options);
-      },
-      outputs,
-      inputs,
-      options);
-  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, &together);
+  const auto together = [&](c10d::Backend& stock, const Places& places) {
+    std::vector<at::Tensor> some_outputs = at_places(outputs, places);
+    std::vector<at::Tensor> some_inputs = at_places(inputs, places);
+    return stock.allgather_into_tensor_coalesced(some_outputs, some_inputs, options);
+  };
+  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, together);
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                                  std::vector<at::Tensor>& inputs,
                                                  const c10d::ReduceScatterOptions& options) {
-  DPT_CHECK_VALUE(outputs.size() == inputs.size(),
-                  {"reduce_scatter_tensor_coalesced: ",
-                   std::to_string(outputs.size()),
-                   " outputs for ",
-                   std::to_string(inputs.size()),
-                   " inputs"});
+  check_as_many("reduce_scatter_tensor_coalesced", outputs, inputs);
   const auto start = [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], options); };
-  const auto together = replaying(
-      [](c10d::Backend& stock, auto& outputs, auto& inputs, auto& options) {
-        return stock.reduce_scatter_tensor_coalesced(outputs, inputs, options);
-      },
-      outputs,
-      inputs,
-      options);
-  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, &together);
+  const auto together = [&](c10d::Backend& stock, const Places& places) {
+    std::vector<at::Tensor> some_outputs = at_places(outputs, places);
+    std::vector<at::Tensor> some_inputs = at_places(inputs, places);
+    return stock.reduce_scatter_tensor_coalesced(some_outputs, some_inputs, options);
+  };
+  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, together);
 }
 
 WorkPtr Backend::note_coalesced(WorkPtr work, const Call& call) {

@@ -94,31 +94,37 @@ int Backend::is_busy(void* call) {
   return is_known;
 }
 
-bool Backend::start_together(const at::Device& device,
-                             const std::vector<dpt_request>& requests,
-                             const Replay& replay,
-                             WorkPtr* work) {
+Backend::Places Backend::start_together(
+    const at::Device& device,
+    const std::vector<dpt_request>& requests,
+    c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together,
+    WorkPtr* work) {
   std::vector<uint64_t> recorded(requests.size());
-  int begun = 0;
+  std::vector<int> begun(requests.size());
+  Places places;
   dpt_status status = DPT_OK;
   dpt_error error{};
   std::exception_ptr failure;
   without_gil([&] {
     status = setup_.api->begin_coalesced(
-        comm_, requests.data(), requests.size(), recorded.data(), &begun, &error);
-    if (begun == 0) return;
+        comm_, requests.data(), requests.size(), recorded.data(), begun.data(), &error);
+    for (size_t i = 0; i < requests.size(); ++i) {
+      if (begun[i] != 0) places.push_back(i);
+    }
+    if (places.empty()) return;
     try {
-      *work = start_on_device(device, replay, nullptr);
+      const auto start = [&](c10d::Backend& stock) { return together(stock, places); };
+      *work = start_on_device(device, replaying(start), nullptr);
     } catch (...) {
       failure = std::current_exception();
       status = describe_caught(device, &error);
-      const dpt_known first{recorded[0], nullptr};
-      status = setup_.api->fail_known(comm_, &requests[0], &first, status, &error);
+      const dpt_known first{recorded[places[0]], nullptr};
+      status = setup_.api->fail_known(comm_, &requests[places[0]], &first, status, &error);
     }
-    for (const uint64_t number : recorded) setup_.api->record_end(number, status, 1);
+    for (const size_t place : places) setup_.api->record_end(recorded[place], status, 1);
   });
   if (status != DPT_OK) throw_failure(status, failure, error);
-  return begun != 0;
+  return places;
 }
 
 WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {

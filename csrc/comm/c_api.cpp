@@ -117,9 +117,8 @@ dpt_status begin_coalesced(dpt_comm* comm,
                            uint64_t* recorded,
                            int* begun,
                            dpt_error* error) {
-  return guarded(error, [&] {
-    *begun = comm->communicator.begin_coalesced(requests, count, recorded) ? 1 : 0;
-  });
+  return guarded(error,
+                 [&] { comm->communicator.begin_coalesced(requests, count, recorded, begun); });
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ class Communicator {
                         uint64_t recorded,
                         dpt_status status,
                         const dpt_error& error);
-  bool begin_coalesced(const dpt_request* requests, size_t count, uint64_t* recorded);
+  void begin_coalesced(const dpt_request* requests, size_t count, uint64_t* recorded, int* begun);
   void abort(const std::string& reason);
   // Instead of the destructor, where peers may yet need this rank to join; see NOTE [Retired
   // groups]. False: nobody does. The store and the delegate are not used after this.

@@ -1,4 +1,5 @@
 // The communicator's part in operations that are known to be the delegate's, see NOTE [Short way].
+#include <algorithm>
 #include <cstring>
 
 #include "comm/communicator.hpp"
@@ -37,24 +38,27 @@ dpt_status Communicator::fail_known(const dpt_request& request,
 }
 
 // Not by what this rank happens to know: the ranks start together what they agree on.
-bool Communicator::begin_coalesced(const dpt_request* requests, size_t count, uint64_t* recorded) {
-  if (has_failed_.load(std::memory_order_acquire) || Fabric::forked()) return false;
+void Communicator::begin_coalesced(const dpt_request* requests,
+                                   size_t count,
+                                   uint64_t* recorded,
+                                   int* begun) {
+  std::fill_n(begun, count, 0);
+  if (has_failed_.load(std::memory_order_acquire) || Fabric::forked()) return;
   wait_for_host_operations(requests[0]);
   const std::lock_guard order(submit_mutex_);
-  if (is_device_broken()) return false;
-  std::vector<StatisticsRow*> rows(count);
+  if (is_device_broken()) return;
+  bool any = false;
   for (size_t i = 0; i < count; ++i) {
-    const std::optional<DevicePlan> plan = settled_plan(requests[i]);
-    if (!plan || std::strcmp(plan->algorithm, "delegate") != 0) return false;
-    rows[i] = statistics_->row_of(requests[i].collective, plan->algorithm, plan->reason.c_str());
+    const dpt_request& request = requests[i];
+    const std::optional<DevicePlan> plan = settled_plan(request);
+    if (!plan || std::strcmp(plan->algorithm, "delegate") != 0) continue;
+    StatisticsRow* const row =
+        statistics_->row_of(request.collective, plan->algorithm, plan->reason.c_str());
+    recorded[i] = FlightRecord::instance().begin(record_group_, request, FlightRecord::kDelegated);
+    statistics_->add(row, request.count * size_of(request.dtype), 0);
+    begun[i] = any = true;
   }
-  for (size_t i = 0; i < count; ++i) {
-    recorded[i] =
-        FlightRecord::instance().begin(record_group_, requests[i], FlightRecord::kDelegated);
-    statistics_->add(rows[i], requests[i].count * size_of(requests[i].dtype), 0);
-  }
-  before_delegate(watched_segment());
-  return true;
+  if (any) before_delegate(watched_segment());
 }
 
 }  // namespace dpt

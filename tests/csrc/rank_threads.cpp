@@ -213,18 +213,22 @@ bool Rank::run_known(Request& request) {
   return true;
 }
 
-bool Rank::begin_coalesced(const std::vector<Request>& requests) {
+std::vector<size_t> Rank::begin_coalesced(const std::vector<Request>& requests) {
   std::vector<dpt_request> all;
   for (const Request& one : requests) all.push_back(one.request);
   std::vector<uint64_t> recorded(all.size());
-  int begun = 0;
+  std::vector<int> begun(all.size());
   dpt_error error{};
-  check(api()->begin_coalesced(comm_, all.data(), all.size(), recorded.data(), &begun, &error),
-        error);
-  for (const uint64_t number : recorded) {
-    if (begun != 0) api()->record_end(number, DPT_OK, 1);
+  check(
+      api()->begin_coalesced(comm_, all.data(), all.size(), recorded.data(), begun.data(), &error),
+      error);
+  std::vector<size_t> places;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (begun[i] == 0) continue;
+    places.push_back(i);
+    api()->record_end(recorded[i], DPT_OK, 1);
   }
-  return begun != 0;
+  return places;
 }
 
 dpt_outcome Rank::run(Request& request) {

@@ -105,8 +105,8 @@ class Rank {
   // Throws Failure. The outcome is never DPT_STARTED.
   dpt_outcome run(Request& request);
   dpt_outcome run(Request&& request) { return run(request); }
-  // Whether all of them may be started on the delegate in one piece; they are not.
-  bool begin_coalesced(const std::vector<Request>& requests);
+  // The places of those that are to be started on the delegate in one piece; they are not.
+  std::vector<size_t> begin_coalesced(const std::vector<Request>& requests);
   // `request` may die at once, the buffers may not.
   Pending start(Request&& request);
   void barrier(int64_t timeout_ms = 20000);

@@ -15,7 +15,9 @@
 namespace dpt::testing {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 class ShortWay : public ::testing::Test {
  protected:
@@ -245,45 +247,46 @@ class Coalesced : public ShortWay {
   const RankOptions options_{.tune = DPT_TUNE_AUTO, .execute = run_stock};
 };
 
-TEST_F(Coalesced, StartTogetherOnceAllAreMeasuredToBeTheDelegates) {
+TEST_F(Coalesced, StartTogetherOnceMeasuredToBeTheDelegates) {
   run_ranks(
       2,
       [](Rank& rank) {
         const auto both = [&] {
           return std::vector{sum_of(rank, kLarge), sum_of(rank, 5 * kLarge)};
         };
-        EXPECT_FALSE(rank.begin_coalesced(both()));
-        EXPECT_EQ(run_alone(rank, kLarge), DPT_DELEGATED);
-        EXPECT_FALSE(rank.begin_coalesced(both()));
+        EXPECT_THAT(rank.begin_coalesced(both()), IsEmpty());
         EXPECT_EQ(run_alone(rank, 5 * kLarge), DPT_DELEGATED);
+        EXPECT_THAT(rank.begin_coalesced(both()), ElementsAre(1));
+        EXPECT_EQ(run_alone(rank, kLarge), DPT_DELEGATED);
         rank.barrier();
         const uint64_t counted = calls_counted();
         rank.barrier();
-        EXPECT_TRUE(rank.begin_coalesced(both()));
+        EXPECT_THAT(rank.begin_coalesced(both()), ElementsAre(0, 1));
         rank.barrier();
         EXPECT_EQ(calls_counted(), counted + 4);
       },
       options_);
 }
 
-TEST_F(Coalesced, StartApartWhereOneIsNative) {
+TEST_F(Coalesced, StartWithoutWhatIsNative) {
   run_ranks(
       2,
       [](Rank& rank) {
         EXPECT_EQ(run_alone(rank, kLarge), DPT_DELEGATED);
         EXPECT_EQ(run_alone(rank, 1000), DPT_COMPLETED);
-        EXPECT_TRUE(rank.begin_coalesced({sum_of(rank, kLarge), sum_of(rank, kLarge)}));
-        EXPECT_FALSE(rank.begin_coalesced({sum_of(rank, kLarge), sum_of(rank, 1000)}));
+        EXPECT_THAT(
+            rank.begin_coalesced({sum_of(rank, kLarge), sum_of(rank, 1000), sum_of(rank, kLarge)}),
+            ElementsAre(0, 2));
       },
       options_);
 }
 
 TEST_F(Coalesced, StartTogetherWhereNothingIsNative) {
   run_ranks(1, [](Rank& rank) {
-    EXPECT_TRUE(rank.begin_coalesced({sum_of(rank, 10), sum_of(rank, kLarge)}));
+    EXPECT_THAT(rank.begin_coalesced({sum_of(rank, 10), sum_of(rank, kLarge)}), ElementsAre(0, 1));
     EXPECT_EQ(calls_counted(), 2);
     rank.abort("for the test");
-    EXPECT_FALSE(rank.begin_coalesced({sum_of(rank, 10), sum_of(rank, kLarge)}));
+    EXPECT_THAT(rank.begin_coalesced({sum_of(rank, 10), sum_of(rank, kLarge)}), IsEmpty());
     EXPECT_EQ(calls_counted(), 2);
   });
 }
