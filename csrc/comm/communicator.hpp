@@ -142,6 +142,7 @@ class Communicator {
   // `lasts`: whether it is the same for all requests like this one from now on.
   DevicePlan plan_on_device(const dpt_request& request, bool* lasts);
   std::optional<DevicePlan> settled_plan(const dpt_request& request);
+  StatisticsRow* row_of_delegated(const dpt_request& request);
   // Runs `task` with what it needs to meet the other ranks, in turn with the group's operations on
   // host memory, which share its signals.
   void run_in_turn(const dpt_request& request, const std::function<void(const WaitContext&)>& task);

@@ -268,9 +268,9 @@ typedef struct dpt_api {
                            const dpt_known* begun,
                            dpt_status status,
                            dpt_error* error);
-  /* The same of several: `begun` says of each whether it is settled, flat and not by nodes, and all
-   * that are the caller starts on the delegate in one piece. All ranks find the same of them.
-   * `recorded` gets their numbers. */
+  /* The same of a list: `begun` says of each whether the caller starts it on the delegate, with all
+   * others of which that is said in one piece, flat and not by nodes. All ranks find the same of
+   * them. `recorded` gets their numbers. */
   dpt_status (*begin_coalesced)(dpt_comm* comm,
                                 const dpt_request* requests,
                                 size_t count,

@@ -16,8 +16,10 @@ namespace dpt::testing {
 namespace {
 
 using namespace std::chrono_literals;
+using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 constexpr size_t kMiB = 1 << 20;
 
@@ -62,6 +64,36 @@ TEST_F(CpuReduce, OthersAreTheDelegates) {
     EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
     program.check_sum();
   });
+}
+
+// Bytes take long here, not kernels, so one in a list is what it is alone.
+TEST_F(CpuReduce, OfAListTheDelegatesAreOnePiece) {
+  const TuningClass group{2, false, 1, "a fake GPU, 132 SMs, without peer access"};
+  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
+    const double stock_us = range_of(bucket).nominal > kMiB ? 1 : 100;
+    const Entry entry = {summarize({known_algorithm("cpu_reduce"), 64 << 10, 3, 1}, {10}),
+                         summarize({known_algorithm("delegate")}, {stock_us})};
+    Decisions::instance().add_measured(group, DPT_ALL_REDUCE, bucket, entry);
+  }
+  run_ranks(2,
+            [](Rank& rank) {
+              Program program(rank);
+              const auto list = [&] {
+                std::vector<Request> each;
+                for (const size_t count : {kMiB, kMiB / 4, kMiB}) {
+                  each.emplace_back(DPT_ALL_REDUCE, DPT_FLOAT32, count);
+                  each.back().reduce_op(DPT_SUM).request.on_device = 1;
+                  each.back().request.device = rank.rank();
+                }
+                return each;
+              };
+              EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
+              program.check_sum();
+              EXPECT_THAT(rank.begin_coalesced(list()), IsEmpty());
+              EXPECT_EQ(program.sum_ones(4 * kMiB), DPT_DELEGATED);
+              EXPECT_THAT(rank.begin_coalesced(list()), ElementsAre(0, 2));
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(1)});
 }
 
 TEST_F(CpuReduce, IsChosenWhereItIsFaster) {

@@ -247,7 +247,7 @@ class Coalesced : public ShortWay {
   const RankOptions options_{.tune = DPT_TUNE_AUTO, .execute = run_stock};
 };
 
-TEST_F(Coalesced, StartTogetherOnceMeasuredToBeTheDelegates) {
+TEST_F(Coalesced, StartTogetherOnceTheRanksHaveMet) {
   run_ranks(
       2,
       [](Rank& rank) {
@@ -256,8 +256,6 @@ TEST_F(Coalesced, StartTogetherOnceMeasuredToBeTheDelegates) {
         };
         EXPECT_THAT(rank.begin_coalesced(both()), IsEmpty());
         EXPECT_EQ(run_alone(rank, 5 * kLarge), DPT_DELEGATED);
-        EXPECT_THAT(rank.begin_coalesced(both()), ElementsAre(1));
-        EXPECT_EQ(run_alone(rank, kLarge), DPT_DELEGATED);
         rank.barrier();
         const uint64_t counted = calls_counted();
         rank.barrier();
@@ -268,17 +266,26 @@ TEST_F(Coalesced, StartTogetherOnceMeasuredToBeTheDelegates) {
       options_);
 }
 
-TEST_F(Coalesced, StartWithoutWhatIsNative) {
+TEST_F(Coalesced, StartTogetherWhateverIsFasterAlone) {
   run_ranks(
       2,
       [](Rank& rank) {
         EXPECT_EQ(run_alone(rank, kLarge), DPT_DELEGATED);
         EXPECT_EQ(run_alone(rank, 1000), DPT_COMPLETED);
+        // 100,000 are of a size that nobody has measured yet.
         EXPECT_THAT(
-            rank.begin_coalesced({sum_of(rank, kLarge), sum_of(rank, 1000), sum_of(rank, kLarge)}),
-            ElementsAre(0, 2));
+            rank.begin_coalesced({sum_of(rank, kLarge), sum_of(rank, 1000), sum_of(rank, 100'000)}),
+            ElementsAre(0, 1, 2));
+        EXPECT_THAT(rank.begin_coalesced({sum_of(rank, 1000)}), IsEmpty());
       },
       options_);
+}
+
+TEST_F(Coalesced, AreNativeWhereThatIsAskedFor) {
+  run_ranks(2, [](Rank& rank) {
+    EXPECT_EQ(run_alone(rank, 1000), DPT_COMPLETED);
+    EXPECT_THAT(rank.begin_coalesced({sum_of(rank, 1000), sum_of(rank, 1000)}), IsEmpty());
+  });
 }
 
 TEST_F(Coalesced, StartTogetherWhereNothingIsNative) {
