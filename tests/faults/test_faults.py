@@ -101,6 +101,19 @@ def test_a_process_that_ends_is_as_good_as_an_error_for_nccl(case: Case, wrong: 
     assert wrong in "; ".join(result.wrong)
 
 
+@pytest.mark.parametrize(
+    ("path", "left", "wrong"),
+    [
+        ("nccl", "descriptors: socket (6)", ""),
+        ("gpu", "descriptors: socket (6)", "left over: descriptors: socket (6)"),
+        ("nccl", "descriptors: socket (7)", "left over: descriptors: socket (7)"),
+    ],
+)
+def test_what_stock_leaks_is_not_ours(path: str, left: str, wrong: str) -> None:
+    told = Told("no memory left of rank 1's GPU, says NCCL", 1.0, left=[left])
+    assert "; ".join(judge(Case("no GPU memory", path, "init"), [told]).wrong) == wrong
+
+
 def test_who_can_tell_of_its_error_need_not_end() -> None:
     assert not Case("no descriptors", "shm", "init").may_end
     assert not Case("no descriptors", "gpu", "between").may_end

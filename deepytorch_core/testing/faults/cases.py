@@ -122,7 +122,7 @@ class Fault:
         alone: it takes from the whole machine, so no other case may run meanwhile.
         network: the ranks live on emulated nodes of their own (needs the right to make some).
         again: the survivors can make a new group afterwards.
-        gloo_leaves: what stock gloo leaks then.
+        stock_leaves: what the stock backend leaks then, also without us, by path; "": on all.
         in_start: of the paths on GPUs, phases in which NCCL starts and can't: who waits in its
             start for the rank that failed hears nothing, so that process may end everywhere.
     """
@@ -139,8 +139,12 @@ class Fault:
     alone: bool = False
     network: bool = False
     again: bool = True
-    gloo_leaves: tuple[str, ...] = ()
+    stock_leaves: Mapping[str, str] = field(default_factory=dict)
     in_start: tuple[str, ...] = ()
+
+    def is_stocks(self, left: str, path: str) -> bool:
+        """Whether `left` over on `path` is what the stock backend leaks."""
+        return any(words in left for on, words in self.stock_leaves.items() if on in ("", path))
 
     def outcome_in(self, phase: str, path: str = "") -> str:
         if isinstance(self.outcome, str):
@@ -199,7 +203,7 @@ FAULTS = {
             phases=("init", "between"),
             outcome="either",
             says=("memory", "alloc", "rank {victim}", "rank(s) {victim}", "map", "by peer"),
-            gloo_leaves=("anon_inode:[eventpoll]",),
+            stock_leaves={"": "anon_inode:[eventpoll]"},  # gloo
             within_s=20.0,
             timeout_s=10.0,
         ),
@@ -213,6 +217,7 @@ FAULTS = {
             within_s=20.0,
             timeout_s=10.0,
             alone=True,
+            stock_leaves={"nccl": "descriptors: socket (6)"},  # of a start that failed
             in_start=("init",),
         ),
         Fault(

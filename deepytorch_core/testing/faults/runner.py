@@ -179,7 +179,7 @@ def judge(case: Case, told: list[Told]) -> Result:
     if max((each.destroy_s for each in told), default=0) > within_s + 6:
         wrong.append(f"destroy_process_group took {max(each.destroy_s for each in told):.1f} s")
     for text in (text for each in told for text in each.left):
-        if not any(own in text for own in fault.gloo_leaves):
+        if not fault.is_stocks(text, case.path):
             wrong.append(f"left over: {text}")
     wrong += [f"no group could be made again: {each.again}" for each in told if each.again]
     return result
