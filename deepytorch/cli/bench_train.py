@@ -58,7 +58,9 @@ def train(
         int, typer.Option(help="Of a workload: emulated nodes that the ranks are dealt out to.")
     ] = 0,
     link: Annotated[str, typer.Option(help="With --nodes: each node's link, as 24gbit.")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; default of a workload at full scale: cuda.")
+    ] = "cpu",
     world_size: Annotated[
         int, typer.Option(help="Ranks on this machine; of a workload at full scale: its own.")
     ] = 2,
@@ -105,6 +107,8 @@ def train(
         _print_workloads()
         return
     if workload:
+        if scale == "full" and not bench.was_given(context, "device"):
+            device = "cuda"
         if trace is not None:
             raise jobs.BenchError("--trace is of a framework: leave --workload out")
         from deepytorch.workloads import headline

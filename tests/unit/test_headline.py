@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from deepytorch.cli import app
@@ -82,6 +83,12 @@ def test_arms_differ_by_their_variables_alone() -> None:
 def test_what_cannot_run_says_why(words: dict[str, Any], message: str) -> None:
     with pytest.raises(BenchError, match=message):
         job(**words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="full scale would train here")
+def test_full_scale_is_of_gpus_unless_told_otherwise() -> None:
+    done = CliRunner().invoke(app, ["bench", "train", "--workload", "bert-amp"])
+    assert "full scale needs GPUs and torch sees none here: use --scale tiny" in str(done.exception)
 
 
 def test_unknown_arms_are_refused_before_anything_starts() -> None:

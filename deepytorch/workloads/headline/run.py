@@ -62,7 +62,9 @@ def _fitted(job: ArmJob, say: Say) -> ArmJob:
     import torch
 
     if not torch.cuda.is_available():
-        raise BenchError("--device cuda: torch sees no GPU here")
+        raise BenchError(
+            f"{job.workload} at full scale needs GPUs and torch sees none here: use --scale tiny"
+        )
     all_layers = job.row.full.get("layers", 0)
     if not all_layers:
         return job
