@@ -43,8 +43,10 @@ class KnownDelegated {
     return nullptr;
   }
 
-  // Forgets another of the same set, the oldest, when that is full.
+  // Nothing where it is known already: what is to be waited for takes the long way again. Forgets
+  // another of the same set, the oldest, when that is full.
   void add(const dpt_request& request, bool by_nodes, StatisticsRow* row) {
+    if (find(request) != nullptr) return;
     Set& set = sets_[set_of(request)];
     std::copy_backward(set.begin(), set.end() - 1, set.end());
     set[0] = {request.collective,

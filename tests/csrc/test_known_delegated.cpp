@@ -101,6 +101,21 @@ TEST_F(ShortWay, HasRoomForTheSizesOfAModel) {
   });
 }
 
+TEST_F(ShortWay, OneThatIsNotedAgainPushesNoneOut) {
+  KnownDelegated known;
+  dpt_request request{};
+  request.count = 1000;
+  request.dtype = DPT_FLOAT32;
+  known.add(request, false, nullptr);
+  for (int again = 0; again < 10; ++again) {
+    request.dtype = DPT_BFLOAT16;  // of the same set
+    known.add(request, false, nullptr);
+  }
+  EXPECT_NE(known.find(request), nullptr);
+  request.dtype = DPT_FLOAT32;
+  EXPECT_NE(known.find(request), nullptr);
+}
+
 // More kinds than there are places for.
 TEST_F(ShortWay, ManySizesPushEachOtherOut) {
   run_ranks(1, [](Rank& rank) {
