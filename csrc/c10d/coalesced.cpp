@@ -72,8 +72,14 @@ WorkPtr Backend::coalesced(c10d::OpType op_type,
       });
       for (size_t i = 0; i < inputs.size(); ++i) start(i);
     }
+    // NCCL's backend refuses a list of several types, which may as well be one by one.
+    const bool is_one_type =
+        std::all_of(mine.requests.begin(), mine.requests.end(), [&](const dpt_request& each) {
+          return each.dtype == mine.requests[0].dtype;
+        });
     WorkPtr work;
-    if (mine.are_plain) started = start_together(mine.device, mine.requests, together, &work);
+    if (mine.are_plain && is_one_type)
+      started = start_together(mine.device, mine.requests, together, &work);
     if (work) parts.push_back(std::move(work));
   }
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -79,11 +79,11 @@ class Stock : public c10d::Backend {
   int64_t stream_ = 0;
 };
 
-at::Tensor tensor_on_gpu(int64_t elements) {
-  auto* const memory = new float[elements]();
+at::Tensor tensor_on_gpu(int64_t elements, bool integers = false) {
+  auto* const memory = new float[elements]();  // as large as integers
   return at::for_blob(memory, {elements})
       .deleter([](void* mine) { delete[] static_cast<float*>(mine); })
-      .options(at::device(kGpu).dtype(at::kFloat))
+      .options(at::device(kGpu).dtype(integers ? at::kInt : at::kFloat))
       .target_device(kGpu)
       .make_tensor();
 }
@@ -188,6 +188,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](c10d::Backend& on, std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
           on.reduce_scatter_tensor_coalesced(outputs, inputs, {});
         });
-  m.def("tensor_on_gpu", &tensor_on_gpu);
+  m.def("tensor_on_gpu", &tensor_on_gpu, py::arg("elements"), py::arg("integers") = false);
   m.def("cost", &cost, py::arg("stock"), py::arg("ours"), py::arg("calls"), py::arg("pages"));
 }

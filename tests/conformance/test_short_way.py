@@ -119,11 +119,13 @@ def call_lists(rank: int, world_size: int, path: str) -> dict[str, tuple[int, li
     stock, ours = _backends(fake)
     parts = [fake.tensor_on_gpu(elements) for elements in (1000, 3000, 1000)]
     wholes = [fake.tensor_on_gpu(RANKS * part.numel()) for part in parts]
+    mixed = [*parts[:2], fake.tensor_on_gpu(1000, integers=True)]
     kinds = {
         "all_reduce": lambda: ours.allreduce_coalesced(parts, AllreduceCoalescedOptions()),
         "all_gather": lambda: fake.all_gather_coalesced(ours, wholes, parts),
         "reduce_scatter": lambda: fake.reduce_scatter_coalesced(ours, parts, wholes),
         "one alone": lambda: ours.allreduce_coalesced(parts[:1], AllreduceCoalescedOptions()),
+        "two types": lambda: ours.allreduce_coalesced(mixed, AllreduceCoalescedOptions()),
     }
     found = {}
     for kind, call in kinds.items():
@@ -176,6 +178,7 @@ def test_lists_come_to_the_stock_backend_in_one_piece() -> None:
         "all_gather": (1, [3]),
         "reduce_scatter": (1, [3]),
         "one alone": (1, [1]),
+        "two types": (3, [3]),
     }
 
 
