@@ -33,7 +33,8 @@ PER_BUCKET_S = 0.5e-3
 # A size this much slower than the best is as good as the best.
 NEARLY = 1.1
 _NUM_REPEATS = 3
-# No further size is tried for one collective once this much time has been spent on it.
+# No further size is tried for one collective once its timed calls have taken this long. A first
+# call is not among them: it may connect, and settle for seconds who carries out such sizes.
 _LIMIT_S = 1.0
 
 _ALL_REDUCE = "use_multi_rank_bucket_allreduce"
@@ -178,10 +179,9 @@ def smallest_good(times: Mapping[int, float]) -> int:
 
 
 def _measure(op: str, elements: int, kind: tuple[torch.dtype, torch.device]) -> tuple[float, float]:
-    """Rank 0's fastest time of one call, and the time that all took, in seconds, on all ranks."""
+    """Rank 0's fastest time of one call, and what all timed ones took, in seconds, on all ranks."""
     dtype, device = kind
     call = _call(op, elements, dtype, device)
-    started = time.perf_counter()
     samples = []
     for _ in range(1 + _NUM_REPEATS):
         begun = time.perf_counter()
@@ -190,9 +190,8 @@ def _measure(op: str, elements: int, kind: tuple[torch.dtype, torch.device]) -> 
             torch.accelerator.synchronize(device)
         samples.append(time.perf_counter() - begun)
     # The first one connects, calibrates and touches the memory.
-    told = torch.tensor(
-        [min(samples[1:]), time.perf_counter() - started], dtype=torch.float32, device=device
-    )
+    timed = samples[1:]
+    told = torch.tensor([min(timed), sum(timed)], dtype=torch.float32, device=device)
     dist.broadcast(told, src=0)
     fastest, took = told.tolist()
     return fastest, took

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import collections
 import gc
+import itertools
 import json
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -367,6 +369,26 @@ def test_a_second_bucket_for_a_few_elements_is_not_worth_its_own_cost() -> None:
     sizes = {1 << 22: 80e-6, 1 << 24: 80e-6}
     times = {size: _deepspeed_buckets.step_s(total, size, call) for size, call in sizes.items()}
     assert _deepspeed_buckets.smallest_good(times) == 1 << 24
+
+
+def sizes_after_slow_starts(rank: int, world_size: int) -> str:
+    """The reason of a choice where a collective's first call takes longer than is measured."""
+    _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
+    _deepspeed_buckets._LIMIT_S = 0.3
+    made = _deepspeed_buckets._call
+
+    def slow_at_first(*args: Any) -> Callable[[], object]:
+        call, calls = made(*args), itertools.count()
+        return lambda: (time.sleep(0.5 if next(calls) == 0 else 0), call())
+
+    _deepspeed_buckets._call = slow_at_first
+    kind = torch.float32, torch.device("cpu")
+    return _deepspeed_buckets._choose("all_reduce", 1 << 14, kind).reason
+
+
+def test_what_a_first_call_sets_up_does_not_end_the_search() -> None:
+    reason, _ = spawn_ranks(sizes_after_slow_starts, 2, backend="deepytorch", fresh=True)
+    assert all(f"with {size}" in reason for size in (1 << 8, 1 << 10, 1 << 12))
 
 
 def test_one_function_is_replaced_and_undo_leaves_deepspeed_as_it_was(seen: list[Any]) -> None:

@@ -502,3 +502,39 @@ def test_positions_that_depend_on_the_padded_length_keep_it() -> None:
     assert "depends on the padded length" in str(decisions.made()[-1]["reason"])
     older = SimpleNamespace(rope_scaling={"type": "longrope"})
     assert "longrope" in list(_packing_probe._ropes(SimpleNamespace(config=older, modules=list)))
+
+
+def rounding_by_shape(model: Any, amount: float) -> Any:
+    """The model in bfloat16, as deep ones are on GPUs: other shapes, other kernels and roundings."""
+
+    def other(module: Any, args: Any, output: Tensor) -> Tensor:
+        seed = int(torch.tensor(output.shape).prod())
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))
+        return output * (1 + amount * noise).to(output.dtype)
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(other)
+    return model.bfloat16()
+
+
+def test_padding_free_allows_for_the_noise_that_a_model_has_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = rounding_by_shape(build("llama"), 1.2).eval()
+    with torch.no_grad():
+        batch = _packing_probe._batch(call)
+        logits = call(**batch).logits
+        noise = _packing_probe._own_noise(call, call, batch, logits) / float(logits.abs().max())
+    assert 0.06 < noise < 0.2
+    assert _packing_probe.probe(call, call, precision=torch.bfloat16)
+
+    packed = _packing_probe._run_packed
+
+    def of_its_neighbour(*args: Any) -> Any:
+        row, packing = packed(*args)
+        row.logits = row.logits.roll(1, dims=1)
+        return row, packing
+
+    monkeypatch.setattr(_packing_probe, "_run_packed", of_its_neighbour)
+    with pytest.raises(_packing_probe.Unsupported, match="logits of a packed row differ"):
+        _packing_probe.probe(call, call, precision=torch.bfloat16)
