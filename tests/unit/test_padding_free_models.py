@@ -505,7 +505,7 @@ def test_positions_that_depend_on_the_padded_length_keep_it() -> None:
 
 
 def rounding_by_shape(model: Any, amount: float) -> Any:
-    """The model in bfloat16, as deep ones are on GPUs: other shapes, other kernels and roundings."""
+    """The model in bfloat16, as deep ones on GPUs: other shapes, other kernels and roundings."""
 
     def other(module: Any, args: Any, output: Tensor) -> Tensor:
         seed = int(torch.tensor(output.shape).prod())
