@@ -125,8 +125,9 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         global_ranks=spec.global_ranks or list(range(spec.size)),
         delegates=factory,
         native=options.enabled and options.collectives != "stock",
-        # Has not been measured against NCCL's own way, so it is for who asks for native code.
-        by_nodes=options.collectives == "native",
+        # By the rule for who asks for native code, else where the ranks measure that it is faster.
+        by_nodes=options.collectives == "native"
+        or (options.collectives == "auto" and _tune(options) in ("auto", "force")),
         **core_settings(options),
         **watches(spec.store, spec.name, spec.rank, spec.size, options=options),
     )

@@ -129,7 +129,7 @@ class Communicator {
     std::unique_ptr<DeviceGroup> group;  // unless there is a reason why not
     bool staged = false;                 // through the host's memory
     size_t staging_bytes = 0;
-    bool by_nodes = false;  // the delegate can go through this group's nodes in stages
+    bool by_nodes = false;  // the delegate may go through this group's nodes in stages
   };
   dpt_outcome submit_device(const dpt_request& request, uint64_t* recorded);
   void launch_on_device(const dpt_request& request, const DevicePlan& plan);
@@ -158,6 +158,8 @@ class Communicator {
   bool wants_staging_by_nodes(const WaitContext& wait) const;
   // Whether every rank's delegate can go through the nodes in stages.
   bool can_go_by_nodes(const WaitContext& wait) const;
+  // Whether it may, by the rule or where that measures faster: device_->by_nodes.
+  void agree_on_stages(const WaitContext& wait);
   bool watch_device();
   bool watch_delegate();
   // Where errors are raised and NCCL's part may wait without end.

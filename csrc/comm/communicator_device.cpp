@@ -176,7 +176,10 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
   }
   const auto choose = [&](std::string why_not) {
     const bool tunes = why_not.empty() && even;
-    const Decision* const tuned = tunes ? device_tuning_.find(request.collective, bytes) : nullptr;
+    // What is measured between nodes without a group of ours is the delegate in stages.
+    const bool tunes_stages = by_nodes && !device_->group && even;
+    const Decision* const tuned =
+        tunes || tunes_stages ? device_tuning_.find(request.collective, bytes) : nullptr;
     const bool copies = tuned != nullptr && tuned->chosen.algorithm == cuda::kCopyEngine;
     return choose_device(
         {.collective = request.collective,
@@ -244,8 +247,10 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
   const Plan plan;
   run_in_turn(request, [&](const WaitContext& wait) {
     // As long as nobody has timed it on GPUs it is for who asks.
-    DeviceBench bench(
-        *device_->group, request, device_tuning_.rival(), {.divides = device_tuning_.is_forced()});
+    DeviceBench bench(device_->group.get(),
+                      request,
+                      device_tuning_.rival(),
+                      {.divides = device_tuning_.is_forced()});
     try {
       device_tuning_.settle(
           {*segment_, operation, plan, wait, WaitStyle::kBackground}, bytes, bench);
@@ -253,37 +258,6 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
       fail_operation(error, wait);
     }
   });
-}
-
-// All sizes at once, while the ranks are here anyway: later they may come at different times, which
-// nothing but an operation's timeout would tell the other nodes.
-void Communicator::settle_between_nodes(const dpt_request& request, const WaitContext& wait) {
-  DeviceBench bench(
-      *device_->group, request, device_tuning_.rival(), {.by_nodes = device_->by_nodes});
-  const Plan plan;
-  const void* no_input = nullptr;  // the trials have their own
-  void* no_output = nullptr;
-  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
-    const size_t bytes = range_of(bucket).nominal;
-    for (const Collective collective : {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER}) {
-      if (!device_tuning_.is_open(collective, bytes)) continue;
-      const Operation operation{.collective = collective,
-                                .dtype = DPT_BFLOAT16,
-                                .reduce_op = collective == DPT_ALL_GATHER ? DPT_NO_REDUCE : DPT_SUM,
-                                .premul_factor = 1,
-                                .root = 0,
-                                .count = bytes / size_of(DPT_BFLOAT16),
-                                .inputs = &no_input,
-                                .outputs = &no_output,
-                                .sequence = next_sequence_++};
-      WaitContext own_time = wait;
-      own_time.deadline = Deadline(wait.deadline.timeout());
-      device_tuning_.settle(
-          {*segment_, operation, plan, own_time, WaitStyle::kBackground, nodes_.get()},
-          bytes,
-          bench);
-    }
-  }
 }
 
 void Communicator::join_devices(const dpt_request& request) {
@@ -294,7 +268,6 @@ void Communicator::join_devices(const dpt_request& request) {
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
     state->why_not = no_transport_;
-    if (nodes_) state->by_nodes = can_go_by_nodes(wait);
     if (segment_) {
       try {
         connect_devices(request.device, wait, state.get());
@@ -310,8 +283,9 @@ void Communicator::join_devices(const dpt_request& request) {
     if (!segment_) return;
     Fabric::instance().on_tick(
         segment_.get(), [this, judged = false]() mutable { judged = judged || watch_device(); });
-    if (!nodes_ || !device_->group) return;
+    if (!nodes_) return;
     try {
+      agree_on_stages(wait);
       settle_between_nodes(request, wait);
     } catch (const Error& error) {
       fail_operation(error, wait);
@@ -328,29 +302,6 @@ void Communicator::refuse_without_descriptors(const WaitContext& wait) {
                        no_transport_ + ". NCCL can't start without file descriptors: raise " +
                            "`ulimit -n` there"),
                  wait);
-}
-
-bool Communicator::are_alike(const WaitContext& wait, bool mine) const {
-  const NodeLayout& layout = nodes_->layout;
-  for (const auto& ranks : layout.ranks) {
-    if (ranks.size() != layout.ranks[0].size()) return false;
-  }
-  Operation none{};
-  none.collective = DPT_BARRIER;
-  const Plan plan;
-  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
-  const std::vector<char> all = exchange(context, static_cast<char>(mine));
-  return std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
-}
-
-bool Communicator::can_go_by_nodes(const WaitContext& wait) const {
-  return nodes_->layout.ranks[0].size() > 1 && are_alike(wait, delegate_.start_by_nodes != nullptr);
-}
-
-bool Communicator::wants_staging_by_nodes(const WaitContext& wait) const {
-  // As long as nobody has timed it on GPUs it is for who asks.
-  const bool asked = delegate_.execute == nullptr || forces_tuning_;
-  return nodes_->layout.size() <= kMostMeasuringRanks && are_alike(wait, asked);
 }
 
 // As the job numbers them.

@@ -34,6 +34,9 @@ constexpr int kFirstCalls = 4;
 // From here on one call may take longer than that: through the host's memory tens of milliseconds,
 // of which every candidate's first turn would cost a good part of what a process may spend.
 constexpr size_t kLongTrial = 32 << 20;
+// Trials of stages between nodes take at most so much memory: on a network of 24 Gbit/s the bytes
+// of the largest alone take tens of milliseconds.
+constexpr size_t kMostInStages = size_t{128} << 20;
 constexpr int kMostCalls = 40;
 constexpr Pace kPace{.enough_us = 40e3,
                      .most_us = 120e3,
@@ -58,12 +61,12 @@ bool poll(const RunContext& context, Deadline limit, Done done) {
   return true;
 }
 
-// The trial operation, and the two ways to put it on the stream.
+// The trial operation, and the ways to put it on the stream.
 class Trial {
  public:
   Trial(const RunContext& context,
         DeviceTrials& trials,
-        DeviceGroup& group,
+        DeviceGroup* group,
         const dpt_delegate* delegate)
       : context_(context), trials_(trials), group_(group), delegate_(delegate) {}
 
@@ -71,9 +74,9 @@ class Trial {
   cuda::Stream stream = nullptr;
 
   // Without the gate: what the stock backend sets up at its first call may need the device.
-  bool try_delegate() const {
+  bool try_once(const Candidate& candidate) const {
     trials_.start_clock();
-    bool ok = call({known_algorithm("delegate")});
+    bool ok = call(candidate);
     trials_.stop_clock();
     ok &= wait_for_clock().has_value();
     return all_agree(ok);
@@ -118,17 +121,22 @@ class Trial {
  private:
   bool call(const Candidate& candidate) const {
     const WatchedDelegate stock{delegate_, &context_.segment};
-    if (!is_delegate(candidate)) {
+    const bool in_stages = is_in_stages(candidate);
+    if (!in_stages && !is_delegate(candidate)) {
       const auto failed = [&](const Error& error) {
         context_.segment.abort(error.status(), context_.wait.describe() + ": " + error.what());
       };
       launch_divided(
-          group_, stock, {request, to_device_plan(candidate, "on trial"), stream, failed});
+          *group_, stock, {request, to_device_plan(candidate, "on trial"), stream, failed});
       return true;
     }
+    dpt_request whole = request;
+    if (in_stages) whole.node_of = context_.nodes->layout.node_of.data();
     dpt_error error{};
-    if (stock.execute(request, &error) == DPT_OK) return true;
-    log(LogLevel::kDebug, std::string("the stock backend is no candidate: ") + error.message);
+    if (stock.execute(whole, &error) == DPT_OK) return true;
+    log(LogLevel::kDebug,
+        std::string(in_stages ? "in stages " : "") +
+            "the stock backend is no candidate: " + error.message);
     return false;
   }
 
@@ -144,7 +152,7 @@ class Trial {
 
   const RunContext& context_;
   DeviceTrials& trials_;
-  DeviceGroup& group_;
+  DeviceGroup* group_;
   const dpt_delegate* delegate_;
 };
 
@@ -157,6 +165,7 @@ struct Offer {
 }  // namespace
 
 Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
+  if (fails_in_stages_) return {bucket, {}, 0};
   const Collective collective = context.operation.collective;
   const Nodes* const nodes = context.nodes;
   const int rank = nodes != nullptr ? nodes->rank : context.segment.rank();
@@ -177,8 +186,11 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
     if (!each.ready) return {bucket, {}, 0};
     offer.room = std::min(offer.room, each.room);
   }
+  if (group_ == nullptr) offer.room = std::min(offer.room, kMostInStages);
   const size_t num = num_buffers(collective, ranks);
   while (bucket > 0 && range_of(bucket).nominal * num > offer.room) --bucket;
+  const auto known = measured_.find({collective, bucket});
+  if (known != measured_.end()) return {bucket, known->second, 0};
 
   const auto start = Clock::now();
   const size_t bytes = range_of(bucket).nominal;
@@ -198,28 +210,38 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   trial.request.on_device = 1;
   trial.request.device = request_.device;
   trial.request.call = request_.call;
-  if (options_.by_nodes && goes_by_nodes(collective, bytes, ranks)) {
-    trial.request.node_of = nodes->layout.node_of.data();
-  }
 
-  bool has_delegate = delegate_ != nullptr;
+  const Candidate stock{known_algorithm("delegate")};
+  const Candidate in_stages{known_algorithm(kInStages)};
   const auto before = Clock::now();
-  if (has_delegate) has_delegate = trial.try_delegate();
+  const bool has_delegate = delegate_ != nullptr && trial.try_once(stock);
+  const bool has_stages = group_ == nullptr && has_delegate && trial.try_once(in_stages);
   const auto connecting = Clock::now() - before;  // the program would wait for it just the same
-  std::vector<Candidate> racers = device_candidates(
-      {.collective = collective,
-       .bytes = bytes,
-       .layout = group_.layout(),
-       .wiring = group_.wiring(),
-       .not_native = "",
-       .delegate = has_delegate,
-       .staging = group_.staging(),
-       .devices_add = nodes == nullptr && staged::Job::adds_on_device(
-                                              collective, kType, trial.request.reduce_op, ranks),
-       .divisible = options_.divides && can_be_divided(collective, kType, trial.request.reduce_op),
-       .copies = group_.copies()});
-  if (has_delegate) racers.push_back({known_algorithm("delegate")});
-  std::vector<int> calls(racers.size(), bytes < kLongTrial ? kFirstCalls : 1);
+  std::vector<Candidate> racers;
+  if (group_ != nullptr) {
+    racers = device_candidates(
+        {.collective = collective,
+         .bytes = bytes,
+         .layout = group_->layout(),
+         .wiring = group_->wiring(),
+         .not_native = "",
+         .delegate = has_delegate,
+         .staging = group_->staging(),
+         .devices_add = nodes == nullptr && staged::Job::adds_on_device(
+                                                collective, kType, trial.request.reduce_op, ranks),
+         .divisible =
+             options_.divides && can_be_divided(collective, kType, trial.request.reduce_op),
+         .copies = group_->copies()});
+  } else if (has_stages) {
+    racers.push_back(in_stages);
+  } else {
+    fails_in_stages_ = true;  // setting it up again for the next size would fail as well
+    return {bucket, {}, 0};
+  }
+  if (has_delegate) racers.push_back(stock);
+  // Whatever goes in stages is long enough for one call to tell how many make a round.
+  const bool is_long = group_ == nullptr || bytes >= kLongTrial;
+  std::vector<int> calls(racers.size(), is_long ? 1 : kFirstCalls);
   const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {
     const auto time_us = trial.run(racers[i], calls[i], since, elapsed);
     if (time_us) {
@@ -229,6 +251,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
     return time_us;
   });
   const std::chrono::duration<double, std::micro> spent = Clock::now() - start - connecting;
+  measured_[{collective, bucket}] = times;
   return {bucket, times, spent.count()};
 }
 

@@ -2,8 +2,8 @@
 // calls back to back on the caller's stream, behind a gate, by the device's own clock.
 #pragma once
 
-#include <memory>
-#include <vector>
+#include <map>
+#include <utility>
 
 #include "comm/calibration.hpp"
 #include "cuda/device_group.hpp"
@@ -14,12 +14,12 @@ namespace dpt {
 class DeviceBench final : public Bench {
  public:
   struct Options {
-    bool by_nodes = false;  // the delegate goes through nodes in stages where it would
-    bool divides = false;   // it is also tried with a part of the message, beside CPU-Reduce
+    bool divides = false;  // the delegate is also tried with a part, beside CPU-Reduce
   };
-  // `request` is the program's, which all ranks are about to start. `delegate`: nullptr, it does
-  // not compete.
-  DeviceBench(DeviceGroup& group,
+  // `request` is the program's, which all ranks are about to start. `group`: nullptr, a group that
+  // spans nodes has nothing of ours, and the delegate competes with itself in stages. `delegate`:
+  // nullptr, it does not compete.
+  DeviceBench(DeviceGroup* group,
               const dpt_request& request,
               const dpt_delegate* delegate,
               Options options)
@@ -31,10 +31,13 @@ class DeviceBench final : public Bench {
   Result measure(const RunContext& context, int bucket) override;
 
  private:
-  DeviceGroup& group_;
+  DeviceGroup* group_;
   const dpt_request& request_;
   const dpt_delegate* delegate_;
   Options options_;
+  // For ranges that are measured at the same, smaller one.
+  std::map<std::pair<Collective, int>, Entry> measured_;
+  bool fails_in_stages_ = false;  // on any rank
 };
 
 }  // namespace dpt

@@ -216,4 +216,8 @@ DeviceClass describe_devices(const RunContext& context,
           .cpus = access == PeerAccess::kFull ? std::vector<int>{} : cpus_near(mine.uuid)};
 }
 
+std::string_view text_in_stages(const DeviceClass& devices) {
+  return keep(std::string(devices.text) + ", in stages of NCCL");
+}
+
 }  // namespace dpt

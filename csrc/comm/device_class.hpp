@@ -31,4 +31,8 @@ DeviceClass describe_devices(const RunContext& context,
                              const std::vector<int64_t>& global_ranks,
                              bool spans_nodes);
 
+// What times of the delegate in stages between such nodes go by, which are of nothing else: "NVIDIA
+// H200, 132 SMs, over NVLink, in stages of NCCL". Lasts as long as the process.
+std::string_view text_in_stages(const DeviceClass& devices);
+
 }  // namespace dpt

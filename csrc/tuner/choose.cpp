@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "tuner/choose_device.hpp"
 #include "tuner/choose_staged.hpp"
 
 namespace dpt {
@@ -132,9 +133,18 @@ Decision decide(const Entry& entry, const Limits& limits, const std::string& fou
   if (best == nullptr) return {};
   Decision decision{best->candidate, "", "", entry};
   const Candidate& chosen = best->candidate;
-  if (is_delegate(chosen)) {
+  // On the host that name is a native algorithm's.
+  const bool in_stages =
+      limits.on_device && std::any_of(entry.begin(), entry.end(), [](auto& each) {
+        return is_in_stages(each.candidate);
+      });
+  if (is_delegate(chosen) && in_stages) {
+    decision.reason = "stages are not clearly faster, " + found;
+  } else if (is_delegate(chosen)) {
     decision.reason =
         (limits.on_device ? "native is not clearly faster, " : "faster than native, ") + found;
+  } else if (in_stages) {
+    decision.reason = "fastest " + found + ", within nodes and between them";
   } else if (std::strcmp(chosen.algorithm, kCpuReduce) == 0) {
     decision.reason = "fastest " + found + ", " + describe_staged(chosen);
   } else if (chosen.algorithm == cuda::kCopyEngine) {

@@ -156,7 +156,16 @@ DevicePlan delegated_in_stages(const ChooseDeviceRequest& request, std::string r
       !goes_by_nodes(request.collective, request.bytes, request.ranks)) {
     return delegated(std::move(reason));
   }
-  return {"hierarchical", {0, 0}, 0, "fewer bytes between nodes than in one ring"};
+  if (!request.delegate) {
+    return {kInStages, {0, 0}, 0, "fewer bytes between nodes than in one ring"};
+  }
+  // Against a delegate that competes its stages have to be measured.
+  const bool known = request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr;
+  if (known && is_in_stages(request.tuned->chosen)) {
+    return {kInStages, {0, 0}, 0, request.tuned->reason};
+  }
+  const bool lost = known && is_delegate(request.tuned->chosen);
+  return delegated(lost ? request.tuned->reason : std::move(reason));
 }
 
 DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
@@ -230,6 +239,10 @@ bool goes_by_nodes(Collective collective, size_t bytes, int ranks) {
   const bool parts = collective == DPT_ALL_GATHER || collective == DPT_REDUCE_SCATTER;
   const size_t whole = bytes * static_cast<size_t>(parts ? ranks : 1);
   return (parts || collective == DPT_ALL_REDUCE) && whole >= kStagedBytes;
+}
+
+bool is_in_stages(const Candidate& candidate) {
+  return std::strcmp(candidate.algorithm, kInStages) == 0;
 }
 
 DevicePlan choose_device(const ChooseDeviceRequest& request) {

@@ -22,7 +22,7 @@ struct ChooseDeviceRequest {
   std::string not_native;      // not empty: why native code can't serve the request or the group
   int ranks = 0;               // of the group, where it spans nodes
   int nodes = 1;               // of which the delegate can go through in stages; 1: it can't
-  bool delegate = false;       // it competes: it keeps what native code is not known to do faster
+  bool delegate = false;       // it competes: it keeps what nothing else is known to do faster
   cuda::Staging staging = {};  // of a group without peer access, which has no kernels
   bool devices_add = false;    // of such a group: staged::Job::adds_on_device
   bool divisible = false;      // of such a group: can_be_divided
@@ -40,9 +40,14 @@ int offer_channels(int num_sms, int used);
 // ChooseDeviceRequest.
 std::string why_not_wired(cuda::Wiring wiring, Collective collective, bool large);
 
-// Whether the delegate, where it can, carries out an even operation in stages, within nodes and
-// between them. `bytes`: of one part.
+// Whether the delegate may carry out an even operation in stages, within nodes and between them: by
+// the rule where it does not compete, else where that was measured to be faster. `bytes`: of one
+// part.
 bool goes_by_nodes(Collective collective, size_t bytes, int ranks);
+
+// On the device the delegate in stages is a candidate of this name, beside the delegate itself.
+inline constexpr char kInStages[] = "hierarchical";
+bool is_in_stages(const Candidate& candidate);
 
 DevicePlan choose_device(const ChooseDeviceRequest& request);
 

@@ -289,6 +289,42 @@ TEST(ChooseDevice, NothingButTreesServesWhereLinksAreMissing) {
   EXPECT_EQ(why_not_wired(cuda::Wiring::kUnequal, DPT_ALL_REDUCE, false), "");
 }
 
+// Between nodes all is the delegate's, which has two ways.
+TEST(ChooseDevice, ADelegateThatCompetesGoesInStagesOnlyByADecision) {
+  ChooseDeviceRequest request{.collective = DPT_ALL_REDUCE,
+                              .bytes = 8 << 20,
+                              .not_native = "no kernels",
+                              .ranks = 4,
+                              .nodes = 2};
+  EXPECT_STREQ(choose_device(request).algorithm, "hierarchical");
+  request.delegate = true;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).reason, "no kernels");
+
+  Decision decision = decided({known_algorithm(kInStages)});
+  decision.reason = "measured";
+  request.tuned = &decision;
+  EXPECT_STREQ(choose_device(request).algorithm, "hierarchical");
+  EXPECT_EQ(choose_device(request).reason, "measured");
+  request.even = false;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  request.even = true;
+  request.bytes = (4 << 20) - 2;  // of the same range
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).reason, "no kernels");
+  request.bytes = 4 << 20;
+  request.nodes = 1;  // it can't
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+
+  request.nodes = 2;
+  decision.chosen = {known_algorithm("delegate")};
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).reason, "measured");
+  decision.chosen = {nullptr};  // nothing could be measured
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).reason, "no kernels");
+}
+
 // Of any number of groups; only the last ones' least share may go beyond the device.
 TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
   int used = 0;

@@ -209,7 +209,7 @@ TEST_F(CpuReduceNodes, AreChosenWhereTheyAreFaster) {
               EXPECT_EQ(program.sum_ones(4096), DPT_DELEGATED);  // too small to be measured
             },
             {.tune = DPT_TUNE_FORCE, .execute = stock_of(1000)});
-  EXPECT_GT(in_stages, 0);
+  EXPECT_EQ(in_stages, 0);  // it competes as it is
   for (const DecisionRow& row : Decisions::instance().rows()) {
     EXPECT_EQ(row.group.nodes, 2);
     EXPECT_STREQ(row.decision.chosen.algorithm, "cpu_reduce")
@@ -223,7 +223,7 @@ TEST_F(CpuReduceNodes, AreChosenWhereTheyAreFaster) {
               EXPECT_EQ(program.sum_ones(kMiB), DPT_DELEGATED);
               EXPECT_EQ(rank.delegate().node_of, std::vector<int>{});
               EXPECT_EQ(program.sum_ones(8 * kMiB), DPT_DELEGATED);
-              EXPECT_EQ(rank.delegate().node_of, (std::vector{0, 1, 0, 1}));
+              EXPECT_EQ(rank.delegate().node_of, std::vector<int>{});
             },
             {.tune = DPT_TUNE_FORCE, .execute = stock_of(500)});
 }

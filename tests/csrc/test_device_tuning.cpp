@@ -16,6 +16,7 @@
 namespace dpt::testing {
 namespace {
 
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -287,8 +288,32 @@ TEST_F(DeviceTuning, ExchangesOfOneSizeAreMeasured) {
 // Ranks 0 and 2 are on one node, 1 and 3 on another.
 class DevicesOnNodes : public DeviceTuning {
  protected:
-  DevicesOnNodes() { Fabric::instance().emulate_nodes({"a", "b", "a", "b"}); }
+  DevicesOnNodes() {
+    Fabric::instance().emulate_nodes({"a", "b", "a", "b"});
+    fake_devices().free_bytes = 64 * kMiB;
+  }
   ~DevicesOnNodes() override { Fabric::instance().emulate_nodes({}); }
+
+  // NCCL in one ring and in stages, which fail on rank `broken`.
+  std::function<dpt_status(const dpt_request&)> stock_by_nodes(
+      double flat_us, const std::function<double(size_t)>& stages_us, int broken = -1) {
+    return [=, this](const dpt_request& request) {
+      if (request.on_device == 0) return DPT_OK;  // the ranks meet
+      ++stock_calls_;
+      const bool in_stages = request.node_of != nullptr;
+      if (in_stages && request.device == broken) return DPT_ERR_DELEGATE;
+      const size_t bytes = request.count * size_of(request.dtype);
+      advance_device(in_stages ? stages_us(bytes) : flat_us);
+      return DPT_OK;
+    };
+  }
+
+  // How this rank's next all_reduce goes.
+  static std::string way_of(Rank& rank, size_t bytes) {
+    rank.delegate().node_of.clear();
+    EXPECT_EQ(sum_ones(rank, bytes), DPT_DELEGATED);
+    return rank.delegate().node_of.empty() ? "flat" : "in stages";
+  }
 };
 
 TEST_F(DevicesOnNodes, LargeOnesGoByNodes) {
@@ -309,6 +334,102 @@ TEST_F(DevicesOnNodes, NodesThatDifferGoInOneRing) {
     EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_DELEGATED);
     EXPECT_TRUE(rank.delegate().node_of.empty());
   });
+}
+
+TEST_F(DevicesOnNodes, ADelegateThatCompetesGoesInStagesWhereThatIsFaster) {
+  Decisions::instance().add_spent_us(-1e9);  // however slow the sanitizers make it
+  const auto faster_from_16_mib = [](size_t bytes) { return bytes < 16 * kMiB ? 2000.0 : 900.0; };
+  run_ranks(4,
+            [](Rank& rank) {
+              EXPECT_EQ(way_of(rank, 4 * kMiB), "flat");
+              for (const size_t bytes : {8 * kMiB, 64 * kMiB}) {
+                for (int i = 0; i < 2; ++i) EXPECT_EQ(way_of(rank, bytes), "in stages");
+              }
+              EXPECT_EQ(rank.num_known(), 2);
+            },
+            {.group = "competes",
+             .tune = DPT_TUNE_AUTO,
+             .execute = stock_by_nodes(1000, faster_from_16_mib)});
+  // Of 4 and 16 MiB, and of 4 to 64 MiB in four parts.
+  ASSERT_EQ(rows().size(), 2 + 3 + 3);
+  for (const DecisionRow& row : rows()) {
+    EXPECT_EQ(row.group.nodes, 2);
+    EXPECT_THAT(std::string(row.group.device), EndsWith(", in stages of NCCL"));
+    const bool is_large = row.collective == DPT_ALL_REDUCE && row.bytes.nominal == 16 * kMiB;
+    EXPECT_STREQ(row.decision.chosen.algorithm, is_large ? "hierarchical" : "delegate");
+    EXPECT_EQ(row.decision.times.size(), 2);
+    // There is no memory for larger ones in parts, which are not measured again and again.
+    const bool is_smaller = row.collective != DPT_ALL_REDUCE && row.bytes.nominal > kMiB;
+    EXPECT_EQ(row.decision.source, is_smaller ? "measured now at 1 MiB" : "measured now");
+  }
+  for (const StatisticsRow& row : all_statistics()) {
+    if (row.group != "competes" || row.algorithm != std::string("hierarchical")) continue;
+    EXPECT_EQ(row.reason, "fastest measured, within nodes and between them");
+  }
+}
+
+TEST_F(DevicesOnNodes, ADelegateThatCompetesStaysFlatWhereStagesAreNotClearlyFaster) {
+  run_ranks(4,
+            [](Rank& rank) { EXPECT_EQ(way_of(rank, 16 * kMiB), "flat"); },
+            {.tune = DPT_TUNE_AUTO, .execute = stock_by_nodes(100, [](size_t) { return 98.0; })});
+  ASSERT_EQ(rows().size(), 8);
+  EXPECT_EQ(rows()[0].decision.reason, "stages are not clearly faster, measured");
+}
+
+TEST_F(DevicesOnNodes, WhereOneRankCantSetUpStagesAllStayFlat) {
+  const auto execute = stock_by_nodes(100, [](size_t) { return 10.0; }, /*broken=*/2);
+  run_ranks(4,
+            [](Rank& rank) { EXPECT_EQ(way_of(rank, 16 * kMiB), "flat"); },
+            {.tune = DPT_TUNE_AUTO, .execute = execute});
+  EXPECT_EQ(stock_calls_, 2 * 4);  // each rank tried both once
+  for (const DecisionRow& row : rows()) EXPECT_EQ(row.decision.source, "rule of thumb");
+}
+
+TEST_F(DevicesOnNodes, WithoutMeasuringADelegateThatCompetesStaysFlat) {
+  const auto execute = stock_by_nodes(100, [](size_t) { return 10.0; });
+  const auto stays_flat = [](Rank& rank) {
+    EXPECT_EQ(way_of(rank, 16 * kMiB), "flat");
+    EXPECT_EQ(way_of(rank, 16 * kMiB), "flat");
+  };
+  for (const dpt_tune tune : {DPT_TUNE_OFF, DPT_TUNE_PROFILE}) {
+    run_ranks(4, stays_flat, {.tune = tune, .profile = profile_, .execute = execute});
+  }
+  // A graph is captured on one rank.
+  run_ranks(4,
+            [](Rank& rank) {
+              EXPECT_EQ(sum_ones(rank, 16 * kMiB, rank.rank() == 1), DPT_DELEGATED);
+              EXPECT_EQ(way_of(rank, 16 * kMiB), "flat");
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = execute});
+  // Ranks that share a GPU, which NCCL refuses.
+  fake_devices().shared = true;
+  run_ranks(4, stays_flat, {.tune = DPT_TUNE_AUTO, .execute = execute});
+  fake_devices().shared = false;
+  Decisions::instance().add_spent_us(1e9);
+  run_ranks(4, stays_flat, {.tune = DPT_TUNE_AUTO, .execute = execute});
+  EXPECT_EQ(stock_calls_, 0);
+}
+
+TEST_F(DevicesOnNodes, WhereItCompetesOnSomeRanksOnlyAllStayFlat) {
+  const auto execute = stock_by_nodes(100, [](size_t) { return 10.0; });
+  HashStore store;
+  run_threads(4, [&](int rank) {
+    RankOptions options{.group = "mixed", .tune = DPT_TUNE_AUTO};
+    if (rank != 1) options.execute = execute;
+    Rank member(store, rank, 4, options);
+    EXPECT_EQ(way_of(member, 16 * kMiB), "flat");
+  });
+  EXPECT_EQ(stock_calls_, 0);
+}
+
+TEST_F(DevicesOnNodes, AGroupThatIsAlikeGoesByWhatIsKnown) {
+  const auto execute = stock_by_nodes(100, [](size_t) { return 10.0; });
+  for (int i = 0; i < 2; ++i) {
+    run_ranks(4,
+              [](Rank& rank) { EXPECT_EQ(way_of(rank, 16 * kMiB), "in stages"); },
+              {.tune = DPT_TUNE_AUTO, .execute = execute});
+  }
+  EXPECT_EQ(rows().at(0).decision.source, "measured in this run");
 }
 
 TEST_F(DeviceTuning, MessagesAreTheDelegates) {

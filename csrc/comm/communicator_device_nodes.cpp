@@ -1,0 +1,89 @@
+// The communicator's part on GPUs of a group that spans nodes: what the ranks agree on when they
+// meet there, and what they measure then.
+#include <algorithm>
+
+#include "comm/communicator.hpp"
+#include "comm/device_bench.hpp"
+#include "comm/device_class.hpp"
+#include "comm/measure.hpp"
+#include "tuner/choose_device.hpp"
+
+namespace dpt {
+
+bool Communicator::are_alike(const WaitContext& wait, bool mine) const {
+  const NodeLayout& layout = nodes_->layout;
+  for (const auto& ranks : layout.ranks) {
+    if (ranks.size() != layout.ranks[0].size()) return false;
+  }
+  Operation none{};
+  none.collective = DPT_BARRIER;
+  const Plan plan;
+  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
+  const std::vector<char> all = exchange(context, static_cast<char>(mine));
+  return std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
+}
+
+bool Communicator::can_go_by_nodes(const WaitContext& wait) const {
+  return nodes_->layout.ranks[0].size() > 1 && are_alike(wait, delegate_.start_by_nodes != nullptr);
+}
+
+bool Communicator::wants_staging_by_nodes(const WaitContext& wait) const {
+  // As long as nobody has timed it on GPUs it is for who asks.
+  const bool asked = delegate_.execute == nullptr || forces_tuning_;
+  return nodes_->layout.size() <= kMostMeasuringRanks && are_alike(wait, asked);
+}
+
+void Communicator::agree_on_stages(const WaitContext& wait) {
+  if (!can_go_by_nodes(wait)) return;
+  if (are_alike(wait, delegate_.execute == nullptr)) {
+    device_->by_nodes = true;  // by the rule: nothing competes with it
+    return;
+  }
+  // CPU-Reduce competes with the delegate as it is.
+  if (device_->group || nodes_->layout.size() > kMostMeasuringRanks) return;
+  Operation none{};
+  none.collective = DPT_BARRIER;
+  const Plan plan;
+  const RunContext here{*segment_, none, plan, wait, WaitStyle::kBackground};
+  const DeviceClass devices = describe_devices(here, device_->device, ranks_here(), true);
+  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
+  // NCCL refuses ranks that share a GPU.
+  device_tuning_.agree_on_device(context, text_in_stages(devices), !devices.shared);
+  device_->by_nodes = device_tuning_.delegate_competes();
+}
+
+// All sizes at once, while the ranks are here anyway: later they may come at different times, which
+// nothing but an operation's timeout would tell the other nodes.
+void Communicator::settle_between_nodes(const dpt_request& request, const WaitContext& wait) {
+  DeviceGroup* const group = device_->group.get();
+  if (group == nullptr && !device_->by_nodes) return;
+  DeviceBench bench(group, request, device_tuning_.rival(), {});
+  const Plan plan;
+  const void* no_input = nullptr;  // the trials have their own
+  void* no_output = nullptr;
+  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
+    const size_t bytes = range_of(bucket).nominal;
+    for (const Collective collective : {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER}) {
+      const bool serves =
+          group != nullptr || goes_by_nodes(collective, bytes, nodes_->layout.size());
+      if (!serves || !device_tuning_.is_open(collective, bytes)) continue;
+      const Operation operation{.collective = collective,
+                                .dtype = DPT_BFLOAT16,
+                                .reduce_op = collective == DPT_ALL_GATHER ? DPT_NO_REDUCE : DPT_SUM,
+                                .premul_factor = 1,
+                                .root = 0,
+                                .count = bytes / size_of(DPT_BFLOAT16),
+                                .inputs = &no_input,
+                                .outputs = &no_output,
+                                .sequence = next_sequence_++};
+      WaitContext own_time = wait;
+      own_time.deadline = Deadline(wait.deadline.timeout());
+      device_tuning_.settle(
+          {*segment_, operation, plan, own_time, WaitStyle::kBackground, nodes_.get()},
+          bytes,
+          bench);
+    }
+  }
+}
+
+}  // namespace dpt
