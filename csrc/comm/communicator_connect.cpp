@@ -94,7 +94,8 @@ void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
     return;
   }
-  oversubscribed_ = fabric.oversubscribed(local_peers);
+  cores_here_ = fabric.cores_together(local_peers);
+  oversubscribed_ = static_cast<int>(local_peers.size()) > cores_here_;
   fabric.attach(connection, local_peers);
   arrivals_ = statistics_->start_arrivals(local_ranks);
   {

@@ -378,21 +378,14 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
                         state->group->layout().channels);
 }
 
-// Called by all ranks of a node. They share the cores, of which each rank's program keeps half, or a
-// few: with four H200 twice the workers made a sum of 64 MiB 1.65 times as fast.
+// Called by all ranks of a node.
 DeviceGroup::Workers Communicator::workers_near(const RunContext& context,
                                                 const std::vector<int>& cpus) const {
-  constexpr int kMost = 12;
-  constexpr int kFew = 4;
-  const int ranks = context.size();
-  const int cores = Fabric::instance().self(0).usable_cores;
-  const int of_rank = oversubscribed_ ? 1 : std::max(1, cores / ranks);
   const int asked = env().reduce_threads;
-  const int kept = std::min(of_rank / 2, kFew);
-  const int threads = asked != 0 ? asked : std::clamp(of_rank - kept, 1, kMost);
+  const int threads = asked != 0 ? asked : usual_workers(cores_here_ / context.size());
   int all = 0;
   for (const int each : exchange(context, threads)) all += each;
-  return {threads, cpus, oversubscribed_ || all > cores};
+  return {threads, cpus, oversubscribed_ || all > cores_here_};
 }
 
 // From the watchdog's thread, several times a second and after each death. True: there is nothing

@@ -159,7 +159,7 @@ bool Fabric::beat() {
   return !groups_.empty();
 }
 
-bool Fabric::oversubscribed(const std::vector<PeerInfo>& peers) const {
+int Fabric::cores_together(const std::vector<PeerInfo>& peers) const {
   std::vector<uint64_t> together;
   for (const PeerInfo& peer : peers) {
     if (together.size() < peer.affinity.size()) together.resize(peer.affinity.size());
@@ -168,7 +168,7 @@ bool Fabric::oversubscribed(const std::vector<PeerInfo>& peers) const {
   int cores = count_cores(together);
   // A quota (containers) caps a process below its affinity, and its neighbours share the quota.
   if (self_.usable_cores < count_cores(self_.affinity)) cores = std::min(cores, self_.usable_cores);
-  return static_cast<int>(peers.size()) > cores;
+  return cores;
 }
 
 }  // namespace dpt

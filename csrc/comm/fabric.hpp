@@ -67,8 +67,8 @@ class Fabric {
     device_channels_used_ += channels;
   }
 
-  // Whether the ranks that share this node outnumber the cores they may use together.
-  bool oversubscribed(const std::vector<PeerInfo>& peers) const;
+  // The cores that the ranks of this node may use together, whether each has its own or all share.
+  int cores_together(const std::vector<PeerInfo>& peers) const;
 
  private:
   Fabric();

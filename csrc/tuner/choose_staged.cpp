@@ -108,6 +108,12 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   return found;
 }
 
+int usual_workers(int cores) {
+  constexpr int kMost = 12;
+  constexpr int kKept = 4;  // for the program; of few cores half
+  return std::clamp(cores - std::min(cores / 2, kKept), 1, kMost);
+}
+
 std::string describe_staged(const Candidate& candidate) {
   const std::string slots =
       std::to_string(candidate.channels) + " slots of " + describe_bytes(candidate.chunk_bytes);

@@ -22,6 +22,9 @@ DevicePlan choose_staged(const ChooseDeviceRequest& request);
 // The plans worth trying, the rule of thumb's first; none that takes more workers for nothing.
 std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request);
 
+// How many workers a rank has where it and the program share so many cores.
+int usual_workers(int cores);
+
 // Its parameters, for people.
 std::string describe_staged(const Candidate& candidate);
 

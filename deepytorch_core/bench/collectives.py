@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from deepytorch_core import device_memory
+from deepytorch_core import config, device_memory
 from deepytorch_core.bench import baselines, graphs, memory, reference, timing, worker
 from deepytorch_core.bench.job import BenchError, Job
 from deepytorch_core.bench.ops import Allocate, Buffers, Operation
@@ -177,13 +177,19 @@ class Bench:
         # Native sums round once. Others may round after each addition, and so may a sum in a type
         # as wide as the accumulator.
         wide = row.torch_dtype in (torch.float32, torch.float64)
-        others = {OTHER, "delegate"}
-        if self.groups.device.type == "cuda":
-            others.add("hierarchical")  # stages of NCCL's
-        native = self.job.ours == "deepytorch" and name not in others
+        native = self.job.ours == "deepytorch" and name not in self._by_others()
         roundings = 1 if native and not wide else max(1, row.world_size - 1)
         wrong = reference.count_wrong(buffers.output, expected, num_roundings=roundings)
         return self.ranks.total(wrong)
+
+    def _by_others(self) -> set[str]:
+        """Our algorithms in which the stock backend adds up."""
+        names = {OTHER, "delegate"}
+        if self.groups.device.type == "cuda":
+            names.add("hierarchical")  # its stages
+            if config.current().tune == "force":
+                names.add("cpu_reduce")  # of which it may have a part
+        return names
 
     def _check_barrier(self, call: timing.Call) -> int:
         """Ranks that left the barrier before the last one came: 0 if it is one.

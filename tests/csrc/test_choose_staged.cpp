@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 
 #include "tuner/choose_staged.hpp"
 #include "tuner/table.hpp"
@@ -131,6 +132,11 @@ TEST(ChooseStaged, FewCandidatesThatAllServe) {
       }
     }
   }
+}
+
+TEST(ChooseStaged, WorkersLeaveTheProgramHalfOfItsCoresOrFour) {
+  const std::map<int, int> workers{{0, 1}, {1, 1}, {2, 1}, {4, 2}, {8, 4}, {10, 6}, {16, 12}, {64, 12}};
+  for (const auto& [cores, expected] : workers) EXPECT_EQ(usual_workers(cores), expected) << cores;
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 
+#include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
 #include "rank_threads.hpp"
 
@@ -13,6 +15,26 @@ Request sum(std::vector<float>& values) {
   Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
   request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
   return request;
+}
+
+int count_of(const std::vector<uint64_t>& affinity) {
+  int cores = 0;
+  for (const uint64_t bits : affinity) cores += std::popcount(bits);
+  return cores;
+}
+
+// As where Slurm or numactl gives each rank cores of its own.
+TEST(Groups, RanksHaveTheCoresOfAllOfThem) {
+  const Fabric& fabric = Fabric::instance();
+  const PeerInfo self = fabric.self(0);
+  PeerInfo other = self;
+  const int own = fabric.cores_together({self});
+  EXPECT_EQ(own, self.usable_cores);
+  EXPECT_EQ(fabric.cores_together({self, other}), own);
+  if (own < count_of(self.affinity)) return;  // a quota, which they share
+  other.affinity.assign(self.affinity.size() + 1, 0);
+  other.affinity.back() = 0b111;
+  EXPECT_EQ(fabric.cores_together({self, other}), own + 3);
 }
 
 TEST(Groups, WorkAtTheSameTimeInAnyOrder) {
