@@ -1,9 +1,13 @@
-"""DeepSpeed's bucket sizes where the configuration leaves them open, measured on the live ranks.
+"""DeepSpeed's bucket sizes and the way of its gradients, where the configuration leaves them open.
 
 A bucket that is too small pays latency again and again; one that is too big starts late, so it
 can't overlap, and costs memory. So the smallest size is chosen with which the buckets of a step
 take nearly as little time as with the best size. The ranks measure together, and rank 0's times
 decide.
+
+ZeRO-1 and 2 by default sum gradients on all ranks, though each is kept by one. Reducing them to
+that owner alone (`use_multi_rank_bucket_allreduce` false) sends half as much through a ring, in as
+many calls as a bucket has owners. It is chosen where that is faster.
 
 `allgather_bucket_size` is not among them: DeepSpeed gathers each group of parameters in one piece
 since torch has `all_gather_into_tensor`, and reads the size no more.
@@ -24,6 +28,8 @@ import torch.distributed as dist
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 from deepytorch_core.tune import in_force
+
+Kind = tuple[torch.dtype, torch.device]
 
 # In elements, as DeepSpeed counts.
 CANDIDATES = (1 << 22, 1 << 24, 1 << 26)
@@ -70,14 +76,15 @@ def fill_bucket_sizes(
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if not isinstance(zero, dict) or stage not in (1, 2, 3) or dist.get_world_size() == 1:
         return configuration
-    open_keys = _left_open(zero, stage)
-    tuned = _tuned(zero, stage, open_keys)
+    tuned = _tuned(zero, stage, _sizes_left_open(zero, stage))
     if tuned:
         words = ", ".join(f"{key}={json.dumps(value)}" for key, value in tuned.items())
         say_once(f"{words}: by deepytorch tune")
         zero = {**zero, **tuned}
         configuration = {**configuration, "zero_optimization": zero}
-        open_keys = _left_open(zero, stage)
+    open_sizes = _sizes_left_open(zero, stage)
+    is_way_open = stage < 3 and _ALL_REDUCE not in zero and zero.get("reduce_scatter", True)
+    open_keys = [*open_sizes, *([_ALL_REDUCE] if is_way_open else [])]
     if not open_keys:
         return configuration
     repeatable = options.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -87,11 +94,13 @@ def fill_bucket_sizes(
         return configuration
     total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in _trained(model))
     kind = _dtype(configuration, model), device
-    choices = {key: _choose(_operation(key, stage), total, kind) for key in open_keys}
+    choices = {key: _choose(_operation(key, stage), total, kind) for key in open_sizes}
     for key, choice in choices.items():
         say_once(f"{key} is {choice.elements} elements: {choice.reason}")
-    sizes = {key: choice.elements for key, choice in choices.items()}
-    return {**configuration, "zero_optimization": {**zero, **sizes}}
+    filled: dict[str, Any] = {**zero, **{key: one.elements for key, one in choices.items()}}
+    if is_way_open:
+        filled[_ALL_REDUCE] = not _is_faster_to_owners(filled["reduce_bucket_size"], total, kind)
+    return {**configuration, "zero_optimization": filled}
 
 
 def _tuned(zero: Mapping[str, Any], stage: int, open_keys: list[str]) -> dict[str, int]:
@@ -112,7 +121,7 @@ def _tuned(zero: Mapping[str, Any], stage: int, open_keys: list[str]) -> dict[st
     return found
 
 
-def _left_open(zero: Mapping[str, Any], stage: int) -> list[str]:
+def _sizes_left_open(zero: Mapping[str, Any], stage: int) -> list[str]:
     keys = ["reduce_bucket_size"]
     if stage == 3:
         keys.append(_prefetch_key(zero))
@@ -143,7 +152,23 @@ def _dtype(configuration: Mapping[str, Any], model: torch.nn.Module) -> torch.dt
     return next((parameter.dtype for parameter in _trained(model)), torch.float32)
 
 
-def _choose(op: str, total: int, kind: tuple[torch.dtype, torch.device]) -> Choice:
+def _is_faster_to_owners(size: int, total: int, kind: Kind) -> bool:
+    """Whether reducing a bucket of `size` elements to who owns its parts is, with a say."""
+    elements = max(1, min(int(size), total))
+    # As DeepSpeed cuts it: a rank owns a connected share of all elements.
+    num_owners = min(math.ceil(elements * dist.get_world_size() / total), dist.get_world_size())
+    everywhere, _ = _measure(_call("all_reduce", elements, kind), kind[1])
+    to_owners, _ = _measure(_reduce_to(num_owners, elements, kind), kind[1])
+    is_faster = NEARLY * to_owners <= everywhere
+    if is_faster:
+        say_once(
+            f"{_ALL_REDUCE} is false: {elements} elements take {1e3 * to_owners:.3g} ms to their "
+            f"{num_owners} owner(s), {1e3 * everywhere:.3g} ms to all ranks"
+        )
+    return is_faster
+
+
+def _choose(op: str, total: int, kind: Kind) -> Choice:
     """Measure `op` at the candidate sizes that a model of `total` elements can fill."""
     sizes = [size for size in CANDIDATES if size < total]
     if len(sizes) < len(CANDIDATES):
@@ -154,7 +179,7 @@ def _choose(op: str, total: int, kind: tuple[torch.dtype, torch.device]) -> Choi
     spent = 0.0
     for size in sizes:
         elements = min(size, total)
-        fastest, took = _measure(op, elements, kind)
+        fastest, took = _measure(_call(op, elements, kind), kind[1])
         times[size] = step_s(total, size, fastest)
         spent += took
         if spent > _LIMIT_S:
@@ -178,10 +203,8 @@ def smallest_good(times: Mapping[int, float]) -> int:
     return min(size for size, seconds in times.items() if seconds <= NEARLY * best)
 
 
-def _measure(op: str, elements: int, kind: tuple[torch.dtype, torch.device]) -> tuple[float, float]:
+def _measure(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Rank 0's fastest time of one call, and what all timed ones took, in seconds, on all ranks."""
-    dtype, device = kind
-    call = _call(op, elements, dtype, device)
     samples = []
     for _ in range(1 + _NUM_REPEATS):
         begun = time.perf_counter()
@@ -197,7 +220,8 @@ def _measure(op: str, elements: int, kind: tuple[torch.dtype, torch.device]) -> 
     return fastest, took
 
 
-def _call(op: str, elements: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _call(op: str, elements: int, kind: Kind) -> Callable[[], object]:
+    dtype, device = kind
     num_ranks = dist.get_world_size()
     share = max(1, elements // num_ranks)
     part = torch.zeros(share, dtype=dtype, device=device)
@@ -207,3 +231,9 @@ def _call(op: str, elements: int, dtype: torch.dtype, device: torch.device) -> C
     if op == "reduce_scatter":
         return lambda: dist.reduce_scatter_tensor(part, whole)
     return lambda: dist.all_reduce(whole)
+
+
+def _reduce_to(num_owners: int, elements: int, kind: Kind) -> Callable[[], object]:
+    dtype, device = kind
+    parts = torch.zeros(elements, dtype=dtype, device=device).chunk(num_owners)
+    return lambda: [dist.reduce(part, dst=owner) for owner, part in enumerate(parts)]

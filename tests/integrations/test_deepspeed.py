@@ -21,7 +21,7 @@ import torch.distributed as dist
 import deepytorch
 from deepytorch.integrations import _contract, _deepspeed_buckets
 from deepytorch.integrations import deepspeed as adapter
-from deepytorch_core import deepspeed_flag
+from deepytorch_core import config, deepspeed_flag
 from deepytorch_core.patching import original_of
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
@@ -389,6 +389,38 @@ def sizes_after_slow_starts(rank: int, world_size: int) -> str:
 def test_what_a_first_call_sets_up_does_not_end_the_search() -> None:
     reason, _ = spawn_ranks(sizes_after_slow_starts, 2, backend="deepytorch", fresh=True)
     assert all(f"with {size}" in reason for size in (1 << 8, 1 << 10, 1 << 12))
+
+
+def ways_of_gradients(rank: int, world_size: int) -> list[Any]:
+    """`use_multi_rank_bucket_allreduce`, open or not, with one of the collectives made slow."""
+    key, parts = "use_multi_rank_bucket_allreduce", (dist.reduce, dist.all_reduce)
+
+    def slow(call: Any) -> Any:
+        return lambda *args, **kwargs: (time.sleep(0.02), call(*args, **kwargs))
+
+    seen: list[Any] = []
+    for name, given, (reduce, all_reduce) in (
+        ("stage 2", {}, (slow(parts[0]), parts[1])),
+        ("stage 2", {}, (parts[0], slow(parts[1]))),
+        ("stage 1", {}, (parts[0], slow(parts[1]))),
+        ("stage 2", {key: True}, (parts[0], slow(parts[1]))),
+        ("stage 2", {"reduce_scatter": False}, (parts[0], slow(parts[1]))),
+        ("stage 3", {}, (parts[0], slow(parts[1]))),
+    ):
+        zero = {**configuration(name)["zero_optimization"], **given, "reduce_bucket_size": 4096}
+        dist.reduce, dist.all_reduce = reduce, all_reduce
+        filled = _deepspeed_buckets.fill_bucket_sizes(
+            {"zero_optimization": zero}, model(), config.current(), torch.device("cpu")
+        )
+        dist.reduce, dist.all_reduce = parts
+        seen.append(filled["zero_optimization"].get(key))
+    return seen
+
+
+def test_gradients_go_to_their_owners_where_that_is_faster() -> None:
+    tune = {"DEEPYTORCH_TUNE": "auto"}
+    seen = spawn_ranks(ways_of_gradients, 2, backend="deepytorch", env=tune, fresh=True)
+    assert seen == [[True, False, False, True, None, None]] * 2
 
 
 def test_one_function_is_replaced_and_undo_leaves_deepspeed_as_it_was(seen: list[Any]) -> None:
