@@ -212,9 +212,9 @@ class Communicator {
   std::atomic<bool> connected_{false};
   std::string
       no_transport_;  // after connect: why the group has no native transport; empty if it has
-  std::string no_messages_;  // the same for sends and receives
-  int cores_here_ = 1;           // of this node's ranks together
-  bool oversubscribed_ = false;  // they outnumber those
+  std::string no_messages_;       // the same for sends and receives
+  int cores_here_ = 1;            // of this node's ranks together
+  bool oversubscribed_ = false;   // they outnumber those
   size_t fixed_chunk_bytes_ = 0;  // what rank 0's user wants; 0: nothing
   GroupTuning tuning_;
   GroupTuning device_tuning_;  // once device_ is there

@@ -135,7 +135,8 @@ TEST(ChooseStaged, FewCandidatesThatAllServe) {
 }
 
 TEST(ChooseStaged, WorkersLeaveTheProgramHalfOfItsCoresOrFour) {
-  const std::map<int, int> workers{{0, 1}, {1, 1}, {2, 1}, {4, 2}, {8, 4}, {10, 6}, {16, 12}, {64, 12}};
+  const std::map<int, int> workers{
+      {0, 1}, {1, 1}, {2, 1}, {4, 2}, {8, 4}, {10, 6}, {16, 12}, {64, 12}};
   for (const auto& [cores, expected] : workers) EXPECT_EQ(usual_workers(cores), expected) << cores;
 }
 
