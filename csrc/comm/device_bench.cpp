@@ -187,6 +187,8 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
     offer.room = std::min(offer.room, each.room);
   }
   if (group_ == nullptr) offer.room = std::min(offer.room, kMostInStages);
+  const bool is_staged = group_ != nullptr && group_->staging().slot_bytes != 0;
+  if (is_staged) bucket = tried_for(bucket);
   const size_t num = num_buffers(collective, ranks);
   while (bucket > 0 && range_of(bucket).nominal * num > offer.room) --bucket;
   const auto known = measured_.find({collective, bucket});

@@ -108,6 +108,12 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   return found;
 }
 
+int tried_for(int bucket) {
+  constexpr size_t kMostTried = 64 << 20;
+  while (range_of(bucket).nominal > kMostTried) --bucket;
+  return bucket;
+}
+
 int usual_workers(int cores) {
   constexpr int kMost = 12;
   constexpr int kKept = 4;  // for the program; of few cores half

@@ -22,6 +22,10 @@ DevicePlan choose_staged(const ChooseDeviceRequest& request);
 // The plans worth trying, the rule of thumb's first; none that takes more workers for nothing.
 std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request);
 
+// The bucket that is tried for messages of that one. Long ones take the same way in more chunks,
+// and trials of them a good part of what a process may spend.
+int tried_for(int bucket);
+
 // How many workers a rank has where it and the program share so many cores.
 int usual_workers(int cores);
 

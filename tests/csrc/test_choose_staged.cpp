@@ -134,6 +134,14 @@ TEST(ChooseStaged, FewCandidatesThatAllServe) {
   }
 }
 
+TEST(ChooseStaged, LongMessagesGoByShorterOnes) {
+  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
+    const bool is_long = range_of(bucket).nominal > 64 * kMiB;
+    EXPECT_EQ(range_of(tried_for(bucket)).nominal, is_long ? 64 * kMiB : range_of(bucket).nominal);
+  }
+  EXPECT_GT(range_of(kNumBuckets - 1).nominal, 64 * kMiB);
+}
+
 TEST(ChooseStaged, WorkersLeaveTheProgramHalfOfItsCoresOrFour) {
   const std::map<int, int> workers{
       {0, 1}, {1, 1}, {2, 1}, {4, 2}, {8, 4}, {10, 6}, {16, 12}, {64, 12}};

@@ -1,0 +1,100 @@
+"""What DeepSpeed's configuration leaves open is measured: bucket sizes, the way of gradients."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepytorch.integrations import _deepspeed_buckets
+from deepytorch_core import config
+from deepytorch_core.testing import spawn_ranks
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({10: 1.0, 20: 1.0, 30: 1.0}, 10),
+        ({10: 2.0, 20: 1.05, 30: 1.0}, 20),
+        ({10: 2.0, 20: 1.5, 30: 1.0}, 30),
+        ({10: 1.0, 20: 2.0}, 10),
+    ],
+)
+def test_the_smallest_of_the_good_sizes_is_chosen(times: dict[int, float], chosen: int) -> None:
+    assert _deepspeed_buckets.smallest_good(times) == chosen
+
+
+def test_a_second_bucket_for_a_few_elements_is_not_worth_its_own_cost() -> None:
+    total = (1 << 22) + 1000
+    # As fast for each element with both sizes; only what DeepSpeed does for a bucket differs.
+    sizes = {1 << 22: 80e-6, 1 << 24: 80e-6}
+    times = {size: _deepspeed_buckets.step_s(total, size, call) for size, call in sizes.items()}
+    assert _deepspeed_buckets.smallest_good(times) == 1 << 24
+
+
+def sizes_after_slow_starts(rank: int, world_size: int) -> str:
+    """The reason of a choice where a collective's first call takes longer than is measured."""
+    _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
+    _deepspeed_buckets._LIMIT_S = 0.3
+    made = _deepspeed_buckets._call
+
+    def slow_at_first(*args: Any) -> Callable[[], object]:
+        call, calls = made(*args), itertools.count()
+
+        def first_slowly() -> object:
+            time.sleep(0.5 if next(calls) == 0 else 0)
+            return call()
+
+        return first_slowly
+
+    _deepspeed_buckets._call = slow_at_first
+    kind = torch.float32, torch.device("cpu")
+    return _deepspeed_buckets._choose("all_reduce", 1 << 14, kind).reason
+
+
+def test_what_a_first_call_sets_up_does_not_end_the_search() -> None:
+    reason, _ = spawn_ranks(sizes_after_slow_starts, 2, backend="deepytorch", fresh=True)
+    assert all(f"with {size}" in reason for size in (1 << 8, 1 << 10, 1 << 12))
+
+
+def ways_of_gradients(rank: int, world_size: int) -> list[Any]:
+    """`use_multi_rank_bucket_allreduce`, open or not, with one of the collectives made slow."""
+    key, parts = "use_multi_rank_bucket_allreduce", (dist.reduce, dist.all_reduce)
+    model = torch.nn.Linear(64, 100)
+
+    def slow(call: Any) -> Any:
+        def slowed(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.02)
+            return call(*args, **kwargs)
+
+        return slowed
+
+    seen: list[Any] = []
+    for stage, given, (reduce, all_reduce) in (
+        (2, {}, (slow(parts[0]), parts[1])),
+        (2, {}, (parts[0], slow(parts[1]))),
+        (1, {}, (parts[0], slow(parts[1]))),
+        (2, {key: True}, (parts[0], slow(parts[1]))),
+        (2, {"reduce_scatter": False}, (parts[0], slow(parts[1]))),
+        (3, {}, (parts[0], slow(parts[1]))),
+    ):
+        zero = {"stage": stage, **given, "reduce_bucket_size": 4096}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "reduce", reduce)
+            patch.setattr(dist, "all_reduce", all_reduce)
+            filled = _deepspeed_buckets.fill_bucket_sizes(
+                {"zero_optimization": zero}, model, config.current(), torch.device("cpu")
+            )
+        seen.append(filled["zero_optimization"].get(key))
+    return seen
+
+
+def test_gradients_go_to_their_owners_where_that_is_faster() -> None:
+    tune = {"DEEPYTORCH_TUNE": "auto"}
+    seen = spawn_ranks(ways_of_gradients, 2, backend="deepytorch", env=tune, fresh=True)
+    assert seen == [[True, False, False, True, None, None]] * 2
