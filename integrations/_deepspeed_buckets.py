@@ -98,8 +98,9 @@ def fill_bucket_sizes(
     for key, choice in choices.items():
         say_once(f"{key} is {choice.elements} elements: {choice.reason}")
     filled: dict[str, Any] = {**zero, **{key: one.elements for key, one in choices.items()}}
-    if is_way_open:
-        filled[_ALL_REDUCE] = not _is_faster_to_owners(filled["reduce_bucket_size"], total, kind)
+    size = filled["reduce_bucket_size"]
+    if is_way_open and isinstance(size, (int, float)):  # else DeepSpeed says what is wrong with it
+        filled[_ALL_REDUCE] = not _is_faster_to_owners(int(size), max(1, total), kind)
     return {**configuration, "zero_optimization": filled}
 
 
@@ -154,7 +155,7 @@ def _dtype(configuration: Mapping[str, Any], model: torch.nn.Module) -> torch.dt
 
 def _is_faster_to_owners(size: int, total: int, kind: Kind) -> bool:
     """Whether reducing a bucket of `size` elements to who owns its parts is, with a say."""
-    elements = max(1, min(int(size), total))
+    elements = max(1, min(size, total))
     # As DeepSpeed cuts it: a rank owns a connected share of all elements.
     num_owners = min(math.ceil(elements * dist.get_world_size() / total), dist.get_world_size())
     everywhere, _ = _measure(_call("all_reduce", elements, kind), kind[1])
