@@ -66,7 +66,7 @@ def fill_bucket_sizes(
     options: Options,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The configuration with the bucket sizes that it leaves open; collective.
+    """The configuration with the bucket sizes and way of gradients that it leaves open; collective.
 
     A size is left open where it is missing or "auto". Stages 1 to 3 of ZeRO have such sizes. With
     tune=off, deterministic=on or one rank DeepSpeed's own defaults stay in force. A number that is
@@ -154,7 +154,7 @@ def _dtype(configuration: Mapping[str, Any], model: torch.nn.Module) -> torch.dt
 
 
 def _is_faster_to_owners(size: int, total: int, kind: Kind) -> bool:
-    """Whether reducing a bucket of `size` elements to who owns its parts is, with a say."""
+    """Whether a bucket of `size` elements is reduced faster to who owns its parts; says so."""
     elements = max(1, min(size, total))
     # As DeepSpeed cuts it: a rank owns a connected share of all elements.
     num_owners = min(math.ceil(elements * dist.get_world_size() / total), dist.get_world_size())

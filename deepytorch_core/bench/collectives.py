@@ -177,17 +177,17 @@ class Bench:
         # Native sums round once. Others may round after each addition, and so may a sum in a type
         # as wide as the accumulator.
         wide = row.torch_dtype in (torch.float32, torch.float64)
-        native = self.job.ours == "deepytorch" and name not in self._by_others()
+        native = self.job.ours == "deepytorch" and name not in self._by_others(row.op)
         roundings = 1 if native and not wide else max(1, row.world_size - 1)
         wrong = reference.count_wrong(buffers.output, expected, num_roundings=roundings)
         return self.ranks.total(wrong)
 
-    def _by_others(self) -> set[str]:
+    def _by_others(self, op: Operation) -> set[str]:
         """Our algorithms in which the stock backend adds up."""
         names = {OTHER, "delegate"}
         if self.groups.device.type == "cuda":
             names.add("hierarchical")  # its stages
-            if config.current().tune == "force":
+            if op.name == "all_reduce" and config.current().tune == "force":
                 names.add("cpu_reduce")  # of which it may have a part
         return names
 

@@ -1,9 +1,13 @@
 """The data and the reference that benchmark results are checked against."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from deepytorch_core import config
 from deepytorch_core.bench import reference
+from deepytorch_core.bench.collectives import Bench
 from deepytorch_core.bench.ops import OPERATIONS
 
 WORLD_SIZE = 3
@@ -100,3 +104,20 @@ def test_fill_writes_the_values_in_segments(monkeypatch):
 def test_no_reference_for_an_unknown_operation():
     with pytest.raises(ValueError, match="scan"):
         list(reference.pieces("scan", rank=0, world_size=2, share=1))
+
+
+@pytest.mark.parametrize(
+    ("device", "tune", "op", "more"),
+    [
+        ("cpu", "force", "all_reduce", set()),
+        ("cuda", "auto", "all_reduce", {"hierarchical"}),
+        ("cuda", "force", "all_reduce", {"hierarchical", "cpu_reduce"}),
+        ("cuda", "force", "reduce_scatter", {"hierarchical"}),
+    ],
+)
+def test_only_what_the_stock_backend_adds_up_may_round_as_often(
+    device, tune, op, more, monkeypatch
+):
+    monkeypatch.setattr(config, "current", lambda: SimpleNamespace(tune=tune))
+    bench = SimpleNamespace(groups=SimpleNamespace(device=torch.device(device)))
+    assert Bench._by_others(bench, OPERATIONS[op]) == {"other", "delegate"} | more
