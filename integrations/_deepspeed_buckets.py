@@ -9,6 +9,11 @@ ZeRO-1 and 2 by default sum gradients on all ranks, though each is kept by one. 
 that owner alone (`use_multi_rank_bucket_allreduce` false) sends half as much through a ring, in as
 many calls as a bucket has owners. It is chosen where that is faster.
 
+ZeRO-2 by default also lets the backward pass wait for each bucket. With `overlap_comm` the two run
+at the same time, on two streams of a GPU, at the price of a second bucket's memory. What they take
+from each other differs, so it is measured: matrix products beside buckets. DeepSpeed waits for the
+whole GPU before it reduces to an owner on a second stream, so it is one or the other.
+
 `allgather_bucket_size` is not among them: DeepSpeed gathers each group of parameters in one piece
 since torch has `all_gather_into_tensor`, and reads the size no more.
 """
@@ -44,6 +49,11 @@ _NUM_REPEATS = 3
 _LIMIT_S = 1.0
 
 _ALL_REDUCE = "use_multi_rank_bucket_allreduce"
+_OVERLAP = "overlap_comm"
+# Whose memory or streams take part in an overlap in ways of their own; rather DeepSpeed's default.
+_NOT_BESIDE = ("offload_optimizer", "cpu_offload", "zenflow")
+_NUM_BESIDE = 4  # buckets that are reduced beside matrix products
+_MATRIX = 4096  # rows and columns of those
 _PREFETCH = ("stage3_prefetch_bucket_size", "prefetch_bucket_size")
 # What `deepytorch tune` calls them.
 _KNOBS = {
@@ -70,7 +80,8 @@ def fill_bucket_sizes(
 
     A size is left open where it is missing or "auto". Stages 1 to 3 of ZeRO have such sizes. With
     tune=off, deterministic=on or one rank DeepSpeed's own defaults stay in force. A number that is
-    given is never touched, nor is `configuration` itself. `device` is where collectives take place.
+    given is never touched, nor is `configuration` itself. `device` is where collectives take place;
+    `overlap_comm` is left open on GPUs, in ZeRO-2 without offloaded optimizer states.
     """
     zero = configuration.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
@@ -84,7 +95,9 @@ def fill_bucket_sizes(
         configuration = {**configuration, "zero_optimization": zero}
     open_sizes = _sizes_left_open(zero, stage)
     is_way_open = stage < 3 and _ALL_REDUCE not in zero and zero.get("reduce_scatter", True)
+    is_overlap_open = _is_overlap_open(configuration, device)
     open_keys = [*open_sizes, *([_ALL_REDUCE] if is_way_open else [])]
+    open_keys += [_OVERLAP] if is_overlap_open else []
     if not open_keys:
         return configuration
     repeatable = options.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -99,8 +112,18 @@ def fill_bucket_sizes(
         say_once(f"{key} is {choice.elements} elements: {choice.reason}")
     filled: dict[str, Any] = {**zero, **{key: one.elements for key, one in choices.items()}}
     size = filled["reduce_bucket_size"]
-    if is_way_open and isinstance(size, (int, float)):  # else DeepSpeed says what is wrong with it
-        filled[_ALL_REDUCE] = not _is_faster_to_owners(int(size), max(1, total), kind)
+    # DeepSpeed says what is wrong with a size that is no number.
+    if (is_way_open or is_overlap_open) and isinstance(size, (int, float)):
+        bucket = _Bucket(max(1, min(int(size), total)), max(1, total), kind)
+        to_all = to_owners = bucket.measure_to_all()
+        if is_way_open:
+            to_owners = bucket.measure_to_owners()
+        # The last bucket has nothing to overlap with.
+        is_overlap_open = is_overlap_open and total > bucket.elements
+        if is_overlap_open and bucket.is_faster_beside(min(to_all, to_owners), to_all):
+            filled[_OVERLAP] = True
+        elif is_way_open:
+            filled[_ALL_REDUCE] = not bucket.is_faster_to_owners(to_owners, to_all)
     return {**configuration, "zero_optimization": filled}
 
 
@@ -153,20 +176,94 @@ def _dtype(configuration: Mapping[str, Any], model: torch.nn.Module) -> torch.dt
     return next((parameter.dtype for parameter in _trained(model)), torch.float32)
 
 
-def _is_faster_to_owners(size: int, total: int, kind: Kind) -> bool:
-    """Whether a bucket of `size` elements is reduced faster to who owns its parts; says so."""
-    elements = max(1, min(size, total))
-    # As DeepSpeed cuts it: a rank owns a connected share of all elements.
-    num_owners = min(math.ceil(elements * dist.get_world_size() / total), dist.get_world_size())
-    everywhere, _ = _measure(_call("all_reduce", elements, kind), kind[1])
-    to_owners, _ = _measure(_reduce_to(num_owners, elements, kind), kind[1])
-    is_faster = NEARLY * to_owners <= everywhere
-    if is_faster:
-        say_once(
-            f"{_ALL_REDUCE} is false: {elements} elements take {1e3 * to_owners:.3g} ms to their "
-            f"{num_owners} owner(s), {1e3 * everywhere:.3g} ms to all ranks"
-        )
-    return is_faster
+def _is_overlap_open(configuration: Mapping[str, Any], device: torch.device) -> bool:
+    zero = configuration["zero_optimization"]
+    return bool(
+        device.type == "cuda"
+        and zero.get("stage") == 2
+        and zero.get(_OVERLAP) is None
+        and zero.get(_ALL_REDUCE, True)
+        and zero.get("reduce_scatter", True)
+        and zero.get("contiguous_gradients", True)
+        and not any(zero.get(key) for key in _NOT_BESIDE)
+        and _waits_for_all_producers()
+    )
+
+
+def _waits_for_all_producers() -> bool:
+    """Whether this DeepSpeed's overlapped reduction waits for each stream that filled a bucket."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    bucket = getattr(stage_1_and_2, "IPGBucket", None)
+    return hasattr(bucket() if bucket else None, "copy_streams")
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A full bucket of gradients, of `total` elements of the model; times are in seconds."""
+
+    elements: int
+    total: int
+    kind: Kind
+
+    @property
+    def num_owners(self) -> int:
+        """As DeepSpeed cuts it: a rank owns a connected share of all elements."""
+        num_ranks = dist.get_world_size()
+        return min(math.ceil(self.elements * num_ranks / self.total), num_ranks)
+
+    def measure_to_all(self) -> float:
+        return _measure(_call("all_reduce", self.elements, self.kind), self.kind[1])[0]
+
+    def measure_to_owners(self) -> float:
+        call = _reduce_to(self.num_owners, self.elements, self.kind)
+        return _measure(call, self.kind[1])[0]
+
+    def is_faster_to_owners(self, to_owners: float, to_all: float) -> bool:
+        """Says so, if it is."""
+        is_faster = NEARLY * to_owners <= to_all
+        if is_faster:
+            say_once(
+                f"{_ALL_REDUCE} is false: {self.elements} elements take {1e3 * to_owners:.3g} ms "
+                f"to their {self.num_owners} owner(s), {1e3 * to_all:.3g} ms to all ranks"
+            )
+        return is_faster
+
+    def is_faster_beside(self, alone: float, to_all: float) -> bool:
+        """Whether buckets beside matrix products, to all ranks, add less than `alone` each.
+
+        Says so, if they do. The products take about as long as the buckets, `to_all` each.
+        """
+        dtype, device = self.kind
+        square = torch.randn(_MATRIX, _MATRIX, dtype=dtype, device=device)
+        out = torch.empty_like(square)
+        product, _ = _measure(lambda: torch.mm(square, square, out=out), device)
+        num_products = max(1, math.ceil(_NUM_BESIDE * to_all / product))
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        reduce = _call("all_reduce", self.elements, self.kind)
+
+        def compute() -> None:
+            for _ in range(num_products):
+                torch.mm(square, square, out=out)
+
+        def beside() -> None:
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for _ in range(_NUM_BESIDE):
+                    reduce()
+            compute()
+            torch.cuda.current_stream(device).wait_stream(side)
+
+        computing, _ = _measure(compute, device)
+        together, _ = _measure(beside, device)
+        added = max(0.0, together - computing) / _NUM_BESIDE
+        is_faster = NEARLY * added <= alone
+        if is_faster:
+            say_once(
+                f"{_OVERLAP} is true: beside matrix products a bucket of {self.elements} elements "
+                f"adds {1e3 * added:.3g} ms, alone it takes {1e3 * alone:.3g} ms"
+            )
+        return is_faster
 
 
 def _choose(op: str, total: int, kind: Kind) -> Choice:

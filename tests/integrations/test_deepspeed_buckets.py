@@ -100,3 +100,70 @@ def test_gradients_go_to_their_owners_where_that_is_faster() -> None:
     tune = {"DEEPYTORCH_TUNE": "auto"}
     seen = spawn_ranks(ways_of_gradients, 2, backend="deepytorch", env=tune, fresh=True)
     assert seen == [[True, False, False, True, None, None, None, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "device", "is_open"),
+    [
+        ({"stage": 2}, "cuda", True),
+        ({"stage": 2, "overlap_comm": None}, "cuda", True),
+        ({"stage": 2}, "cpu", False),
+        ({"stage": 1}, "cuda", False),
+        ({"stage": 3}, "cuda", False),
+        ({"stage": 2, "overlap_comm": False}, "cuda", False),
+        ({"stage": 2, "reduce_scatter": False}, "cuda", False),
+        ({"stage": 2, "contiguous_gradients": False}, "cuda", False),
+        ({"stage": 2, "use_multi_rank_bucket_allreduce": False}, "cuda", False),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "cuda", False),
+    ],
+    ids=str,
+)
+def test_an_overlap_is_tried_where_nothing_speaks_against_it(
+    zero: dict[str, Any], device: str, is_open: bool
+) -> None:
+    configuration = {"zero_optimization": zero}
+    assert _deepspeed_buckets._is_overlap_open(configuration, torch.device(device)) == is_open
+
+
+def test_an_overlap_needs_a_deepspeed_whose_reduction_waits_for_all_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    monkeypatch.setattr(stage_1_and_2, "IPGBucket", dict)
+    configuration = {"zero_optimization": {"stage": 2}}
+    assert not _deepspeed_buckets._is_overlap_open(configuration, torch.device("cuda"))
+
+
+def ways_where_an_overlap_is_open(rank: int, world_size: int) -> list[Any]:
+    """The way of gradients, were this CPU a GPU: with an overlap that wins, loses, is of no use."""
+
+    def outcome(size: int, *, wins: bool) -> list[Any]:
+        asked: list[float] = []
+
+        def is_faster_beside(_: Any, *times: float) -> bool:
+            asked.extend(times)
+            return wins
+
+        with pytest.MonkeyPatch.context() as patch:
+            bucket = _deepspeed_buckets._Bucket
+            patch.setattr(_deepspeed_buckets, "_is_overlap_open", lambda *_: True)
+            patch.setattr(bucket, "measure_to_all", lambda _: 2.0)
+            patch.setattr(bucket, "measure_to_owners", lambda _: 1.0)
+            patch.setattr(bucket, "is_faster_beside", is_faster_beside)
+            zero = _deepspeed_buckets.fill_bucket_sizes(
+                {"zero_optimization": {"stage": 2, "reduce_bucket_size": size}},
+                torch.nn.Linear(64, 100),
+                config.current(),
+                torch.device("cpu"),
+            )["zero_optimization"]
+        keys = ("overlap_comm", "use_multi_rank_bucket_allreduce")
+        return [*asked, *(zero.get(key) for key in keys)]
+
+    return [outcome(4096, wins=True), outcome(4096, wins=False), outcome(1 << 20, wins=True)]
+
+
+def test_gradients_overlap_or_go_to_their_owners() -> None:
+    tune = {"DEEPYTORCH_TUNE": "auto"}
+    seen = spawn_ranks(ways_where_an_overlap_is_open, 2, backend="deepytorch", env=tune, fresh=True)
+    assert seen == [[[1.0, 2.0, True, None], [1.0, 2.0, None, False], [None, False]]] * 2

@@ -21,6 +21,7 @@ class Path:
     """A way of the data. `nodes` has one letter per rank: who shares one shares a node.
 
     Attributes:
+        count: elements of an operation.
         algorithms: one of them carries the operations out, or the case is none; empty: any.
         may_end: an operation that another rank left unfinished may end the process.
         timeout_s: of the group, in seconds; None: far more than any wait is to take.
@@ -31,6 +32,7 @@ class Path:
     nodes: str
     means: str
     dtype: str = "float32"
+    count: int = 1 << 18  # 1 MiB, beyond what goes in one step
     device: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
     algorithms: tuple[str, ...] = ()
@@ -52,6 +54,45 @@ class Path:
         return len(set(self.nodes)) > 1
 
 
+def _of_gpus(nodes: str) -> tuple[Path, ...]:
+    """The ways of GPUs of one node; two of them are what a plain name means."""
+    number, more = len(nodes), "" if len(nodes) == 2 else f"-{len(nodes)}"
+    return (
+        Path(
+            name=f"gpu{more}",
+            nodes=nodes,
+            device="cuda",
+            env={"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_ERROR_HANDLING": "raise"},
+            algorithms=("packet", "two_shot"),
+            within_s=12.0,
+            means=f"{number} GPUs of one node, native kernels",
+        ),
+        Path(
+            name=f"cpu-reduce{more}",
+            nodes=nodes,
+            device="cuda",
+            env={
+                "DEEPYTORCH_COLLECTIVES": "native",
+                "DEEPYTORCH_ERROR_HANDLING": "raise",
+                "NCCL_P2P_DISABLE": "1",
+            },
+            algorithms=("cpu_reduce",),
+            within_s=12.0,
+            means=f"{number} GPUs of one node without peer access, native through the host",
+        ),
+        Path(
+            name=f"nccl{more}",
+            nodes=nodes,
+            device="cuda",
+            algorithms=("delegate",),
+            may_end=True,
+            timeout_s=10.0,
+            within_s=30.0,
+            means=f"{number} GPUs of one node, a size that NCCL carries out",
+        ),
+    )
+
+
 PATHS = {
     path.name: path
     for path in (
@@ -64,44 +105,27 @@ PATHS = {
             dtype="sparse",
             means="3 ranks, sparse tensors, which gloo reduces",
         ),
+        *_of_gpus("aa"),
+        *_of_gpus("aaaa"),
         Path(
-            name="gpu",
-            nodes="aa",
+            name="nccl-stages-4",
+            nodes="aabb",
+            count=1 << 21,  # smaller ones go in one stage
             device="cuda",
-            env={"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_ERROR_HANDLING": "raise"},
-            algorithms=("packet", "two_shot"),
-            within_s=12.0,
-            means="2 GPUs of one node, native kernels",
-        ),
-        Path(
-            name="cpu-reduce",
-            nodes="aa",
-            device="cuda",
-            env={
-                "DEEPYTORCH_COLLECTIVES": "native",
-                "DEEPYTORCH_ERROR_HANDLING": "raise",
-                "NCCL_P2P_DISABLE": "1",
-            },
-            algorithms=("cpu_reduce",),
-            within_s=12.0,
-            means="2 GPUs of one node without peer access, native through the host's memory",
-        ),
-        Path(
-            name="nccl",
-            nodes="aa",
-            device="cuda",
-            algorithms=("delegate",),
+            env={"DEEPYTORCH_COLLECTIVES": "native"},
+            algorithms=("hierarchical",),
             may_end=True,
             timeout_s=10.0,
             within_s=30.0,
-            means="2 GPUs of one node, a size that NCCL carries out",
+            means="2 nodes of 2 GPUs, in stages that NCCL carries out",
         ),
     )
 }
 
 _ON_HOST = ("shm", "tcp", "hierarchical", "delegated")
 _NATIVE = ("shm", "tcp", "hierarchical")
-_ON_GPUS = ("gpu", "cpu-reduce", "nccl")
+_ON_GPUS = tuple(path.name for path in PATHS.values() if path.device == "cuda")
+_BY_NCCL = tuple(name for name in _ON_GPUS if name.startswith("nccl"))
 _BETWEEN_NODES = ("tcp", "hierarchical")
 _WHILE_RUNNING = ("between", "collective")
 
@@ -217,7 +241,8 @@ FAULTS = {
             within_s=20.0,
             timeout_s=10.0,
             alone=True,
-            stock_leaves={"nccl": "descriptors: socket (6)"},  # of a start that failed
+            # Of a start that failed.
+            stock_leaves=dict.fromkeys(_BY_NCCL, "descriptors: socket (6)"),
             in_start=("init",),
         ),
         Fault(
@@ -243,7 +268,11 @@ FAULTS = {
             means="no byte can be written to /dev/shm",
             phases=("init", "between"),
             # NCCL keeps a part of its own there.
-            outcome={"init": "recovers", "between": "recovers", "nccl": "either"},
+            outcome={
+                "init": "recovers",
+                "between": "recovers",
+                **dict.fromkeys(_BY_NCCL, "either"),
+            },
             says=("memory", "space", "rank {victim}", "NCCL"),
             within_s=20.0,
         ),

@@ -18,8 +18,8 @@ from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case
 from deepytorch_core.testing.leaks import holdings, left_over
 from deepytorch_core.testing.worker import rank_store
 
-_COUNT = 1 << 18  # elements: 1 MiB, beyond what goes in one step
 _WARM_ROUNDS = 3
+_AGAIN = "again"  # the group that survivors make
 _ROUNDS_AFTER = 5  # that must go well once it is over
 _DELAY_S = 0.3  # from the beginning of the operations to a fault in the middle of them
 _LOADER_WORKERS = 4
@@ -242,9 +242,12 @@ class Group:
         path = PATHS[settings.case.path]
         self.rank, self.world_size, self.rounds = rank, world_size, 0
         self._sparse = path.dtype == "sparse"
-        self._device = f"cuda:{rank}" if path.device == "cuda" else "cpu"
+        self._device, self._count = "cpu", path.count
         if path.device == "cuda":
-            torch.cuda.set_device(rank)
+            # A survivor has another rank in a new group, and stays where it is.
+            on = torch.cuda.current_device() if name == _AGAIN else rank
+            torch.cuda.set_device(on)
+            self._device = f"cuda:{on}"
         store: Any = rank_store(name)
         if own_store and settings.store is not None:
             store = TCPStore(
@@ -258,10 +261,10 @@ class Group:
             timeout=timedelta(seconds=settings.timeout_s),
         )
         # Allocated now: what the rank may still allocate later is the group's business alone.
-        self._ones = torch.ones(_COUNT, device=self._device)
+        self._ones = torch.ones(self._count, device=self._device)
         self._data = torch.empty_like(self._ones)
-        self._wrong = torch.empty(_COUNT, dtype=torch.bool, device=self._device)
-        self._index = torch.arange(_COUNT).reshape(1, -1)
+        self._wrong = torch.empty(self._count, dtype=torch.bool, device=self._device)
+        self._index = torch.arange(self._count).reshape(1, -1)
 
     def exchange(self, flag: float = 0.0) -> float:
         """One checked all_reduce; returns the sum of all ranks' flags.
@@ -274,7 +277,9 @@ class Group:
         data = self._data.copy_(self._ones)
         data[-1] = flag
         if self._sparse:
-            sparse = torch.sparse_coo_tensor(self._index, data, (_COUNT,), check_invariants=False)
+            sparse = torch.sparse_coo_tensor(
+                self._index, data, (self._count,), check_invariants=False
+            )
             dist.all_reduce(sparse)
             data = sparse.to_dense()
         else:
@@ -310,9 +315,7 @@ def _again(settings: Settings, rank: int, world_size: int) -> str:
     _until(lambda: all(_is_done(settings, peer) for peer in survivors))
     survivors = [peer for peer in survivors if not settings.has_ended(peer)]
     try:
-        group = Group(
-            settings, survivors.index(rank), len(survivors), name="again", own_store=False
-        )
+        group = Group(settings, survivors.index(rank), len(survivors), name=_AGAIN, own_store=False)
         for _ in range(_WARM_ROUNDS):
             group.exchange()
         dist.destroy_process_group()
