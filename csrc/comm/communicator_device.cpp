@@ -434,7 +434,8 @@ bool Communicator::watch_delegate() {
       return true;  // who ended it himself knows
   }
   dpt_waits waits = DPT_WAITS_NOT;
-  DeviceGroup::outside_capture([&] { waits = delegate_.is_waiting(delegate_.context); });
+  DeviceGroup::outside_capture(device_->device,
+                               [&] { waits = delegate_.is_waiting(delegate_.context); });
   const auto now = std::chrono::steady_clock::now();
   if (!lost_.keeps_waiting(waits != DPT_WAITS_NOT, now)) return false;
   const std::string reason = "an operation of group " + group_name_ +

@@ -470,8 +470,9 @@ uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
   return id;
 }
 
-void DeviceGroup::outside_capture(const std::function<void()>& task) {
+void DeviceGroup::outside_capture(int device, const std::function<void()>& task) {
   const cuda::RelaxedCapture relaxed;
+  const cuda::DeviceScope scope(device);
   task();
 }
 

@@ -47,8 +47,7 @@ class CudaChunkMemory final : public ChunkMemory {
 
   uint64_t import_file(int device, const UniqueFd& file) override {
     const RelaxedCapture relaxed;
-    // It is the thread of the links that comes here, and it has no device yet.
-    check(cudaSetDevice(device), "cudaSetDevice");
+    const DeviceScope scope(device);
     CUmemGenericAllocationHandle handle = 0;
     auto* const descriptor = reinterpret_cast<void*>(static_cast<uintptr_t>(file.get()));
     check(driver_.import_handle(&handle, descriptor, kFileHandle),

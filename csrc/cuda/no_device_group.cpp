@@ -11,7 +11,7 @@ std::string DeviceGroup::why_absent() { return "GPU kernels absent: built withou
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 
-void DeviceGroup::outside_capture(const std::function<void()>& task) { task(); }
+void DeviceGroup::outside_capture(int, const std::function<void()>& task) { task(); }
 
 void DeviceGroup::after_fork() {}
 

@@ -83,6 +83,7 @@ def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
     if job.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    trained.train(0)  # what the allocator has to get back is none of a step's time
     dist.barrier()
     clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
     numbers = iter(range(job.steps))

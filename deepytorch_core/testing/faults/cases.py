@@ -116,7 +116,7 @@ PATHS = {
             algorithms=("hierarchical",),
             may_end=True,
             timeout_s=10.0,
-            within_s=30.0,
+            within_s=45.0,  # who leaves in peace is waited for by its own node, then that by others
             means="2 nodes of 2 GPUs, in stages that NCCL carries out",
         ),
     )
