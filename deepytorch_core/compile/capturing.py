@@ -1,7 +1,8 @@
 """Whether a model's passes are replayed as CUDA graphs: found out in the training's own steps.
 
 After compiling is settled, steps that launch and steps that replay take turns, as there. The way
-that is faster per token beyond the noise stays. Ranks decide alike, from the slowest one's times.
+that is faster beyond the noise, with as many tokens, stays. Ranks decide alike, from the slowest
+one's times.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ class Capturing:
         self._number = -1
         self._began: float | None = None
         self._num_captured = 0
-        self._samples: dict[bool, list[float]] = {False: [], True: []}
-        self._counts: list[int] = []
+        self._samples = turns.Samples()
 
     @property
     def is_replayed(self) -> bool:
@@ -111,9 +111,7 @@ class Capturing:
             seconds = math.inf
         self._num_captured = captured
         if turns.is_counted(self._number - CAPTURING_STEPS):
-            count = max(1, self._tokens())
-            self._samples[self._on].append(seconds / count)
-            self._counts.append(count)
+            self._samples.add(self._on, seconds, max(1, self._tokens()))
 
     def _begin(self) -> None:
         ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
@@ -151,8 +149,7 @@ class Capturing:
         assert self._capture is not None
         ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
         try:
-            names = {False: LAUNCHED, True: REPLAYED}
-            times = ranks.slowest({names[way]: rows for way, rows in self._samples.items()})
+            launched, replayed = self._samples.merged(ranks)
             problem = ranks.first_problem(self._capture.problem)
         except RuntimeError as error:
             self._finish(LAUNCHED, str(error))
@@ -160,12 +157,11 @@ class Capturing:
         if problem is not None:
             self._finish(LAUNCHED, problem)
             return
-        faster = turns.is_faster(times[REPLAYED], times[LAUNCHED])
-        slower = turns.is_faster(times[LAUNCHED], times[REPLAYED])
+        faster = turns.is_faster(replayed, launched)
+        slower = turns.is_faster(launched, replayed)
         if not (faster or slower or is_last):
             return
-        count = sorted(self._counts)[len(self._counts) // 2]
-        times_ms = {name: 1e3 * count * guard.median(rows) for name, rows in times.items()}
+        times_ms = guard.in_ms({LAUNCHED: launched, REPLAYED: replayed})
         if faster:
             chosen, reason = REPLAYED, "faster than launched"
         elif slower:

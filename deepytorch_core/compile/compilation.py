@@ -1,9 +1,9 @@
 """What `deepytorch.compile` does to one model, step by step of its training.
 
 `auto`: the first steps run as they are. Then the regions are compiled, and steps with and without
-take turns until one is faster per token beyond the noise; the compiled way stays only if that is
-it. Every step is an ordinary step of the training, none is run twice. Ranks take the same way: they
-count their forward passes alike, and decide from the slowest rank's times.
+take turns until one is faster beyond the noise, with as many tokens; the compiled way stays only if
+that is it. Every step is an ordinary step of the training, none is run twice. Ranks take the same
+way: they count their forward passes alike, and decide from the slowest rank's times.
 
 Where other processes compile (`ahead`), it is found out meanwhile whether eager passes are faster
 as CUDA graphs. If so the training waits in them, and both ways are replayed in the turns; what is
@@ -118,8 +118,7 @@ class Compilation:
         self._is_whole = True
         self._tokens = 1
         self._num_made = 0
-        self._samples: dict[bool, list[float]] = {False: [], True: []}
-        self._sizes: list[int] = []
+        self._samples = turns.Samples()
         self._lower: Callable[[], None] = lambda: None
         self._handle: Any = None
         self._capturing: Capturing | None = None
@@ -233,12 +232,10 @@ class Compilation:
         if not self._is_whole or self.num_made != self._num_made:
             seconds = math.inf
         if turns.is_counted(self._number - self._first - self._num_untimed):
-            tokens = self._trained_tokens()
-            self._samples[self._on].append(seconds / tokens)
-            self._sizes.append(tokens)
+            self._samples.add(self._on, seconds, self._trained_tokens())
 
     def _trained_tokens(self) -> int:
-        """Of the last step: what its time is divided by."""
+        """Of the last step."""
         sizes = capture.sizes_of(self._root)
         return (sizes.num_tokens if sizes is not None else None) or self._tokens
 
@@ -418,12 +415,10 @@ class Compilation:
                 self.regions.append(compiled)
 
     def _look(self, *, is_last: bool) -> None:
-        names = {False: EAGER, True: "compiled"}
-        own = {names[way]: rows for way, rows in self._samples.items()}
         failed = {one.region.name: one.failure for one in self.regions if one.failure}
         ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
         try:
-            times = ranks.slowest(own)
+            eager, compiled = self._samples.merged(ranks)
             failures = ranks.gather(failed)
         except RuntimeError as error:
             self._finish(EAGER, str(error))
@@ -432,16 +427,12 @@ class Compilation:
         if all(one.failure for one in self.regions):
             self._finish(EAGER, "nothing of it could be compiled")
             return
-        faster = turns.is_faster(times["compiled"], times[EAGER])
-        slower = turns.is_faster(times[EAGER], times["compiled"])
+        faster = turns.is_faster(compiled, eager)
+        slower = turns.is_faster(eager, compiled)
         if not (faster or slower or is_last):
             return
-        tokens = sorted(self._sizes)[len(self._sizes) // 2]
         chosen = self._chosen()
-        times_ms = {
-            name: 1e3 * tokens * guard.median(rows)
-            for name, rows in ((EAGER, times[EAGER]), (chosen, times["compiled"]))
-        }
+        times_ms = guard.in_ms({EAGER: eager, chosen: compiled})
         if faster:
             self._finish(chosen, FASTER, times_ms)
         elif slower:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
 from deepytorch_core import guard
 
 # Steps of one way in a row, of which the first is not counted.
@@ -42,3 +47,64 @@ def is_faster(candidate: list[float], standing: list[float]) -> bool:
         for at in rounds
     )
     return guard.is_faster(candidate, standing) and won >= len(rounds) - len(rounds) // 4
+
+
+class Samples:
+    """What the counted steps of both ways took, and how many tokens they trained."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._tokens: dict[bool, list[float]] = {False: [], True: []}
+
+    def add(self, is_candidate: bool, seconds: float, tokens: int) -> None:
+        """Another step; infinite `seconds` for one whose time says nothing."""
+        self._seconds[is_candidate].append(seconds)
+        self._tokens[is_candidate].append(float(tokens))
+
+    def merged(self, ranks: guard.Ranks) -> tuple[list[float], list[float]]:
+        """All ranks' seconds of typical steps: what stands, the candidate. Collective.
+
+        The slowest rank's time counts, and the most tokens that one of them had. Raises what
+        `Ranks.slowest` does.
+        """
+        rows = {f"seconds {way}": each for way, each in self._seconds.items()}
+        rows |= {f"tokens {way}": each for way, each in self._tokens.items()}
+        slowest = ranks.slowest(rows)
+        standing, candidate = (
+            list(zip(slowest[f"seconds {way}"], slowest[f"tokens {way}"], strict=True))
+            for way in (False, True)
+        )
+        return of_typical_steps(standing, candidate)
+
+
+Step = tuple[float, float]
+"""Seconds and tokens."""
+
+
+def of_typical_steps(
+    standing: Sequence[Step], candidate: Sequence[Step]
+) -> tuple[list[float], list[float]]:
+    """The seconds as if each step had trained the median number of tokens.
+
+    A step takes some time whatever it trains, for weights, gradients and their collectives, and
+    some for each token. The latter is the median slope between two steps of one way (Theil 1950,
+    Sen 1968): a step that was held up doesn't move it.
+    """
+    together = [*standing, *candidate]
+    typical = statistics.median(tokens for _, tokens in together)
+    slopes = [
+        (one[0] - other[0]) / (one[1] - other[1])
+        for way in (standing, candidate)
+        for one, other in itertools.combinations(way, 2)
+        if abs(one[1] - other[1]) > typical / 10 and math.isfinite(one[0] + other[0])
+    ]
+    slope = 0.0
+    if slopes:
+        # No step takes longer for fewer tokens, and none takes less than nothing for none.
+        most = guard.median([seconds / max(1.0, tokens) for seconds, tokens in together])
+        slope = min(max(0.0, statistics.median(slopes)), most)
+
+    def evened(way: Sequence[Step]) -> list[float]:
+        return [seconds - slope * (tokens - typical) for seconds, tokens in way]
+
+    return evened(standing), evened(candidate)

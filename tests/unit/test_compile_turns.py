@@ -1,0 +1,96 @@
+"""Steps of different lengths are compared as if they had been of one."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from deepytorch_core.compile import turns
+
+TOKENS = [620, 910, 480, 700, 1020, 450, 560, 870, 510, 860, 470, 690, 1010, 450, 560, 880]
+
+
+def _steps(
+    fixed_s: float, token_s: float, gain: float, *, seed: int = 0
+) -> tuple[list[turns.Step], list[turns.Step]]:
+    """Those of both ways as `deepytorch.compile` takes turns over batches that come again."""
+    noise = random.Random(seed)
+    ways: dict[bool, list[turns.Step]] = {False: [], True: []}
+    for number in range(turns.MOST_STEPS):
+        if not turns.is_counted(number):
+            continue
+        is_candidate = turns.is_candidates(number)
+        tokens = TOKENS[number % len(TOKENS)]
+        seconds = (fixed_s + token_s * tokens) * (1 - gain * is_candidate)
+        ways[is_candidate].append((seconds * noise.uniform(0.995, 1.005), tokens))
+    return ways[False], ways[True]
+
+
+@pytest.mark.parametrize("gain", [0.05, 0.3])
+@pytest.mark.parametrize(
+    ("fixed_s", "token_s"), [(0.4, 0.1e-3), (0.2, 0.4e-3), (0.0, 1e-3), (0.5, 0.0)]
+)
+def test_a_gain_shows_whatever_a_token_takes(fixed_s: float, token_s: float, gain: float) -> None:
+    for seed in range(5):
+        standing, candidate = turns.of_typical_steps(*_steps(fixed_s, token_s, gain, seed=seed))
+        assert turns.is_faster(candidate, standing)
+        standing, candidate = turns.of_typical_steps(*_steps(fixed_s, token_s, 0.0, seed=seed))
+        assert not turns.is_faster(candidate, standing)
+        assert not turns.is_faster(standing, candidate)
+
+
+def test_the_times_are_those_of_a_typical_step() -> None:
+    standing, candidate = turns.of_typical_steps(*_steps(0.4, 0.2e-3, 0.1))
+    typical = 0.4 + 0.2e-3 * 655
+    assert standing == pytest.approx([typical] * len(standing), rel=0.05)
+    assert candidate == pytest.approx([0.9 * typical] * len(candidate), rel=0.05)
+
+
+def test_steps_that_were_held_up_move_nothing_else() -> None:
+    standing, candidate = _steps(0.4, 0.2e-3, 0.1)
+    standing[2] = (math.inf, standing[2][1])
+    candidate[5] = (9.0, candidate[5][1])
+    evened = turns.of_typical_steps(standing, candidate)
+    assert evened[0][2] == math.inf
+    assert evened[1][5] > 8
+    assert turns.is_faster(evened[1], evened[0])
+
+
+@pytest.mark.parametrize(
+    ("standing", "candidate"),
+    [
+        ([(0.5, 100.0)] * 3, [(0.4, 100.0)] * 3),
+        ([(math.inf, 100.0), (math.inf, 300.0)], [(math.inf, 200.0)]),
+        ([(0.5, 300.0), (0.6, 100.0)], [(0.5, 300.0), (0.6, 100.0)]),
+    ],
+    ids=["of one length", "nothing was timed", "less for more tokens"],
+)
+def test_without_a_slope_times_stay_what_they_are(
+    standing: list[turns.Step], candidate: list[turns.Step]
+) -> None:
+    evened = turns.of_typical_steps(standing, candidate)
+    assert evened == ([one[0] for one in standing], [one[0] for one in candidate])
+
+
+class _TwoRanks:
+    """The other rank had twice the tokens, and took a tenth longer."""
+
+    def slowest(self, rows: dict[str, list[float]]) -> dict[str, list[float]]:
+        factors = {"seconds": 1.1, "tokens": 2.0}
+        return {
+            name: [factors[name.split()[0]] * one for one in each] for name, each in rows.items()
+        }
+
+
+def test_the_slowest_ranks_time_and_the_most_tokens_count() -> None:
+    samples = turns.Samples()
+    for seconds, tokens in ((0.5, 10), (0.7, 20)):
+        samples.add(False, seconds, tokens)
+        samples.add(True, seconds - 0.1, tokens)
+    ranks: Any = _TwoRanks()
+    standing, candidate = samples.merged(ranks)
+    assert standing == pytest.approx([0.66, 0.66])
+    assert candidate == pytest.approx([0.55, 0.55])
