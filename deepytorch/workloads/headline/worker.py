@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import resource
@@ -83,7 +84,9 @@ def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
     if job.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    trained.train(0)  # what the allocator has to get back is none of a step's time
+    # Neither Python's garbage of the warm-up nor what the allocator has to get back is a step's.
+    gc.collect()
+    trained.train(0)
     dist.barrier()
     clock = worker.cuda_clock if job.device == "cuda" else timing.wall_clock
     numbers = iter(range(job.steps))
