@@ -135,7 +135,7 @@ void advance_device(double time_us) { device_clock_us += time_us; }
 
 std::string DeviceGroup::why_absent() { return testing::fake_devices().why_absent; }
 
-void DeviceGroup::outside_capture(const std::function<void()>& task) { task(); }
+void DeviceGroup::outside_capture(int, const std::function<void()>& task) { task(); }
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
 
