@@ -75,13 +75,16 @@ def fill_bucket_sizes(
     model: torch.nn.Module,
     options: Options,
     device: torch.device,
+    *,
+    may_overlap: bool = False,
 ) -> dict[str, Any]:
     """The configuration with the bucket sizes and way of gradients that it leaves open; collective.
 
     A size is left open where it is missing or "auto". Stages 1 to 3 of ZeRO have such sizes. With
     tune=off, deterministic=on or one rank DeepSpeed's own defaults stay in force. A number that is
     given is never touched, nor is `configuration` itself. `device` is where collectives take place;
-    `overlap_comm` is left open on GPUs, in ZeRO-2 without offloaded optimizer states.
+    `overlap_comm` is left open on GPUs, in ZeRO-2 without offloaded optimizer states, if
+    `may_overlap`: this DeepSpeed's overlapped reduction waits for each stream that filled a bucket.
     """
     zero = configuration.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
@@ -95,7 +98,7 @@ def fill_bucket_sizes(
         configuration = {**configuration, "zero_optimization": zero}
     open_sizes = _sizes_left_open(zero, stage)
     is_way_open = stage < 3 and _ALL_REDUCE not in zero and zero.get("reduce_scatter", True)
-    is_overlap_open = _is_overlap_open(configuration, device)
+    is_overlap_open = may_overlap and _is_overlap_open(configuration, device)
     open_keys = [*open_sizes, *([_ALL_REDUCE] if is_way_open else [])]
     open_keys += [_OVERLAP] if is_overlap_open else []
     if not open_keys:
@@ -186,16 +189,7 @@ def _is_overlap_open(configuration: Mapping[str, Any], device: torch.device) -> 
         and zero.get("reduce_scatter", True)
         and zero.get("contiguous_gradients", True)
         and not any(zero.get(key) for key in _NOT_BESIDE)
-        and _waits_for_all_producers()
     )
-
-
-def _waits_for_all_producers() -> bool:
-    """Whether this DeepSpeed's overlapped reduction waits for each stream that filled a bucket."""
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    bucket = getattr(stage_1_and_2, "IPGBucket", None)
-    return hasattr(bucket() if bucket else None, "copy_streams")
 
 
 @dataclass(frozen=True)

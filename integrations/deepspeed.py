@@ -186,6 +186,14 @@ def _swap_kernels(given: Mapping[str, Any], options: Options) -> None:
     _kernels.apply(things, options, _changes, device=device)
 
 
+def _waits_for_all_producers() -> bool:
+    """Whether this DeepSpeed's overlapped reduction waits for each stream that filled a bucket."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    bucket = getattr(stage_1_and_2, "IPGBucket", None)
+    return bucket is not None and hasattr(bucket(), "copy_streams")
+
+
 @contextlib.contextmanager
 def _filled(
     call: inspect.BoundArguments, source: dict[str, Any], options: Options
@@ -198,7 +206,9 @@ def _filled(
     model = call.arguments.get("model")
     if model is not None:  # else DeepSpeed is about to ask for it
         device = torch.device(get_accelerator().current_device_name())
-        filled = fill_bucket_sizes(source, model, options, device)
+        filled = fill_bucket_sizes(
+            source, model, options, device, may_overlap=_waits_for_all_producers()
+        )
     if filled is source:
         yield
         return

@@ -130,9 +130,11 @@ def test_an_overlap_needs_a_deepspeed_whose_reduction_waits_for_all_streams(
 ) -> None:
     from deepspeed.runtime.zero import stage_1_and_2
 
+    from deepytorch.integrations import deepspeed as adapter
+
+    assert adapter._waits_for_all_producers()
     monkeypatch.setattr(stage_1_and_2, "IPGBucket", dict)
-    configuration = {"zero_optimization": {"stage": 2}}
-    assert not _deepspeed_buckets._is_overlap_open(configuration, torch.device("cuda"))
+    assert not adapter._waits_for_all_producers()
 
 
 def ways_where_an_overlap_is_open(rank: int, world_size: int) -> list[Any]:
@@ -156,6 +158,7 @@ def ways_where_an_overlap_is_open(rank: int, world_size: int) -> list[Any]:
                 torch.nn.Linear(64, 100),
                 config.current(),
                 torch.device("cpu"),
+                may_overlap=True,
             )["zero_optimization"]
         keys = ("overlap_comm", "use_multi_rank_bucket_allreduce")
         return [*asked, *(zero.get(key) for key in keys)]
