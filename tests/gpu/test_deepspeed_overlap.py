@@ -42,6 +42,7 @@ def _train(rank: int, world_size: int, ours: bool, forced: bool) -> dict[str, An
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         config=configuration,
     )
+    drawn = torch.rand(1, device="cuda").item()
     generator = torch.Generator(device="cuda").manual_seed(rank)
     losses = []
     for _ in range(2 * STEPS):
@@ -50,7 +51,7 @@ def _train(rank: int, world_size: int, ours: bool, forced: bool) -> dict[str, An
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return {"losses": losses, "overlaps": engine.optimizer.overlap_comm}
+    return {"losses": losses, "overlaps": engine.optimizer.overlap_comm, "drawn": drawn}
 
 
 @pytest.mark.timeout(300)
@@ -62,6 +63,7 @@ def test_losses_are_those_of_a_backward_pass_that_waits(forced: bool) -> None:
     ours = spawn_ranks(_train, 2, True, forced, **settings)
     for rank in range(2):
         assert not stock[rank]["overlaps"]
+        assert ours[rank]["drawn"] == stock[rank]["drawn"]  # measuring draws no random numbers
         assert ours[rank]["overlaps"] in ([True] if forced else [True, False])
         assert ours[rank]["losses"] == pytest.approx(stock[rank]["losses"], rel=5e-3)
         assert len(set(ours[rank]["losses"])) == 2 * STEPS
