@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "cuda/device_scope.hpp"
 #include "cuda/driver.hpp"
 #include "cuda/lane_streams.hpp"
 #include "cuda/sum_pieces.hpp"

@@ -15,6 +15,7 @@
 #include "cuda/copy_engine.hpp"
 #include "cuda/device_memory.hpp"
 #include "cuda/device_pool.hpp"
+#include "cuda/device_scope.hpp"
 #include "cuda/staged_group.hpp"
 #include "staged/group.hpp"
 #include "transport/shm/fd_exchange.hpp"

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <utility>
 
+#include "cuda/device_scope.hpp"
 #include "cuda/virtual_memory.hpp"
 
 namespace dpt::cuda {

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "base/types.hpp"
+#include "cuda/device_scope.hpp"
 #include "cuda/virtual_memory.hpp"
 #include "transport/shm/pool_links.hpp"
 

@@ -1,3 +1,5 @@
+#include "cuda/device_scope.hpp"
+
 #include <map>
 #include <mutex>
 

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "cuda/checks.hpp"
+#include "cuda/device_scope.hpp"
 #include "cuda/gate.hpp"
 
 namespace dpt {
