@@ -302,17 +302,15 @@ def _answer(home: _Home, store: Any) -> None:
     """Leave this node's evidence for the judge, unless another rank of the node does."""
     if store.compare_set(f"node/{_node()}", "", str(home.rank)).decode() != str(home.rank):
         return
-    if store.compare_set("judge", "", str(home.rank)).decode() in _ranks_here(home):
+    records = _records(home)  # once: on a busy node with many processes it takes a while
+    judge = store.compare_set("judge", "", str(home.rank)).decode()
+    if judge in {str(one.rank) for one in records}:
         return  # it sees for itself
-    for one in _here(home):
+    for one in collect.ranks(records):
         if one.process != evidence.MISSING:
             # Main threads come last in their stacks, and it is those that are needed.
             short = dataclasses.replace(one, stacks=one.stacks[-_MOST_STACKS:])
             store.set(f"rank/{one.rank}", evidence.to_json(short))
-
-
-def _ranks_here(home: _Home) -> set[str]:
-    return {str(one.rank) for one in _records(home)}
 
 
 def _call(home: _Home, case: str) -> None:
