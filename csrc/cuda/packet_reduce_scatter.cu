@@ -1,4 +1,4 @@
-// Middle-sized reduce_scatter in one trip of packets:
+// reduce_scatter in one trip of packets, `reduce` a few packets behind `send`:
 //
 //   send:    every peer's part -> packets
 //   reduce:  own part and the peers' packets, in rank order -> output
@@ -24,30 +24,30 @@ DPT_DEVICE void run(const GroupView& group,
   const PacketLoop packets(arguments.bytes);
   const Packets inputs(group, call, kInputs);
 
-  bool ok = warp_and(attendance.is_alive());
-  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
+  const auto send = [&](uint32_t packet, uint32_t step) {
     Share shares[kRanks];
 #pragma unroll
-    for (int step = 1; step < kRanks; ++step) {
-      if (step < size) shares[step] = own((rank + step) % size, packet);
+    for (int hop = 1; hop < kRanks; ++hop) {
+      if (hop < size) shares[hop] = own((rank + hop) % size, packet);
     }
 #pragma unroll
-    for (int step = 1; step < kRanks; ++step) {
-      if (step < size) inputs.send((rank + step) % size, index, shares[step]);
+    for (int hop = 1; hop < kRanks; ++hop) {
+      if (hop < size) inputs.send((rank + hop) % size, step, shares[hop]);
     }
     return true;
-  });
-  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
+  };
+  const auto reduce = [&](uint32_t packet, uint32_t step) {
     const Share mine = own(rank, packet);
     Share shares[kRanks];
-    if (!inputs.receive(index, shares)) return false;
+    if (!inputs.receive(step, shares)) return false;
     store_share(arguments.output,
                 arguments.bytes,
                 packet,
                 reduce_shares<VectorReducer>(group, shares, mine, scale));
     return true;
-  });
-  if (attendance.end(ok)) inputs.close();
+  };
+  const bool ok = warp_and(attendance.is_alive()) && packets.run(send, reduce);
+  if (attendance.end(ok)) inputs.close(packets);
 }
 
 template <typename T, int kRanks>
