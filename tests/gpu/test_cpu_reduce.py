@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch_core.testing import assert_same_on_all_ranks, needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import assert_close, rank_gpu, rank_inputs, reduced, shifted
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(150)]
 
@@ -35,44 +36,13 @@ BACKEND = "cuda:deepytorch,cpu:deepytorch"
 WORLDS = [2, 4]
 # In elements: one, odd ones, one chunk, many with a remainder.
 COUNTS = [1, 127, 4099, 262_144, (9 << 20) + 3]
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 def _spawn(function: Any, world_size: int, *arguments: Any, **more: Any) -> list[Any]:
     settings = {"env": NATIVE, "timeout_s": 60.0, "backend": BACKEND, **more}
     return spawn_ranks(function, world_size, *arguments, **settings)
-
-
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _inputs(count: int, ranks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Every rank's input, the same on every rank."""
-    generator = torch.Generator(device=device).manual_seed(count)
-    return [torch.randn(count, generator=generator, device=device).to(dtype) for _ in range(ranks)]
-
-
-def _shifted(value: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same content `elements` behind an aligned address."""
-    room = torch.empty(value.numel() + elements, dtype=value.dtype, device=value.device)
-    view = room[elements:]
-    view.copy_(value.flatten())
-    return view
-
-
-def _expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    wide = torch.stack([each.double() for each in inputs])
-    return {"sum": wide.sum(0), "avg": wide.mean(0), "max": wide.amax(0)}[op]
-
-
-def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    error = (found.double() - expected).abs().max().item()
-    scale = max(1.0, expected.abs().max().item())
-    assert error <= ROUNDING[found.dtype] * scale, f"{what}: off by {error} of {scale}"
 
 
 def _assert_only_cpu_reduce() -> None:
@@ -86,7 +56,7 @@ def _assert_only_cpu_reduce() -> None:
 
 def _one(rank: int, world_size: int) -> float:
     """The least that can work: one chunk."""
-    value = torch.full((1000,), float(rank + 1), device=_device(rank))
+    value = torch.full((1000,), float(rank + 1), device=rank_gpu(rank))
     dist.all_reduce(value)
     torch.cuda.synchronize()
     assert value.eq(world_size * (world_size + 1) / 2).all()
@@ -95,25 +65,25 @@ def _one(rank: int, world_size: int) -> float:
 
 
 def _results(rank: int, world_size: int, num_nodes: int = 1) -> None:
-    device = _device(rank)
-    for dtype in ROUNDING:
+    device = rank_gpu(rank)
+    for dtype in DTYPES:
         for shift, count in enumerate(COUNTS):
             for name in ["sum"] if count > 5000 else OPS:
                 what = f"{name} of {count} x {dtype} on rank {rank}"
-                inputs = _inputs(count, world_size, dtype, device)
-                value = _shifted(inputs[rank], shift % 5)
+                inputs = rank_inputs(count, world_size, dtype, device)
+                value = shifted(inputs[rank], shift % 5)
                 dist.all_reduce(value, op=OPS[name])
-                _assert_close(value, _expected(inputs, name), f"all_reduce {what}")
+                assert_close(value, reduced(inputs, name), f"all_reduce {what}")
                 assert_same_on_all_ranks(value, what.rpartition(" on ")[0])
 
                 part_count = max(1, count // world_size)
-                whole = _inputs(part_count * world_size, world_size, dtype, device)
+                whole = rank_inputs(part_count * world_size, world_size, dtype, device)
                 part = torch.empty(part_count, dtype=dtype, device=device)
-                dist.reduce_scatter_tensor(part, _shifted(whole[rank], shift % 3), op=OPS[name])
+                dist.reduce_scatter_tensor(part, shifted(whole[rank], shift % 3), op=OPS[name])
                 own = slice(rank * part_count, (rank + 1) * part_count)
-                _assert_close(part, _expected(whole, name)[own], f"reduce_scatter {what}")
+                assert_close(part, reduced(whole, name)[own], f"reduce_scatter {what}")
     for count in COUNTS:
-        inputs = _inputs(count, world_size, torch.bfloat16, device)
+        inputs = rank_inputs(count, world_size, torch.bfloat16, device)
         gathered = torch.empty(count * world_size, dtype=torch.bfloat16, device=device)
         dist.all_gather_into_tensor(gathered, inputs[rank])
         assert torch.equal(gathered, torch.cat(inputs)), f"all_gather of {count}"
@@ -134,7 +104,7 @@ def _results(rank: int, world_size: int, num_nodes: int = 1) -> None:
 
 def _groups(rank: int, world_size: int, rounds: int, num_groups: int) -> None:
     """Groups on streams of their own, issued in opposite orders, beside matrix products."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     groups = [dist.new_group(list(range(world_size))) for _ in range(num_groups)]
     values = [torch.ones(300_000 * (i + 1), device=device) for i in range(len(groups))]
     for group, value in zip(groups, values, strict=True):
@@ -164,7 +134,7 @@ def _mappings() -> int:
 
 def _memory(rank: int, world_size: int) -> None:
     """What a group pins it gives back; freed device memory does not wait for what is under way."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     value = torch.ones(1 << 20, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.AVG)
     torch.cuda.synchronize()
@@ -187,7 +157,7 @@ def _memory(rank: int, world_size: int) -> None:
 
 
 def _killed(rank: int, world_size: int) -> tuple[str, float]:
-    device = _device(rank)
+    device = rank_gpu(rank)
     value = torch.ones(8 << 20, device=device)
     dist.all_reduce(value)
     torch.cuda.synchronize()
@@ -205,7 +175,7 @@ def _killed(rank: int, world_size: int) -> tuple[str, float]:
 
 
 def _late(rank: int, world_size: int) -> str:
-    device = _device(rank)
+    device = rank_gpu(rank)
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=2))
     value = torch.ones(1 << 20, device=device)
     dist.all_reduce(value, group=group)
@@ -224,7 +194,7 @@ def _late(rank: int, world_size: int) -> str:
 
 
 def _mismatch(rank: int, world_size: int) -> str:
-    device = _device(rank)
+    device = rank_gpu(rank)
     dist.all_reduce(torch.ones(1 << 16, device=device))
     try:
         for _ in range(100):
@@ -239,7 +209,7 @@ def _mismatch(rank: int, world_size: int) -> str:
 def _captured(rank: int, world_size: int) -> set[str]:
     from deepytorch_core import _core
 
-    value = torch.ones(1 << 20, device=_device(rank))
+    value = torch.ones(1 << 20, device=rank_gpu(rank))
     dist.all_reduce(value, op=dist.ReduceOp.AVG)
     dist.all_to_all_single(torch.empty_like(value), value)  # wakes NCCL, before the capture
     torch.cuda.synchronize()
@@ -256,7 +226,7 @@ def _captured(rank: int, world_size: int) -> set[str]:
 def _tuned(rank: int, world_size: int) -> list[dict[str, Any]]:
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     for count in [1 << 18, 4 << 20, 16 << 20]:
         value = torch.full((count,), float(rank + 1), device=device)
         dist.all_reduce(value)
@@ -272,7 +242,7 @@ def _tuned(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def _losses(rank: int, world_size: int, wrapper: str) -> list[float]:
-    device = _device(rank)
+    device = rank_gpu(rank)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 64))
     model = model.to(device)
@@ -327,7 +297,7 @@ def test_groups_in_opposite_orders(world_size: int, queues: int, num_groups: int
 
 
 def _one_group_too_many(rank: int, world_size: int) -> None:
-    value = torch.ones(300_000, device=_device(rank))
+    value = torch.ones(300_000, device=rank_gpu(rank))
     for number in range(3):
         group = dist.new_group(list(range(world_size)))
         try:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core.testing import needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import assert_close, rank_gpu, rank_inputs, reduced, shifted
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
@@ -28,38 +29,6 @@ WORLDS = [2, 4]
 COUNTS = [1, 3, 127, 1024, 4099, 70_001, 1 << 20, (5 << 20) + 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-14}
-
-
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _inputs(count: int, ranks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Every rank's input, the same on every rank."""
-    generator = torch.Generator(device=device).manual_seed(count)
-    return [torch.randn(count, generator=generator, device=device).to(dtype) for _ in range(ranks)]
-
-
-def _shifted(value: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same content `elements` behind an aligned address."""
-    room = torch.empty(value.numel() + elements, dtype=value.dtype, device=value.device)
-    view = room[elements:]
-    view.copy_(value.flatten())
-    return view
-
-
-def _expected(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    wide = torch.stack([each.double() for each in inputs])
-    return {"sum": wide.sum(0), "avg": wide.mean(0), "max": wide.amax(0)}[op]
-
-
-def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    error = (found.double() - expected).abs().max().item()
-    scale = max(1.0, expected.abs().max().item())
-    assert error <= ROUNDING[found.dtype] * scale, f"{what}: off by {error} of {scale}"
 
 
 def _assert_all_native() -> None:
@@ -79,28 +48,28 @@ def _assert_all_native() -> None:
 def _reductions(rank: int, world_size: int) -> None:
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     _core.reset_statistics()
     for dtype in DTYPES:
         for shift, count in enumerate(COUNTS):
             for name in ["sum", "avg"] if count > 5000 else OPS:
                 what = f"{name} of {count} x {dtype} on rank {rank}"
-                inputs = _inputs(count, world_size, dtype, device)
-                value = _shifted(inputs[rank], shift % 5)
+                inputs = rank_inputs(count, world_size, dtype, device)
+                value = shifted(inputs[rank], shift % 5)
                 dist.all_reduce(value, op=OPS[name])
-                _assert_close(value, _expected(inputs, name), f"all_reduce {what}")
+                assert_close(value, reduced(inputs, name), f"all_reduce {what}")
 
-                whole = _inputs(count * world_size, world_size, dtype, device)
+                whole = rank_inputs(count * world_size, world_size, dtype, device)
                 part = torch.empty(count, dtype=dtype, device=device)
-                dist.reduce_scatter_tensor(part, _shifted(whole[rank], shift % 3), op=OPS[name])
-                own = _expected(whole, name)[rank * count : (rank + 1) * count]
-                _assert_close(part, own, f"reduce_scatter {what}")
+                dist.reduce_scatter_tensor(part, shifted(whole[rank], shift % 3), op=OPS[name])
+                own = reduced(whole, name)[rank * count : (rank + 1) * count]
+                assert_close(part, own, f"reduce_scatter {what}")
     torch.cuda.synchronize()
     _assert_all_native()
 
 
 def _small_types(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     for dtype in [torch.float64, torch.int32, torch.int64]:
         for op in [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX]:
             generator = torch.Generator().manual_seed(3)
@@ -121,14 +90,14 @@ def _small_types(rank: int, world_size: int) -> None:
 
 
 def _exchanges(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     for count in COUNTS:
-        inputs = _inputs(count, world_size, torch.bfloat16, device)
+        inputs = rank_inputs(count, world_size, torch.bfloat16, device)
         gathered = torch.empty(count * world_size, dtype=torch.bfloat16, device=device)
         dist.all_gather_into_tensor(gathered, inputs[rank])
         assert torch.equal(gathered, torch.cat(inputs)), f"all_gather of {count}"
 
-        sent = _inputs(count * world_size, world_size, torch.bfloat16, device)
+        sent = rank_inputs(count * world_size, world_size, torch.bfloat16, device)
         received = torch.empty_like(sent[0])
         dist.all_to_all_single(received, sent[rank])
         part = slice(rank * count, (rank + 1) * count)
@@ -162,18 +131,18 @@ def _exchanges(rank: int, world_size: int) -> None:
 
 
 def _same_bits(rank: int, world_size: int) -> list[int]:
-    device = _device(rank)
+    device = rank_gpu(rank)
     sums = []
     for count in [1000, 3_000_001]:
         for _ in range(3):
-            value = _inputs(count, world_size, torch.bfloat16, device)[rank]
+            value = rank_inputs(count, world_size, torch.bfloat16, device)[rank]
             dist.all_reduce(value)
             sums.append(int(value.view(torch.int16).long().sum()))
     return sums
 
 
 def _graphs(rank: int, world_size: int, replays: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     small = torch.ones(1000, device=device)
     large = torch.ones(1 << 20, device=device)
     dist.all_reduce(small)  # what capture needs exists from here on
@@ -203,7 +172,7 @@ def _graphs(rank: int, world_size: int, replays: int) -> None:
 
 def _many_groups(rank: int, world_size: int, rounds: int) -> None:
     """Groups on streams of their own, issued in opposite orders, beside matrix products."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     groups = [dist.new_group(list(range(world_size))) for _ in range(10)]
     values = [torch.ones(4000 * (i + 1), device=device) for i in range(len(groups))]
     for group, value in zip(groups, values, strict=True):
@@ -226,7 +195,7 @@ def _many_groups(rank: int, world_size: int, rounds: int) -> None:
 
 
 def _mixed_sizes(rank: int, world_size: int, other: int) -> str:
-    device = _device(rank)
+    device = rank_gpu(rank)
     dist.all_reduce(torch.ones(8, device=device))
     value = torch.ones(other if rank == 1 else 8, device=device)
     try:
@@ -242,7 +211,7 @@ def _mixed_sizes(rank: int, world_size: int, other: int) -> str:
 def _late_rank(rank: int, world_size: int) -> str:
     from datetime import timedelta
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=2))
     value = torch.ones(8, device=device)
     dist.all_reduce(value, group=group)
@@ -263,7 +232,7 @@ def _late_rank(rank: int, world_size: int) -> str:
 def _saves_what_it_got(rank: int, world_size: int, file: str) -> None:
     from datetime import timedelta
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=2))
     value = torch.ones(8, device=device)
     dist.all_reduce(value, group=group)

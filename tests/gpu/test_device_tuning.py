@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core.testing import needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import rank_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
@@ -23,15 +24,9 @@ MIB = 1 << 20
 BACKEND = "cuda:deepytorch,cpu:deepytorch"
 
 
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def _exercise(rank: int, world_size: int, group: Any = None) -> None:
     """Every collective the tuner measures, over its sizes; results are checked."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     for size in [4 * KIB, 64 * KIB, 300 * KIB, 4 * MIB, 64 * MIB]:
         count = size // 4
         for _ in range(2):
@@ -84,7 +79,7 @@ def _decides(rank: int, world_size: int) -> tuple[list[dict[str, Any]], list[dic
 
 def _captures_first(rank: int, world_size: int) -> list[dict[str, Any]]:
     """The group's first calls are in a graph; the same sizes are measured once they are not."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     small = torch.ones(1000, device=device)
     large = torch.ones(MIB, device=device)
     dist.all_reduce(torch.ones(1, device=device))  # the stock backend and the kernels are loaded
@@ -110,7 +105,7 @@ def _captures_first(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def _first_call_is_captured(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     value = torch.full((1000,), float(rank), device=device)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -123,7 +118,7 @@ def _first_call_is_captured(rank: int, world_size: int) -> None:
 def _by_rule(rank: int, world_size: int) -> set[tuple[str, int, str]]:
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     _core.reset_statistics()
     for size in [4 * KIB, 128 * KIB, 4 * MIB]:
         value = torch.full((size // 2,), float(rank), dtype=torch.bfloat16, device=device)
@@ -138,7 +133,7 @@ def _any_alignment(rank: int, world_size: int) -> set[tuple[str, str]]:
     """Small whole numbers, whose sums are exact; returns which algorithm served what."""
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     _core.reset_statistics()
     for shift, count in enumerate([40_001, 262_144, 1_500_003, 8_388_611, 33_554_437]):
         numbers = torch.arange(count * world_size, device=device) % 31
@@ -170,7 +165,7 @@ def _any_alignment(rank: int, world_size: int) -> set[tuple[str, str]]:
 
 
 def _gathers(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     whole = torch.empty(4 * MIB * world_size, device=device)
     dist.all_gather_into_tensor(whole, torch.full((4 * MIB,), float(rank), device=device))
     for peer, part in enumerate(whole.chunk(world_size)):
@@ -184,7 +179,7 @@ def _gathers_in_graphs_and_without(rank: int, world_size: int) -> set[str]:
     """
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     _gathers(rank, world_size)
     mine = torch.zeros(4 * MIB, device=device)
     whole = torch.empty(4 * MIB * world_size, device=device)
@@ -213,7 +208,7 @@ def _waits_for_a_rank(rank: int, world_size: int) -> str:
     """Rank 1 does not come to the last one of several."""
     from datetime import timedelta
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=4))
     whole = torch.empty(4 * MIB * world_size, device=device)
     mine = torch.full((4 * MIB,), float(rank), device=device)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core.testing import assert_same_on_all_ranks, needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import rank_gpu
 
 # NCCL refuses ranks that share a GPU.
 pytestmark = [pytest.mark.gpu, needs_gpus(2), pytest.mark.timeout(240)]
@@ -29,12 +30,6 @@ COUNTS = [4 << 20, (5 << 20) + 3, (33 << 20) - 1]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _in_bytes() -> dict[int, tuple[int, torch.dtype]]:
     return {count * dtype.itemsize: (count, dtype) for dtype in ROUNDING for count in COUNTS}
 
@@ -43,7 +38,7 @@ def _measure(rank: int, world_size: int) -> None:
     # The largest last: its trials may take all the time that a process spends on measuring, and
     # then nothing else would be measured.
     for _, (count, dtype) in sorted(_in_bytes().items()):
-        dist.all_reduce(torch.ones(count, dtype=dtype, device=_device(rank)))
+        dist.all_reduce(torch.ones(count, dtype=dtype, device=rank_gpu(rank)))
     torch.cuda.synchronize()
 
 
@@ -75,7 +70,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def _sums(rank: int, world_size: int) -> None:
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     for dtype, rounding in ROUNDING.items():
         for count in COUNTS:
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -104,7 +99,7 @@ def test_sums(env: dict[str, str]) -> None:
 
 
 def _killed(rank: int, world_size: int) -> tuple[str, float, float]:
-    value = torch.ones(COUNTS[-1], device=_device(rank))
+    value = torch.ones(COUNTS[-1], device=rank_gpu(rank))
     dist.all_reduce(value)
     torch.cuda.synchronize()
     if rank == 1:

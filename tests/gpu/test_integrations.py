@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core.testing import needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import rank_gpu
 
 WORLD_SIZE = min(4, max(2, torch.cuda.device_count()))
 STEPS = 20
@@ -17,12 +18,6 @@ pytestmark = [pytest.mark.gpu, needs_gpus(2), pytest.mark.timeout(600)]
 STOCK = {"DEEPYTORCH_ENABLED": "0"}
 # Fused and compiled code rounds differently, and is not what is compared here.
 OURS = {f"DEEPYTORCH_{name}": "off" for name in ("COMPILE", "KERNELS", "PADDING_FREE")}
-
-
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _assert_equal(ours: list[float], stock: list[float]) -> None:
@@ -44,7 +39,7 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
         world_size=world_size,
         parameters=1 << 20,
     )
-    step = workloads.load(framework).build(job, _device(rank), ours=ours)
+    step = workloads.load(framework).build(job, rank_gpu(rank), ours=ours)
     losses = [step().item() for _ in range(STEPS)]
     rows = deepytorch.report().rows
     return {

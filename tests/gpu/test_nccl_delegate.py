@@ -12,18 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch_core.testing import needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import rank_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 
 
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
-    device = _device(rank)
+    device = rank_gpu(rank)
     torch.manual_seed(rank)
     value = torch.randn(1001, device=device)
     results: dict[str, torch.Tensor] = {}
@@ -53,7 +48,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
 
 def _lists(rank: int, world_size: int) -> list[list[float]]:
     """Of lists of tensors, small and large ones: first and last of each result, three times."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     torch.manual_seed(rank)
     sizes = [1001, 1 << 24, 7, 1 << 22]
     found = []
@@ -82,7 +77,7 @@ def _delegated_reasons(rank: int, world_size: int) -> set[str]:
     from deepytorch_core import _core
 
     _core.reset_statistics()
-    value = torch.ones(8, device=_device(rank))
+    value = torch.ones(8, device=rank_gpu(rank))
     dist.all_reduce(value)
     torch.cuda.synchronize()
     assert value.eq(world_size).all()
@@ -95,7 +90,7 @@ def _delegated_reasons(rank: int, world_size: int) -> set[str]:
 
 
 def _losses(rank: int, world_size: int, wrapper: str) -> list[float]:
-    device = _device(rank)
+    device = rank_gpu(rank)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
     if wrapper == "ddp":
@@ -117,7 +112,7 @@ def _losses(rank: int, world_size: int, wrapper: str) -> list[float]:
 def _activated(rank: int, world_size: int, address: str) -> tuple[str, float]:
     import deepytorch
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     deepytorch.activate()
     dist.init_process_group(
         "nccl", init_method=f"file://{address}", rank=rank, world_size=world_size, device_id=device
@@ -132,7 +127,7 @@ def _activated(rank: int, world_size: int, address: str) -> tuple[str, float]:
 
 
 def _delegated_behind_native(rank: int, world_size: int) -> float:
-    device = _device(rank)
+    device = rank_gpu(rank)
     value = torch.full((1 << 26,), float(rank + 1), device=device)
     dist.all_reduce(value, async_op=True)  # 3 on both ranks, once it is over
     dist.reduce(value, 0)  # 6 on rank 0; delegated, as those below
@@ -190,7 +185,7 @@ def _barrier_rows(rank: int, world_size: int, address: str) -> list[str]:
     import deepytorch
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     deepytorch.activate()
     dist.init_process_group(
         "nccl", init_method=f"file://{address}", rank=rank, world_size=world_size

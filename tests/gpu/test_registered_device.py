@@ -17,6 +17,7 @@ from torch import nn
 
 from deepytorch_core import device_memory, registered
 from deepytorch_core.testing import needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import assert_close, rank_gpu, rank_inputs
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(400)]
 
@@ -29,14 +30,7 @@ WORLDS = [2, 4]
 COUNTS = [256, 1027, 16_384, 70_001, 1 << 20, (5 << 20) + 3, 16 << 20]
 # In bytes: from here on rules of thumb take the kernels whose peers write to outputs.
 LANDS = 16 << 20
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 PATIENCE_S = 20.0
-
-
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def _eventually(holds: Callable[[], bool], what: str) -> None:
@@ -78,18 +72,6 @@ def _copy_of(value: torch.Tensor, *, placed: bool) -> torch.Tensor:
     return _blank(value.numel(), value.device, value.dtype, placed=placed).copy_(value)
 
 
-def _inputs(count: int, ranks: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every rank's input, the same on every rank."""
-    generator = torch.Generator(device=device).manual_seed(count)
-    return [torch.randn(count, generator=generator, device=device).to(dtype) for _ in range(ranks)]
-
-
-def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    error = (found.double() - expected).abs().max().item()
-    scale = max(1.0, expected.abs().max().item())
-    assert error <= ROUNDING[found.dtype] * scale, f"{what}: off by {error} of {scale}"
-
-
 def _check(
     rank: int,
     world_size: int,
@@ -102,19 +84,19 @@ def _check(
     """Every collective once, with and without a buffer that is input and output."""
     device = torch.device("cuda", torch.cuda.current_device())
     what = f"of {count} x {dtype} on rank {rank}, registered: {placed}"
-    inputs = _inputs(count, world_size, device, dtype)
+    inputs = rank_inputs(count, world_size, dtype, device)
     own = inputs[rank]
     total = torch.stack([each.double() for each in inputs]).sum(0)
     part = slice(rank * count, (rank + 1) * count)
 
     value = _copy_of(own, placed=placed)
     dist.all_reduce(value, group=group)
-    _assert_close(value, total, f"all_reduce {what}")
+    assert_close(value, total, f"all_reduce {what}")
     # Part of a registered tensor, at an odd offset, and the same chunk again.
     if count > 8:
         tail = _copy_of(own, placed=placed)[3:]
         dist.all_reduce(tail, op=dist.ReduceOp.AVG, group=group)
-        _assert_close(tail, total[3:] / world_size, f"all_reduce of a part {what}")
+        assert_close(tail, total[3:] / world_size, f"all_reduce of a part {what}")
 
     gathered = _blank(count * world_size, device, dtype, placed=placed)
     dist.all_gather_into_tensor(gathered, own, group=group)
@@ -128,7 +110,7 @@ def _check(
     dist.broadcast(value, group_src=root, group=group)
     assert torch.equal(value, inputs[root]), f"broadcast {what}"
 
-    whole = _inputs(count * world_size, world_size, device, dtype)
+    whole = rank_inputs(count * world_size, world_size, dtype, device)
     received = _blank(count * world_size, device, dtype, placed=placed)
     dist.all_to_all_single(received, whole[rank], group=group)
     assert torch.equal(received, torch.cat([each[part] for each in whole])), f"all_to_all {what}"
@@ -136,10 +118,10 @@ def _check(
     share = torch.stack([each[part].double() for each in whole]).sum(0)
     scattered = _blank(count, device, dtype, placed=placed)
     dist.reduce_scatter_tensor(scattered, whole[rank], group=group)
-    _assert_close(scattered, share, f"reduce_scatter {what}")
+    assert_close(scattered, share, f"reduce_scatter {what}")
     source = _copy_of(whole[rank], placed=placed)
     dist.reduce_scatter_tensor(source[part], source, group=group)
-    _assert_close(source[part], share, f"reduce_scatter in place {what}")
+    assert_close(source[part], share, f"reduce_scatter in place {what}")
 
 
 def _assert_all_native() -> None:
@@ -151,7 +133,7 @@ def _assert_all_native() -> None:
 
 
 def _basics(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     early = registered.empty(3, 5, dtype=torch.bfloat16, device=device)
     assert early.shape == (3, 5)
     assert early.dtype == torch.bfloat16
@@ -193,7 +175,7 @@ def test_memory_is_registered_and_gets_shared(world_size: int) -> None:
 def _every_mix(rank: int, world_size: int, counts: list[int], dtype: torch.dtype) -> None:
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     _meet(device)
     _core.reset_statistics()
     everyone = (1 << world_size) - 1
@@ -219,7 +201,7 @@ def test_any_mix_of_registered_and_ordinary_tensors(dtype: torch.dtype, world_si
 
 
 def _comes_and_goes(rank: int, world_size: int, rounds: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     _meet(device)
     kept: list[torch.Tensor] = []
     for turn in range(rounds):
@@ -251,7 +233,7 @@ def test_memory_is_freed_and_made_again(world_size: int) -> None:
 
 def _freed_memory_is_gone(rank: int, world_size: int) -> None:
     """What rank 0 frees is free on the device, though the others had it mapped."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     _meet(device)
     size = 1 << 30
     for _ in range(3):
@@ -274,7 +256,7 @@ def test_freed_memory_is_gone() -> None:
 
 def _makes_room(rank: int, world_size: int) -> None:
     """What torch only keeps in its cache does not stand in the way of registered memory."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     if rank == 0:
         gc.collect()
         torch.cuda.empty_cache()
@@ -292,7 +274,7 @@ def test_the_cache_makes_room_for_registered_memory() -> None:
 
 
 def _several_groups(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     early = registered.empty(1 << 20, device=device)
     world = list(range(world_size))
     groups = [(dist.new_group(world), world) for _ in range(2)]
@@ -319,7 +301,7 @@ def test_several_groups_share_the_memory(world_size: int) -> None:
 
 
 def _graphs(rank: int, world_size: int, replays: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     _meet(device)
     values = [registered.empty(count, device=device) for count in (1000, 1 << 20, 8 << 20)]
     gathered = registered.empty(1000 * world_size, device=device)
@@ -362,7 +344,7 @@ def test_graphs_are_replayed_on_registered_tensors(world_size: int) -> None:
 
 
 def _other_streams(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     _meet(device)
     side = torch.cuda.Stream(device)
     for turn in range(20):
@@ -403,7 +385,7 @@ def _train_alone(world_size: int, device: torch.device, steps: int) -> list[torc
 def _ddp(rank: int, world_size: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     with registered.place_ddp_buckets():
         model = DistributedDataParallel(
             _model().to(device), device_ids=[device], gradient_as_bucket_view=True, bucket_cap_mb=1
@@ -432,7 +414,7 @@ def _fsdp2(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     _meet(device)
     registered.trim()
     before = device_memory.usage(device)["chunk_bytes"]
@@ -464,7 +446,7 @@ def test_fsdp2_takes_registered_buffers() -> None:
 
 
 def _expandable(rank: int, world_size: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     _meet(device)
     value = registered.empty(1 << 20, device=device).fill_(1)
     _shared(device)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from deepytorch_core import registered
 from deepytorch_core.testing import assert_same_on_all_ranks, needs_gpus, spawn_ranks
+from deepytorch_core.testing.tensors import rank_gpu, rank_inputs, shifted
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
 
@@ -64,26 +65,6 @@ def _spawn(function: Any, links: str, *arguments: Any, **more: Any) -> list[Any]
     return spawn_ranks(function, _num_ranks(links), *arguments, **settings)
 
 
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _inputs(count: int, ranks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Every rank's input, the same on every rank."""
-    generator = torch.Generator(device=device).manual_seed(count)
-    return [torch.randn(count, generator=generator, device=device).to(dtype) for _ in range(ranks)]
-
-
-def _shifted(value: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same content `elements` behind an aligned address."""
-    room = torch.empty(value.numel() + elements, dtype=value.dtype, device=value.device)
-    view = room[elements:]
-    view.copy_(value.flatten())
-    return view
-
-
 def _check(value: torch.Tensor, inputs: list[torch.Tensor], op: str, what: str) -> None:
     """Against float64. Every hop may round, to a unit of what was added up so far."""
     wide = torch.stack([each.double() for each in inputs])
@@ -110,7 +91,7 @@ def _algorithms() -> set[str]:
 def _results(rank: int, world_size: int, links: str) -> None:
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     before = _core.peer_mappings()
     dist.all_reduce(torch.ones(8, device=device))
     assert _core.peer_mappings() - before == _neighbours(links, rank)
@@ -119,8 +100,8 @@ def _results(rank: int, world_size: int, links: str) -> None:
     for dtype in DTYPES:
         for shift, count in enumerate(counts):
             for op in OPS:
-                inputs = _inputs(count, world_size, dtype, device)
-                value = _shifted(inputs[rank], shift % 5)
+                inputs = rank_inputs(count, world_size, dtype, device)
+                value = shifted(inputs[rank], shift % 5)
                 dist.all_reduce(value, op=_op(op))
                 _check(value, inputs, op, f"{op} of {count} x {dtype}, {shift % 5} off")
     torch.cuda.synchronize()
@@ -133,10 +114,10 @@ def test_results(name: str) -> None:
 
 
 def _sums(rank: int, world_size: int) -> list[int]:
-    device = _device(rank)
+    device = rank_gpu(rank)
     found = []
     for count in [1000, 300_001, 300_001, 1_500_000]:
-        value = _inputs(count, world_size, torch.bfloat16, device)[rank]
+        value = rank_inputs(count, world_size, torch.bfloat16, device)[rank]
         dist.all_reduce(value)
         found.append(zlib.crc32(value.view(torch.int16).cpu().numpy().tobytes()))
     return found
@@ -151,7 +132,7 @@ def test_the_same_bits_in_every_run() -> None:
 
 
 def _graphs(rank: int, world_size: int, replays: int) -> None:
-    device = _device(rank)
+    device = rank_gpu(rank)
     small = torch.ones(1000, device=device)
     large = torch.ones(1 << 20, device=device)
     dist.all_reduce(small)  # what capture needs exists from here on
@@ -188,7 +169,7 @@ def test_graphs_and_eager_calls_mix(name: str) -> None:
 
 def _groups(rank: int, world_size: int, links: str, rounds: int) -> None:
     """Groups of all ranks and of two neighbours, on streams of their own, beside each other."""
-    device = _device(rank)
+    device = rank_gpu(rank)
     everyone = [dist.new_group(list(range(world_size))) for _ in range(3)]
     pairs = [dist.new_group([first, first + 1]) for first in range(world_size - 1)]
     firsts = [first for first in (rank - 1, rank) if 0 <= first < world_size - 1]
@@ -223,7 +204,7 @@ def test_groups_in_opposite_orders() -> None:
 
 
 def _killed(rank: int, world_size: int, dies: int) -> tuple[str, float]:
-    value = torch.ones(1 << 20, device=_device(rank))
+    value = torch.ones(1 << 20, device=rank_gpu(rank))
     dist.all_reduce(value)
     torch.cuda.synchronize()
     if rank == dies:
@@ -253,7 +234,7 @@ def test_a_killed_rank_is_named_by_all(dies: int) -> None:
 
 
 def _late(rank: int, world_size: int) -> str:
-    device = _device(rank)
+    device = rank_gpu(rank)
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=2))
     value = torch.ones(1 << 16, device=device)
     dist.all_reduce(value, group=group)
@@ -278,7 +259,7 @@ def test_a_rank_that_does_not_come_is_a_timeout() -> None:
 
 
 def _mixed_sizes(rank: int, world_size: int) -> str:
-    device = _device(rank)
+    device = rank_gpu(rank)
     dist.all_reduce(torch.ones(8, device=device))
     value = torch.ones(8 + 8 * (rank == 1), device=device)
     try:
@@ -299,7 +280,7 @@ def test_different_sizes_are_named() -> None:
 def _apart(rank: int, world_size: int) -> None:
     from deepytorch_core import _core
 
-    value = torch.full((300_000,), float(rank + 1), device=_device(rank))
+    value = torch.full((300_000,), float(rank + 1), device=rank_gpu(rank))
     dist.all_reduce(value)
     torch.cuda.synchronize()
     assert value.eq(world_size * (world_size + 1) / 2).all()
@@ -313,7 +294,7 @@ def test_gpus_in_parts_without_a_way_between_them_go_through_the_host() -> None:
 
 def _refused(rank: int, world_size: int) -> str:
     try:
-        dist.all_reduce(torch.ones(8, device=_device(rank)))
+        dist.all_reduce(torch.ones(8, device=rank_gpu(rank)))
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "no error"
@@ -338,7 +319,7 @@ def _sizes(world_size: int) -> int:
 
 
 def _measured(rank: int, world_size: int) -> list[dict[str, Any]]:
-    device = _device(rank)
+    device = rank_gpu(rank)
     for count in [1 << 16, 1 << 20, 4 << 20][: _sizes(world_size)]:
         value = torch.full((count,), float(rank + 1), device=device)
         dist.all_reduce(value)
@@ -363,13 +344,13 @@ def _along_trees(rank: int, world_size: int) -> None:
     """What the profile says is fastest, also in registered memory, where peers may write."""
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     counts = [70_001, (1 << 20) + 3, (4 << 20) + 1]
     for dtype in DTYPES:
         # In the ranges of sizes that were measured, whatever the type.
         for shift, count in enumerate(counts[: _sizes(world_size)]):
-            inputs = _inputs(count, world_size, dtype, device)
-            value = _shifted(inputs[rank], shift)
+            inputs = rank_inputs(count, world_size, dtype, device)
+            value = shifted(inputs[rank], shift)
             dist.all_reduce(value)
             _check(value, inputs, "sum", f"{count} x {dtype}")
 
@@ -415,7 +396,7 @@ def test_unequal_links_try_trees_beside_the_others(tmp_path: Path) -> None:
 def _delegates_the_rest(rank: int, world_size: int) -> dict[str, str]:
     from deepytorch_core import _core
 
-    device = _device(rank)
+    device = rank_gpu(rank)
     value = torch.full((1000,), rank, dtype=torch.float64, device=device)
     dist.all_reduce(value)
     assert value.eq(world_size * (world_size - 1) / 2).all()
