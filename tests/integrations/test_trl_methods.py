@@ -210,6 +210,10 @@ def test_a_method_of_trl_gives_the_losses_of_stock(
     rows = count_rows(trainer.model)
     ours = figures(adapter.accelerate_trainer(trainer))
     for mine, theirs in zip(ours, stock, strict=True):
-        common = {name: mine[name] for name in theirs}
-        assert common == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        names = set(theirs)
+        if abs(theirs.get("rewards/margins", 1.0)) < 1e-6:
+            # The policy is still its reference: which reward is the larger one is rounding.
+            names.discard("rewards/accuracies")
+        common = {name: mine[name] for name in names}
+        assert common == pytest.approx({name: theirs[name] for name in names}, rel=1e-4, abs=1e-5)
     assert (1 in rows) == is_packed
