@@ -134,7 +134,7 @@ def alone(model: nn.Module) -> nn.Module:
     [
         pytest.param(alone, 3, marks=pytest.mark.extended),
         (DistributedDataParallel, 3),
-        (DistributedDataParallel, 1),
+        pytest.param(DistributedDataParallel, 1, marks=pytest.mark.extended),
     ],
     ids=["alone", "parts", "whole"],
 )
