@@ -4,7 +4,7 @@
 //   control   flags that the peers set
 //   counters  this rank's own bookkeeping, kept from kernel to kernel
 //   lines     staging of low-latency kernels: data that carries its flags with it
-//   packets   the same in larger units: a short ring of them from every peer, for each crew
+//   packets   the same in larger units, for messages of middle size
 //   slots     staging of push kernels: a short queue of chunks from every peer
 //
 // NOTE [Device sequence] Flags, counters and the parity of staging live in device memory and are
@@ -12,7 +12,6 @@
 // group in whatever order the stream runs them.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -29,18 +28,13 @@ constexpr int kMostThreads = 512;
 enum Lane : int { kInputs = 0, kResults = 1, kRing = 2 };
 constexpr int kNumLanes = 3;
 constexpr int kNumSlots = 4;  // chunks a queue holds
-// A crew: threads that move a packet together, and what it holds. A kernel's results travel apart
-// from its inputs, on a trip of their own.
+// Threads that move a packet together, and what it holds. A kernel's results travel apart from its
+// inputs, on a trip of their own.
 constexpr int kLanes = 8;
-constexpr int kMostCrews = kMostThreads / kLanes;
 constexpr int kVectorsPerPacket = 15;
 constexpr uint32_t kPacketData = 240;
 constexpr uint32_t kPacketBytes = 256;
 constexpr int kNumTrips = 2;
-// How many packets a crew sends before it waits for one, and how many its ring holds: packets.cuh,
-// NOTE [Packets ahead].
-constexpr uint32_t kPacketsAhead = 3;
-constexpr uint32_t kPacketRing = 2 * (kPacketsAhead + 1);
 
 constexpr size_t kAlignment = 128;
 // An output that begins within one takes no landing (landing.cuh).
@@ -73,28 +67,28 @@ struct Control {
 struct Counters {
   uint32_t sent[kMaxChannels][kNumLanes][kMaxRanks];
   uint32_t received[kMaxChannels][kNumLanes][kMaxRanks];
-  uint32_t packets[kNumTrips][kMaxChannels][kMostCrews];  // that a crew has sent each peer
-  uint32_t line_sequence[kMaxChannels];  // of the channel's last low-latency kernel
-  uint32_t sequence;                     // of the group's last native operation
-  uint32_t failed;                       // kernels that start now end at once
+  uint32_t line_sequence[kMaxChannels];    // of the channel's last low-latency kernel
+  uint32_t packet_sequence[kMaxChannels];  // of the channel's last kernel with packets
+  uint32_t sequence;                       // of the group's last native operation
+  uint32_t failed;                         // kernels that start now end at once
 };
 
 // Sizes that all ranks of a group agree on.
 struct Layout {
-  int size;             // ranks
-  int channels;         // most of a kernel
-  uint32_t slot_bytes;  // of one chunk, a multiple of kAlignment
-  uint32_t line_bytes;  // of one channel's data from one rank; a line holds half data, half flags
-  int packet_crews;     // of one channel, at most; 0: no packets
+  int size;               // ranks
+  int channels;           // most of a kernel
+  uint32_t slot_bytes;    // of one chunk, a multiple of kAlignment
+  uint32_t line_bytes;    // of one channel's data from one rank; a line holds half data, half flags
+  uint32_t packet_bytes;  // of one channel's packets from one rank, on one trip; 0: none
 
   // `packets`: whether the links deliver their lines whole.
   static constexpr Layout of(int size,
                              uint32_t slot_bytes,
                              int channels = kMaxChannels,
                              bool packets = true) {
-    // Messages in lines are small. Little memory has room for few crews, in whole warps.
-    const int crews = packets ? std::min(static_cast<int>(slot_bytes >> 11) * 4, kMostCrews) : 0;
-    return {size, channels, slot_bytes, slot_bytes / 4, crews};
+    // Messages in lines are small, those in packets end where chunks begin to pay.
+    const uint32_t count = packets ? slot_bytes * 9 / 8 / kPacketBytes / 4 * 4 : 0;
+    return {size, channels, slot_bytes, slot_bytes / 4, count * kPacketBytes};
   }
 
   static constexpr size_t round(size_t bytes) {
@@ -107,7 +101,7 @@ struct Layout {
   }
   constexpr size_t packets_offset() const { return lines_offset() + lines_bytes(); }
   constexpr size_t packets_bytes() const {
-    return size_t{kNumTrips} * channels * size * kPacketRing * packet_crews * kPacketBytes;
+    return size_t{2} * kNumTrips * channels * size * packet_bytes;
   }
   constexpr size_t slots_offset() const { return packets_offset() + packets_bytes(); }
   constexpr size_t slots_bytes() const {
@@ -124,10 +118,10 @@ constexpr uint64_t most_in_lines(const Layout& layout, const Grid& grid) {
   return per_thread * grid.threads * grid.channels * kDataPerLine;
 }
 
-// The longest part of which all packets are under way at a time.
-constexpr uint64_t packets_at_once(const Grid& grid) {
-  const uint64_t crews = static_cast<uint64_t>(grid.channels) * (grid.threads / kLanes);
-  return crews * (kPacketsAhead + 1) * kPacketData;
+// The longest part that kernels with packets take.
+constexpr uint64_t most_in_packets(const Layout& layout, const Grid& grid) {
+  return uint64_t{layout.packet_bytes / kPacketBytes} * static_cast<uint64_t>(grid.channels) *
+         kPacketData;
 }
 
 // How links join the GPUs of a group; the same on every rank.

@@ -1,5 +1,5 @@
-// all_reduce in two trips of packets. The message is cut into a part for every rank to reduce, and
-// each phase is a few packets behind the one before it:
+// Middle-sized all_reduce in two trips of packets. The message is cut into a part for every rank to
+// reduce:
 //
 //   send:    every peer's part -> packets of the first trip
 //   reduce:  own part and the peers' packets, in rank order -> output, and the second trip to all
@@ -36,45 +36,42 @@ DPT_DEVICE void run(const GroupView& group,
   const Packets inputs(group, call, kInputs);
   const Packets results(group, call, kResults);
 
-  const auto send = [&](uint32_t packet, uint32_t step) {
+  bool ok = warp_and(attendance.is_alive());
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll
-    for (int hop = 1; hop < kRanks; ++hop) {
-      if (hop < size) shares[hop] = own((rank + hop) % size, packet);
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < size) shares[step] = own((rank + step) % size, packet);
     }
 #pragma unroll
-    for (int hop = 1; hop < kRanks; ++hop) {
-      if (hop < size) inputs.send((rank + hop) % size, step, shares[hop]);
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < size) inputs.send((rank + step) % size, index, shares[step]);
     }
     return true;
-  };
-  const auto reduce = [&](uint32_t packet, uint32_t step) {
+  });
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     const Share mine = own(rank, packet);
     Share shares[kRanks];
-    if (!inputs.receive(step, shares)) return false;
+    if (!inputs.receive(index, shares)) return false;
     const Share result = reduce_shares<VectorReducer>(group, shares, mine, scale);
 #pragma unroll
-    for (int hop = 1; hop < kRanks; ++hop) {
-      if (hop < size) results.send((rank + hop) % size, step, result);
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < size) results.send((rank + step) % size, index, result);
     }
     store_share(arguments.output + rank * part, bytes_of(rank), packet, result);
     return true;
-  };
-  const auto collect = [&](uint32_t packet, uint32_t step) {
+  });
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
-    if (!results.receive(step, shares)) return false;
+    if (!results.receive(index, shares)) return false;
 #pragma unroll
     for (int source = 0; source < kRanks; ++source) {
       if (source >= size || source == rank) continue;
       store_share(arguments.output + source * part, bytes_of(source), packet, shares[source]);
     }
     return true;
-  };
-  const bool ok = warp_and(attendance.is_alive()) && packets.run(send, reduce, collect);
-  if (attendance.end(ok)) {
-    inputs.close(packets);
-    results.close(packets);
-  }
+  });
+  if (attendance.end(ok)) inputs.close();
 }
 
 template <typename T, int kRanks>

@@ -1,5 +1,4 @@
-// all_gather and all_to_all of equal parts, in one trip of packets, `receive` a few packets behind
-// the other two:
+// Middle-sized all_gather and all_to_all of equal parts, in one trip of packets:
 //
 //   send:     each peer's part -> packets of that peer
 //   own:      this rank's own part is copied
@@ -22,32 +21,32 @@ DPT_DEVICE void run(const GroupView& group,
   const Packets parts(group, call, kInputs);
   const bool copies = arguments.send[rank] != arguments.receive[rank];
 
-  const auto send = [&](uint32_t packet, uint32_t step) {
+  bool ok = warp_and(attendance.is_alive());
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll
-    for (int hop = 0; hop < kRanks; ++hop) {
-      if (hop >= size) continue;
-      shares[hop] = load_share<kPlain>(arguments.send[(rank + hop) % size], bytes, packet);
+    for (int step = 0; step < kRanks; ++step) {
+      if (step >= size) continue;
+      shares[step] = load_share<kPlain>(arguments.send[(rank + step) % size], bytes, packet);
     }
 #pragma unroll
-    for (int hop = 1; hop < kRanks; ++hop) {
-      if (hop < size) parts.send((rank + hop) % size, step, shares[hop]);
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < size) parts.send((rank + step) % size, index, shares[step]);
     }
     if (copies) store_share(arguments.receive[rank], bytes, packet, shares[0]);
     return true;
-  };
-  const auto receive = [&](uint32_t packet, uint32_t step) {
+  });
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
-    if (!parts.receive(step, shares)) return false;
+    if (!parts.receive(index, shares)) return false;
 #pragma unroll
     for (int source = 0; source < kRanks; ++source) {
       if (source >= size || source == rank) continue;
       store_share(arguments.receive[source], bytes, packet, shares[source]);
     }
     return true;
-  };
-  const bool ok = warp_and(attendance.is_alive()) && packets.run(send, receive);
-  if (attendance.end(ok)) parts.close(packets);
+  });
+  if (attendance.end(ok)) parts.close();
 }
 
 template <int kRanks>

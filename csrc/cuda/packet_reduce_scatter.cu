@@ -1,4 +1,4 @@
-// reduce_scatter in one trip of packets, `reduce` a few packets behind `send`:
+// Middle-sized reduce_scatter in one trip of packets:
 //
 //   send:    every peer's part -> packets
 //   reduce:  own part and the peers' packets, in rank order -> output
@@ -24,30 +24,30 @@ DPT_DEVICE void run(const GroupView& group,
   const PacketLoop packets(arguments.bytes);
   const Packets inputs(group, call, kInputs);
 
-  const auto send = [&](uint32_t packet, uint32_t step) {
+  bool ok = warp_and(attendance.is_alive());
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     Share shares[kRanks];
 #pragma unroll
-    for (int hop = 1; hop < kRanks; ++hop) {
-      if (hop < size) shares[hop] = own((rank + hop) % size, packet);
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < size) shares[step] = own((rank + step) % size, packet);
     }
 #pragma unroll
-    for (int hop = 1; hop < kRanks; ++hop) {
-      if (hop < size) inputs.send((rank + hop) % size, step, shares[hop]);
+    for (int step = 1; step < kRanks; ++step) {
+      if (step < size) inputs.send((rank + step) % size, index, shares[step]);
     }
     return true;
-  };
-  const auto reduce = [&](uint32_t packet, uint32_t step) {
+  });
+  ok = ok && packets.each([&](uint32_t packet, uint32_t index) {
     const Share mine = own(rank, packet);
     Share shares[kRanks];
-    if (!inputs.receive(step, shares)) return false;
+    if (!inputs.receive(index, shares)) return false;
     store_share(arguments.output,
                 arguments.bytes,
                 packet,
                 reduce_shares<VectorReducer>(group, shares, mine, scale));
     return true;
-  };
-  const bool ok = warp_and(attendance.is_alive()) && packets.run(send, reduce);
-  if (attendance.end(ok)) inputs.close(packets);
+  });
+  if (attendance.end(ok)) inputs.close();
 }
 
 template <typename T, int kRanks>

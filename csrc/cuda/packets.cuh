@@ -1,7 +1,7 @@
 // Packets say themselves that they have arrived, so their data needs neither a signal behind it nor
 // a fence before one. Eight neighbouring threads move a packet of 256 bytes: two lines, each
-// written by one instruction of all eight, whose last 8 bytes are the packet's number. Over NVLink
-// such a line arrives whole. (The idea of NCCL's LL128 protocol.)
+// written by one instruction of all eight, whose last 8 bytes are the operation's number. Over
+// NVLink such a line arrives whole. (The idea of NCCL's LL128 protocol.)
 //
 //   line 0:  vectors 0 to 6     first half of vector 14     number
 //   line 1:  vectors 7 to 13    second half of vector 14    number
@@ -23,57 +23,35 @@ DPT_DEVICE uint32_t vector_of_share(int k) {
   return lane() == kLanes - 1 ? kVectorsPerPacket - 1 : lane() + k * (kLanes - 1);
 }
 
-DPT_DEVICE int crew_index() { return thread_index() / kLanes; }
-
-// Which packets of a part are this crew's: every part is dealt out to the channels alike, and in
-// them to warps, which take as many packets at a time as they have crews.
+// Which packets of a part are this thread's: every part is dealt out to the channels alike, and in
+// them to warps, which take as many packets at a time as they have crews of eight.
 //
 // NOTE [Warps together] A warp goes through all of this in one piece: crews whose packet lies
 // behind the part's end send and receive an empty one. Were a line's eight threads ever apart, its
 // number might be written before its data.
-//
-// NOTE [Packets ahead] Nobody says that a packet was taken. Who sends packet n has waited for every
-// peer's packet n - a - 1, where a is how many go ahead, and each peer had by then taken everything
-// up to n - 2a - 2. A ring of 2 (a + 1) packets is therefore enough, for data of any size. It is so
-// from one kernel to the next as well, as the crew's count goes on: a peer that has sent the last
-// packet of a kernel has at most a + 1 of them left to take, and a + 1 of the next kernel come
-// before this rank waits for that peer again. Results are sent on their own ring by who waits for
-// inputs, and taken a packets later: the same holds for them.
 class PacketLoop {
  public:
+  static constexpr uint32_t kCrews = kWarp / kLanes;
+
   DPT_DEVICE explicit PacketLoop(uint64_t bytes) {
-    constexpr uint32_t kCrewsOfWarp = kWarp / kLanes;
     const auto count = static_cast<uint32_t>((bytes + kPacketData - 1) / kPacketData);
-    const uint32_t of_channel = (count + num_channels() - 1) / num_channels();
-    const uint32_t share = (of_channel + kCrewsOfWarp - 1) / kCrewsOfWarp * kCrewsOfWarp;
-    crews_ = num_threads() / kLanes;
-    first_ = channel_index() * share + crew_index();
-    const uint32_t taken = crew_index() / kCrewsOfWarp * kCrewsOfWarp;  // by the warps before
-    steps_ = taken < share ? (share - taken + crews_ - 1) / crews_ : 0;
+    share_ = (count + num_channels() - 1) / num_channels();
+    share_ = (share_ + kCrews - 1) / kCrews * kCrews;
   }
 
-  // How many packets of a part are this crew's; the same for all of a warp.
-  DPT_DEVICE uint32_t steps() const { return steps_; }
-
-  // Calls each stage with (packet of the part, step) for all steps, a later stage kPacketsAhead
-  // steps behind the one before it, until one returns false.
-  template <typename... Stages>
-  DPT_DEVICE bool run(Stages... stages) const {
-    const uint32_t ahead = steps_ <= kPacketsAhead ? steps_ - 1 : kPacketsAhead;
-    const uint32_t end = steps_ == 0 ? 0 : steps_ + ahead * (sizeof...(stages) - 1);
-    for (uint32_t turn = 0; turn < end; ++turn) {
-      bool ok = true;
-      uint32_t step = turn;  // before a stage's first it is below 0, so very large
-      ((ok = ok && (step >= steps_ || stages(first_ + step * crews_, step)), step -= ahead), ...);
-      if (!ok) return false;
+  // Calls visit(packet of the part, packet of the channel) until one returns false.
+  template <typename Visit>
+  DPT_DEVICE bool each(Visit visit) const {
+    const uint32_t crews = num_threads() / kLanes;
+    const uint32_t crew = thread_index() / kLanes;
+    for (uint32_t index = crew; index - crew % kCrews < share_; index += crews) {
+      if (!visit(channel_index() * share_ + index, index)) return false;
     }
     return true;
   }
 
  private:
-  uint32_t first_;
-  uint32_t crews_;
-  uint32_t steps_;
+  uint32_t share_;  // of each channel, whole bundles
 };
 
 // This thread's share of a packet of the caller's memory. Plain memory is aligned to vectors; there
@@ -102,22 +80,24 @@ DPT_DEVICE void store_share(char* part, uint64_t bytes, uint32_t packet, const S
   }
 }
 
-// The rings of one trip of a kernel's packets.
+// The staging of one trip of a kernel's packets.
 class Packets {
  public:
   DPT_DEVICE Packets(const GroupView& group, const CallView& call, int trip)
-      : group_(group), call_(call), trip_(trip), sent_(*count()) {}
+      : group_(group),
+        call_(call),
+        trip_(trip),
+        sequence_(counters_of(group).packet_sequence[channel_index()] + 1) {}
 
-  // This crew's packet of `step` for `peer`. All of a warp together, as in `receive`.
-  DPT_DEVICE void send(int peer, uint32_t step, const Share& share) const {
-    const uint32_t number = sent_ + 1 + step;
+  // The channel's packet `index` for `peer`. All of a warp together, as in `receive`.
+  DPT_DEVICE void send(int peer, uint32_t index, const Share& share) const {
     uint4 first = to_uint4(share.of[0]);
     uint4 second = to_uint4(share.of[1]);
     if (lane() == kLanes - 1) {
-      second = {first.z, first.w, number, number};
-      first = {first.x, first.y, number, number};
+      second = {first.z, first.w, sequence_, sequence_};
+      first = {first.x, first.y, sequence_, sequence_};
     }
-    uint4* const line = at(peer, group_.rank, number);
+    uint4* const line = at(peer, group_.rank, index);
     sync_warp();
     store_lane(line, first);
     store_lane(line + kLanes, second);
@@ -125,8 +105,7 @@ class Packets {
 
   // Waits for that packet of every peer; shares[peer] is set. False when the group failed.
   template <int kRanks>
-  DPT_DEVICE bool receive(uint32_t step, Share (&shares)[kRanks]) const {
-    const uint32_t number = sent_ + 1 + step;
+  DPT_DEVICE bool receive(uint32_t index, Share (&shares)[kRanks]) const {
     const bool last = lane() == kLanes - 1;
     int missing = 0;
     for (Patience patience;;) {
@@ -134,7 +113,7 @@ class Packets {
 #pragma unroll
       for (int peer = 0; peer < kRanks; ++peer) {
         if (peer >= group_.layout.size || peer == group_.rank) continue;
-        const uint4* const line = at(group_.rank, peer, number);
+        const uint4* const line = at(group_.rank, peer, index);
         shares[peer].of[0] = to_vector(load_lane(line));
         shares[peer].of[1] = to_vector(load_lane(line + kLanes));
       }
@@ -143,7 +122,7 @@ class Packets {
       for (int peer = 0; peer < kRanks; ++peer) {
         if (peer >= group_.layout.size || peer == group_.rank) continue;
         const Vector* const lines = shares[peer].of;
-        if (last && (lines[0].word[3] != number || lines[1].word[3] != number)) {
+        if (last && (lines[0].word[3] != sequence_ || lines[1].word[3] != sequence_)) {
           all = false;
           missing = peer;
         }
@@ -161,30 +140,26 @@ class Packets {
     return true;
   }
 
-  // At the kernel's end.
-  DPT_DEVICE void close(const PacketLoop& loop) const {
-    if (lane() == 0) *count() = sent_ + loop.steps();
+  // When all of the channel's packets of all trips are in: the next kernel uses the other copy.
+  DPT_DEVICE void close() const {
+    if (thread_index() == 0) counters_of(group_).packet_sequence[channel_index()] = sequence_;
   }
 
  private:
-  DPT_DEVICE uint32_t* count() const {
-    return &counters_of(group_).packets[trip_][channel_index()][crew_index()];
-  }
-  // This thread's vector of the packet's first line. Packets that a warp moves at a time lie side
-  // by side.
-  DPT_DEVICE uint4* at(int owner, int from, uint32_t number) const {
+  // This thread's vector of the packet's first line.
+  DPT_DEVICE uint4* at(int owner, int from, uint32_t index) const {
     const Layout& layout = group_.layout;
-    const uint32_t ring = (trip_ * layout.channels + channel_index()) * layout.size + from;
-    const uint32_t packet =
-        (ring * kPacketRing + number % kPacketRing) * layout.packet_crews + crew_index();
-    return reinterpret_cast<uint4*>(group_.blocks[owner] + layout.packets_offset()) +
-           size_t{packet} * (2 * kLanes) + lane();
+    const uint32_t copy = (sequence_ & 1) * kNumTrips + trip_;
+    const uint32_t area = (copy * layout.channels + channel_index()) * layout.size + from;
+    return reinterpret_cast<uint4*>(group_.blocks[owner] + layout.packets_offset() +
+                                    size_t{area} * layout.packet_bytes) +
+           index * (2 * kLanes) + lane();
   }
 
   const GroupView& group_;
   const CallView& call_;
   int trip_;
-  uint32_t sent_;  // packets, in kernels before this one
+  uint32_t sequence_;
 };
 
 template <typename VectorReducer>

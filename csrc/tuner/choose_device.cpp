@@ -63,9 +63,7 @@ cuda::Grid grid_in_lines(const ChooseDeviceRequest& request) {
 }
 cuda::Grid grid_in_packets(const ChooseDeviceRequest& request) {
   const size_t packets = ceil_div(part_of(request), cuda::kPacketData);
-  cuda::Grid grid = grid_for(packets * cuda::kLanes, request.layout);
-  grid.threads = std::min(grid.threads, request.layout.packet_crews * cuda::kLanes);
-  return grid;
+  return grid_for(packets * cuda::kLanes, request.layout);
 }
 cuda::Grid full_grid(const ChooseDeviceRequest& request) {
   return {request.layout.channels, cuda::kMostThreads};
@@ -78,9 +76,10 @@ size_t usual_chunk(const ChooseDeviceRequest& request) {
 bool fits_in_lines(const ChooseDeviceRequest& request, const cuda::Grid& grid) {
   return request.even && request.bytes <= cuda::most_in_lines(request.layout, grid);
 }
-bool goes_in_packets(const ChooseDeviceRequest& request, const cuda::Grid& grid) {
-  return request.even && request.large && sends_to_all(request) && grid.threads >= kWarp &&
-         grid.threads <= request.layout.packet_crews * cuda::kLanes;
+bool fits_in_packets(const ChooseDeviceRequest& request, const cuda::Grid& grid) {
+  constexpr size_t kVector = 16;  // parts of an all_reduce end at whole ones
+  return request.even && request.large && sends_to_all(request) &&
+         part_of(request) + kVector <= cuda::most_in_packets(request.layout, grid);
 }
 
 // One way to carry out collectives on the device, and what is worth trying of it.
@@ -93,7 +92,7 @@ struct Algorithm {
 // One line for each.
 constexpr Algorithm kAlgorithms[] = {
     {"low_latency", fits_in_lines, grid_in_lines, {}},
-    {"packet", goes_in_packets, grid_in_packets, {}},
+    {"packet", fits_in_packets, grid_in_packets, {}},
     {"two_shot",
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
@@ -197,8 +196,7 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   }
   if (!native) return delegated("GPU kernels are not known to be faster at this size");
   const cuda::Grid in_packets = grid_in_packets(request);
-  if (goes_in_packets(request, in_packets) &&
-      part_of(request) <= cuda::packets_at_once(in_packets)) {
+  if (fits_in_packets(request, in_packets)) {
     return {"packet", in_packets, 0, "data with its own arrival, in packets"};
   }
   if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");

@@ -2,8 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <string_view>
-#include <vector>
 
 #include "tuner/choose_device.hpp"
 
@@ -31,28 +29,6 @@ TEST(ChooseDevice, MiddleSizesTravelInPackets) {
     const DevicePlan plan = choose_device(
         {.collective = collective, .bytes = 512 << 10, .layout = kLayout, .not_native = ""});
     EXPECT_STREQ(plan.algorithm, "packet");
-  }
-}
-
-// The rule has them where all packets are under way at a time; beyond, measuring may.
-TEST(ChooseDevice, PacketsAreTriedAtAnySize) {
-  for (const Collective collective :
-       {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL}) {
-    const std::vector<Candidate> found =
-        device_candidates({.collective = collective,
-                           .bytes = 64 << 20,
-                           .layout = kLayout,
-                           .not_native = "",
-                           .copies = {.ranks = 4, .slot_bytes = 4 << 20, .depth = 3}});
-    std::vector<int> channels;
-    for (const Candidate& each : found) {
-      if (std::string_view(each.algorithm) == "packet") channels.push_back(each.channels);
-    }
-    EXPECT_EQ(channels, (std::vector{32, 16}));
-    if (collective == DPT_ALL_GATHER) {  // the most there are, and the last of them
-      EXPECT_STREQ(found.back().algorithm, "ring");
-      EXPECT_EQ(found.back().channels, 16);
-    }
   }
 }
 
@@ -105,7 +81,7 @@ TEST(ChooseDevice, LinesAndPacketsAlwaysFit) {
       if (algorithm == "low_latency") {
         EXPECT_LE(bytes, most_in_lines(layout, plan.grid));
       } else if (algorithm == "packet") {
-        EXPECT_LE(plan.grid.threads, layout.packet_crews * cuda::kLanes);
+        EXPECT_LE(bytes / 8, most_in_packets(layout, plan.grid));
       } else {
         EXPECT_LE(plan.chunk_bytes, slot);
       }

@@ -20,7 +20,6 @@ SOUND = [
     ("mailbox", ""),
     ("muster", ""),
     ("device", ""),
-    ("device", "N=2 AHEAD=2"),
     ("queue", ""),
 ]
 FAULTS = [
@@ -32,7 +31,7 @@ FAULTS = [
     ("mailbox", "FAULT_SLEEPS_UNANNOUNCED"),
     ("mailbox", "FAULT_READS_BELL_LATE"),
     ("muster", "FAULT_WITHDRAWS_BLINDLY"),
-    ("device", "FAULT_SHORT_RING"),
+    ("device", "FAULT_ONE_COPY"),
     ("device", "FAULT_BROADCAST_ENDS_ALONE"),
     ("queue", "FAULT_ONE_TOO_MANY"),
     ("queue", "FAULT_FREED_TOO_EARLY"),

@@ -21,13 +21,14 @@ class EmulatedGroup {
   static constexpr Grid kGrid{2, 64};
   static constexpr uint32_t kSlotBytes = 128;
   static constexpr uint32_t kLineBytes = 1024;
-  static constexpr int kPacketCrews = kGrid.threads / kLanes;
+  static constexpr uint32_t kPacketBytes = 1024;
   static constexpr size_t kPoolBytes = 64 << 10;
-  static constexpr Layout kPair{2, kGrid.channels, kSlotBytes, kLineBytes, kPacketCrews};
+  static constexpr Layout kPair{2, kGrid.channels, kSlotBytes, kLineBytes, kPacketBytes};
   static constexpr uint64_t kMostInLines = most_in_lines(kPair, kGrid);
+  static constexpr uint64_t kMostInPackets = most_in_packets(kPair, kGrid);
 
   explicit EmulatedGroup(int size) : size_(size) {
-    const Layout layout{size, kGrid.channels, kSlotBytes, kLineBytes, kPacketCrews};
+    const Layout layout{size, kGrid.channels, kSlotBytes, kLineBytes, kPacketBytes};
     for (int rank = 0; rank < size; ++rank) {
       blocks_.emplace_back(layout.block_bytes() + kAlignment);
       statuses_.push_back(std::make_unique<HostStatus>());
