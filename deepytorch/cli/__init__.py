@@ -18,6 +18,7 @@ from deepytorch.cli import (
     topology,
     train,
     tune,
+    version,
 )
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ for command in (doctor, build, run, train, tune, topology, explain, report):
 bench_ddp.add_to(bench.app)
 bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")
+version.add_to(app)
 help.dress(app)
 
 # As a shell has it for what Ctrl-C ended.

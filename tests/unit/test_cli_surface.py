@@ -257,3 +257,14 @@ def test_completion_in_bash() -> None:
     offered, registered = done.stdout.splitlines()
     assert offered == "doctor"
     assert "-F _deepytorch_completion" in registered
+
+
+def test_the_versions_are_shown_without_importing_torch() -> None:
+    main = "try: cli.main()\nfinally: print('torch' in sys.modules)"
+    code = f"import sys; from deepytorch import cli\n{main}"
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
+    )
+    versions, torch_is_loaded = shown.stdout.splitlines()
+    assert re.fullmatch(r"deepytorch \d[\d.]+, torch \d\S+, Python 3\.\d+\.\d+", versions)
+    assert torch_is_loaded == "False"
