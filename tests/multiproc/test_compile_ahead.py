@@ -134,7 +134,7 @@ def alone(model: nn.Module) -> nn.Module:
     [
         pytest.param(alone, 3, marks=pytest.mark.extended),
         (DistributedDataParallel, 3),
-        pytest.param(DistributedDataParallel, 1, marks=pytest.mark.extended),
+        (DistributedDataParallel, 1),
     ],
     ids=["alone", "parts", "whole"],
 )
