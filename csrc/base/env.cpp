@@ -80,6 +80,7 @@ const Env& env() {
       .node_ids = read_list("DEEPYTORCH_NODE_ID"),
       .emulated_links = read_text("DEEPYTORCH_EMULATE_LINKS"),
       .reduce_threads = static_cast<int>(read_number("DEEPYTORCH_REDUCE_THREADS", 1, 64)),
+      .gpu_channels = static_cast<int>(read_number("DEEPYTORCH_GPU_CHANNELS", 2, 64)),
       .no_peer_access = read_text("NCCL_P2P_DISABLE") == "1",
       .gpu_queues = read_gpu_queues(),
       .nccl_table = read_text("DEEPYTORCH_NCCL_TABLE")};

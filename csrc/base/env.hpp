@@ -41,6 +41,9 @@ struct Env {
   // DEEPYTORCH_REDUCE_THREADS: threads of this process that reduce what GPUs without peer access
   // exchange, 1 to 64. Default 0: by the number of cores.
   int reduce_threads;
+  // DEEPYTORCH_GPU_CHANNELS: most thread blocks of this process's kernels for one group, 2 to 64;
+  // the smallest of all its ranks counts. Default 0: by what other groups have.
+  int gpu_channels;
   // NCCL_P2P_DISABLE: 1: GPUs are to be taken as if they had no peer access; for NCCL and for us.
   bool no_peer_access;
   // CUDA_DEVICE_MAX_CONNECTIONS: how many queues the CUDA driver has for streams, 1 to 32; it reads

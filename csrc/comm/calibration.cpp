@@ -1,6 +1,7 @@
 #include "comm/calibration.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -70,6 +71,8 @@ Entry from_shared(const SharedEntry& shared) {
   }
   return entry;
 }
+
+std::string size_of_range(int bucket) { return describe_bytes(range_of(bucket).nominal); }
 
 }  // namespace
 
@@ -188,7 +191,7 @@ GroupTuning::Proposal GroupTuning::propose(const Operation& operation,
   const bool serves =
       near && (!group_.on_device() || group_.nodes > 1 || std::abs(near->first - bucket) <= 1);
   if (serves) {
-    const std::string size = describe_bytes(range_of(near->first).nominal);
+    const std::string size = size_of_range(near->first);
     offer(near->second, "at " + size, "measured at " + size + " in this run, the budget is spent");
   }
   return proposal;
@@ -218,7 +221,8 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
   const RunContext together{
       context.segment, context.operation, context.plan, wait, context.style, context.nodes};
 
-  Proposal mine = propose(operation, *bucket, context.segment);
+  const int tried = bench.tried_for(*bucket);
+  Proposal mine = propose(operation, tried, context.segment);
   mine.busy = bench.is_busy();
   const std::vector<Proposal> all = exchange(together, mine);
   double spent_us = 0;
@@ -234,7 +238,7 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
 
   Decision decision;
   if (measures && !busy) {
-    const Bench::Result found = bench.measure(together, *bucket);
+    const Bench::Result found = bench.measure(together, tried);
     Decisions& decisions = Decisions::instance();
     decisions.add_spent_us(found.spent_us);
     if (!found.times.empty()) {
@@ -243,9 +247,11 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
     }
     decision = decide(found.times, limits(context.segment), "measured");
     decision.source = "measured now";
-    if (found.bucket != *bucket) {
-      decision.source += " at " + describe_bytes(range_of(found.bucket).nominal);
-    }
+    if (found.bucket != *bucket) decision.source += " at " + size_of_range(found.bucket);
+    log(LogLevel::kDebug,
+        context.wait.describe() + ": measured " + std::to_string(found.times.size()) +
+            " candidates at " + size_of_range(found.bucket) + " in " +
+            std::to_string(std::lround(found.spent_us / 1e3)) + " ms");
   } else {
     decision = decide(from_shared(all[0].entry), limits(context.segment), all[0].found);
     decision.source = all[0].source;

@@ -27,12 +27,15 @@ class Bench {
   virtual ~Bench() = default;
   // This rank can measure nothing in this operation; the range stays open.
   virtual bool is_busy() const { return false; }
+  // The range that is measured for `bucket`, equal on all ranks: a smaller one where large messages
+  // go by what was measured with smaller ones.
+  virtual int tried_for(int bucket) const { return bucket; }
   struct Result {
     int bucket;       // that was measured: a smaller one where there is little memory
     Entry times;      // the same on every rank; empty: nothing could be measured
     double spent_us;  // counted against the budget
   };
-  // Called by all ranks, after an `enter`.
+  // Called by all ranks, after an `enter`, with what `tried_for` says.
   virtual Result measure(const RunContext& context, int bucket) = 0;
 };
 

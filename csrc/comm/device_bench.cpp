@@ -43,7 +43,8 @@ constexpr Pace kPace{.enough_us = 40e3,
                      .fewest_rounds = 7,
                      .fewest_long_rounds = 3,
                      .most_rounds = 25,
-                     .cheap_us = 0};
+                     .cheap_us = 0,
+                     .long_us = 1000};
 
 // Polls until `done()`; false when `limit` passed first. The group's end and Ctrl-C end it too.
 template <typename Done>
@@ -82,15 +83,20 @@ class Trial {
     return all_agree(ok);
   }
 
-  // Of `calls` calls, each on average, on the slowest rank; nothing when it failed on any.
+  // How often a candidate is called in its turn.
+  struct Calls {
+    int timed;
+    bool one_before;  // not timed: it lets all ranks begin together
+  };
+  // Of the timed calls, each on average, on the slowest rank; nothing when it failed on any.
   std::optional<double> run(const Candidate& candidate,
-                            int calls,
+                            const Calls& calls,
                             Clock::time_point start,
                             double* elapsed_us) const {
     trials_.close_gate();
-    bool ok = call(candidate);  // not timed: it lets all ranks begin together
+    bool ok = !calls.one_before || call(candidate);
     trials_.start_clock();
-    for (int i = 0; i < calls && ok; ++i) ok = call(candidate);
+    for (int i = 0; i < calls.timed && ok; ++i) ok = call(candidate);
     trials_.stop_clock();
     context_.barrier();
     trials_.open_gate();
@@ -101,8 +107,8 @@ class Trial {
       bool failed;
     };
     const std::chrono::duration<double, std::micro> since = Clock::now() - start;
-    const std::vector<Outcome> all =
-        exchange(context_, Outcome{time_us.value_or(0) / calls, since.count(), !ok || !time_us});
+    const std::vector<Outcome> all = exchange(
+        context_, Outcome{time_us.value_or(0) / calls.timed, since.count(), !ok || !time_us});
     double slowest = 0;
     bool failed = false;
     for (const Outcome& outcome : all) {
@@ -164,6 +170,10 @@ struct Offer {
 
 }  // namespace
 
+int DeviceBench::tried_for(int bucket) const {
+  return is_staged() ? dpt::tried_for(bucket) : bucket;
+}
+
 Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   if (fails_in_stages_) return {bucket, {}, 0};
   const Collective collective = context.operation.collective;
@@ -187,8 +197,6 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
     offer.room = std::min(offer.room, each.room);
   }
   if (group_ == nullptr) offer.room = std::min(offer.room, kMostInStages);
-  const bool is_staged = group_ != nullptr && group_->staging().slot_bytes != 0;
-  if (is_staged) bucket = tried_for(bucket);
   const size_t num = num_buffers(collective, ranks);
   while (bucket > 0 && range_of(bucket).nominal * num > offer.room) --bucket;
   const auto known = measured_.find({collective, bucket});
@@ -243,12 +251,13 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   if (has_delegate) racers.push_back(stock);
   // Whatever goes in stages is long enough for one call to tell how many make a round.
   const bool is_long = group_ == nullptr || bytes >= kLongTrial;
-  std::vector<int> calls(racers.size(), is_long ? 1 : kFirstCalls);
+  std::vector<Trial::Calls> calls(racers.size(), {is_long ? 1 : kFirstCalls, true});
   const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {
     const auto time_us = trial.run(racers[i], calls[i], since, elapsed);
     if (time_us) {
       const double wanted = std::ceil(kRoundUs / std::max(*time_us, 1.0));
-      calls[i] = std::clamp(static_cast<int>(wanted), 1, kMostCalls);
+      // Of a long call it hardly matters how far apart the ranks begin.
+      calls[i] = {std::clamp(static_cast<int>(wanted), 1, kMostCalls), *time_us < 2 * kRoundUs};
     }
     return time_us;
   });

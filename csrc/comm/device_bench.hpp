@@ -28,9 +28,12 @@ class DeviceBench final : public Bench {
   bool is_busy() const override {
     return request_.busy != nullptr && request_.busy(request_.call) != 0;
   }
+  int tried_for(int bucket) const override;
   Result measure(const RunContext& context, int bucket) override;
 
  private:
+  bool is_staged() const { return group_ != nullptr && group_->staging().slot_bytes != 0; }
+
   DeviceGroup* group_;
   const dpt_request& request_;
   const dpt_delegate* delegate_;

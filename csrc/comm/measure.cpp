@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <optional>
 
@@ -22,7 +23,8 @@ constexpr Pace kPace{.enough_us = 20e3,
                      .fewest_rounds = 3,
                      .fewest_long_rounds = 2,
                      .most_rounds = 25,
-                     .cheap_us = 1000};
+                     .cheap_us = 1000,
+                     .long_us = std::numeric_limits<double>::infinity()};
 
 // Written once so that its pages are there.
 class HostMemory {

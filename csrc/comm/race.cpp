@@ -13,6 +13,7 @@ namespace {
 // time may have been bad luck.
 constexpr double kHopelessAtFirst = 4;
 constexpr double kHopeless = 2;
+constexpr double kHopelessIfLong = 1.4;
 
 // One candidate's way through the rounds.
 struct Course {
@@ -23,13 +24,14 @@ struct Course {
 };
 
 // The delegate is no yardstick: the best native candidate is always wanted.
-void drop_hopeless(std::vector<Course>* courses, double factor, double cheap_us) {
+void drop_hopeless(std::vector<Course>* courses, double factor, const Pace& pace) {
   double best_us = std::numeric_limits<double>::infinity();
   for (const Course& course : *courses) {
     if (!is_delegate(course.candidate)) best_us = std::min(best_us, course.best_us);
   }
+  if (best_us > pace.long_us) factor = kHopelessIfLong;
   for (Course& course : *courses) {
-    const bool cheap = !is_delegate(course.candidate) && course.best_us < cheap_us;
+    const bool cheap = !is_delegate(course.candidate) && course.best_us < pace.cheap_us;
     if (!cheap && course.best_us > factor * best_us) course.alive = false;
   }
 }
@@ -67,7 +69,7 @@ Entry race(const std::vector<Candidate>& candidates, const Pace& pace, const Tur
       course.best_us = std::min(course.best_us, *time_us);
       if (round > 0) course.times_us.push_back(*time_us);
     }
-    drop_hopeless(&courses, round == 0 ? kHopelessAtFirst : kHopeless, pace.cheap_us);
+    drop_hopeless(&courses, round == 0 ? kHopelessAtFirst : kHopeless, pace);
     if (round >= pace.fewest_long_rounds && elapsed_us > pace.most_us) break;
     if (round >= pace.fewest_rounds && elapsed_us > pace.enough_us) break;
   }

@@ -20,6 +20,7 @@ struct Pace {
   int fewest_long_rounds;
   int most_rounds;
   double cheap_us;  // native candidates that take less get all their chances
+  double long_us;   // where the best takes longer, one time tells more and costs more
 };
 
 // Lets the candidate of that index have a turn: its time in microseconds, the slowest rank's, or

@@ -129,7 +129,7 @@ constexpr Algorithm kAlgorithms[] = {
 };
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
-constexpr int kFewerChannels[] = {16};
+constexpr int kFewerChannels[] = {cuda::kUsualChannels, 16};
 
 // All others touch every rank's memory.
 bool can_serve(const Algorithm& algorithm,
@@ -227,12 +227,14 @@ bool can_be_replayed(const Candidate& candidate) {
 
 }  // namespace
 
-int offer_channels(int num_sms, int used) {
+int offer_channels(int num_sms, int used, int wanted) {
   // The rest is for kernels that compute, which end by themselves, and for the delegate's.
   const int budget = num_sms * 3 / 4;
   constexpr int kLeast = 2;
-  const auto half = static_cast<unsigned>(std::max(budget - used, 0) / 2);
-  return std::clamp(static_cast<int>(std::bit_floor(half)), kLeast, cuda::kMaxChannels);
+  const int left = std::max(budget - used, kLeast);
+  if (wanted != 0) return std::min({wanted, left, cuda::kMaxChannels});
+  const auto half = static_cast<unsigned>(left / 2);
+  return std::clamp(static_cast<int>(std::bit_floor(half)), kLeast, cuda::kUsualChannels);
 }
 
 bool goes_by_nodes(Collective collective, size_t bytes, int ranks) {
@@ -253,10 +255,14 @@ DevicePlan choose_device(const ChooseDeviceRequest& request) {
     return is_native ? plan : delegated_in_stages(request, std::move(plan.reason));
   }
   if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
-    const Candidate chosen =
-        request.replayed ? best_of(*request.tuned, can_be_replayed) : request.tuned->chosen;
-    if (is_delegate(chosen)) return delegated(request.tuned->reason);
-    if (serves(chosen, request)) return to_device_plan(chosen, request.tuned->reason);
+    if (is_delegate(request.tuned->chosen)) return delegated(request.tuned->reason);
+    // A size may be too large for what is fastest in the middle of its range, or of the range
+    // before.
+    const Candidate chosen = best_of(*request.tuned, [&](const Candidate& each) {
+      const bool can = serves(each, request) && (!request.replayed || can_be_replayed(each));
+      return can || is_delegate(each);
+    });
+    if (!is_delegate(chosen)) return to_device_plan(chosen, request.tuned->reason);
   }
   return rule_of_thumb(request);
 }
@@ -293,7 +299,8 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
   return found;
 }
 
-Candidate best_of(const Decision& decision, bool (*serves)(const Candidate& candidate)) {
+Candidate best_of(const Decision& decision,
+                  const std::function<bool(const Candidate& candidate)>& serves) {
   if (serves(decision.chosen)) return decision.chosen;
   Entry left;
   for (const Measurement& each : decision.times) {

@@ -2,6 +2,7 @@
 // on every rank.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -33,8 +34,8 @@ struct ChooseDeviceRequest {
 
 // How many channels the kernels of one more group may have when those of the others may have `used`
 // in all. Kernels of several groups may wait for peers at the same time, each with its own partner,
-// and in different orders; they must all find room on the device.
-int offer_channels(int num_sms, int used);
+// and in different orders; they must all find room on the device. `wanted`: by the user; 0: any.
+int offer_channels(int num_sms, int used, int wanted = 0);
 
 // Empty, or why a group of that wiring has no kernel for the collective at any size. `large`: see
 // ChooseDeviceRequest.
@@ -56,8 +57,9 @@ DevicePlan choose_device(const ChooseDeviceRequest& request);
 constexpr size_t kMostDeviceCandidates = 11;
 std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
 
-// What was chosen, or else the best of what was measured that serves.
-Candidate best_of(const Decision& decision, bool (*serves)(const Candidate& candidate));
+// What was chosen, or else the best of what was measured that serves; without any the delegate.
+Candidate best_of(const Decision& decision,
+                  const std::function<bool(const Candidate& candidate)>& serves);
 
 DevicePlan to_device_plan(const Candidate& candidate, std::string reason);
 

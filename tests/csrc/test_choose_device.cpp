@@ -42,7 +42,7 @@ TEST(ChooseDevice, LargeOnesArePushed) {
   const DevicePlan plan = choose_device(
       {.collective = DPT_ALL_GATHER, .bytes = large, .layout = kLayout, .not_native = ""});
   EXPECT_STREQ(plan.algorithm, "push");
-  EXPECT_EQ(plan.grid.channels, cuda::kMaxChannels);
+  EXPECT_EQ(plan.grid.channels, cuda::kUsualChannels);
 }
 
 // Ranks may not know each other's sizes, and those decide what goes in lines.
@@ -54,7 +54,7 @@ TEST(ChooseDevice, UnevenPartsGoAlikeWhateverTheirSize) {
                                            .layout = kLayout,
                                            .not_native = ""});
     EXPECT_STREQ(plan.algorithm, "push");
-    EXPECT_EQ(plan.grid.channels, cuda::kMaxChannels);
+    EXPECT_EQ(plan.grid.channels, cuda::kUsualChannels);
   }
 }
 
@@ -150,6 +150,32 @@ TEST(ChooseDevice, WhatWasSettledOnServesWhereItCan) {
   EXPECT_STREQ(choose_device(request).algorithm, "delegate");
   request.not_native = "for the test";
   EXPECT_EQ(choose_device(request).reason, "for the test");
+}
+
+// The fastest of the others that were measured in the same range, if it beats the delegate too.
+TEST(ChooseDevice, WhatIsTooLargeForTheFastestGoesByTheNext) {
+  const Candidate stock{known_algorithm("delegate")};
+  const Candidate packet{known_algorithm("packet"), 0, 32, cuda::kMostThreads};
+  const Candidate push{known_algorithm("push"), 16384, 32, cuda::kMostThreads};
+  ChooseDeviceRequest request{.collective = DPT_REDUCE_SCATTER,
+                              .bytes = 1 << 20,
+                              .layout = kLayout,
+                              .not_native = "",
+                              .delegate = true};
+  const Limits limits{request.bytes, true, true};
+  const auto decision_with = [&](double push_us) {
+    return decide({summarize(packet, {10}), summarize(push, {push_us}), summarize(stock, {20})},
+                  limits,
+                  "measured now");
+  };
+  const Decision clear = decision_with(12);
+  const Decision equal = decision_with(20);
+  request.tuned = &clear;
+  EXPECT_STREQ(choose_device(request).algorithm, "packet");
+  request.bytes = 4 << 20;
+  EXPECT_STREQ(choose_device(request).algorithm, "push");
+  request.tuned = &equal;
+  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
 }
 
 // Where nothing replays what they did; there the fastest kernel serves, or the delegate.
@@ -338,6 +364,10 @@ TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
   EXPECT_TRUE(std::is_sorted(offers.rbegin(), offers.rend()));
   EXPECT_LT(used, 132);
   EXPECT_EQ(offer_channels(20, 0), 4);
+  EXPECT_EQ(offer_channels(132, 0, /*wanted=*/64), 64);
+  EXPECT_EQ(offer_channels(132, 64, 64), 35);  // three quarters of the device for all together
+  EXPECT_EQ(offer_channels(132, 99, 64), 2);
+  EXPECT_EQ(offer_channels(132, 0, 5), 5);
 }
 
 TEST(DeviceCandidates, BeginWithTheRuleOfThumbsAndDiffer) {

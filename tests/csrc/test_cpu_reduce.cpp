@@ -11,6 +11,7 @@
 
 #include "comm/fabric.hpp"
 #include "staged_program.hpp"
+#include "tuner/choose_staged.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -111,6 +112,27 @@ TEST_F(CpuReduce, IsChosenWhereItIsFaster) {
   EXPECT_STREQ(rows[0].decision.chosen.algorithm, "cpu_reduce");
   EXPECT_GT(rows[0].decision.chosen.chunk_bytes, 0);
   EXPECT_THAT(rows[0].decision.reason, HasSubstr("3 slots of "));
+}
+
+// Also in the next job, by the profile: nothing is measured for them.
+TEST_F(CpuReduce, TheLargestGoByWhatWasMeasuredWithSmallerOnes) {
+  const TuningClass group{2, false, 1, "a fake GPU, 132 SMs, without peer access"};
+  const int large = *bucket_of(DPT_ALL_REDUCE, 128 * kMiB, group);
+  const Entry entry = {summarize({known_algorithm("cpu_reduce"), 1 << 20, 3, 1}, {10}),
+                       summarize({known_algorithm("delegate")}, {100})};
+  ASSERT_NE(tried_for(large), large);
+  Decisions::instance().add_measured(group, DPT_ALL_REDUCE, tried_for(large), entry);
+  run_ranks(2,
+            [](Rank& rank) {
+              Program program(rank);
+              EXPECT_EQ(program.sum_ones(128 * kMiB), DPT_COMPLETED);
+              program.check_sum();
+            },
+            {.tune = DPT_TUNE_AUTO, .execute = stock(1)});
+  const std::vector<DecisionRow> rows = Decisions::instance().rows();
+  ASSERT_EQ(rows.size(), 1);
+  EXPECT_EQ(rows[0].decision.source, "measured in this run");
+  EXPECT_STREQ(rows[0].decision.chosen.algorithm, "cpu_reduce");
 }
 
 TEST_F(CpuReduce, TheDelegateStaysWhereItIsNot) {
