@@ -261,6 +261,11 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
     }
     return time_us;
   });
+  const auto by_stock = [](const Measurement& each) { return is_delegate(each.candidate); };
+  if (group_ == nullptr && std::none_of(times.begin(), times.end(), by_stock)) {
+    fails_in_stages_ = true;  // stages are the delegate's own operations, and it has just failed
+    return {bucket, {}, 0};
+  }
   const std::chrono::duration<double, std::micro> spent = Clock::now() - start - connecting;
   measured_[{collective, bucket}] = times;
   return {bucket, times, spent.count()};

@@ -89,6 +89,14 @@ def collectives(
             "--device cuda.",
         ),
     ] = False,
+    beside_compute: Annotated[
+        bool,
+        typer.Option(
+            "--beside-compute",
+            help="Time each call together with matrix products that take about as long as the "
+            "baseline's call, until both are done; for --device cuda.",
+        ),
+    ] = False,
     nodes: shared.Nodes = 0,
     ranks_per_node: shared.RanksPerNode = "1",
     link: shared.Link = "",
@@ -168,6 +176,7 @@ def collectives(
         registered=registered,
         direct=direct,
         cuda_graph=cuda_graph,
+        beside_compute=beside_compute,
         iterations=iterations,
     )
 

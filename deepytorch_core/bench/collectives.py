@@ -8,7 +8,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from deepytorch_core import config, device_memory
-from deepytorch_core.bench import baselines, graphs, memory, reference, timing, worker
+from deepytorch_core.bench import baselines, beside, graphs, memory, reference, timing, worker
 from deepytorch_core.bench.job import BenchError, Job
 from deepytorch_core.bench.ops import Allocate, Buffers, Operation
 from deepytorch_core.bench.record import Record
@@ -28,15 +28,21 @@ OTHER = "other"  # an algorithm that is not ours
 
 @dataclass
 class Pair:
-    """Both arms of a row, (ours, baseline), and how many of their elements were wrong so far."""
+    """Both arms of a row, (ours, baseline), and how many of their elements were wrong so far.
+
+    With `products` what is timed runs beside them.
+    """
 
     trials: tuple[baselines.Trial, baselines.Trial]
     wrong: list[int] = field(default_factory=lambda: [0, 0])
+    products: beside.Products | None = None
 
     @property
     def calls(self) -> tuple[timing.Call, timing.Call]:
-        ours, baseline = self.trials
-        return ours.call, baseline.call
+        ours, baseline = (trial.call for trial in self.trials)
+        if self.products is None:
+            return ours, baseline
+        return self.products.beside(ours), self.products.beside(baseline)
 
     def zero(self) -> None:
         """Zeros stay zeros: repeated sums of anything else grow until they overflow."""
@@ -93,10 +99,16 @@ class Bench:
             ]
         else:
             pair.wrong = [self._check_barrier(trial.call) for trial in pair.trials]
+        if self.job.beside_compute:
+            pair.zero()
+            about = functools.partial(self.graphs.about, in_graph=self.job.cuda_graph)
+            pair.products = beside.lasting(about(pair.calls[timing.BASELINE]), about)
         if self.job.cuda_graph:
             measured = self._in_graphs(row, pair)
         else:
             measured = self._call_by_call(row, pair, before)
+        if pair.products is not None:
+            measured = replace(measured, compute_us=pair.products.time_us)
         return row_of(self.job, row, measured)
 
     def _call_by_call(self, row: Row, pair: Pair, before: dict[str, int]) -> Measured:
@@ -112,7 +124,7 @@ class Bench:
         comparison = timing.compare(blocks)
         ways = (self._algorithm(row.op, before), pair.trials[timing.BASELINE].way)
         cpu_us = None
-        if self.groups.device.type == "cuda":
+        if self.groups.device.type == "cuda" and pair.products is None:
             schedule = timing.enqueueing(max(comparison.time_us, comparison.baseline_time_us))
             clock = worker.enqueue_clock
             cpu = timing.compare(timing.follow(schedule, pair.calls, clock=clock, ranks=self.ranks))

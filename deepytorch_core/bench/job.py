@@ -172,7 +172,8 @@ class Job(Run):
 
     `sizes` are bytes as nccl-tests counts them, or, with `per_rank`, those of one rank's part.
     `direct` calls a group's backend past torch.distributed's Python functions and dispatcher.
-    `cuda_graph` times replays of captured calls.
+    `cuda_graph` times replays of captured calls. `beside_compute` times calls together with matrix
+    products that take about as long as the baseline's.
     """
 
     WORKER = "deepytorch_core.bench.collectives"
@@ -184,6 +185,7 @@ class Job(Run):
     registered: bool = False
     direct: bool = False
     cuda_graph: bool = False
+    beside_compute: bool = False
     iterations: int = 0
     budget_s: float = 1.0
 
@@ -200,6 +202,8 @@ class Job(Run):
         limits = LIMITS[self.baseline]
         if self.cuda_graph:
             self._check_graphs(limits)
+        if self.beside_compute and (self.device != "cuda" or self.APART):
+            raise BenchError("--beside-compute is for GPUs of one machine: give --device cuda")
         for option, asked, offered in (
             ("--ops", self.ops, limits.ops),
             ("--dtype", self.dtypes, limits.dtypes),

@@ -4,7 +4,9 @@ import functools
 import json
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +28,7 @@ COLLECTIVE_FIELDS = (
     "direct",
     "cuda_graph",
     "calls_per_graph",
+    "compute_us",
     "algorithm",
     "time_us",
     "cpu_us",
@@ -49,12 +52,13 @@ COLLECTIVE_FIELDS = (
 """The fields that `bench collectives` writes. `bytes` is nccl-tests' size, `bytes_per_rank` one
 rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. With
 `cuda_graph` times are GPU time of a call in replays of `calls_per_graph` (else None) of them.
-`cpu_us` and `baseline_cpu_us` are the CPU's time to enqueue a call on a GPU, None where calls were
-not made from the CPU or not measured so. `baseline_algorithm` is "" unless the baseline has several
-ways, of which the fastest was taken. `emulated` is
-None for ranks on the machine as it is, else the nodes and the network that were emulated: how many
-ranks each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in
-ms, and whether the arms were processes of their own."""
+`compute_us` is None, or how long the matrix products take alone whose time each call's is together
+with; older records don't have it. `cpu_us` and `baseline_cpu_us` are the CPU's time to enqueue a
+call on a GPU, None where calls were not made from the CPU or not measured so. `baseline_algorithm`
+is "" unless the baseline has several ways, of which the fastest was taken. `emulated` is None for
+ranks on the machine as it is, else the nodes and the network that were emulated: how many ranks
+each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in ms, and
+whether the arms were processes of their own."""
 
 DDP_FIELDS = (
     "bench",
@@ -216,16 +220,19 @@ ours', lower and upper quartile of the steps], None where an arm was left out; `
 modelled product's. Losses are compared over the first steps, relative, between all arms."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
+_PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside")
 # What cannot change a measurement; records themselves are written into the tree.
 _NOT_CODE = (":!docs", ":!*.md")
 
 
 def write_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Appends `record` to `path` as one JSON line; creates the file and its folder.
+    """Appends `record` with this process's `command` to `path`, as one JSON line.
+
+    Creates the file and its folder.
 
     Raises ValueError for values that JSON has no form for, NaN and infinity included.
     """
-    line = json.dumps(dict(record), allow_nan=False)
+    line = json.dumps({**record, "command": command()}, allow_nan=False)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -264,6 +271,29 @@ def describe_emulated(emulated: Mapping[str, Any]) -> str:
     if emulated.get("separate_processes"):
         parts.append("each arm in processes of its own")
     return ", ".join(parts)
+
+
+def command() -> str:
+    """How to call this process again: settings in the environment, program, arguments.
+
+    Without what names places of this machine: paths, and where the results go.
+    """
+    environment = config.child_environment()
+    settings = [
+        f"{name}={value}"
+        for name, value in sorted(environment.items())
+        if name.startswith(("DEEPYTORCH_", "NCCL_")) and "/" not in value
+    ]
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = Path(sys.argv[0]).name
+    called = ["python", "-m", module.name.removesuffix(".__main__")] if module else [program]
+    arguments = iter(sys.argv[1:])
+    for argument in arguments:
+        if argument in _PLACES:
+            next(arguments, None)
+        elif not argument.startswith(tuple(f"{place}=" for place in _PLACES)):
+            called.append(Path(argument).name if argument.startswith("/") else argument)
+    return shlex.join([*settings, *called])
 
 
 def provenance() -> Record:

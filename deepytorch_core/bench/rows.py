@@ -48,7 +48,7 @@ class Measured:
 
     `ways` are the algorithm of ours and the way of a baseline that has several ("" otherwise);
     `calls_per_graph` is None without graphs, `cpu_us` (microseconds a call) where it was not
-    measured.
+    measured, `compute_us` where nothing was computed beside.
     """
 
     comparison: timing.Comparison
@@ -56,6 +56,7 @@ class Measured:
     ways: tuple[str, str]
     calls_per_graph: int | None = None
     cpu_us: tuple[float, float] | None = None
+    compute_us: float | None = None
 
 
 def cases(job: Job) -> Iterator[Row]:
@@ -90,6 +91,7 @@ def row_of(job: Job, row: Row, measured: Measured) -> Record:
         "direct": job.direct,
         "cuda_graph": job.cuda_graph,
         "calls_per_graph": measured.calls_per_graph,
+        "compute_us": measured.compute_us and round(measured.compute_us, 3),
         "algorithm": measured.ways[timing.OURS],
         "time_us": round(time_us, 3),
         "cpu_us": cpu_us and cpu_us[timing.OURS],

@@ -179,6 +179,7 @@ def _label(record: Record) -> str:
     marks = [
         *(["registered"] if record["registered"] else []),
         *(["direct call"] if record.get("direct") else []),
+        *(["beside matrix products"] if record.get("compute_us") else []),
         *(["size per rank"] if _is_per_rank(record) else []),
         *([describe_emulated(record["emulated"])] if record.get("emulated") else []),
     ]

@@ -27,6 +27,7 @@ class DeviceTuning : public ::testing::Test {
  protected:
   DeviceTuning() {
     Decisions::instance().reset();
+    reset_statistics();
     std::filesystem::create_directories(folder_);
     fake_devices() = {};
     fake_devices().why_absent = "";
@@ -382,6 +383,21 @@ TEST_F(DevicesOnNodes, WhereOneRankCantSetUpStagesAllStayFlat) {
             [](Rank& rank) { EXPECT_EQ(way_of(rank, 16 * kMiB), "flat"); },
             {.tune = DPT_TUNE_AUTO, .execute = execute});
   EXPECT_EQ(stock_calls_, 2 * 4);  // each rank tried both once
+  for (const DecisionRow& row : rows()) EXPECT_EQ(row.decision.source, "rule of thumb");
+}
+
+TEST_F(DevicesOnNodes, StagesDoNotWinBecauseTheRingFails) {
+  const auto stages = stock_by_nodes(100, [](size_t) { return 10.0; });
+  std::atomic<int> in_ring = 0;
+  const auto fails_later = [&](const dpt_request& request) {
+    const bool is_ring = request.on_device != 0 && request.node_of == nullptr;
+    if (is_ring && request.device == 2 && ++in_ring > 1) return DPT_ERR_DELEGATE;
+    return stages(request);
+  };
+  run_ranks(4,
+            [](Rank& rank) { EXPECT_EQ(way_of(rank, 16 * kMiB), "flat"); },
+            {.tune = DPT_TUNE_AUTO, .execute = fails_later});
+  EXPECT_EQ(in_ring, 2);  // nothing is tried for other sizes
   for (const DecisionRow& row : rows()) EXPECT_EQ(row.decision.source, "rule of thumb");
 }
 

@@ -25,7 +25,7 @@ def _bench(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stdout + done.stderr
     records = read_records(path)
     for record in records:
-        assert set(record) == set(COLLECTIVE_FIELDS)
+        assert set(record) == {*COLLECTIVE_FIELDS, "command"}
         assert record["wrong"] == record["baseline_wrong"] == 0
         assert record["time_us"] > 0
         assert record["baseline_time_us"] > 0
@@ -49,6 +49,20 @@ def test_replays_are_right_and_timed(tmp_path: Path, baseline: str, ops: str) ->
         assert record["calls_per_graph"] >= 2
         assert record["cpu_us"] is record["baseline_cpu_us"] is None
         assert bool(record["baseline_algorithm"]) == (baseline == "torch-symm")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("timing", [["--cuda-graph"], []], ids=["replays", "eager"])
+def test_calls_beside_products_take_at_least_as_long_as_those(
+    tmp_path: Path, timing: list[str]
+) -> None:
+    records = _bench(tmp_path, "--beside-compute", *timing, "--ops", MOVES, "--sizes", "1K,16M")
+    assert len(records) == 2 * len(MOVES.split(","))
+    for record in records:
+        assert record["cpu_us"] is None
+        assert record["compute_us"] > 0
+        # A timing, but of what holds the products: shorter by half would be without them.
+        assert record["time_us"] > record["compute_us"] / 2
 
 
 @pytest.mark.timeout(300)

@@ -104,6 +104,7 @@ def test_a_job_survives_its_way_to_the_ranks():
             {"cuda_graph": True, "device": "cuda", "baseline": "nccl", "ops": ("barrier",)},
             "--cuda-graph: a barrier waits on the CPU: leave it out of --ops",
         ),
+        ({"beside_compute": True}, "--beside-compute .* give --device cuda"),
         ({"world_size": 0}, "world-size"),
         ({"iterations": -1}, "iterations"),
         ({"sizes": ()}, "--sizes"),

@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 import subprocess
+import sys
+import types
 
 import pytest
 
@@ -15,7 +17,10 @@ def test_records_read_back_in_order(tmp_path):
     rows = [{"op": "all_reduce", "speedup_spread": [1.0, 2.0]}, {"op": "broadcast"}]
     for row in rows:
         record.write_record(path, row)
-    assert record.read_records(path) == rows
+    read = record.read_records(path)
+    assert [{**each, "command": None} for each in rows] == [
+        {**each, "command": None} for each in read
+    ]
     assert len(path.read_text().splitlines()) == 2
 
 
@@ -24,6 +29,25 @@ def test_what_json_has_no_form_for_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         record.write_record(path, {"speedup": math.inf})
     assert not path.exists()
+
+
+def test_a_record_says_how_it_was_made_and_names_no_place(tmp_path, monkeypatch):
+    words = ["bench", "collectives", "--sizes", "1K,2 K", "--json", "/a/b", "--plot=c", "/home/x/y"]
+    monkeypatch.setattr("sys.argv", ["/opt/bin/deepytorch", *words])
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    environment = {
+        "NCCL_P2P_DISABLE": "1",
+        "DEEPYTORCH_PROFILE": "/home/x/p.json",
+        "HOME": "/home/x",
+    }
+    monkeypatch.setattr(record.config, "child_environment", lambda: environment)
+    path = tmp_path / "runs.jsonl"
+    record.write_record(path, {"op": "broadcast"})
+    (row,) = record.read_records(path)
+    assert row == {
+        "op": "broadcast",
+        "command": "NCCL_P2P_DISABLE=1 deepytorch bench collectives --sizes '1K,2 K' y",
+    }
 
 
 @pytest.mark.parametrize("line", ["{broken", "[1, 2]"])

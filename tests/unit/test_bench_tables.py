@@ -23,6 +23,7 @@ def row(num_bytes, **changes):
         "direct": False,
         "cuda_graph": False,
         "calls_per_graph": None,
+        "compute_us": None,
         "algorithm": "one_shot",
         "time_us": 10.0,
         "cpu_us": None,

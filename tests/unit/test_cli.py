@@ -509,7 +509,7 @@ def test_bench_writes_records_and_a_picture(monkeypatch, tmp_path):
     records, picture = tmp_path / "r.jsonl", tmp_path / "p.svg"
     result = bench(monkeypatch, FakeRun(), "--json", str(records), "--plot", str(picture))
     assert result.exit_code == 0, result.output
-    assert set(read_records(records)[0]) == set(COLLECTIVE_FIELDS)
+    assert set(read_records(records)[0]) == {*COLLECTIVE_FIELDS, "command"}
     assert "<svg" in picture.read_text()
 
 

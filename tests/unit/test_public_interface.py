@@ -137,6 +137,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--registered": False,
         "--direct": False,
         "--cuda-graph": False,
+        "--beside-compute": False,
         "--nodes": 0,
         "--ranks-per-node": "1",
         "--link": "",
