@@ -48,7 +48,7 @@ class Products:
         self.time_us = 0.0
         self._factors = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
         self._result = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        self._side = torch.cuda.Stream()
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self) -> None:
         for _ in range(self.amount.count):
@@ -69,7 +69,10 @@ class Products:
 
 
 def lasting(target_us: float, about: Callable[[timing.Call], float]) -> Products:
-    """Products that take about as long; `about` times a call, in microseconds, alike on all ranks."""
+    """Products that take about as long.
+
+    `about` times a call in microseconds, with the same result on all ranks.
+    """
 
     def time_of(width: int) -> float:
         one = Products(Amount(width, 1))
