@@ -46,6 +46,18 @@ constexpr Pace kPace{.enough_us = 40e3,
                      .cheap_us = 0,
                      .long_us = 1000};
 
+// Whether something is much faster than the delegate by the medians, and the spreads hide it. What
+// is decided stays, in the profile too.
+bool noise_hides_a_gain(const Entry& entry) {
+  constexpr double kGain = 1.1;
+  const Measurement* const best =
+      winner(entry, {.max_chunk_bytes = ~size_t{0}, .delegate = true, .on_device = true});
+  return best != nullptr && is_delegate(best->candidate) &&
+         std::any_of(entry.begin(), entry.end(), [&](const Measurement& each) {
+           return each.median_us * kGain <= best->median_us;
+         });
+}
+
 // Polls until `done()`; false when `limit` passed first. The group's end and Ctrl-C end it too.
 template <typename Done>
 bool poll(const RunContext& context, Deadline limit, Done done) {
@@ -252,7 +264,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   // Whatever goes in stages is long enough for one call to tell how many make a round.
   const bool is_long = group_ == nullptr || bytes >= kLongTrial;
   std::vector<Trial::Calls> calls(racers.size(), {is_long ? 1 : kFirstCalls, true});
-  const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {
+  const Turn turn = [&](size_t i, Clock::time_point since, double* elapsed) {
     const auto time_us = trial.run(racers[i], calls[i], since, elapsed);
     if (time_us) {
       const double wanted = std::ceil(kRoundUs / std::max(*time_us, 1.0));
@@ -260,7 +272,8 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
       calls[i] = {std::clamp(static_cast<int>(wanted), 1, kMostCalls), *time_us < 2 * kRoundUs};
     }
     return time_us;
-  });
+  };
+  const Entry times = race(racers, kPace, turn, noise_hides_a_gain);
   const auto by_stock = [](const Measurement& each) { return is_delegate(each.candidate); };
   if (group_ == nullptr && std::none_of(times.begin(), times.end(), by_stock)) {
     fails_in_stages_ = true;  // stages are the delegate's own operations, and it has just failed

@@ -36,6 +36,17 @@ void drop_hopeless(std::vector<Course>* courses, double factor, const Pace& pace
   }
 }
 
+Entry entry_of(const std::vector<Course>& courses) {
+  Entry entry;
+  for (const Course& course : courses) {
+    const bool timed = !course.times_us.empty();
+    if (!timed && !std::isfinite(course.best_us)) continue;
+    entry.push_back(timed ? summarize(course.candidate, course.times_us)
+                          : summarize(course.candidate, {course.best_us}));
+  }
+  return entry;
+}
+
 struct Shape {
   int inputs;
   int outputs;
@@ -52,7 +63,10 @@ Shape shape_of(Collective collective, int rank, int ranks) {
 
 }  // namespace
 
-Entry race(const std::vector<Candidate>& candidates, const Pace& pace, const Turn& turn) {
+Entry race(const std::vector<Candidate>& candidates,
+           const Pace& pace,
+           const Turn& turn,
+           const Undecided& undecided) {
   std::vector<Course> courses;
   for (const Candidate& candidate : candidates) courses.push_back({candidate});
   double elapsed_us = 0;
@@ -71,16 +85,10 @@ Entry race(const std::vector<Candidate>& candidates, const Pace& pace, const Tur
     }
     drop_hopeless(&courses, round == 0 ? kHopelessAtFirst : kHopeless, pace);
     if (round >= pace.fewest_long_rounds && elapsed_us > pace.most_us) break;
-    if (round >= pace.fewest_rounds && elapsed_us > pace.enough_us) break;
+    if (round < pace.fewest_rounds || elapsed_us <= pace.enough_us) continue;
+    if (!undecided || !undecided(entry_of(courses))) break;
   }
-  Entry entry;
-  for (Course& course : courses) {
-    const bool timed = !course.times_us.empty();
-    if (!timed && !std::isfinite(course.best_us)) continue;
-    entry.push_back(timed ? summarize(course.candidate, course.times_us)
-                          : summarize(course.candidate, {course.best_us}));
-  }
-  return entry;
+  return entry_of(courses);
 }
 
 ReduceOp trial_reduce_op(Collective collective) {

@@ -29,8 +29,15 @@ struct Pace {
 using Turn = std::function<std::optional<double>(
     size_t index, std::chrono::steady_clock::time_point start, double* elapsed_us)>;
 
+// Whether what is known by now shows no winner where there may be one; then it goes on as long as
+// the pace allows.
+using Undecided = std::function<bool(const Entry& entry)>;
+
 // The first round is not timed.
-Entry race(const std::vector<Candidate>& candidates, const Pace& pace, const Turn& turn);
+Entry race(const std::vector<Candidate>& candidates,
+           const Pace& pace,
+           const Turn& turn,
+           const Undecided& undecided = nullptr);
 
 ReduceOp trial_reduce_op(Collective collective);
 
