@@ -12,6 +12,8 @@ from deepytorch.cli import console
 
 # Two looks so far apart tell what is stuck from what merely waits for the moment.
 _BETWEEN_LOOKS_S = 1.0
+# Who asks by hand would rather wait than do without.
+_STACKS_LIMIT_S = 10.0
 
 
 def show(pids: list[int], job: str | None, *, as_json: bool, flight_recorder: Path | None) -> None:
@@ -86,7 +88,7 @@ def _look(job: Any) -> _Case:
     earlier = {one.pid: one for one in job.records}
     again = collect.jobs(pids, name=job.name)
     records = again[0].records if again else job.records
-    ranks = collect.ranks(records)
+    ranks = collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S)
     found = verdict.judge(ranks, least_s=_BETWEEN_LOOKS_S)
     moved = [
         one.rank for one in records if one.pid in earlier and one.begun != earlier[one.pid].begun

@@ -31,7 +31,7 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
-def ask(pid: int, signal_number: int, *, limit_s: float = 2.0) -> str:
+def ask(pid: int, signal_number: int, *, limit_s: float) -> str:
     """The stacks of all threads of process `pid`; empty if it gives none within `limit_s`."""
     if signal_number <= 0 or processes.state(pid)[0] != evidence.RUNNING:
         return ""  # what is stopped would answer once it goes on
@@ -66,7 +66,7 @@ def ask(pid: int, signal_number: int, *, limit_s: float = 2.0) -> str:
                 os.close(each)
 
 
-def ask_all(signals: dict[int, int], *, limit_s: float = 2.0) -> dict[int, str]:
+def ask_all(signals: dict[int, int], *, limit_s: float) -> dict[int, str]:
     """`ask` of several processes at once; `signals` by pid."""
     if not signals:
         return {}

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-Holdings = dict[str, list[str] | int]
+Holdings = dict[str, list[str]]
 
 _SETTLING_S = 4.0  # sockets between nodes say their farewell in the background
 
 
 def holdings() -> Holdings:
-    """Descriptors by kind, threads, children, shared memory mapped, and names in /dev/shm."""
+    """Descriptors by kind, threads by name, children, shared memory mapped, names in /dev/shm."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     descriptors = []
@@ -24,7 +24,7 @@ def holdings() -> Holdings:
             descriptors.append(_kind(os.readlink(f"/proc/self/fd/{name}")))
     return {
         "descriptors": sorted(descriptors),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": _threads(),
         "children": _children(),
         "shared memory mapped": [line for line in maps if "memfd" in line],
         "/dev/shm": sorted(path.name for path in Path("/dev/shm").glob("*deepytorch*")),
@@ -36,9 +36,7 @@ def num_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("\n")
 
 
-def left_over(
-    before: Mapping[str, list[str] | int], *, settling_s: float = _SETTLING_S
-) -> list[str]:
+def left_over(before: Mapping[str, list[str]], *, settling_s: float = _SETTLING_S) -> list[str]:
     """What this process holds more than `before` (from `holdings`), in words; empty if nothing.
 
     Waits up to `settling_s` seconds for what ends in the background.
@@ -55,16 +53,12 @@ def _once_settled(look: Callable[[], list[str]], settling_s: float) -> list[str]
     return found
 
 
-def _more(before: Mapping[str, list[str] | int], after: Holdings) -> list[str]:
+def _more(before: Mapping[str, list[str]], after: Holdings) -> list[str]:
     found = []
     for kind, held in after.items():
         previous = before[kind]
-        if isinstance(held, int):
-            assert isinstance(previous, int)
-            if held > previous:
-                found.append(f"{held - previous} {kind}")
-            continue
-        assert isinstance(previous, list)
+        if kind == "threads" and len(held) <= len(previous):
+            continue  # they may change their names
         rest = list(held)
         for each in previous:
             if each in rest:
@@ -77,6 +71,14 @@ def _more(before: Mapping[str, list[str] | int], after: Holdings) -> list[str]:
 def _kind(link: str) -> str:
     """Of what a descriptor is: "socket", "anon_inode:[eventpoll]", or a file's path."""
     return link if link.startswith("anon_inode") else link.split(":")[0]
+
+
+def _threads() -> list[str]:
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # one that has just ended
+            found.append((task / "comm").read_text().strip())
+    return sorted(found)
 
 
 def _children() -> list[str]:

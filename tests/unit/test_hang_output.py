@@ -146,7 +146,12 @@ def one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         collect, "jobs", lambda pids=None, name=None: [collect.Job("job1", records)]
     )
-    monkeypatch.setattr(collect, "ranks", lambda records: job_of(4, behind=2)[:3])
+
+    def ranks(records: list[Record], *, stacks_limit_s: float) -> list[Rank]:
+        assert stacks_limit_s >= 10  # of a machine whose ranks have a fifth of a processor each
+        return job_of(4, behind=2)[:3]
+
+    monkeypatch.setattr(collect, "ranks", ranks)
 
 
 def run(*arguments: str) -> None:

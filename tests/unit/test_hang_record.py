@@ -416,7 +416,7 @@ def test_it_stops_answering_and_begins_again() -> None:
         time.sleep(0.05)
     else:
         pytest.fail("the thread goes on")
-    assert not stacks.ask(os.getpid(), signal_number)
+    assert not stacks.ask(os.getpid(), signal_number, limit_s=2)
     assert record.open_memfd(os.getpid(), record.STACKS_NAME, os.O_RDONLY) is None
     again = answer.register()
     assert "test_it_stops_answering" in stacks.ask(os.getpid(), again, limit_s=20)
@@ -425,8 +425,8 @@ def test_it_stops_answering_and_begins_again() -> None:
 def test_a_process_that_would_die_of_the_signal_is_not_sent_it() -> None:
     unhandled = processes.free_signal(range(60, 36, -1))
     assert unhandled > 0
-    assert stacks.ask(os.getpid(), unhandled) == ""
-    assert stacks.ask(1 << 22, unhandled) == ""
+    assert stacks.ask(os.getpid(), unhandled, limit_s=2) == ""
+    assert stacks.ask(1 << 22, unhandled, limit_s=2) == ""
 
 
 def test_the_state_of_processes() -> None:

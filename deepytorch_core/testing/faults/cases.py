@@ -249,7 +249,7 @@ FAULTS = {
             stock_leaves={
                 **dict.fromkeys(_BY_NCCL, ("descriptors: socket (6)",)),
                 **dict.fromkeys(
-                    ("gpu-4", "cpu-reduce-4"), ("descriptors: pipe, socket (12)", " threads")
+                    ("gpu-4", "cpu-reduce-4"), ("descriptors: pipe, socket (12)", "threads: ")
                 ),
             },
             in_start=("init",),
