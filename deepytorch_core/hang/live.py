@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,8 +45,9 @@ _MOST_VERDICTS = 4
 # Asked so often whether a rank wants to know, and not waited for: a store's wait that finds nothing
 # prints two lines when its time is up.
 _LISTEN_S = 1.0
-_END_LIMIT_S = 2.0
+_END_LIMIT_S = 3.0
 _REACH_LIMIT_S = 2.0
+_CONNECT_LIMIT_S = 0.5  # of one attempt, which torch may make twice as long
 # A store that can't be reached any more is given up after so long: torch would wait for the system
 # to do so, a quarter of an hour.
 _LOST_LIMIT_S = 10.0
@@ -58,10 +60,11 @@ _FRESH_S = 60.0
 class _Home:
     """The job's common ground: the default group's store, and this process's place.
 
-    `store` is None where it can't serve, or no more.
+    `store` is None where it can't serve, or no more. `prefix` is that of its keys.
     """
 
     store: Any
+    prefix: str
     rank: int
     size: int
     job: str
@@ -87,20 +90,22 @@ def join(store: Any, *, rank: int, size: int, life: object) -> None:
 
     own: Any = PrefixStore("deepytorch/hang", store)
     job = secrets.token_hex(6)
+    prefix = ""
     if size > 1:
         pid = os.getpid()
         try:
             # Whoever comes first names the job.
             job = own.compare_set("job", "", job).decode()
             # Of a group that was before over the same store, operations had the same numbers.
-            own = PrefixStore(str(own.add(f"joined/{rank}", 1)), own)
+            prefix = f"deepytorch/hang/{job}/{own.add(f'joined/{rank}', 1)}"
+            own = PrefixStore(prefix, _server(store) or store)
             own.set(f"who/{rank}", json.dumps([pid, processes.start_time(pid), _node()]))
         except (RuntimeError, NotImplementedError) as error:  # a store with fewer functions
             say(f"hangs can't be explained over this store: {error}", level="debug")
             own = None
     if _home is not None:
         _home.over.set()
-    _home = _Home(own, rank, size, job)
+    _home = _Home(own, prefix, rank, size, job)
     weakref.finalize(life, _let_go, _home).atexit = False
     _judged.clear()
     rouse()
@@ -208,7 +213,7 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
         found = verdict.judge(here, failed=failed)
         return found.sentence if len(here) == home.size else unreachable
     # A connection of its own: another thread may be waiting in the store.
-    store = PrefixStore(f"case/{case}", _clone(home.store))
+    store = PrefixStore(f"case/{case}", _clone(home))
     if store.compare_set("judge", "", str(home.rank)).decode() != str(home.rank):
         _answer(home, store)
         try:
@@ -244,14 +249,11 @@ def _unreachable(store: Any) -> str:
 
     Torch's own connection would be tried for as long as the store's timeout says, which is minutes.
     """
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
+    server = _server(store)
+    if server is None:
         return ""
     try:
-        socket.create_connection((store.host, store.port), timeout=_REACH_LIMIT_S).close()
+        socket.create_connection((server.host, server.port), timeout=_REACH_LIMIT_S).close()
     except ConnectionRefusedError:
         gone = "the process that kept it has ended"
     except OSError as error:
@@ -259,22 +261,50 @@ def _unreachable(store: Any) -> str:
     else:
         return ""
     return (
-        f"the job's store at {store.host}:{store.port} does not answer: {gone}; other nodes can't "
-        "be asked"
+        f"the job's store at {server.host}:{server.port} does not answer: {gone}; other nodes "
+        "can't be asked"
     )
 
 
-def _clone(store: Any) -> Any:
-    """The store over a connection of its own, one that ends where the network is gone."""
+def _server(store: Any) -> Any:
+    """The TCPStore below `store`; None where it is of another kind."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def _clone(home: _Home) -> Any:
+    """The job's store over a connection of its own, one that ends where the network is gone.
+
+    Not by `Store.clone`: where the server dies meanwhile that goes on trying for as long as the
+    store's timeout says, minutes, and a program that ends has a thread in there.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    server = _server(home.store)
+    if server is None:
+        return home.store.clone()
     known = _sockets()
-    clone = store.clone()
+    deadline = time.monotonic() + _LOST_LIMIT_S
+    while True:
+        try:
+            limit = timedelta(seconds=_CONNECT_LIMIT_S)
+            clone = TCPStore(server.host, server.port, is_master=False, timeout=limit)
+            break
+        except RuntimeError:
+            late = time.monotonic() > deadline
+            if late or home.over.is_set() or _unreachable(home.store):
+                raise
+    clone.set_timeout(timedelta(seconds=_LOST_LIMIT_S))
     for name in _sockets() - known:
         # Others of this moment are most likely the same job's, and as little use without a network.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name[0]))) as own:
             if own.family in (socket.AF_INET, socket.AF_INET6):
                 limit_ms = int(1e3 * _LOST_LIMIT_S)
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
-    return clone
+    return PrefixStore(home.prefix, clone)
 
 
 def _sockets() -> set[tuple[str, str]]:
@@ -334,7 +364,7 @@ def _listen(home: _Home) -> None:
 
     number = 1
     with contextlib.suppress(Exception):  # the store's end is this thread's
-        own = _clone(home.store)
+        own = _clone(home)
         while not home.over.is_set():
             if not own.check([f"call/{number}"]):
                 home.over.wait(_LISTEN_S)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
+from types import SimpleNamespace
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from deepytorch_core.hang import live
 
@@ -24,10 +27,30 @@ def limits_to(port: int) -> list[int]:
 
 def test_a_store_of_our_own_is_given_up_when_its_network_is_gone() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = PrefixStore("job", server)
+    home = live._Home(PrefixStore("job", server), "job", rank=0, size=2, job="a")
     before = limits_to(server.port)
     assert not any(before)
-    clone = live._clone(store)
+    clone = live._clone(home)
     assert limits_to(server.port) == [*before, 10_000]
     clone.set("key", "value")
-    assert store.get("key") == b"value"
+    assert home.store.get("key") == b"value"
+
+
+def test_a_store_that_dies_while_it_is_connected_to_is_given_up_soon() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    home = live._Home(PrefixStore("job", server), "job", rank=0, size=2, job="a")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        dead = SimpleNamespace(host="127.0.0.1", port=gone.getsockname()[1])
+    started = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "_server", lambda store: dead)
+        with pytest.raises(RuntimeError):
+            live._clone(home)
+    assert time.monotonic() - started < 60  # its own timeout is five minutes
+
+
+def test_other_stores_are_cloned() -> None:
+    home = live._Home(PrefixStore("job", HashStore()), "job", rank=0, size=2, job="a")
+    clone = live._clone(home)
+    clone.set("key", "value")
+    assert home.store.get("key") == b"value"
