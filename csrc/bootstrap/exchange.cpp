@@ -221,6 +221,13 @@ std::string own_process_mark() {
          pid + " " + start_time_of(pid).value_or("unknown");
 }
 
+std::string stamp_of_now() {
+  timespec now{};
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  const int64_t ticks_per_s = sysconf(_SC_CLK_TCK);
+  return std::to_string(now.tv_sec * ticks_per_s + now.tv_nsec * ticks_per_s / 1'000'000'000);
+}
+
 std::optional<std::string> dead_process(const std::string& mark) {
   std::istringstream in(mark);
   std::string boot_id, pid_namespace, pid, start;
@@ -228,6 +235,10 @@ std::optional<std::string> dead_process(const std::string& mark) {
   const bool visible = boot_id == read_line("/proc/sys/kernel/random/boot_id") &&
                        pid_namespace == read_link("/proc/self/ns/pid");
   if (!in || !visible || start_time_of(pid) == start) return std::nullopt;
+  uint64_t left = 0;
+  uint64_t own_start = 0;
+  std::istringstream(start_time_of(std::to_string(getpid())).value_or("")) >> own_start;
+  if (in >> left && left < own_start) return std::nullopt;
   return pid;
 }
 

@@ -62,8 +62,12 @@ std::string wait_for_key(Store& store,
 
 // Identifies this process to others on the same node; one line.
 std::string own_process_mark();
+// What may follow a mark: when it was left.
+std::string stamp_of_now();
 // The pid behind a mark when that process has certainly ended; nothing while it lives, or when it
-// can't be seen from here (another node or pid namespace).
+// can't be seen from here (another node or pid namespace). Nor where a stamp says that the mark was
+// left before this process started: launchers start ranks again over the same store, and then it is
+// of a rank's earlier life.
 std::optional<std::string> dead_process(const std::string& mark);
 
 // 128 random bits in hex.

@@ -20,17 +20,17 @@ struct Word {
 
 Word parse_word(const std::string& text) {
   std::istringstream in(text);
-  std::string words[6];
+  std::string words[7];  // mark, stamp, invitation
   for (std::string& word : words) in >> word;
   std::string rest;
   std::getline(in, rest);
-  return {text, words[4] + " " + words[5], PeerInfo::parse(rest)};
+  return {text, words[5] + " " + words[6], PeerInfo::parse(rest)};
 }
 
 }  // namespace
 
 std::string Communicator::own_word() const {
-  return own_process_mark() + " " + invitation_ + " " +
+  return own_process_mark() + " " + stamp_of_now() + " " + invitation_ + " " +
          Fabric::instance().self(global_ranks_[rank_]).serialize();
 }
 

@@ -148,7 +148,11 @@ TEST(ProcessMark, TellsTheLivingFromTheDead) {
   const ssize_t length = read(pipe_ends[0], text, sizeof text);
   ASSERT_GT(length, 0);
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
-  EXPECT_EQ(dead_process(std::string(text, length)), std::to_string(child));
+  const std::string mark(text, length);
+  EXPECT_EQ(dead_process(mark), std::to_string(child));
+  EXPECT_EQ(dead_process(mark + " " + stamp_of_now() + " and more"), std::to_string(child));
+  // Left before this process started, so by a rank's earlier life.
+  EXPECT_FALSE(dead_process(mark + " 1 and more"));
   EXPECT_FALSE(dead_process("another-node pid:[1] 1 2"));
   EXPECT_FALSE(dead_process("nonsense"));
 }
