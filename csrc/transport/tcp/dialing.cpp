@@ -24,7 +24,7 @@ constexpr std::chrono::milliseconds kGreetingLimit{5000};
 constexpr std::chrono::milliseconds kConnectLimit{10000};
 // Unacknowledged for so long, a peer's node is taken for dead. Beats make sure that something is
 // always under way.
-constexpr unsigned kUserTimeoutMs = 2500;
+constexpr unsigned kUserTimeoutMs = 2300;
 // A socket with so much not yet sent has no room: more would only wait there while another socket
 // could carry it.
 constexpr int kNotSentBytes = 64 << 10;
