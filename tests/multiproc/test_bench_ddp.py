@@ -79,7 +79,7 @@ def test_a_vision_model_trains_alike_in_all_arms(more: str, compiling: str, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     part, everything = map(json.loads, file.read_text().splitlines())
     for row in (part, everything):
-        assert set(row) == set(DDP_FIELDS)
+        assert set(row) == {*DDP_FIELDS, "command"}
         assert row["model"] == "timm/test_resnet"
         assert row["algorithm"] not in ("delegate", "unknown")
         assert row["registered"]

@@ -96,7 +96,7 @@ def test_a_vision_model_trains_over_the_nodes(tmp_path: Path) -> None:
     assert lines[1].startswith("emulated 2 nodes of 1 ranks, 500 Mbit/s")
     assert all(" 2 ranks -- 2M/1R: p50: " in line for line in lines[2:5])
     for row in map(json.loads, file.read_text().splitlines()):
-        assert set(row) == set(DDP_FIELDS)
+        assert set(row) == {*DDP_FIELDS, "command"}
         assert (row["emulated"]["nodes"], row["world_size"], row["wrong"]) == (2, 2, 0)
         # Nothing crosses the border faster than the rate allows.
         assert row["baseline_step_time_us"]["p50"] > 0.8 * row["bytes_per_step"] * 8 / 500

@@ -275,7 +275,7 @@ def test_the_arms_of_a_vision_model_take_turns_and_give_a_record_each(
     assert {(one.batch_size, one.image_size, one.steps) for one in turns.jobs} == {(32, 224, 3)}
     part, everything = map(json.loads, file.read_text().splitlines())
     for row in (part, everything):
-        assert set(row) == set(DDP_FIELDS)
+        assert set(row) == {*DDP_FIELDS, "command"}
         assert (row["steps"], row["num_blocks"], row["wrong"]) == (6, 2, 0)
         assert (row["dtype"], row["bytes_per_step"]) == ("bfloat16", 2000)
         assert row["baseline_samples_per_s"]["p50"] == 10666.67
