@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from deepytorch.cli import app, bench
 from deepytorch.workloads import compile_suite
-from deepytorch.workloads.compile_worker import CompileJob, record_of
+from deepytorch.workloads.compile_worker import CompileJob, _steady, record_of
 from deepytorch_core.bench import launch, tables
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import COMPILE_FIELDS, provenance
+from deepytorch_core.compile.phases import Spent
 
 
 def share(seconds: float, **more: Any) -> dict[str, Any]:
@@ -56,6 +57,13 @@ def test_compile_record_is_whole() -> None:
     assert row["wrong"] == 0
     assert (row["kept"], row["dropped"]) == ("inductor, replayed", {"x": "y"})
     assert row["reason"] == "faster than eager; faster than launched"
+
+
+def test_steps_by_themselves_are_as_fast_as_a_long_phase_was() -> None:
+    spent = {"waiting for helpers": Spent(30.0, 3000), "eager steps": Spent(0.001, 10)}
+    assert _steady([0.012, 0.013], spent) == 0.01  # ten queued steps say nothing
+    assert _steady([0.009, 0.013], spent) == 0.009
+    assert _steady([0.012], {}) == 0.012
 
 
 def test_compile_record_with_differing_losses_is_wrong() -> None:
