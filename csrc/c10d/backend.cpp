@@ -71,7 +71,9 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
                                  setup_.tune,
                                  setup_.profile.c_str(),
                                  setup_.staging_bytes,
-                                 setup_.raise_errors ? 1 : 0};
+                                 setup_.raise_errors ? 1 : 0,
+                                 setup_.explain ? explain_failure : nullptr,
+                                 this};
   const dpt_store store = store_table(setup_.store.get());
   const dpt_delegate delegate{this,
                               start_on_delegate,
@@ -148,6 +150,11 @@ void Backend::abandon_on_device(void* context) {
   if (delegates.empty()) return;
   backend.abandonment_.begin(std::move(delegates),
                              [&backend] { return backend.delegated_.is_starting(); });
+}
+
+void Backend::explain_failure(void* context, const char* failure, char* sentence, size_t bytes) {
+  std::snprintf(
+      sentence, bytes, "%s", static_cast<Backend*>(context)->setup_.explain(failure).c_str());
 }
 
 void Backend::let_others_make_it() {

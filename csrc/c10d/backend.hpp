@@ -248,6 +248,7 @@ class Backend : public c10d::Backend {
   static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
   static dpt_waits is_delegate_waiting(void* context);
   static void abandon_on_device(void* context);
+  static void explain_failure(void* context, const char* failure, char* sentence, size_t bytes);
   // In a handler of whatever the stock backend threw: what the core is told of it.
   static dpt_status describe_caught(const at::Device& device, dpt_error* error);
   static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);

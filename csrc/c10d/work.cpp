@@ -48,7 +48,10 @@ std::string explained(const Explain& explain, dpt_status status, const std::stri
   // To the rank that did not time out itself it is an abort.
   const bool timed_out = status == DPT_ERR_TIMEOUT ||
                          (status == DPT_ERR_ABORTED && message.find("timed out") != message.npos);
-  if (!explain || !timed_out) return message;
+  // A kernel sees that its peer is in another operation, and the flight records in which.
+  const bool is_one_sided =
+      status == DPT_ERR_MISMATCH && message.find(" on GPUs of group ") != message.npos;
+  if (!explain || !(timed_out || is_one_sided)) return message;
   const std::string sentence = explain(message);
   return sentence.empty() ? message : sentence + "\n" + message;
 }

@@ -36,6 +36,16 @@ size_t bytes_to_choose_by(const Operation& operation, int size) {
   return most;
 }
 
+std::function<std::string(const std::string&)> explain_by(const dpt_comm_options& options) {
+  if (options.explain == nullptr) return nullptr;
+  return
+      [explain = options.explain, context = options.explain_context](const std::string& failure) {
+        std::vector<char> sentence(4096);
+        explain(context, failure.c_str(), sentence.data(), sentence.size());
+        return std::string(sentence.data());
+      };
+}
+
 bool goes_by_nodes(const Plan& plan) { return std::string_view(plan.algorithm) == "hierarchical"; }
 bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
 
@@ -50,6 +60,7 @@ Communicator::Communicator(const dpt_comm_options& options,
       native_(options.native != 0),
       staging_bytes_(options.staging_bytes),
       raise_errors_(options.raise_errors != 0),
+      explain_(explain_by(options)),
       forces_tuning_(options.tune == DPT_TUNE_FORCE),
       store_(std::move(store)),
       delegate_(delegate),

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -192,7 +193,8 @@ class Communicator {
   bool native_;
   size_t staging_bytes_;
   bool raise_errors_;
-  bool forces_tuning_;  // whatever is known
+  std::function<std::string(const std::string& failure)> explain_;  // empty: nobody can
+  bool forces_tuning_;                                              // whatever is known
   std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
   dpt_delegate delegate_;

@@ -412,7 +412,7 @@ bool Communicator::watch_device() {
   }
   const Error error = error_of(*failure);
   fail(error.status(), error.what());
-  if (!raise_errors_ && !wanted) end_process(error.what());
+  if (!raise_errors_ && !wanted) end_process(begun_with(explain_, error.what()));
   group->release();
   if (!wanted) abandon_delegate();
   return true;

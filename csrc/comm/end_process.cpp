@@ -3,13 +3,16 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <future>
+#include <memory>
 #include <mutex>
 #include <thread>
 
 namespace dpt {
 namespace {
 
-// Well within the time for which a kernel holds its stream.
+// Together well within the time for which a kernel holds its stream.
+constexpr std::chrono::seconds kExplaining{4};
 constexpr std::chrono::seconds kGrace{3};
 
 std::mutex mutex;
@@ -36,6 +39,18 @@ void end_process(const std::string& reason, Instead instead) {
   std::fflush(stderr);
   std::this_thread::sleep_for(kGrace);
   std::abort();
+}
+
+std::string begun_with(const std::function<std::string(const std::string&)>& explain,
+                       const std::string& failure) {
+  if (!explain) return failure;
+  // Python's lock may be held for ever by whoever waits for the GPU.
+  const auto said = std::make_shared<std::promise<std::string>>();
+  std::future<std::string> sentence = said->get_future();
+  std::thread([explain, failure, said] { said->set_value(explain(failure)); }).detach();
+  if (sentence.wait_for(kExplaining) != std::future_status::ready) return failure;
+  const std::string first = sentence.get();
+  return first.empty() ? failure : first + "\n" + failure;
 }
 
 void replace_end_process(std::function<void(const std::string&)> instead) {

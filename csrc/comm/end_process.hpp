@@ -13,6 +13,11 @@ enum class Instead { kRaise, kNothing };
 // process. Called from the watchdog's thread.
 void end_process(const std::string& reason, Instead instead = Instead::kRaise);
 
+// What `explain` says of a failure before it, on a line of its own. Where that has nothing to say,
+// or needs longer than a kernel can be made to hold its stream, the failure alone.
+std::string begun_with(const std::function<std::string(const std::string&)>& explain,
+                       const std::string& failure);
+
 // For tests: called in place of that; nullptr restores it.
 void replace_end_process(std::function<void(const std::string& reason)> instead);
 

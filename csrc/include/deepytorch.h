@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 12
+#define DPT_ABI_VERSION 13
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -223,6 +223,11 @@ typedef struct dpt_comm_options {
   const char* profile;  /* path of the profile to read and write; NULL or empty: none */
   size_t staging_bytes; /* most staging memory of this process, over all groups; 0: the default */
   int raise_errors;     /* 0: a failure on a GPU ends the process; else the next call fails */
+  /* Who kept this rank waiting, for the words of a failure that is about to end the process: a
+   * sentence of less than `bytes`, empty where nobody can say. Asked by a thread of its own, which
+   * is not waited for longer than some seconds. NULL: nobody can. */
+  void (*explain)(void* context, const char* failure, char* sentence, size_t bytes);
+  void* explain_context;
 } dpt_comm_options;
 
 typedef struct dpt_api {

@@ -158,15 +158,18 @@ def explain_failure(group: str, failure: str) -> str:
             if home is None or home.store is None or len(_judged) >= _MOST_VERDICTS:
                 return ""
             operation = _failed_operation(group)
-            if operation is None:
+            # A kernel that gives up ends the group, so there is one such case of it.
+            case = f"{group}/device"
+            if operation is not None:
+                kind = "message" if operation.is_message else "collective"
+                case = f"{group}/{kind}/{operation.sequence}"
+                if operation.is_message:
+                    case += f"/{home.rank}"
+            elif not any(one.state == evidence.ISSUED for one in _operations(group)):
                 return ""
-            kind = "message" if operation.is_message else "collective"
-            case = f"{group}/{kind}/{operation.sequence}"
-            if operation.is_message:
-                case += f"/{home.rank}"
             if case not in _judged:
                 _judged[case] = ""
-                _judged[case] = _meet(home, case, operation)
+                _judged[case] = _meet(home, case, group, operation)
             return _judged[case]
     except Exception as error:  # the operation's own error matters more
         say(f"the hang was not explained: {type(error).__name__}: {error}", level="debug")
@@ -187,22 +190,30 @@ def whereabouts(ranks: Iterable[int]) -> str:
     return ""
 
 
-def _failed_operation(group: str) -> evidence.Operation | None:
+def _operations(group: str) -> list[evidence.Operation]:
     from deepytorch_core import _core
 
     mine = record.read_descriptor(_core.flight_record_fd())
+    return [operation for operation in mine.operations if operation.group == group]
+
+
+def _failed_operation(group: str) -> evidence.Operation | None:
     failed = [
         operation
-        for operation in mine.operations
-        if operation.group == group
-        and operation.state == evidence.FAILED
-        and (operation.ended_age_s or 0) < _FRESH_S
+        for operation in _operations(group)
+        if operation.state == evidence.FAILED and (operation.ended_age_s or 0) < _FRESH_S
     ]
     return failed[-1] if failed else None
 
 
-def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
-    failed = (operation.group, operation.sequence, operation.is_message)
+def _meet(home: _Home, case: str, group: str, operation: evidence.Operation | None) -> str:
+    """What all ranks agree on of the operation that failed; None: of a kernel that gave up."""
+
+    def judge(ranks: Iterable[Rank]) -> verdict.Verdict:
+        if operation is None:
+            return verdict.judge(ranks, gave_up=group)
+        return verdict.judge(ranks, failed=(group, operation.sequence, operation.is_message))
+
     if home.size == 1:
         return ""
     from torch._C._distributed_c10d import PrefixStore
@@ -210,7 +221,7 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
     unreachable = _unreachable(home.store)
     if unreachable:
         here = _here(home)
-        found = verdict.judge(here, failed=failed)
+        found = judge(here)
         return found.sentence if len(here) == home.size else unreachable
     # A connection of its own: another thread may be waiting in the store.
     store = PrefixStore(f"case/{case}", _clone(home))
@@ -219,7 +230,7 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
         try:
             store.wait(["verdict"], timedelta(seconds=_VERDICT_LIMIT_S))
         except RuntimeError:
-            return verdict.judge(_here(home), failed=failed).sentence
+            return judge(_here(home)).sentence
         sentence: str = json.loads(store.get("verdict"))
         return sentence
     ranks = {one.rank: one for one in _here(home)}
@@ -235,7 +246,7 @@ def _meet(home: _Home, case: str, operation: evidence.Operation) -> str:
         for rank in absent:
             if rank not in ranks or ranks[rank].process == evidence.MISSING:
                 ranks[rank] = _without_answer(home, rank)
-    found = verdict.judge(ranks.values(), failed=failed)
+    found = judge(ranks.values())
     sentence = "" if found.kind == verdict.NO_HANG else found.sentence
     store.set("verdict", json.dumps(sentence))
     if sentence:

@@ -56,6 +56,7 @@ def judge(
     ranks: Iterable[Rank],
     *,
     failed: tuple[str, int, bool] | None = None,
+    gave_up: str | None = None,
     least_s: float = 0.0,
 ) -> Verdict:
     """Who keeps the job waiting, from what is known of its ranks.
@@ -65,17 +66,24 @@ def judge(
             be left out.
         failed: group and number of an operation that has just timed out, and whether it is a
             message: ranks whose call of it has failed count as waiting in it.
+        gave_up: group on whose GPUs a kernel has just given up: its newest operation counts as
+            waited in, also where all ranks have begun as many.
         least_s: waits that are younger are none.
     """
-    return _Case(ranks, failed, least_s).verdict()
+    return _Case(ranks, failed, gave_up, least_s).verdict()
 
 
 class _Case:
     def __init__(
-        self, ranks: Iterable[Rank], failed: tuple[str, int, bool] | None, least_s: float
+        self,
+        ranks: Iterable[Rank],
+        failed: tuple[str, int, bool] | None,
+        gave_up: str | None,
+        least_s: float,
     ) -> None:
         self.ranks = {rank.rank: rank for rank in ranks}
         self.failed = failed
+        self.gave_up = gave_up
         self.least_s = least_s
         self.waits = {
             rank.rank: wait for rank in self.ranks.values() if (wait := self._wait_of(rank))
@@ -99,6 +107,8 @@ class _Case:
             if differing is not None:
                 return differing
             absent = self._absent(wait)
+            if not absent and wait.operation.state == evidence.ISSUED:
+                return Verdict(NO_HANG, self._no_hang())  # it may be through on some of them
             if not absent:
                 return self._all_inside(wait)
             stuck = [rank for rank in absent if self._can_wait(rank)]
@@ -143,21 +153,22 @@ class _Case:
         """Ranks whose newest operations on a device go beyond what some member has begun.
 
         The host knows of those only that they were begun, so as long as all ranks began the same
-        there is nothing to see.
+        there is nothing to see, unless a kernel says that it waited in vain.
         """
-        waits: dict[int, Wait] = {}
+        alone: dict[int, Wait] = {}
+        in_vain: dict[int, Wait] = {}
         for rank in self.ranks.values():
             for operation in rank.operations:
-                if operation.state != evidence.ISSUED or operation.is_message:
-                    continue
                 group = rank.group(operation.group)
-                if group is None or operation.age_s < self.least_s:
+                is_begun = operation.state == evidence.ISSUED and not operation.is_message
+                if group is None or not is_begun or operation.age_s < self.least_s:
                     continue
                 wait = Wait(rank.rank, operation, group.ranks)
-                if self._absent(wait):
-                    waits[rank.rank] = wait
-                    break
-        return waits
+                if rank.rank not in alone and self._absent(wait):
+                    alone[rank.rank] = wait
+                if operation.group == self.gave_up:
+                    in_vain[rank.rank] = wait
+        return alone or in_vain
 
     def _can_wait(self, rank: int) -> bool:
         return rank in self.waits and not self._is_dead_or_stopped(rank)

@@ -178,7 +178,12 @@ Rank::Rank(Store& store, int rank, int size, RankOptions options)
       options_.tune,
       options_.profile.c_str(),
       0,
-      options_.raise_errors ? 1 : 0};
+      options_.raise_errors ? 1 : 0,
+      options_.explain ? [](void* context, const char* failure, char* sentence, size_t bytes) {
+        const auto* self = static_cast<Rank*>(context);
+        std::snprintf(sentence, bytes, "%s", self->options_.explain(failure).c_str());
+      } : static_cast<void (*)(void*, const char*, char*, size_t)>(nullptr),
+      this};
   delegate_.execute = options_.execute;
   const dpt_store store_functions = table_of(*store_);
   const dpt_delegate delegate_functions = delegate_.table();

@@ -46,6 +46,7 @@ struct RankOptions {
   dpt_tune tune = DPT_TUNE_OFF;
   bool raise_errors = false;
   std::string profile;
+  std::function<std::string(const std::string& failure)> explain;
   std::function<dpt_status(const dpt_request&)> execute;  // see RecordingDelegate
 };
 

@@ -88,6 +88,38 @@ TEST_F(DeviceFailure, EndsTheProcessOnEveryRank) {
   EXPECT_EQ(ends_, 2);
 }
 
+TEST_F(DeviceFailure, BeginsWithWhoKeptTheOthersWaiting) {
+  expected_ = "rank 1 is in train.py:88\nnative operation #7 on GPUs";
+  const auto explain = [](const std::string& failure) {
+    EXPECT_THAT(failure, HasSubstr("rank 1 did not come in time"));
+    return std::string("rank 1 is in train.py:88");
+  };
+  run_ranks(2, fail_between_two, {.explain = explain});
+  EXPECT_EQ(ends_, 2);
+}
+
+TEST_F(DeviceFailure, IsNotExplainedWhereNobodyCan) {
+  const auto silent = [](const std::string&) { return std::string(); };
+  run_ranks(2, fail_between_two, {.explain = silent});
+  EXPECT_EQ(ends_, 2);
+}
+
+// Whoever waits for the GPU may have Python's lock: the process ends all the same.
+TEST_F(DeviceFailure, DoesNotWaitForAnExplanationWithoutEnd) {
+  static std::atomic<bool> over{false};
+  static std::atomic<int> asked{0};
+  const auto endless = [](const std::string&) {
+    ++asked;
+    while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    --asked;
+    return std::string("too late");
+  };
+  run_ranks(2, fail_between_two, {.explain = endless});
+  EXPECT_EQ(ends_, 2);
+  over = true;
+  while (asked > 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+}
+
 TEST_F(DeviceFailure, IsRaisedByTheNextCallWhereThatIsAskedFor) {
   run_ranks(2, fail_between_two, {.raise_errors = true});
   EXPECT_EQ(ends_, 0);

@@ -311,6 +311,24 @@ def test_operations_on_devices() -> None:
     assert (found.kind, found.ranks, found.sequence) == (verdict.NEVER_ENTERED, (2,), 6)
     even = [rank(n, issued(1)) for n in WORLD]
     assert judge(even).kind == verdict.NO_HANG
+    assert judge(even, gave_up="dp").kind == verdict.NO_HANG  # nor does it tell who is late
+    assert judge([*ahead, rank(2, issued(1))], gave_up="dp").sequence == 2
+
+
+def test_ranks_in_different_operations_on_devices() -> None:
+    """A kernel gave up: both sides are in the records."""
+
+    def issued(sequence: int, **changes: Any) -> Operation:
+        return op(sequence, state=evidence.ISSUED, on_device=True, ended_age_s=None, **changes)
+
+    ranks = [rank(n, issued(1), issued(2), issued(3)) for n in (0, 1, 3)]
+    ranks.append(rank(2, issued(1), issued(2, count=7, bytes=14), issued(3)))
+    assert judge(ranks).kind == verdict.NO_HANG
+    found = judge(ranks, gave_up="dp")
+    assert (found.kind, found.ranks, found.sequence) == (verdict.MISMATCH, (2,), 2)
+    assert "rank 2 entered all_reduce (7 x bfloat16, sum)" in found.sentence
+    assert "all_reduce (32000000 x bfloat16, sum)" in found.sentence
+    assert judge(ranks, gave_up="tp").kind == verdict.NO_HANG
 
 
 def test_nothing_is_wrong() -> None:
