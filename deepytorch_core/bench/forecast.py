@@ -1,26 +1,42 @@
 """What a collective costs on more nodes: a latency-and-bandwidth model, fitted and checked.
 
-The time of one operation is taken to be `steps * alpha + volume * beta`: `steps` messages that wait
-for each other, and `volume` bytes that the busiest node's link carries in one direction (Hockney's
-model; Thakur, Rabenseifner and Gropp give the counts). alpha and beta are fitted to the points of
-one run, by relative error, for each arm; other numbers of nodes have other steps and volumes, and
-the same alpha and beta.
+The time of one operation is taken to be
 
-| schedule | steps of all_reduce | volume of n bytes on N nodes of R ranks, P = N R |
-|---|---|---|
-| flat ring | 2 (P - 1) | 2 n (P - 1) / P for each ring edge that leaves a node |
-| tree | 2 log2 N | 2 n (N - 1) / N |
-| hierarchical | 2 (N - 1), to 8 nodes 2 | 2 n (N - 1) / N |
+    rounds * latency + messages * alpha + (volume - burst) * beta
 
-all_gather and reduce_scatter take half of it; trees are not for them. A flat ring's edge leaves the
-node once where ranks are in blocks, from every rank where they are dealt out in turns.
+`rounds` that wait for each other, `messages` that one rank sends one after the other, and `volume`
+bytes that the busiest node's link carries in one direction. This is Hockney's alpha-beta model with
+the counts of Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations
+in MPICH", 2005), and with LogP's (Culler et al., 1993) distinction between the time on the wire,
+which all messages of a round share, and the processor's overhead, which every message costs: a
+direct exchange is one round of N - 1 messages. The latency and the burst, which is what an idle
+emulated link lets through at once, are known; alpha and beta are fitted to the points of one run,
+by relative error, for each arm. Other numbers of nodes have other counts, and the same alpha and
+beta.
+
+| schedule | all_reduce: rounds | messages | volume of n bytes on N nodes of R ranks, P = N R |
+|---|---|---|---|
+| flat ring | 2 (P - 1) | one a round | 2 n (P - 1) / P for each ring edge that leaves a node |
+| tree | 2 log2 N | one a round | 2 n (N - 1) / N |
+| hierarchical, small | 1 | N - 1 | n (N - 1) |
+| hierarchical, 2 nodes | 2 | 2 | n |
+| hierarchical, 3 to 8 nodes | 3 | 3 (N - 1) | 2 n (N - 1) / N |
+| hierarchical, more nodes | 1 + 2 (N - 1) | 3 (N - 1) | 2 n (N - 1) / N |
+
+The hierarchical counts are those of the algorithms on CPUs. Their first round is the meeting of the
+nodes, in which each tells all others what it was called with; small messages travel in it. An
+all_gather and a reduce_scatter take half a ring, or the meeting and one direct exchange of half the
+volume; a small all_gather says n / N to each other node. Trees are not for them. A flat ring's edge
+leaves the node once where ranks are in blocks, from every rank where they are dealt out in turns.
 
 What it leaves out: the work inside a node, which a pipeline hides while the link is the slower
-part, and collisions in the network between nodes.
+part; collisions in the network between nodes; and ranks that wait for a core, as on emulated nodes
+that have fewer cores than ranks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,12 +46,13 @@ from typing import Any
 from deepytorch_core.bench.job import BenchError, format_size
 from deepytorch_core.bench.record import Record
 from deepytorch_core.network.link import Link
-from deepytorch_core.testing.emulation import Seat, seats
+from deepytorch_core.testing.emulation import Seat, Setting, seats
 
 FLAT, TREE, HIERARCHICAL = "flat ring", "tree", "hierarchical"
 SCHEDULES = (FLAT, TREE, HIERARCHICAL)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
-_DIRECT_NODES = 8  # up to so many, nodes exchange their shards directly
+_DIRECT_NODES = 8  # up to so many, nodes exchange their shares of an all_reduce directly
+_SMALL_BYTES = 64 << 10  # what all nodes say to one together, where it travels in their meeting
 
 
 @dataclass(frozen=True)
@@ -55,40 +72,67 @@ class Shape:
         return cls(len(leaving), len(nodes), max(leaving))
 
 
-def steps(schedule: str, op: str, shape: Shape) -> float:
-    """Messages that wait for each other."""
+@dataclass(frozen=True)
+class Counts:
+    """What one operation is made of: see the table above."""
+
+    rounds: float
+    messages: float
+    volume: float
+
+
+def counts(schedule: str, op: str, num_bytes: int, shape: Shape) -> Counts:
+    """What `op` takes in this schedule; `num_bytes` as nccl-tests counts."""
     halves = 2 if op == "all_reduce" else 1
     if schedule == FLAT:
-        return halves * (shape.ranks - 1)
+        rounds: float = halves * (shape.ranks - 1)
+        return Counts(rounds, rounds, rounds * num_bytes / shape.ranks * shape.leaving)
+    others = shape.nodes - 1
+    volume = halves * num_bytes * others / shape.nodes
     if schedule == TREE:
-        return halves * math.log2(shape.nodes)
-    return halves * (1 if shape.nodes <= _DIRECT_NODES else shape.nodes - 1)
+        rounds = halves * math.log2(shape.nodes)
+        return Counts(rounds, rounds, volume)
+    if _is_small(op, num_bytes, shape):
+        return Counts(1, others, volume if op == "all_gather" else num_bytes * others)
+    if op == "all_reduce" and shape.nodes > _DIRECT_NODES:
+        return Counts(1 + 2 * others, 3 * others, volume)
+    # With two nodes each one's sum goes to the other, and that is all.
+    exchanges = 1 if shape.nodes == 2 else halves
+    return Counts(1 + exchanges, (1 + exchanges) * others, volume)
 
 
-def volume(schedule: str, op: str, num_bytes: int, shape: Shape) -> float:
-    """Bytes through the busiest node's link, in one direction; `num_bytes` as nccl-tests counts."""
-    halves = 2 if op == "all_reduce" else 1
-    if schedule == FLAT:
-        return halves * num_bytes * (shape.ranks - 1) / shape.ranks * shape.leaving
-    return halves * num_bytes * (shape.nodes - 1) / shape.nodes
+def _is_small(op: str, num_bytes: int, shape: Shape) -> bool:
+    """Whether it travels in the meeting: csrc/tuner/choose.cpp's `is_small_between_nodes`."""
+    others = 1 if op == "all_gather" else shape.nodes - 1
+    return num_bytes * others <= _SMALL_BYTES
 
 
 @dataclass(frozen=True)
 class Model:
-    """alpha in microseconds a step, beta in microseconds a byte."""
+    """What a message, a byte and a round cost.
+
+    Attributes:
+        alpha_us: microseconds that a message costs the rank that sends it.
+        beta_us: microseconds a byte.
+        latency_us: microseconds on the way, once a round.
+        burst_bytes: what the idle link lets through at once.
+    """
 
     alpha_us: float
     beta_us: float
+    latency_us: float = 0.0
+    burst_bytes: int = 0
 
     def time_us(self, schedule: str, op: str, num_bytes: int, shape: Shape) -> float:
-        return self.alpha_us * steps(schedule, op, shape) + self.beta_us * volume(
-            schedule, op, num_bytes, shape
-        )
+        """What one operation takes."""
+        of = counts(schedule, op, num_bytes, shape)
+        queued = max(0.0, of.volume - self.burst_bytes)
+        return of.rounds * self.latency_us + of.messages * self.alpha_us + queued * self.beta_us
 
     @classmethod
     def of_link(cls, link: Link) -> Model:
-        """What a probe alone says: half a round trip a step, and the link's rate."""
-        return cls(link.round_trip_s * 1e6 / 2, 8e6 / link.rate_bps)
+        """What a probe alone says: half a round trip a round, and the link's rate."""
+        return cls(0.0, 8e6 / link.rate_bps, latency_us=link.round_trip_s * 1e6 / 2)
 
 
 @dataclass(frozen=True)
@@ -102,8 +146,8 @@ class Point:
     time_us: float
 
 
-def fit(points: Sequence[Point]) -> Model:
-    """The model with the least sum of relative errors; neither part is negative.
+def fit(points: Sequence[Point], latency_us: float = 0.0, burst_bytes: int = 0) -> Model:
+    """The model with the least sum of relative errors; neither alpha nor beta is negative.
 
     Of errors and not of their squares: small messages on a busy machine now and then take many
     times as long, and one of them must not bend the line. Such an optimum goes through two of the
@@ -111,25 +155,25 @@ def fit(points: Sequence[Point]) -> Model:
 
     Raises ValueError without points that tell a size.
     """
-    parts = [
-        (
-            steps(point.schedule, point.op, point.shape),
-            volume(point.schedule, point.op, point.num_bytes, point.shape),
-            point.time_us,
-        )
-        for point in points
-    ]
-    candidates = [Model(0.0, time / size) for _, size, time in parts if size]
-    candidates += [Model(time / count, 0.0) for count, _, time in parts if count]
+    parts = []
+    for point in points:
+        of = counts(point.schedule, point.op, point.num_bytes, point.shape)
+        left = max(0.0, point.time_us - of.rounds * latency_us)
+        parts.append((of.messages, max(0.0, of.volume - burst_bytes), left))
+    lines = [(0.0, time / size) for _, size, time in parts if size]
+    lines += [(time / count, 0.0) for count, _, time in parts if count]
     for (count, size, time), (count2, size2, time2) in itertools.combinations(parts, 2):
         determinant = count * size2 - count2 * size
         if determinant:
             alpha = (time * size2 - time2 * size) / determinant
             beta = (count * time2 - count2 * time) / determinant
-            candidates += [Model(alpha, beta)] if min(alpha, beta) >= 0 else []
-    if not candidates:
+            lines += [(alpha, beta)] if min(alpha, beta) >= 0 else []
+    if not lines:
         raise ValueError("no point to fit a model to")
-    return min(candidates, key=lambda model: sum(abs(error_of(model, point)) for point in points))
+    return min(
+        (Model(alpha, beta, latency_us, burst_bytes) for alpha, beta in lines),
+        key=lambda model: sum(abs(error_of(model, point)) for point in points),
+    )
 
 
 def error_of(model: Model, point: Point) -> float:
@@ -183,8 +227,8 @@ class Forecast:
             "ranks_per_node": self.ranks_per_node,
             "order": self.order,
             "models": [
-                {"op": op, "schedule": schedule, "alpha_us": m.alpha_us, "beta_us": m.beta_us}
-                for (op, schedule), m in self.models.items()
+                {"op": op, "schedule": schedule, **dataclasses.asdict(model)}
+                for (op, schedule), model in self.models.items()
             ],
             "checked": [
                 {**_place(point), "time_us": point.time_us, "error": round(error, 4)}
@@ -227,6 +271,7 @@ def of_run(records: Iterable[Record], earlier: Iterable[Record] = ()) -> Forecas
     for point in points:
         groups.setdefault((point.op, point.schedule), []).append(point)
     emulated = records[0]["emulated"]
+    known = _known_of(emulated)
     others = [
         point
         for record in earlier
@@ -235,7 +280,7 @@ def of_run(records: Iterable[Record], earlier: Iterable[Record] = ()) -> Forecas
         if (point.op, point.schedule) in groups
     ]
     return Forecast(
-        models={key: fit(group) for key, group in groups.items()},
+        models={key: fit(group, *known) for key, group in groups.items()},
         cases=list(dict.fromkeys((point.op, point.num_bytes) for point in points)),
         points=[*points, *others],
         ranks_per_node=max(emulated["ranks_per_node"]),
@@ -253,6 +298,13 @@ def of_link(link: Link, cases: Iterable[tuple[str, int]], ranks_per_node: int) -
         points=(),
         ranks_per_node=ranks_per_node,
     )
+
+
+def _known_of(emulated: Mapping[str, Any]) -> tuple[float, int]:
+    """What needs no measurement: microseconds on the way, and the bytes of a burst."""
+    megabits = emulated["link_mbit"]
+    setting = Setting(rate_bps=None if megabits is None else 1e6 * megabits)
+    return 1e3 * emulated["delay_ms"], setting.burst_bytes
 
 
 def _same_link(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> bool:
@@ -286,7 +338,7 @@ def lines(forecast: Forecast, node_counts: Sequence[int]) -> Iterator[str]:
     """The table for people: a block for each operation and size, then how well the model fits."""
     yield (
         f"forecast for {forecast.ranks_per_node} ranks a node, {forecast.order} order: "
-        "steps x alpha + bytes on the link x beta"
+        "messages x alpha + bytes on the link x beta"
     )
     for (op, schedule), model in forecast.models.items():
         rate = f"{8e-3 / model.beta_us:.3g} Gbit/s" if model.beta_us else "no size dependence"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.testing.emulation.namespaces import EmulationError
+from deepytorch_core.testing.emulation.setting import burst_bytes
 
 INTERFACE = "eth0"  # of a node
 SUBNET = "10.77"
@@ -25,9 +26,6 @@ BRIDGE = "br0"
 _IFA_F_NODAD = 0x02
 _IP, _IPV6, _TCP = 0x0800, 0x86DD, 6
 _ROOT_CLASS, _DEFAULT_CLASS, _FIRST_LEAF = 0x10001, 0x10002, 0x10010
-# What an idle link lets through at once: little, lest small messages seem faster than the link, but
-# as much as passes while the kernel's timer is late.
-_BURST_S, _MIN_BURST_BYTES = 60e-6, 15000
 _PORT_BITS = 4
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
@@ -180,8 +178,8 @@ def _add_class(ip: Any, index: int, handle: int, parent: int, rates: tuple[int, 
         parent=parent,
         rate=rate,
         ceil=ceiling,
-        burst=max(_MIN_BURST_BYTES, int(rate * _BURST_S)),
-        cburst=max(_MIN_BURST_BYTES, int(ceiling * _BURST_S)),
+        burst=burst_bytes(rate),
+        cburst=burst_bytes(ceiling),
         quantum=60000,
     )
 

@@ -15,6 +15,10 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit|bps|bit/s)?", re.IGNORECAS
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", re.IGNORECASE)
 
+# What an idle link lets through at once: little, lest small messages seem faster than the link, but
+# as much as passes while the kernel's timer is late.
+_BURST_S, _MIN_BURST_BYTES = 60e-6, 15000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -37,6 +41,11 @@ class Setting:
         if self.flow_cap_bps is not None and self.rate_bps is None:
             raise ValueError("a flow cap needs the link's rate besides")
 
+    @property
+    def burst_bytes(self) -> int:
+        """What a link that was idle lets through at once."""
+        return 0 if self.rate_bps is None else burst_bytes(int(self.rate_bps / 8))
+
     def to_dict(self) -> dict[str, Any]:
         """For records: rates in Mbit/s, the delay in ms; None where there is no limit."""
         return {
@@ -44,6 +53,11 @@ class Setting:
             "flow_cap_mbit": None if self.flow_cap_bps is None else self.flow_cap_bps / 1e6,
             "delay_ms": self.delay_s * 1e3,
         }
+
+
+def burst_bytes(rate: int) -> int:
+    """What an idle link of `rate` bytes per second lets through at once."""
+    return max(_MIN_BURST_BYTES, int(rate * _BURST_S))
 
 
 @dataclass(frozen=True)
