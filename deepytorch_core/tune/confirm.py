@@ -1,16 +1,18 @@
 """The winner of a search against the defaults, in fresh jobs that take turns.
 
 The best of many noisy measurements looks better than it is. So it counts only if it repeats: in
-rounds of one job each, in alternating order.
+rounds of one job each, in alternating order. A winner with settings of several layers also meets
+the best of one layer alone, and must be faster than that: what a layer more brings has to repeat,
+too.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from deepytorch_core.tune.knobs import DEFAULTS, Setting
+from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
 from deepytorch_core.tune.search import Trial
 
 ROUNDS = 3
@@ -18,58 +20,137 @@ LEAST_WINS = 2
 LEAST_GAIN = 0.03
 """How much faster a step must be in the median, as a share of the winner's time."""
 
+Rounds = Sequence[Mapping[Setting, Trial]]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Confirmation:
-    """The rounds' jobs, and whether the winner is to stay; `reason` says why or why not."""
+    """The rounds' jobs, and what is to stay; `reason` says why.
 
-    defaults: tuple[Trial, ...]
-    winner: tuple[Trial, ...]
-    is_kept: bool
+    Attributes:
+        winner: of the search.
+        single_layer: the best of one layer, where `winner` has settings of several.
+        trials: each contestant's in the rounds that it and the defaults ended, DEFAULTS' too.
+        kept: what repeated; DEFAULTS if nothing did.
+        reason: what was seen of `kept`, or else of `winner`.
+    """
+
+    winner: Setting
+    single_layer: Setting | None
+    trials: Mapping[Setting, tuple[Trial, ...]]
+    kept: Setting
     reason: str
-    times_ms: dict[str, float] = field(default_factory=dict)
 
-
-def confirm(setting: Setting, measure: Callable[[Setting], Trial]) -> Confirmation:
-    """Run `setting` and the defaults in turns, and judge; ends at the first job that fails."""
-    pairs: list[dict[Setting, Trial]] = []
-    for number in range(ROUNDS):
-        order = (DEFAULTS, setting) if number % 2 == 0 else (setting, DEFAULTS)
-        pairs.append({})
-        for one in order:
-            trial = pairs[-1][one] = measure(one)
-            if trial.problem:
-                whole = [pair for pair in pairs if len(pair) == len(order)]
-                who = "the defaults" if one == DEFAULTS else "it"
-                reason = f"{who} failed when repeated: {trial.problem}"
-                return _confirmation(setting, whole, is_kept=False, reason=reason)
-    return judge(setting, pairs)
-
-
-def judge(setting: Setting, pairs: Sequence[dict[Setting, Trial]]) -> Confirmation:
-    """What whole rounds say."""
-    defaults = [pair[DEFAULTS].median_s for pair in pairs]
-    winner = [pair[setting].median_s for pair in pairs]
-    speedup = statistics.median(defaults) / statistics.median(winner)
-    wins = sum(theirs > ours for theirs, ours in zip(defaults, winner, strict=True))
-    how = f"in {wins} of {len(pairs)} rounds"
-    if speedup >= 1 + LEAST_GAIN and wins >= LEAST_WINS:
-        reason = f"{speedup:.2f}x as fast as the defaults, faster {how}"
-        return _confirmation(setting, pairs, is_kept=True, reason=reason)
-    needed = f"needed: {LEAST_GAIN:.0%} in the median and {LEAST_WINS} rounds"
-    reason = f"did not repeat: {speedup:.2f}x as fast, faster {how} ({needed})"
-    return _confirmation(setting, pairs, is_kept=False, reason=reason)
-
-
-def _confirmation(
-    setting: Setting, pairs: Sequence[dict[Setting, Trial]], *, is_kept: bool, reason: str
-) -> Confirmation:
-    defaults = tuple(pair[DEFAULTS] for pair in pairs)
-    winner = tuple(pair[setting] for pair in pairs)
-    times = {}
-    if pairs:
-        times = {
-            "defaults": 1e3 * statistics.median(trial.median_s for trial in defaults),
-            "tuned": 1e3 * statistics.median(trial.median_s for trial in winner),
+    @property
+    def medians_ms(self) -> dict[Setting, float]:
+        """A step's, of each contestant that ended a round."""
+        return {
+            one: 1e3 * statistics.median(trial.median_s for trial in trials)
+            for one, trials in self.trials.items()
+            if trials
         }
-    return Confirmation(defaults, winner, is_kept, reason, times)
+
+    @property
+    def fastest(self) -> Setting | None:
+        """In the median, of those that ended all rounds; None if no round was ended."""
+        medians = self.medians_ms
+        rounds = len(self.trials[DEFAULTS])
+        all_along = [one for one in medians if len(self.trials[one]) == rounds]
+        return min(all_along, key=lambda one: medians[one], default=None)
+
+    @property
+    def times_ms(self) -> dict[str, float]:
+        """For the profile: a step with the defaults and with what was kept, else the winner."""
+        medians = self.medians_ms
+        tuned = self.winner if self.kept == DEFAULTS else self.kept
+        if tuned not in medians:
+            return {}
+        return {"defaults": medians[DEFAULTS], "tuned": medians[tuned]}
+
+
+def confirm(
+    setting: Setting,
+    measure: Callable[[Setting], Trial],
+    single_layer: Setting | None = None,
+) -> Confirmation:
+    """Run `setting`, `single_layer` if given, and the defaults in turns, and judge.
+
+    One that fails takes part no more; without the defaults or without any other the rounds end.
+    """
+    contestants = [DEFAULTS, setting, *([] if single_layer is None else [single_layer])]
+    rounds: list[dict[Setting, Trial]] = []
+    failed: dict[Setting, str] = {}
+    for number in range(ROUNDS):
+        still = [one for one in contestants if one not in failed]
+        if DEFAULTS in failed or len(still) < 2:
+            break
+        rounds.append({})
+        first = number % len(still)  # nobody always comes first
+        for one in (*still[first:], *still[:first]):
+            trial = measure(one)
+            if not trial.problem:
+                rounds[-1][one] = trial
+                continue
+            failed[one] = f"failed when repeated: {trial.problem}"
+            if one == DEFAULTS or len(failed) == len(contestants) - 1:
+                break
+    return judge(setting, rounds, single_layer=single_layer, failed=failed)
+
+
+def judge(
+    setting: Setting,
+    rounds: Rounds,
+    *,
+    single_layer: Setting | None = None,
+    failed: Mapping[Setting, str] | None = None,
+) -> Confirmation:
+    """What the rounds say; `failed`: who did not end them, and why."""
+    failed = failed or {}
+    others = [setting, *([] if single_layer is None else [single_layer])]
+    shared = {one: [each for each in rounds if {one, DEFAULTS} <= each.keys()] for one in others}
+    trials = {one: tuple(each[one] for each in shared[one]) for one in others}
+    most = max(shared.values(), key=len)
+    trials = {DEFAULTS: tuple(each[DEFAULTS] for each in most), **trials}
+
+    def found(kept: Setting, reason: str) -> Confirmation:
+        return Confirmation(
+            winner=setting, single_layer=single_layer, trials=trials, kept=kept, reason=reason
+        )
+
+    if DEFAULTS in failed:
+        return found(DEFAULTS, f"is not kept: the defaults {failed[DEFAULTS]}")
+    verdicts = {
+        one: (False, failed[one]) if one in failed else _against_defaults(one, shared[one])
+        for one in others
+    }
+    repeats, reason = verdicts[setting]
+    if single_layer is None:
+        return found(setting if repeats else DEFAULTS, reason)
+    repeats_alone, reason_alone = verdicts[single_layer]
+    if repeats and single_layer not in failed:
+        gain = _median_s(trials[single_layer]) / _median_s(trials[setting])
+        if gain > 1 or not repeats_alone:
+            return found(setting, f"{reason}; {gain:.2f}x as fast as {in_words(single_layer)}")
+        reason = f"was not faster: {1 / gain:.2f}x its time"
+    if repeats_alone:
+        return found(single_layer, f"{reason_alone}; {in_words(setting)} {reason}")
+    if repeats:
+        return found(setting, f"{reason}; {in_words(single_layer)} {reason_alone}")
+    return found(DEFAULTS, f"{reason}; nor is {in_words(single_layer)} kept: it {reason_alone}")
+
+
+def _against_defaults(setting: Setting, rounds: Rounds) -> tuple[bool, str]:
+    """Whether it repeats in these rounds, and what is said of that."""
+    defaults = [each[DEFAULTS].median_s for each in rounds]
+    times = [each[setting].median_s for each in rounds]
+    speedup = statistics.median(defaults) / statistics.median(times)
+    wins = sum(theirs > ours for theirs, ours in zip(defaults, times, strict=True))
+    how = f"in {wins} of {len(rounds)} rounds"
+    if speedup >= 1 + LEAST_GAIN and wins >= LEAST_WINS:
+        return True, f"{speedup:.2f}x as fast as the defaults, faster {how}"
+    needed = f"needed: {LEAST_GAIN:.0%} in the median and {LEAST_WINS} rounds"
+    return False, f"did not repeat: {speedup:.2f}x as fast, faster {how} ({needed})"
+
+
+def _median_s(trials: Sequence[Trial]) -> float:
+    return statistics.median(trial.median_s for trial in trials)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepytorch_core.guard import timing
-from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting
+from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting, layers_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,15 @@ class Search:
             if trial is not first and trial.is_whole and trial.median_s < default_s
         ]
         return min(others, key=lambda trial: trial.median_s, default=first)
+
+    def best_of_one_layer(self) -> Trial | None:
+        """The fastest whole trial whose settings are all of one layer; None without any."""
+        alone = [
+            trial
+            for trial in self._seen.values()
+            if trial.is_whole and not trial.problem and len(layers_of(trial.setting)) == 1
+        ]
+        return min(alone, key=lambda trial: trial.median_s, default=None)
 
     def _has_budget(self) -> bool:
         return self._left >= self._steps

@@ -17,7 +17,8 @@ from torch.distributed import HashStore
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch.cli import compare, launcher
+from deepytorch.cli import compare, console, launcher
+from deepytorch.cli.tune import report, session
 from deepytorch.cli.tune.candidates import Candidates
 from deepytorch.cli.tune.progress import Progress
 from deepytorch_core import config
@@ -25,6 +26,7 @@ from deepytorch_core.compare.result import Sample
 from deepytorch_core.errors import CompareError, TuneError
 from deepytorch_core.guard import profile
 from deepytorch_core.tune import in_force, knobs, space, start, stored
+from deepytorch_core.tune.confirm import confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting
 from deepytorch_core.tune.search import Trial
 
@@ -404,3 +406,50 @@ def test_rank_0_answers_who_is_new_to_a_later_group(monkeypatch: pytest.MonkeyPa
     start.together(store, rank=1, size=2)  # would wait for a minute
     assert store.get("settings") == b"{}"
     assert in_force.current() == {}
+
+
+def test_the_table_says_who_was_fastest_when_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joint, alone = setting(ddp_bucket_mb=4, num_sockets=4), setting(ddp_bucket_mb=4)
+    searched = {DEFAULTS: 1.0, setting(num_sockets=4): 0.97, alone: 0.9, joint: 0.8}
+    again = {**searched, joint: 0.95}
+    trials = [trial(one, seconds) for one, seconds in searched.items()]
+    outcome = session.Outcome(
+        script="train.py",
+        space=space.of(job()),
+        trials=tuple(trials),
+        best=trials[-1],
+        confirmation=confirm(joint, lambda one: trial(one, again[one]), alone),
+        sees_losses=True,
+        remarks=(),
+    )
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "out", lambda: Console(file=screen, width=200))
+    report.show(outcome, [])
+    lines = screen.getvalue().splitlines()
+
+    def row(start: str) -> str:
+        return next(line for line in lines if line.startswith(start)).rstrip()
+
+    assert row("defaults").endswith("repeated: 1000.00 ms")
+    assert row("num_sockets=4").endswith("-3.0%")
+    assert row("ddp_bucket_mb=4  ").endswith("best of one layer, repeated: 900.00 ms, fastest")
+    assert row("ddp_bucket_mb=4, num").endswith("best, repeated: 950.00 ms")
+    assert outcome.tuned.setting == alone
+    reason = (
+        "1.11x as fast as the defaults, faster in 3 of 3 rounds; ddp_bucket_mb=4, num_sockets=4"
+    )
+    assert outcome.tuned.reason == f"{reason} was not faster: 1.06x its time"
+    assert outcome.tuned.times_ms == pytest.approx({"defaults": 1000.0, "tuned": 900.0})
+    rounds = report.details(outcome, [])["rounds"]
+    assert {name: len(jobs) for name, jobs in rounds.items()} == {
+        "defaults": 3,
+        "tuned": 3,
+        "single_layer": 3,
+    }
+    assert rounds["single_layer"][0]["settings"] == {"ddp_bucket_mb": 4}
+    plan = session._plan(trials[-1], trials[2])
+    assert plan.startswith("repeating in 9 jobs, in turns: the defaults; ddp_bucket_mb=4, num")
+    assert plan.endswith("; the best of one layer, ddp_bucket_mb=4")
+    assert session._plan(trials[2], None).startswith("repeating in 6 jobs")

@@ -58,8 +58,8 @@ def tune(
     """Search bucket sizes, chunk sizes, sockets and buffers together for SCRIPT, and keep the best.
 
     Each trial is a short job of its own and leaves no checkpoint. What is faster is repeated
-    against the defaults in fresh jobs, and kept in the profile only if it is faster again: the next
-    run of SCRIPT on as many ranks starts from it.
+    against the defaults, and against the best of one layer alone, in fresh jobs, and kept in the
+    profile only if it is faster again: the next run of SCRIPT on as many ranks starts from it.
     """
     arguments = list(context.args)
     if not arguments:

@@ -19,6 +19,7 @@ from deepytorch_core.tune.search import Trial
 
 if TYPE_CHECKING:
     from deepytorch.cli.tune.session import Outcome
+    from deepytorch_core.tune.confirm import Confirmation
 
 Repeat = Callable[[Setting], Trial]
 
@@ -30,9 +31,12 @@ def details(outcome: Outcome, arguments: Sequence[str]) -> dict[str, Any]:
     repeated = outcome.confirmation
     rounds = {}
     if repeated is not None:
+        names = {"defaults": DEFAULTS, "tuned": repeated.winner}
+        if repeated.single_layer is not None:
+            names["single_layer"] = repeated.single_layer
         rounds = {
-            "defaults": [_of(trial) for trial in repeated.defaults],
-            "tuned": [_of(trial) for trial in repeated.winner],
+            name: [_of(trial) for trial in repeated.trials[setting]]
+            for name, setting in names.items()
         }
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -80,30 +84,40 @@ def _table(outcome: Outcome) -> Table:
     table.add_column("", overflow="fold")
     for trial in outcome.trials:
         is_best = trial is outcome.best
-        words = remark(trial, is_best=is_best).replace("best so far", "best")
+        words = [remark(trial, is_best=is_best).replace("best so far", "best")]
+        words += _repeated(trial.setting, outcome.confirmation)
         table.add_row(
             in_words(trial.setting),
             ", ".join(layers_of(trial.setting)),
             milliseconds(trial),
             against(trial, default_s),
-            Text(words),
+            Text(", ".join(filter(None, words))),
             style="bold" if is_best else "",
         )
     return table
 
 
+def _repeated(setting: Setting, repeated: Confirmation | None) -> list[str]:
+    """What the rounds say of a setting that took part in them."""
+    if repeated is None or setting not in repeated.medians_ms:
+        return []
+    words = ["best of one layer"] if setting == repeated.single_layer else []
+    words.append(f"repeated: {repeated.medians_ms[setting]:.2f} ms")
+    return [*words, "fastest"] if setting == repeated.fastest else words
+
+
 def _findings(outcome: Outcome) -> list[tuple[str, str]]:
     tuned, repeated = outcome.tuned, outcome.confirmation
     rows = []
-    if repeated is not None and repeated.times_ms:
-        times = repeated.times_ms
+    if repeated is not None and (medians := repeated.medians_ms):
+        times = [
+            f"{median_ms:.2f} ms with {in_words(one) if one != DEFAULTS else 'the defaults'}"
+            for one, median_ms in medians.items()
+        ]
+        counts = {len(trials) for trials in repeated.trials.values() if trials}
+        jobs = f"{'up to ' if len(counts) > 1 else ''}{max(counts)}"
         rows.append(
-            (
-                "repeated",
-                f"{times['defaults']:.2f} ms with the defaults, {times['tuned']:.2f} ms with "
-                f"{in_words(outcome.best.setting)} (medians of {len(repeated.winner)} fresh jobs "
-                "each, in turns)",
-            )
+            ("repeated", f"{', '.join(times)} (medians of {jobs} fresh jobs each, in turns)")
         )
     kept = in_words(tuned.setting) if tuned.setting != DEFAULTS else "the defaults"
     rows.append(("kept", f"{kept}: {tuned.reason}"))

@@ -8,6 +8,7 @@ import itertools
 import os
 import shlex
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from deepytorch_core.errors import AdapterError, TuneError
 from deepytorch_core.trust import why_not_believed
 from deepytorch_core.tune import space, stored
 from deepytorch_core.tune.confirm import ROUNDS, Confirmation, confirm
-from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
+from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words, layers_of
 from deepytorch_core.tune.search import Search, Trial
 from deepytorch_core.tune.space import Space
 
@@ -53,11 +54,10 @@ class Outcome:
         repeated = self.confirmation
         if repeated is None:
             return stored.Tuned(DEFAULTS, "nothing was faster than the defaults", {})
-        setting = self.best.setting if repeated.is_kept else DEFAULTS
         reason = repeated.reason
-        if not repeated.is_kept:
+        if repeated.kept == DEFAULTS:
             reason = f"the defaults stay: {in_words(self.best.setting)} {reason}"
-        return stored.Tuned(setting, reason, repeated.times_ms)
+        return stored.Tuned(repeated.kept, reason, repeated.times_ms)
 
 
 def processes(options: Namespace) -> int:
@@ -171,7 +171,11 @@ def _search(
     best = search.contender(again)
     repeated = None
     if best.setting != DEFAULTS:
-        repeated = confirm(best.setting, _repeating(candidates, progress))
+        alone = search.best_of_one_layer() if len(layers_of(best.setting)) > 1 else None
+        progress.say(_plan(best, alone))
+        repeated = confirm(
+            best.setting, _repeating(candidates, progress), None if alone is None else alone.setting
+        )
     return Outcome(
         script=first.script or "",
         space=found,
@@ -192,11 +196,20 @@ def _emulation(job: compare.Job, network: Network) -> dict[str, Any]:
     }
 
 
+def _plan(best: Trial, alone: Trial | None) -> str:
+    """What the search is followed by, which no budget limits."""
+    who = ["the defaults", in_words(best.setting)]
+    if alone is not None:
+        who.append(f"the best of one layer, {in_words(alone.setting)}")
+    return f"repeating in {len(who) * ROUNDS} jobs, in turns: {'; '.join(who)}"
+
+
 def _repeating(candidates: Candidates, progress: Progress) -> report.Repeat:
-    runs = itertools.count()
+    runs: Counter[Setting] = Counter()
 
     def repeat(setting: Setting) -> Trial:
-        name = f"round {next(runs) // 2 + 1}/{ROUNDS}"
+        runs[setting] += 1
+        name = f"round {runs[setting]}/{ROUNDS}"
         progress.begins(f"{name}: {in_words(setting)}")
         trial = candidates.repeat(setting)
         progress.ended(name, trial, trial, counts=False)
