@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepytorch_core import config, decisions
 from deepytorch_core.console import say_once
-from deepytorch_core.network import addresses, nccl_env, nccl_table, probe, rdma
+from deepytorch_core.network import addresses, greeting, nccl_env, nccl_table, probe, rdma
 from deepytorch_core.network import link as links
 from deepytorch_core.network.nccl_env import Choice
 
@@ -178,7 +178,7 @@ def _measure(store: Any, number: int, *, is_receiver: bool, measure: bool) -> No
         return
     try:
         server = probe.listen(address)
-        secret = secrets.token_bytes(32)
+        secret = secrets.token_bytes(greeting.SECRET_BYTES)
         offer = {"port": server.getsockname()[1], "secret": secret.hex()}
         store.set(f"offer/{number}", json.dumps(offer))
         found = probe.receive(server, secret, free_cores)

@@ -1,14 +1,13 @@
 """Measures the link between two nodes with plain TCP, in less than three seconds.
 
-One side listens and receives, the other connects and sends. Every connection starts with a secret
-that both have from the rendezvous store; others are closed. Rates are taken by the receiver, over
-a window in which the sender sends without pause.
+One side listens and receives, the other connects and sends. On every connection both prove first
+that they know a secret from the rendezvous store (`greeting`); others are closed. Rates are taken
+by the receiver, over a window in which the sender sends without pause.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import socket
 import statistics
@@ -16,7 +15,9 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+from deepytorch_core.network import greeting
 from deepytorch_core.network.link import FLOWS, Link
 
 LIMIT_S = 3.0
@@ -25,8 +26,10 @@ LIMIT_S = 3.0
 _NUM_PINGS = 20
 _WARM_S, _WINDOW_S = 0.1, 0.2
 _PIECE_BYTES = 1 << 18
-_SECRET_BYTES = 32
-_HELLO = struct.Struct(f"!{_SECRET_BYTES}sB")
+_NUM_CONNECTIONS = 1 + max(FLOWS)
+_MOST_REPORT_BYTES = 1024
+# Greetings at a time; further connections wait in the kernel.
+_MOST_GREETINGS = 64
 
 
 class ProbeError(RuntimeError):
@@ -44,7 +47,7 @@ def receive(server: socket.socket, secret: bytes, free_cores: float) -> Link:
 
     Args:
         server: from `listen`.
-        secret: 32 bytes that the sender has too.
+        secret: `greeting.SECRET_BYTES` that the sender has too.
         free_cores: cores of this node for each of its ranks.
 
     Raises ProbeError when the sender does not come or gets no further.
@@ -65,7 +68,10 @@ def receive(server: socket.socket, secret: bytes, free_cores: float) -> Link:
             rates.append(meter.rate_bps(_WINDOW_S))
             busy.append((time.process_time() - cpu) / (time.monotonic() - start))
             control.sendall(b".")
-        theirs = json.loads(_exactly(control, struct.unpack("!H", _exactly(control, 2))[0]))
+        (num_bytes,) = struct.unpack("!H", _exactly(control, 2))
+        if num_bytes > _MOST_REPORT_BYTES:
+            raise ProbeError(f"the other side's report has {num_bytes} bytes")
+        theirs = json.loads(_exactly(control, num_bytes))
         if min(rates) <= 0:
             raise ProbeError("nothing arrived")
         return Link(
@@ -79,13 +85,7 @@ def receive(server: socket.socket, secret: bytes, free_cores: float) -> Link:
 def send(address: tuple[str, int], secret: bytes, free_cores: float) -> None:
     """The other side of `receive`, at `address`. Raises ProbeError as that does."""
     with _within_limit("sending") as deadline, contextlib.ExitStack() as stack:
-        connections = []
-        for number in range(1 + max(FLOWS)):
-            made = stack.enter_context(socket.create_connection(address, _left(deadline)))
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.sendall(_HELLO.pack(secret, number))
-            connections.append(made)
-        control, *flows = connections
+        control, *flows = _connect(address, secret, deadline, stack)
         times = []
         for _ in range(_NUM_PINGS):
             start = time.perf_counter()
@@ -163,24 +163,57 @@ class _Meter:
                 self._counts[index] += count
 
 
+def _connect(
+    address: tuple[str, int], secret: bytes, deadline: float, stack: contextlib.ExitStack
+) -> list[socket.socket]:
+    """Connections to a receiver that has proved to be it; together, for the sake of long lines."""
+
+    def connect(number: int) -> socket.socket:
+        made = stack.enter_context(socket.create_connection(address, _left(deadline)))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greeting.introduce(made, secret, number, deadline)
+        made.settimeout(_left(deadline))
+        return made
+
+    with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
+        return list(pool.map(connect, range(_NUM_CONNECTIONS)))
+
+
 def _accept(
     server: socket.socket, secret: bytes, deadline: float, stack: contextlib.ExitStack
 ) -> list[socket.socket]:
-    """The sender's connections in its order; strangers are turned away."""
+    """The sender's connections in its order; strangers are turned away, and hold up nobody."""
     known: dict[int, socket.socket] = {}
-    while len(known) < 1 + max(FLOWS):
-        server.settimeout(_left(deadline))
-        connection, _ = server.accept()
-        stack.enter_context(connection)
-        connection.settimeout(min(0.5, _left(deadline)))
-        with contextlib.suppress(OSError, ProbeError):
-            theirs, number = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            if hmac.compare_digest(theirs, secret):
-                known[number] = connection
-                connection.settimeout(_left(deadline))
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                continue
-        connection.close()
+    seats = threading.Semaphore(_MOST_GREETINGS)
+    refused: list[str] = []
+
+    def greet(connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            number = greeting.welcome(connection, secret, deadline)
+            connection.settimeout(_left(deadline))
+            if number >= _NUM_CONNECTIONS or known.setdefault(number, connection) is not connection:
+                raise greeting.StrangerError(f"there is no second connection {number}")
+        except (OSError, ProbeError, greeting.StrangerError) as error:
+            refused.append(str(error))
+            connection.close()
+        finally:
+            seats.release()
+
+    while len(known) < _NUM_CONNECTIONS:
+        if (left := deadline - time.monotonic()) <= 0:
+            last = f"; {len(refused)} strangers, the last: {refused[-1]}" if refused else ""
+            raise ProbeError(f"the other node did not come within {LIMIT_S:g} s{last}")
+        # Not for longer: the last greeting ends in another thread.
+        server.settimeout(min(left, 0.02))
+        if not seats.acquire(timeout=min(left, 0.02)):
+            continue
+        try:
+            connection = stack.enter_context(server.accept()[0])
+        except TimeoutError:
+            seats.release()
+            continue
+        threading.Thread(target=greet, args=(connection,), daemon=True).start()
     return [known[number] for number in sorted(known)]
 
 
@@ -199,9 +232,9 @@ def _within_limit(doing: str) -> Iterator[float]:
     """The time of the end by the monotonic clock; errors of sockets become ProbeError."""
     try:
         yield time.monotonic() + LIMIT_S
-    except ProbeError as error:
+    except (ProbeError, greeting.StrangerError) as error:
         raise ProbeError(f"{doing}: {error}") from None
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
         raise ProbeError(f"{doing}: {type(error).__name__}: {error}") from error
 
 
