@@ -9,7 +9,6 @@ every step, as stock scripts do: keeping one drawn latent would train on less va
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from torch import nn
 
 from deepytorch_core import decisions
 from deepytorch_core.console import say_once
+from deepytorch_core.data import entry_file
+from deepytorch_core.trust import why_not_believed
 
 Encoded = dict[str, torch.Tensor]
 """Tensors by name; dimension 0 is the samples'."""
 
-_FORMAT = 1
+_FORMAT = 2
 # Lookups after which a cache that hardly ever hits says so.
 _JUDGED = 2000
 _LEAST_HITS = 0.1
@@ -36,8 +37,9 @@ class EncoderCache:
         name: for reports: "VAE latents".
         encoder: what computes; its weights tell whether files on disk still hold. It must be in
             eval mode and take no gradients, or outputs would not be the same each time.
-        folder: where to keep outputs between runs; None: in memory only. Several ranks and runs may
-            share it; a file appears whole or not at all.
+        folder: where to keep outputs between runs; None: in memory only. Several ranks and runs of
+            one user may share it; a file appears whole or not at all. Files that another user owns
+            or anybody can write are computed again.
         memory_bytes: how much to hold in host memory; the least recently used go first.
 
     Raises ValueError for an encoder that is not frozen.
@@ -60,10 +62,14 @@ class EncoderCache:
         self._memory: dict[str, Encoded] = {}
         self._limit, self._used = memory_bytes, 0
         self._folder: Path | None = None
-        self._judged = False
+        self._judged = self._said = False
         if folder is not None:
-            self._folder = Path(folder) / fingerprint(encoder)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            own = Path(folder) / fingerprint(encoder)
+            own.mkdir(mode=entry_file.FOLDER_MODE, parents=True, exist_ok=True)
+            if (untrusted := why_not_believed(own)) is None:
+                self._folder = own
+            else:
+                say_once(f"{name}: kept in memory only: {untrusted}", level="warning")
 
     def get(
         self,
@@ -79,7 +85,8 @@ class EncoderCache:
                 the crop, the size, the flip. Texts, numbers and tuples of them.
             encode: called with the positions in `keys` of what is missing, in order; returns its
                 outputs, dimension 0 over these positions. Not called if nothing is missing. Runs
-                without gradients. So it needs to load only the images that it is asked for.
+                without gradients. So it needs to load only the images that it is asked for. Called
+                again for the rest where what is kept has other names, dtypes or dimensions.
             device: where the outputs go; default: the encoder's.
 
         Returns tensors by name, dimension 0 over `keys`, without gradients. They have no storage
@@ -99,6 +106,15 @@ class EncoderCache:
         self.hits += len(keys) - len(places)
         self.misses += len(places)
         if places:
+            found.update(self._compute([wanted[place] for place in places], places, encode))
+        made = {wanted[place] for place in places}
+        kept = {digest: place for place, digest in enumerate(wanted) if digest not in made}
+        if kept and len({_form(entry) for entry in found.values()}) > 1:
+            # Written by a script that gave other outputs: what `encode` gives now is right.
+            self._say_computed_again("what is kept of some samples has other outputs")
+            places = sorted(kept.values())
+            self.hits -= len(places)
+            self.misses += len(places)
             found.update(self._compute([wanted[place] for place in places], places, encode))
         self._judge()
         return self._stacked([found[digest] for digest in wanted], device)
@@ -126,6 +142,12 @@ class EncoderCache:
     def _stacked(self, entries: list[Encoded], device: torch.device | str | None) -> Encoded:
         where = device or next(self._encoder.parameters()).device
         stacked = {}
+        forms = {_form(entry) for entry in entries}
+        if len(forms) > 1:
+            raise ValueError(
+                f"{self.name}: encode gives outputs of different names, dtypes or dimensions in "
+                f"one batch: {' and '.join(map(str, sorted(forms)))}"
+            )
         for name in entries[0] if entries else ():
             shapes = {tuple(entry[name].shape) for entry in entries}
             if len(shapes) > 1:
@@ -145,17 +167,22 @@ class EncoderCache:
         if path is None or not path.exists():
             return None
         try:
-            read = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a disk that was full, a file of somebody else
-            say_once(
-                f"{self.name}: {path} can't be read ({error}): computed again", level="warning"
-            )
+            entry = entry_file.read(path, digest)
+        except (OSError, ValueError) as error:  # a disk that was full, a file of somebody else
+            self._say_computed_again(f"{path} can't be read ({error})")
             return None
-        self._remember(digest, read)
-        found: Encoded = read
-        return found
+        self._remember(digest, entry)
+        return entry
+
+    def _say_computed_again(self, why: str) -> None:
+        """Of the first only: there may be as many as samples."""
+        if not self._said:
+            say_once(f"{self.name}: {why}: computed again", level="warning")
+        self._said = True
 
     def _remember(self, digest: str, entry: Encoded) -> None:
+        if (old := self._memory.pop(digest, None)) is not None:
+            self._used -= _bytes(old)
         size = _bytes(entry)
         if size > self._limit:
             return
@@ -169,13 +196,9 @@ class EncoderCache:
         path = self._path(digest)
         if path is None:
             return
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            path.parent.mkdir(exist_ok=True)
-            torch.save(entry, temporary)
-            temporary.replace(path)
+            entry_file.write(path, digest, entry)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             say_once(f"{self.name}: {path} can't be written: {error}", level="warning")
             self._folder = None  # once is enough
 
@@ -260,6 +283,11 @@ def _require_frozen(name: str, encoder: nn.Module) -> None:
 def _versions(encoder: nn.Module) -> list[tuple[int, torch.dtype]]:
     """Changes with every write to a weight and with its dtype; another device is no change."""
     return [(parameter._version, parameter.dtype) for parameter in encoder.parameters()]
+
+
+def _form(entry: Encoded) -> tuple[tuple[str, str, int], ...]:
+    """What all samples' outputs have in common: names, dtypes and numbers of dimensions."""
+    return tuple(sorted((name, str(value.dtype), value.dim()) for name, value in entry.items()))
 
 
 def _bytes(entry: Mapping[str, torch.Tensor]) -> int:

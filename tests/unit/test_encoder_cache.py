@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,137 @@ def test_kernels_cache_computes_a_broken_file_again(tmp_path: Path) -> None:
     latents(again, vae, data, [0])
     assert again.misses == 1
     assert file.stat().st_size > 4
+
+
+def open_to_all(file: Path) -> None:
+    file.chmod(0o666)
+
+
+def in_a_folder_open_to_all(file: Path) -> None:
+    file.parent.chmod(0o777)
+
+
+def given_away(file: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(file, 12345, 12345)
+
+
+def holding(content: Callable[[str, dict], object]) -> Callable[[Path], None]:
+    def spoil(file: Path) -> None:
+        found = torch.load(file, weights_only=True)
+        torch.save(content(found["key"], found["entry"]), file)
+
+    return spoil
+
+
+def with_mean(value: object) -> Callable[[Path], None]:
+    return holding(lambda key, entry: {"key": key, "entry": {**entry, "mean": value}})
+
+
+BAD_FILES = {
+    "open to all": (open_to_all, "can be written by others"),
+    "in an open folder": (in_a_folder_open_to_all, "can be written by others"),
+    "another user's": (given_away, "belongs to another user"),
+    "cut off": (lambda file: os.truncate(file, file.stat().st_size // 2), "can't be read"),
+    "a bare entry": (holding(lambda key, entry: entry), "no entry of a cache"),
+    "a list": (holding(lambda key, entry: [key, entry]), "no entry of a cache"),
+    "another sample's": (
+        holding(lambda key, entry: {"key": key[::-1], "entry": entry}),
+        "the entry of another sample",
+    ),
+    "empty": (holding(lambda key, entry: {"key": key, "entry": {}}), "holds no tensors"),
+    "a number": (with_mean(3.0), "'mean' is no plain tensor"),
+    "sparse": (with_mean(torch.ones(4, 5, 4).to_sparse()), "'mean' is no plain tensor"),
+    "a parameter": (with_mean(nn.Parameter(torch.ones(4, 5, 4))), "'mean' is no plain tensor"),
+}
+
+
+def said_by(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if "VAE" in line]
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_kernels_cache_remakes_a_bad_file_and_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    spoil, reason = BAD_FILES[kind]
+    vae, data = VAE(), images()
+    latents(EncoderCache("VAE latents", vae, folder=tmp_path), vae, data, [0, 1, 2])
+    files = sorted(tmp_path.rglob("*.pt"))
+    for file in files[:2]:
+        spoil(file)
+    capsys.readouterr()
+    name = f"VAE {kind}"  # the same line is never said twice in a process
+    again = EncoderCache(name, vae, folder=tmp_path)
+    kept = again.get(
+        [(index, "crop", 0, 0) for index in range(3)],
+        lambda places: posterior(vae.encode(data[places])),
+    )
+    expected = posterior(vae.encode(data[:3]))
+    assert all(torch.allclose(kept[each], expected[each]) for each in ("mean", "std"))
+    assert again.misses == 2
+    (line,) = said_by(capsys)
+    assert reason in line
+    assert line.endswith("computed again")
+    for folder in {file.parent for file in files}:
+        folder.chmod(0o755)
+    last = EncoderCache(name, vae, folder=tmp_path)
+    latents(last, vae, data, [0, 1, 2])
+    assert (last.hits, last.misses) == (3, 0), "the files were made anew"
+
+
+@pytest.mark.parametrize("spoil", [lambda folder: folder.chmod(0o777), given_away])
+def test_kernels_cache_leaves_a_folder_of_others_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
+) -> None:
+    vae, data = VAE(), images()
+    latents(EncoderCache("VAE latents", vae, folder=tmp_path), vae, data, [0])
+    (folder,) = tmp_path.iterdir()
+    spoil(folder)
+    cache = EncoderCache("VAE latents", vae, folder=tmp_path)
+    latents(cache, vae, data, [0, 1])
+    latents(cache, vae, data, [1, 0])
+    assert (cache.hits, cache.misses) == (2, 2), "in memory"
+    assert len(list(folder.rglob("*.pt"))) == 1
+    (line,) = said_by(capsys)
+    assert "kept in memory only" in line
+    assert str(folder) in line
+
+
+def test_kernels_cache_believes_what_it_wrote_itself_under_any_umask(tmp_path: Path) -> None:
+    vae, data = VAE(), images()
+    before = os.umask(0)
+    try:
+        latents(EncoderCache("VAE latents", vae, folder=tmp_path), vae, data, [0])
+    finally:
+        os.umask(before)
+    again = EncoderCache("VAE latents", vae, folder=tmp_path)
+    latents(again, vae, data, [0])
+    assert again.hits == 1
+
+
+@pytest.mark.parametrize("batch", [[0, 1, 2], [1, 0]])
+def test_kernels_cache_computes_again_what_another_script_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: list[int]
+) -> None:
+    """Sample 0's file has other names, sample 1's another dtype; 2 has none."""
+    vae, data = VAE(), images()
+    older = EncoderCache("rows", vae, folder=tmp_path)
+    older.get([0], lambda places: {"latent": data[:1]})
+    older.get([1], lambda places: {"x": data[1:2].half()})
+    capsys.readouterr()
+    cache = EncoderCache(f"VAE rows {len(batch)}", vae, folder=tmp_path)
+    kept = cache.get(batch, lambda places: {"x": data[[batch[place] for place in places]]})
+    assert torch.equal(kept["x"], data[batch])
+    assert kept["x"].dtype == torch.float32
+    assert (cache.hits, cache.misses) == (0, len(batch))
+    assert len(said_by(capsys)) == 1
+    again = EncoderCache("VAE rows", vae, folder=tmp_path)
+    assert torch.equal(again.get(batch, lambda places: {})["x"], data[batch])
+    # One computed in this process that does not fit the rest is the script's own mistake.
+    with pytest.raises(ValueError, match=r"different names, dtypes or dimensions in one batch"):
+        again.get([0, 7], lambda places: {"y" if places == [1] else "x": data[:1]})
 
 
 def test_kernels_cache_that_never_hits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
