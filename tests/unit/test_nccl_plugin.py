@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,10 +41,12 @@ ENTRIES = [
     ),
 ]
 
-LOG = ctypes.CFUNCTYPE(
-    None, ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p
-)
 VOIDP, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+# As printf; a warning's two arguments are texts (here C's calls pass more as they pass others).
+LOG = ctypes.CFUNCTYPE(
+    None, INT, ctypes.c_ulong, ctypes.c_char_p, INT, ctypes.c_char_p, VOIDP, VOIDP
+)
+WARNING = 2
 INIT = {
     3: ctypes.CFUNCTYPE(INT, SIZE, SIZE, VOIDP, VOIDP),
     4: ctypes.CFUNCTYPE(INT, SIZE, SIZE, VOIDP, VOIDP),
@@ -74,7 +78,8 @@ class Tuner:
         self.functions = Functions.in_dll(library, f"ncclTunerPlugin_v{version}")
         assert self.functions.name == b"deepytorch"
         self.said: list[int] = []
-        self._log = LOG(lambda level, *_: self.said.append(level))
+        self.warnings: list[str] = []
+        self._log = LOG(self._hear)
         log = ctypes.cast(self._log, VOIDP)
         self.context = VOIDP()
         place = ctypes.byref(self.context)
@@ -82,6 +87,12 @@ class Tuner:
             assert self.functions.init(ranks, nodes, log, place) == 0
         else:
             assert self.functions.init(place, 77, ranks, nodes, log, None, None) == 0
+
+    def _hear(self, level: int, *more) -> None:
+        self.said.append(level)
+        if level == WARNING:
+            form, *texts = more[3:]
+            self.warnings.append((form % tuple(ctypes.string_at(each) for each in texts)).decode())
 
     def costs(self, function: int, num_bytes: int, *, algorithms=7, off=()) -> tuple[list, int]:
         """The changed entries of a cost table that was 5.0 throughout (-1 at `off`), channels."""
@@ -189,6 +200,65 @@ def test_a_table_that_cannot_be_read_leaves_nccl_alone_and_is_said(tmp_path, tex
     if text is not None:
         table.write_text(text)
     run("check_silent(2)", table)  # a warning
+
+
+def check_refused(reason: str) -> None:
+    """As `check_silent`, and what is said has the `reason`."""
+    tuner = Tuner(5, ranks=4, nodes=2)
+    assert tuner.costs(ALL_REDUCE, 16 << 20) == ([], 0)
+    assert tuner.said == [WARNING]
+    (text,) = tuner.warnings
+    assert text.startswith("deepytorch: NCCL chooses by itself, the table ")
+    assert reason in text
+    tuner.close()
+
+
+def given_away(table: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(table, 12345, 12345)
+
+
+def replaced_by_a_pipe(table: Path) -> None:
+    table.unlink()
+    os.mkfifo(table)
+
+
+def replaced_by_a_folder(table: Path) -> None:
+    table.unlink()
+    table.mkdir()
+
+
+def blown_up(table: Path) -> None:
+    with table.open("a") as file:
+        file.write(" " * (4 << 20))  # still JSON, and a table's
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda table: table.chmod(0o666), "can be written by others: make it yours alone"),
+        (given_away, "belongs to another user (id 12345): make it yours alone"),
+        (replaced_by_a_pipe, "is no regular file"),
+        (replaced_by_a_folder, "is no regular file"),
+        (blown_up, "a table at most 4194304"),
+    ],
+)
+def test_a_table_that_somebody_else_could_have_written_is_ignored_and_said(
+    tmp_path: Path, spoil: Callable[[Path], None], reason: str
+):
+    table = tmp_path / "table.json"
+    nccl_table.write(table, ENTRIES)
+    spoil(table)
+    run(f"check_refused({reason!r})", table)
+
+
+def test_a_groups_table_is_believed_as_python_believes_it(tmp_path: Path):
+    table = tmp_path / "table.json"
+    nccl_table.write(table, ENTRIES)
+    table.chmod(0o664)
+    assert nccl_table.choose(table, set()).settings
+    run("check(5)", table)
 
 
 def test_without_a_table_nothing_is_said():
