@@ -8,10 +8,14 @@ and waits for the GPU, so it is for finding a fault, not for training.
 from __future__ import annotations
 
 import gc
+import math
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
@@ -25,8 +29,8 @@ def fault_of(tensor: Tensor) -> str:
         tensor: any dtype, shape and device; sparse ones by their values. Integers have no fault,
             nor has what a CUDA graph captures, where nothing can be looked at.
 
-    Where a DistributedDataParallel model of this process has parameters whose gradients aren't
-    finite, they are named.
+    Parameters whose gradients aren't finite are named: those of DistributedDataParallel models of
+    this process and, where FSDP2 is about to scatter `tensor`, those within it.
     """
     import torch
 
@@ -45,7 +49,7 @@ def fault_of(tensor: Tensor) -> str:
         f"{count} of {bad.numel()} numbers that are none, the first at {first} ({value}, "
         f"{str(values.dtype).removeprefix('torch.')})"
     )
-    names = list(_bad_parameters())
+    names = list(_bad_in_fsdp2(tensor)) or list(_bad_parameters())
     if names:
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         text += f"; gradients that aren't finite: {', '.join(names[:_MOST_NAMES])}{more}"
@@ -64,10 +68,49 @@ def _bad_parameters() -> Iterator[str]:
     for model in _models():
         for name, parameter in model.module.named_parameters():
             gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse:
-                bad = int(_not_finite(gradient.detach()).sum().item())
+            if gradient is not None:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
+                bad = int(_not_finite(values).sum().item())
                 if bad:
-                    yield f"{name} ({bad} of {gradient.numel()})"
+                    yield f"{name} ({bad} of {values.numel()})"
+
+
+def _bad_in_fsdp2(tensor: Tensor) -> Iterator[str]:
+    """The parameters whose gradients FSDP2 reduces, where `tensor` is among them.
+
+    Nothing leads from the tensor to the parameters, and blocks of a model are alike. But FSDP2 is
+    still in the call that put them together (torch's `foreach_reduce`), one row for each rank.
+    """
+    found = _fsdp2_locals(tensor)
+    try:
+        whole, params, num_ranks = (
+            found[name] for name in ("reduce_scatter_input", "fsdp_params", "world_size")
+        )
+        rows = _not_finite(whole).reshape(num_ranks, -1)
+        counts, start = [], 0
+        for each, size in zip(params, found["padded_unsharded_sizes"], strict=True):
+            end = start + math.prod(size) // num_ranks
+            count = int(rows[:, start:end].sum().item())
+            counts.append((each._param_fqn or "a parameter", count, math.prod(each._orig_size)))
+            start = end
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return  # another torch's FSDP2: the place in the whole is told all the same
+    for name, count, size in counts:
+        if count:
+            yield f"{name} ({count} of {size})"
+
+
+def _fsdp2_locals(tensor: Tensor) -> dict[str, Any]:
+    """What FSDP2 knows in the call on this thread that is about to reduce `tensor`, or {}."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "foreach_reduce":
+            whole = frame.f_locals.get("reduce_scatter_input")
+            # A rank's part of it, as it comes here.
+            if whole is not None and 0 <= tensor.data_ptr() - whole.data_ptr() < whole.nbytes:
+                return dict(frame.f_locals)
+        frame = frame.f_back
+    return {}
 
 
 def _models() -> list[DistributedDataParallel]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch_core import backend
@@ -38,6 +39,67 @@ def test_the_rank_and_the_parameters_are_named() -> None:
         assert f"rank {ODD_ONE} gave" in text
         assert "numbers that are none" in text
         assert "gradients that aren't finite: 0.weight" in text
+
+
+class Blocks(torch.nn.Module):
+    """Three alike, of odd sizes that two ranks can't share evenly; a switch spoils one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, spoilt: bool) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1 and spoilt:
+                x.register_hook(lambda gradient: torch.where(MASK, torch.nan, gradient))
+        return x
+
+
+# Of the middle block's output; so row 3 of its weight's gradient, and that place of its bias's,
+# and all that the first block gets.
+MASK = torch.arange(5) == 3
+
+
+def train_sharded(rank: int, world_size: int) -> str:
+    torch.manual_seed(3)
+    model = Blocks()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model(torch.ones(2, 5), spoilt=False).sum().backward()
+    with pytest.raises(dist.DistBackendError) as caught:
+        model(torch.ones(2, 5), spoilt=rank == ODD_ONE).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fsdp2s_parameters_are_named_in_the_very_block(world_size: int) -> None:
+    for text in spawn_ranks(train_sharded, world_size, backend="deepytorch", env=NAN):
+        assert "reduce_scatter" in text
+        assert f"rank {ODD_ONE} gave 6 of " in text
+        assert text.partition("aren't finite: ")[2].startswith(
+            "layers.1.weight (5 of 25), layers.1.bias (1 of 5)"
+        ), text
+
+
+def train_sparse(rank: int, world_size: int) -> str:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(7, 3, mode="sum", sparse=True))
+    model = DistributedDataParallel(model)
+    words = torch.tensor([[1, 4, 4]])
+    model(words).sum().backward()
+    weights = torch.tensor([1.0, 1.0, torch.inf])
+    with pytest.raises(dist.DistBackendError) as caught:
+        (model(words) * weights).sum().backward()
+    return str(caught.value)
+
+
+def test_a_sparse_gradient_is_checked_and_its_parameter_named() -> None:
+    """By the rank itself; others would wait in gloo, whose the sum is."""
+    (text,) = spawn_ranks(train_sparse, 1, backend="deepytorch", env=NAN)
+    assert "all_reduce #" in text
+    assert "rank 0 gave 2 of 6 numbers that are none" in text
+    assert "gradients that aren't finite: 0.weight (2 of 6)" in text
 
 
 def reduce_all(rank: int, world_size: int) -> list[str]:
