@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config, device_memory, finite
+from deepytorch_core import config, counts, device_memory, finite
 from deepytorch_core.console import joined_as
 from deepytorch_core.delegates import GroupSpec, StockFactory
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
@@ -61,9 +61,10 @@ def default_timeout() -> timedelta:
     return timedelta(seconds=config.current().timeout_s)
 
 
-def note_group() -> None:
+def note_group(name: str, size: int) -> None:
     """Call it where a group of ours is made."""
     global _had_groups
+    counts.note_group(name, size)
     if _had_groups is None:
         _had_groups = os.getpid()
 
@@ -115,7 +116,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     if _is_default():
         live.join(spec.store, rank=spec.rank, size=spec.size, life=factory)
 
-    note_group()
+    note_group(spec.name, spec.size)
     made = module.create_backend(
         spec.store,
         spec.rank,

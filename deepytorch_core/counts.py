@@ -28,8 +28,19 @@ class _Counts:
     failures: int
 
 
+_group_sizes: dict[str, int] = {}
 _parents: _Counts | None = None  # what this process was forked with; None: it has loaded all itself
 _at_fork: _Counts | None = None  # as it was before the last fork
+
+
+def note_group(name: str, size: int) -> None:
+    """Keep how many ranks a group of ours has."""
+    _group_sizes[name] = size
+
+
+def group_sizes() -> dict[str, int]:
+    """Ranks of each group that this process made, by the name that its rows have."""
+    return dict(_group_sizes)
 
 
 def statistics() -> list[Counted]:
@@ -124,6 +135,7 @@ def _note() -> None:
 def _begin_anew() -> None:
     global _parents
     _parents = _at_fork
+    _group_sizes.clear()  # it can't go on with its parent's
 
 
 os.register_at_fork(before=_note, after_in_child=_begin_anew)

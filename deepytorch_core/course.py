@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -219,6 +219,23 @@ class Course:
         self._keep(self._bucket(now, known))
         self._begin(now, known)
         self._pause_s = (time.thread_time() - began) / _SHARE
+
+
+def timed_part(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The course of a saved report, where any step was timed."""
+    course: Mapping[str, Any] = report.get("course") or {}
+    return course if course.get("seconds") and course.get("timed_steps") else None
+
+
+def parts_of(course: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a timed course by what they were spent on; they add up to the whole."""
+    whole = course["seconds"]
+    overhead = min(whole, course["tuning_s"])
+    data = min(whole - overhead, course["data_s"])
+    # Plans are measured inside the operations that first need them.
+    exposed = min(whole - overhead - data, max(0.0, course["exposed_s"] - overhead))
+    compute = whole - overhead - data - exposed
+    return {"compute": compute, "exposed": exposed, "data": data, "overhead": overhead}
 
 
 _course = Course()

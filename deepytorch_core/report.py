@@ -58,7 +58,9 @@ class Report:
 
     `loaders` is how long DataLoaders were waited for (`deepytorch_core.loader_waits`), `course` the
     run's steps and what went by between them (`deepytorch_core.course`), `memory` what was used of
-    it (`deepytorch_core.memory`), `failures` how many operations ended in an error.
+    it (`deepytorch_core.memory`), `failures` how many operations ended in an error. `groups` has
+    the ranks of each group by its name, `nodes` how many nodes the launcher spoke of, 1 where it
+    did not.
     """
 
     active: bool
@@ -74,6 +76,8 @@ class Report:
     course: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     failures: int = 0
+    groups: dict[str, int] = field(default_factory=dict)
+    nodes: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -135,7 +139,17 @@ def report() -> Report:
         course=course.current().report(),
         memory=memory.used(),
         failures=counts.failures(),
+        groups=counts.group_sizes(),
+        nodes=_nodes(),
     )
+
+
+def _nodes() -> int:
+    try:
+        told = config.launched()
+    except ValueError:  # a number that is none: who makes a group is told
+        return 1
+    return -(-told.size // told.local_size) if told is not None and told.local_size else 1
 
 
 def _waiting(entry: dict[str, Any]) -> Waiting:

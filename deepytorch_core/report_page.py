@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import html_page, report_plots
+from deepytorch_core import html_page, report_plots, report_scaling
 from deepytorch_core.config import Options
+from deepytorch_core.course import parts_of, timed_part
 from deepytorch_core.report_choices import DELEGATE, candidates, gain, section, shown_name
 from deepytorch_core.topology import size_text
 
@@ -37,6 +38,7 @@ def write(path: Path, reports: Mapping[str, Saved], comparisons: Sequence[Saved]
     body += _losses(reports, comparisons)
     if reports:
         body += ["<h2>Memory</h2>", _memory(reports), "<h2>Stragglers</h2>", _stragglers(reports)]
+        body += ["<h2>Will it scale?</h2>", report_scaling.section(list(reports.values()))]
         first = next(iter(reports.values()))
         body += ["<h2>What was decided</h2>", section(first.get("decisions", ()))]
         body += ["<h2>Collectives</h2>", _collectives(first.get("rows", ()))]
@@ -86,7 +88,7 @@ def headline(reports: Sequence[Saved]) -> str:
 
 def _pace(reports: Sequence[Saved]) -> list[str]:
     """How long a step takes, and what of it is not computing, on the rank where that is most."""
-    timed = [course for one in reports if (course := _course(one)) is not None]
+    timed = [course for one in reports if (course := timed_part(one)) is not None]
     if not timed:
         return []
     slowest = max(timed, key=lambda one: one["seconds"] / one["timed_steps"])
@@ -94,7 +96,7 @@ def _pace(reports: Sequence[Saved]) -> list[str]:
     shares = [
         f"{share:.0%} {words}"
         for key, words in (("exposed", "exposed communication"), ("data", "waiting for data"))
-        if (share := max(_parts(one)[key] / one["seconds"] for one in timed)) >= 0.005
+        if (share := max(parts_of(one)[key] / one["seconds"] for one in timed)) >= 0.005
     ]
     return [f"{text}, of it at most {' and '.join(shares)}" if shares else text]
 
@@ -121,32 +123,17 @@ def saved_s(report: Saved) -> float:
     return total
 
 
-def _course(report: Saved) -> Saved | None:
-    """The run's steps, where any were timed."""
-    course: Saved = report.get("course") or {}
-    return course if course.get("seconds") and course.get("timed_steps") else None
-
-
-def _parts(course: Saved) -> dict[str, float]:
-    """Seconds by what they were spent on; they add up to the whole."""
-    whole = course["seconds"]
-    overhead = min(whole, course["tuning_s"])
-    data = min(whole - overhead, course["data_s"])
-    # Plans are measured inside the operations that first need them.
-    exposed = min(whole - overhead - data, max(0.0, course["exposed_s"] - overhead))
-    compute = whole - overhead - data - exposed
-    return {"compute": compute, "exposed": exposed, "data": data, "overhead": overhead}
-
-
 def _times(reports: Mapping[str, Saved]) -> str:
     """A bar for each rank, as long as its steps took."""
-    timed = {name: course for name, one in reports.items() if (course := _course(one)) is not None}
+    timed = {
+        name: course for name, one in reports.items() if (course := timed_part(one)) is not None
+    }
     if not timed:
         return '<p class="note">Nothing was timed: no optimizer took two steps.</p>'
     longest = max(course["seconds"] for course in timed.values())
     lines = []
     for name, course in timed.items():
-        parts = _parts(course)
+        parts = parts_of(course)
         bar = html_page.bar(
             [
                 (seconds / longest, _PARTS[key][0], f"{_PARTS[key][1]} {seconds:.2f} s")

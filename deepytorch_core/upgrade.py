@@ -150,7 +150,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
     if group is c10d.GroupMember.WORLD:
         live.join(store, rank=group.rank(), size=group.size(), life=group)
     options = config.current()
-    note_group()
+    note_group(group.group_name, group.size())
     return module.create_backend(
         store,
         group.rank(),

@@ -61,7 +61,7 @@ def report(
         write_page(html, files or [])
         return
     if as_json:
-        saved = {str(file): read(file) for file in files or []}
+        saved = {str(file): with_forecast(file) for file in files or []}
         typer.echo(json.dumps(saved or to_dict(), indent=1))
         return
     if files:
@@ -159,13 +159,25 @@ def read(path: Path, *, with_comparisons: bool = False) -> dict[str, Any]:
     return saved
 
 
+def with_forecast(path: Path) -> dict[str, Any]:
+    """A report saved as JSON, with `will_it_scale`; raises ValueError when the file holds none."""
+    from deepytorch_core import report_scaling
+
+    saved = read(path)
+    try:
+        return {**saved, "will_it_scale": report_scaling.forecast(saved)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} holds no report: {reason}") from error
+
+
 def show_saved(path: Path) -> None:
     """Prints a report saved as JSON; raises ValueError when the file holds none."""
-    from deepytorch_core import config
+    from deepytorch_core import config, report_scaling
     from deepytorch_core.report import Report
     from deepytorch_core.topology import size_text
 
-    plain = read(path)
+    plain = with_forecast(path)
     try:
         saved = Report.from_dict(plain)
     except ValueError as error:
@@ -173,6 +185,8 @@ def show_saved(path: Path) -> None:
     out = console.out()
     out.print(f"{path}: rank {saved.rank}{f' on {saved.host}' if saved.host else ''}", markup=False)
     out.print(str(saved), markup=False, highlight=False, soft_wrap=True)
+    for line in report_scaling.lines(plain["will_it_scale"]):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     default = config.Options().to_dict()
     changed = [
         (name, str(value))

@@ -98,13 +98,17 @@ def test_a_forked_child_counts_only_its_own(
     core = sys.modules["deepytorch_core._core"]
     monkeypatch.setattr(counts, "_at_fork", None)
     monkeypatch.setattr(counts, "_parents", None)
+    monkeypatch.setattr(counts, "_group_sizes", {})
     before = copy.deepcopy(core.statistics())
     monkeypatch.setattr(core, "statistics", lambda: copy.deepcopy(before))
     monkeypatch.setattr(core, "spent_on_tuning_s", lambda: 2.0)
+    counts.note_group("0", 2)
+    assert report.report().groups == {"0": 2}
     counts._note()
     counts._begin_anew()
     monkeypatch.setattr(core, "spent_on_tuning_s", lambda: 2.5)
     begun = report.report()
+    assert begun.groups == {}
     assert (begun.rows, begun.waiting) == ((), ())
     assert not any("what" not in decision for decision in begun.decisions)
     assert begun.course["all_tuning_s"] == 0.5
@@ -115,6 +119,26 @@ def test_a_forked_child_counts_only_its_own(
         report.Row(**entry(calls=5, bytes=5_000_000, time_us=3000.0)),
         report.Row(**entry(op="barrier", calls=1)),
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "nodes"),
+    [
+        ({}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "8"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4"}, 2),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "four"}, 1),
+    ],
+)
+def test_nodes_are_those_that_the_launcher_told(
+    told: dict[str, str], nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert report.report().nodes == nodes
 
 
 def test_text(made: report.Report) -> None:
