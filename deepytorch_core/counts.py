@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 Counted = dict[str, Any]
@@ -63,6 +64,37 @@ def plans() -> list[Counted]:
     core = _core()
     settled: list[Counted] = core.plans() if core is not None else []
     return settled if _parents is None else [one for one in settled if one not in _parents.plans]
+
+
+def recent() -> list[Counted]:
+    """The newest operations on host memory by group, op, who carried them out, and bytes.
+
+    `calls` of them, and the median of what each took by itself: from its call or, where it had to
+    wait for it, from the end of the group's one before.
+    """
+    core = _core()
+    if core is None:
+        return []
+    from deepytorch_core.hang import record
+
+    times: dict[tuple[str, str, bool, int], list[int]] = {}
+    last_ns: dict[str, int] = {}
+    for one in record.ended(core.flight_record_fd()):
+        began_ns = max(one.entered_ns, last_ns.get(one.group, 0))
+        last_ns[one.group] = max(one.ended_ns, began_ns)
+        key = one.group, one.op, one.native, one.bytes
+        times.setdefault(key, []).append(max(0, one.ended_ns - began_ns))
+    return [
+        {
+            "group": group,
+            "op": op,
+            "native": native,
+            "bytes": size,
+            "calls": len(each),
+            "median_us": median(each) / 1e3,
+        }
+        for (group, op, native, size), each in sorted(times.items())
+    ]
 
 
 def tuning_s() -> float:

@@ -87,7 +87,7 @@ def samples() -> Iterator[Sample]:
     """(metric, values of its labels, value) of all that is known now."""
     from deepytorch_core.report import report
 
-    now = report()
+    now = report(recent=False)
     for row in now.rows:
         labels = (row.op, row.algorithm, str(row.algorithm != "delegate").lower())
         yield "deepytorch_operations", labels, row.calls

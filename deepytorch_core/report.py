@@ -60,7 +60,7 @@ class Report:
     run's steps and what went by between them (`deepytorch_core.course`), `memory` what was used of
     it (`deepytorch_core.memory`), `failures` how many operations ended in an error. `groups` has
     the ranks of each group by its name, `nodes` how many nodes the launcher spoke of, 1 where it
-    did not.
+    did not. `recent` has the times of the newest operations by size (`counts.recent`).
     """
 
     active: bool
@@ -78,6 +78,7 @@ class Report:
     failures: int = 0
     groups: dict[str, int] = field(default_factory=dict)
     nodes: int = 1
+    recent: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -117,8 +118,9 @@ class Report:
         return "\n".join(lines + [_sentence(decision) for decision in self.decisions])
 
 
-def report() -> Report:
-    """What has been done so far, on this rank. Cheap; makes nothing happen.
+def report(*, recent: bool = True) -> Report:
+    """What has been done so far, on this rank. Cheap, the more so without `recent`; makes nothing
+    happen.
 
     A forked child's begins with the fork, but for choices made in Python, which are still in force.
     """
@@ -141,6 +143,7 @@ def report() -> Report:
         failures=counts.failures(),
         groups=counts.group_sizes(),
         nodes=_nodes(),
+        recent=tuple(counts.recent()) if recent else (),
     )
 
 

@@ -9,9 +9,10 @@ communication that computing hides, until there is more of it than computing. Wh
 beyond the operations' own times, until their thread had started for example, is of the rest.
 
 communication(N) follows the latency-and-bandwidth model of `deepytorch_core.bench.forecast`. alpha
-and beta are fitted to what the tuner measured or, where it measured fewer than two sizes, to the
-operations' own mean sizes and times, less what they waited for other ranks. The prediction is
-scaled so that an operation's time today comes out as it was measured: computing beside it slows it.
+and beta are fitted to the newest operations' times by size. Where these are fewer than two sizes,
+to what the tuner measured; then to the mean sizes and times of each row, less what the operations
+waited for other ranks; then to all that there is. The prediction is scaled so that an operation's
+time today comes out as it was measured: computing beside it slows it.
 
 On one node the model is a flat ring of the ranks, as if each further rank were reached over a link
 like today's. Over several nodes, ranks in blocks, native operations go by node and stock ones round
@@ -46,6 +47,8 @@ COUNTS = (2, 4, 8, 16, 64)
 _APART = 2.0  # sizes that tell latency from bandwidth differ by so much
 _MOST_ERROR = 1 / 3  # of a model, on average at the points it was fitted to
 _ROUGH = 0.15  # from there on it is said
+_WORDS = {FLAT: "as a flat ring", HIERARCHICAL: "by node"}
+_ENOUGH = 3  # calls of a size whose median tells something
 _NATIVE, _STOCK = "native", "stock"
 
 Saved = Mapping[str, Any]
@@ -323,7 +326,7 @@ def _counted(op: str, num_bytes: float, ranks: int) -> float:
 
 
 def _model(saved: Saved, growing: Sequence[_Part], carrier: str, place: _Place) -> _Fitted:
-    """Fitted to the tuner's times, or else to the operations' own, or to both."""
+    """Fitted to the operations' own times, or else to the tuner's, or to both."""
     schedule, today = place.schedule(carrier), place.shape(place.today)
     by_tuner = [
         Point(schedule, plan["op"], round(size), today, 1e3 * ms)
@@ -338,11 +341,20 @@ def _model(saved: Saved, growing: Sequence[_Part], carrier: str, place: _Place) 
         for part in growing
         if part.carrier == carrier and part.time_us and part.num_bytes >= 1
     ]
+    # The same, each size by itself.
+    by_size = [
+        Point(schedule, one["op"], round(size), today, one["median_us"])
+        for one in saved.get("recent", ())
+        if one["native"] == (carrier == _NATIVE) and one["calls"] >= _ENOUGH
+        if one["op"] in OPERATIONS and saved["groups"].get(one["group"]) == place.ranks
+        if one["median_us"] and (size := _counted(one["op"], one["bytes"], place.ranks))
+    ]
     errors = []
     for points, source in (
+        (by_size, "the operations' own times"),
         (by_tuner, "the tuner's times"),
-        (by_calls, "the operations' own times"),
-        ([*by_tuner, *by_calls], "the tuner's and the operations' own times"),
+        (by_calls, "the operations' mean times"),
+        ([*by_tuner, *(by_size or by_calls)], "the tuner's and the operations' own times"),
     ):
         sizes = [point.num_bytes for point in points]
         if points and max(sizes) >= _APART * min(sizes):
@@ -352,11 +364,11 @@ def _model(saved: Saved, growing: Sequence[_Part], carrier: str, place: _Place) 
             errors.append(fitted.error)
     own = [part for part in growing if part.carrier == carrier]
     ops = ", ".join(dict.fromkeys(part.op for part in own))
-    if not by_tuner and not by_calls:
+    if not (by_tuner or by_size or by_calls):
         reasons = ", ".join(dict.fromkeys(part.reason for part in own))
         raise _NotKnown(
-            f"nothing timed the {carrier} {ops} ({reasons}); run with collectives=auto and "
-            "tune=force, so that they are measured where native code can carry them out"
+            f"nothing timed the {carrier} {ops} ({reasons}); save the report before the "
+            "groups are destroyed, which has the newest operations' times"
         )
     if errors:
         raise _NotKnown(
@@ -365,8 +377,8 @@ def _model(saved: Saved, growing: Sequence[_Part], carrier: str, place: _Place) 
         )
     raise _NotKnown(
         f"the {carrier} {ops} was timed at one size alone, which does not tell latency from "
-        "bandwidth; run with smaller buckets (DDP's bucket_cap_mb) so that there are several "
-        "sizes, or forecast the operation itself by deepytorch bench collectives --forecast"
+        "bandwidth; save the report before the groups are destroyed and let there be several "
+        "sizes (DDP's bucket_cap_mb), or see deepytorch bench collectives --forecast"
     )
 
 
@@ -385,7 +397,8 @@ def _words(part: _Part) -> str:
 
 def _today(found: Saved) -> str:
     unit = found["unit"]
-    each = f" of {found['ranks_per_node']} ranks" if unit == "nodes" else ""
+    local = found["ranks_per_node"]
+    each = f" of {local} rank{'s' if local > 1 else ''}" if unit == "nodes" else ""
     hidden = f"{found['hidden_share']:.0%} of {found['communication_ms']:.1f} ms hidden"
     return (
         f"step {found['step_ms']:.1f} ms today on {found['today']} {unit}{each}, "
@@ -416,7 +429,7 @@ def _assumed(found: Saved) -> str:
         off = f"{one['error']:.0%} off on average"
         off += ", so this is rough" if one["error"] > _ROUGH else ""
         texts.append(
-            f"{one['carrier']} operations as a {one['schedule']} over links like today's, "
+            f"{one['carrier']} operations {_WORDS[one['schedule']]} over links like today's, "
             f"alpha {one['alpha_us']:.1f} us and {rate}, fitted to {one['fitted_to']} at "
             f"{one['sizes']} sizes ({off})"
         )

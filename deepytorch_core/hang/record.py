@@ -25,6 +25,7 @@ _GROUP = struct.Struct("<Iiqqii96s96sQQ120i")
 _PEER = struct.Struct("<qq")
 _ENTRY = struct.Struct("<QQqqQQiiiBBBBBB")
 _ENTRY_BYTES = 128
+_ENTRIES = struct.Struct(f"{_ENTRY.format}{_ENTRY_BYTES - _ENTRY.size}x")
 _PAGE = 4096
 _MOST_BYTES = 64 << 20
 _MOST_SIZE = 1 << 16
@@ -173,6 +174,51 @@ def parse(data: bytes, *, now_ns: int) -> Record:
         groups=tuple(tables.values()),
         operations=tuple(operations),
     )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One operation on host memory that has ended; times on the monotonic clock."""
+
+    group: str
+    op: str
+    native: bool
+    bytes: int
+    entered_ns: int
+    ended_ns: int
+
+
+def ended(descriptor: int) -> list[Ended]:
+    """The newest operations that have ended, oldest first, of this process's own record.
+
+    Some of what `read_descriptor` costs. Without those on devices and those of uneven parts; none
+    where the process has no record. A forked child has the number of its parent's descriptor left,
+    which may be another file's by now.
+    """
+    data = b""
+    with contextlib.suppress(OSError):
+        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        return []
+    _, _, header_bytes, group_bytes, peer_bytes, _, groups, peers, entries, pid, *_ = (
+        _HEADER.unpack_from(data)
+    )
+    if pid != os.getpid():
+        return []
+    at = _round_up(_round_up(header_bytes + groups * group_bytes) + peers * peer_bytes)
+    names: dict[int, str] = {}
+    for index in range(groups):
+        each = _group(data, header_bytes + index * group_bytes)
+        if each is not None:
+            names[each[0]] = each[1].name
+    found = []
+    for entry in _ENTRIES.iter_unpack(data[at : at + entries * _ENTRY_BYTES]):
+        number, _, entered_ns, ended_ns, _, size, _, _, index, op, _, _, flags, state, how = entry
+        told = _STATES[state] == evidence.ENDED and _HOW[how] and not flags & 3
+        if number and told and index in names:
+            one = Ended(names[index], _COLLECTIVES[op], how == 1, size, entered_ns, ended_ns)
+            found.append((number, one))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 def _group(data: bytes, at: int) -> tuple[int, evidence.Group] | None:

@@ -29,7 +29,9 @@ def run(rank: int, world_size: int) -> dict[str, Any]:
             dist.all_reduce(value)
             assert value[-1] == sum(range(world_size))
         optimizer.step()
-    dist.destroy_process_group(pairs)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (4,))
+    for _ in range(3):
+        dist.all_reduce(sparse.clone(), group=pairs)  # the stock backend's
     return deepytorch.report().to_dict()
 
 
@@ -39,6 +41,14 @@ def test_a_runs_report_says_how_it_would_scale(tmp_path: Path) -> None:
     for rank, report in enumerate(reports):
         assert set(report["groups"].values()) == {2}
         assert report["nodes"] == 1
+        recent = {(one["native"], one["bytes"]): one for one in report["recent"]}
+        assert {key for key in recent if key[0]} == {(True, 4 * SMALL), (True, 4 * LARGE)}
+        assert any(not native for native, _ in recent)
+        for count in (SMALL, LARGE):
+            assert recent[True, 4 * count]["calls"] == STEPS
+            assert recent[True, 4 * count]["op"] == "all_reduce"
+        times_us = {count: recent[True, 4 * count]["median_us"] for count in (SMALL, LARGE)}
+        assert 0 < times_us[SMALL] < times_us[LARGE]
         found = report_scaling.forecast(report)
         assert found["known"], found
         assert (found["unit"], found["today"]) == ("ranks", 2)

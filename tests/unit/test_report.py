@@ -6,12 +6,14 @@ import copy
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deepytorch_core import counts, decisions, report
+from deepytorch_core.hang import record
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
         arrivals=lambda: arrivals,
         spent_on_tuning_s=lambda: 0.0,
         registered_memory=lambda: {"in_use_bytes": 0, "reserved_bytes": 4096},
+        flight_record_fd=lambda: -1,
     )
     monkeypatch.setitem(sys.modules, "deepytorch_core._core", core)
     monkeypatch.setattr(report.activation, "is_active", lambda: False)
@@ -119,6 +122,39 @@ def test_a_forked_child_counts_only_its_own(
         report.Row(**entry(calls=5, bytes=5_000_000, time_us=3000.0)),
         report.Row(**entry(op="barrier", calls=1)),
     )
+
+
+def test_recent_times_are_each_operations_own(
+    made: report.Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second and third are called while the first goes on, and wait for their turns."""
+    ended = [
+        record.Ended("0", "all_reduce", True, 100, 1_000, 9_000),
+        record.Ended("0", "all_reduce", True, 100, 2_000, 13_000),
+        record.Ended("0", "all_reduce", True, 7000, 3_000, 53_000),
+        record.Ended("1", "all_reduce", True, 100, 3_000, 4_000),
+        record.Ended("0", "all_gather", False, 100, 60_000, 61_500),
+        record.Ended("0", "all_reduce", True, 100, 70_000, 72_000),
+    ]
+    monkeypatch.setattr(record, "ended", lambda descriptor: ended)
+    names = ("group", "op", "native", "bytes", "calls", "median_us")
+    assert [tuple(one[name] for name in names) for one in report.report().recent] == [
+        ("0", "all_gather", False, 100, 1, 1.5),
+        ("0", "all_reduce", True, 100, 3, 4.0),
+        ("0", "all_reduce", True, 7000, 1, 40.0),
+        ("1", "all_reduce", True, 100, 1, 1.0),
+    ]
+    assert report.report(recent=False).recent == ()
+
+
+def test_what_is_no_record_of_this_process_has_no_times(tmp_path: Path) -> None:
+    """Of a forked child, whose parent's descriptor may be another file by now."""
+    other = tmp_path / "file"
+    for content in (b"", b"x" * 9000, b"dptfly01" + bytes(9000)):
+        other.write_bytes(content)
+        with other.open("rb") as file:
+            assert record.ended(file.fileno()) == []
+    assert record.ended(-1) == []
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_ring_of_ranks_follows_the_closed_form() -> None:
     (model,) = found["models"]
     assert model["alpha_us"] == pytest.approx(ALPHA_US, rel=1e-6)
     assert model["beta_us"] == pytest.approx(BETA_US, rel=1e-6)
-    assert (model["fitted_to"], model["error"]) == ("the operations' own times", 0)
+    assert (model["fitted_to"], model["error"]) == ("the operations' mean times", 0)
     assert [one["ranks"] for one in found["forecast"]] == [2, 4, 8, 16, 64]
     for one in found["forecast"]:
         exposed_ms = (1 - hidden_share) * communication_ms(one["ranks"])
@@ -307,6 +307,43 @@ def test_where_too_little_is_known_it_says_what_to_do(changes: dict[str, Any], w
     assert line.startswith("will it scale: not known: ")
 
 
+def test_recent_times_keep_apart_what_the_sums_mix() -> None:
+    """Sizes have one row together, and no time where the stock backend carried them out."""
+    mean = sum(SIZES) // 2
+    measured_us = sum(ring_us(4, size) for size in SIZES) / 2
+    for carrier in ("native", "stock"):
+        algorithm = "delegate" if carrier == "stock" else "pipelined"
+        rows = [
+            row(
+                "all_reduce",
+                2 * STEPS,
+                mean,
+                0.0 if carrier == "stock" else measured_us,
+                algorithm=algorithm,
+            )
+        ]
+        common = {"group": "0", "op": "all_reduce", "native": carrier == "native"}
+        recent = [
+            {**common, "bytes": size, "calls": STEPS, "median_us": ring_us(4, size)}
+            for size in SIZES
+        ]
+        # None of these is of it: another group, too few, the other backend's.
+        recent += [
+            {**common, "group": "pairs", "bytes": 9, "calls": STEPS, "median_us": 1e6},
+            {**common, "bytes": 99, "calls": 2, "median_us": 1e6},
+            {**common, "native": carrier == "stock", "bytes": 9, "calls": 9, "median_us": 1e6},
+        ]
+        exposed_ms = 2 * measured_us / 1e3
+        report = saved(rows=rows, recent=recent, course=course(60.0, exposed_ms))
+        report["groups"]["pairs"] = 2
+        found = report_scaling.forecast(report)
+        (model,) = found["models"]
+        assert (model["carrier"], model["sizes"]) == (carrier, 2)
+        assert model["beta_us"] == pytest.approx(BETA_US, rel=1e-6)
+        more_ms = 2 * (ring_us(16, mean) - ring_us(4, mean)) / 1e3
+        assert steps_of(report)[16] == pytest.approx(60.0 + more_ms, abs=1e-3)
+
+
 def test_a_second_size_may_come_from_the_tuner() -> None:
     decisions = [plan("all_reduce", 4, 1000, one_shot=ring_us(4, 1000))]
     rows = [row("all_reduce", STEPS, SIZES[1], ring_us(4, SIZES[1]))]
@@ -329,7 +366,7 @@ def test_the_command_says_it_as_text_as_json_and_on_the_page(tmp_path: Path) -> 
         f"on 2 ranks {step_ms[2]:.1f} ms (" in text.output
     )
     assert f"on 64 ranks {step_ms[64]:.1f} ms (" in text.output
-    assert "alpha 23.0 us and 11.4 Gbit/s, fitted to the operations' own times" in text.output
+    assert "alpha 23.0 us and 11.4 Gbit/s, fitted to the operations' mean times" in text.output
     plain = runner.invoke(cli.app, ["report", str(path), "--json"])
     assert json.loads(plain.output)[str(path)] == {**saved(), "will_it_scale": found}
 
