@@ -19,6 +19,8 @@ _STACKS_LIMIT_S = 10.0
 def show(pids: list[int], job: str | None, *, as_json: bool, flight_recorder: Path | None) -> None:
     """Prints the verdict on the jobs of this user on this node: sentence, table, stacks.
 
+    The jobs' ranks on other nodes are asked through those of this one.
+
     Raises ValueError or OSError for a process that has no record or can't be looked into, and
     ValueError where there is no job.
     """
@@ -44,10 +46,23 @@ def show(pids: list[int], job: str | None, *, as_json: bool, flight_recorder: Pa
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
+    """A job as it was looked at. `elsewhere` are its ranks that have no process on this node.
+
+    `problem` says why they could not be asked for, empty where they were.
+    """
+
     name: str
     ranks: list[Any]
     verdict: Any
     elsewhere: list[int]
+    problem: str
+
+    def silent(self) -> list[int]:
+        """Ranks of other nodes of which nothing is known."""
+        from deepytorch_core.hang import evidence
+
+        known = {one.rank for one in self.ranks if one.process != evidence.MISSING}
+        return [rank for rank in self.elsewhere if rank not in known]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -55,6 +70,8 @@ class _Case:
             "verdict": dataclasses.asdict(self.verdict),
             "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
             "not_on_this_node": self.elsewhere,
+            "without_answer": self.silent(),
+            "why_not_asked": self.problem,
         }
 
     def show(self) -> None:
@@ -62,11 +79,14 @@ class _Case:
 
         out = console.out()
         lines = [self.verdict.sentence, "", f"job {self.name}"]
-        if self.elsewhere:
+        silent = self.silent()
+        if self.problem:
             lines.append(
-                f"not on this node, or ended: {words.ranks(self.elsewhere)}; ask there too, or "
-                "wait for the operation's time limit, when all nodes' ranks are asked"
+                f"not on this node, or ended: {words.ranks(silent)}, which could not be asked: "
+                f"{self.problem}; ask on their node, or wait for the operation's time limit"
             )
+        elif silent:
+            lines.append(f"asked on the other nodes, without an answer: {words.ranks(silent)}")
         text = "\n".join([*lines, table.full(self.ranks, self.verdict), ""])
         out.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -82,14 +102,24 @@ def _look_at(jobs: list[Any]) -> list[_Case]:
 
 def _look(job: Any) -> _Case:
     """The verdict of a second look: of what moved in between nothing is said."""
-    from deepytorch_core.hang import collect, verdict
+    from deepytorch_core.hang import collect, inquiry, verdict
 
     pids = [one.pid for one in job.records]
     earlier = {one.pid: one for one in job.records}
-    again = collect.jobs(pids, name=job.name)
-    records = again[0].records if again else job.records
-    ranks = collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S)
+    elsewhere = job.elsewhere()
+    answer = inquiry.ask(pids) if elsewhere else inquiry.Answer()
+    records = _again(job)
+    ranks = _together(collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S), answer, elsewhere)
     found = verdict.judge(ranks, least_s=_BETWEEN_LOOKS_S)
+    if answer.ranks and found.kind != verdict.NO_HANG:
+        # Nodes were not looked at in the same moment, so another look has to come to the same.
+        again = inquiry.ask(pids, again=True).newer_than(answer)
+        local = collect.ranks(_again(job), stacks_limit_s=None)
+        later = verdict.lasting(_together(local, again, elsewhere), ranks)
+        confirmed = verdict.judge(later, least_s=_BETWEEN_LOOKS_S)
+        if not verdict.is_same(found, confirmed):
+            sentence = f"no hang: of {len(ranks)} ranks those that wait go on after a moment"
+            found = verdict.Verdict(verdict.NO_HANG, sentence)
     moved = [
         one.rank for one in records if one.pid in earlier and one.begun != earlier[one.pid].begun
     ]
@@ -97,7 +127,22 @@ def _look(job: Any) -> _Case:
         found = dataclasses.replace(
             found, sentence=f"{found.sentence}; {len(moved)} of them began new ones just now"
         )
-    return _Case(job.name, ranks, found, job.elsewhere())
+    return _Case(job.name, ranks, found, elsewhere, answer.problem)
+
+
+def _again(job: Any) -> Any:
+    """The job's flight records as they are now."""
+    from deepytorch_core.hang import collect
+
+    again = collect.jobs([one.pid for one in job.records], name=job.name)
+    return again[0].records if again else job.records
+
+
+def _together(local: list[Any], answer: Any, elsewhere: list[int]) -> list[Any]:
+    """The ranks of this node, and of the others as they have answered."""
+    known = {one.rank for one in local}
+    others = [one for one in answer.ranks if one.rank in elsewhere and one.rank not in known]
+    return sorted([*local, *others], key=lambda one: one.rank)
 
 
 def _write_dumps(case: _Case, folder: Path) -> None:

@@ -80,14 +80,16 @@ def _name(one: Record) -> str:
     return one.job or f"process {one.pid}"
 
 
-def ranks(records: Iterable[Record], *, stacks_limit_s: float = 2.0) -> list[Rank]:
+def ranks(records: Iterable[Record], *, stacks_limit_s: float | None = 2.0) -> list[Rank]:
     """Evidence of the processes with these records, and of their peers that are gone.
 
-    Stacks are waited for up to `stacks_limit_s`. On a busy machine it takes longer to see that a
-    process keeps the GIL than that it has no processor.
+    Stacks are waited for up to `stacks_limit_s`; with None they are not asked for. On a busy
+    machine it takes longer to see that a process keeps the GIL than that it has no processor.
     """
     records = list(records)
-    answers = stacks.ask_all({one.pid: one.signal for one in records}, limit_s=stacks_limit_s)
+    answers: dict[int, str] = {}
+    if stacks_limit_s is not None:
+        answers = stacks.ask_all({one.pid: one.signal for one in records}, limit_s=stacks_limit_s)
     found = {one.rank: _rank(one, answers.get(one.pid, "")) for one in records}
     for one in records:
         for peer, pid in one.peers.items():

@@ -4,6 +4,9 @@ The ranks whose operation failed agree, over the store of the default group, on 
 judge. It reads the flight records of its node by itself, also of ranks that are stuck or stopped;
 of each other node some rank answers for all. Every wait here is short and bounded: the operation
 has failed already, and its error shall not wait for long.
+
+In the same way a rank asks the other nodes for who asks it from outside (inquiry.py), while no
+operation has failed yet.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from deepytorch_core.hang import (
     answer,
     collect,
     evidence,
+    inquiry,
     processes,
     record,
     table,
@@ -52,6 +56,10 @@ _CONNECT_LIMIT_S = 0.5  # of one attempt, which torch may make twice as long
 # to do so, a quarter of an hour.
 _LOST_LIMIT_S = 10.0
 _MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
+_STACKS_LIMIT_S = 2.0  # so long they are waited for, where others wait for the answer
+# How the cases are called that are asked for from outside, and what marks one that is over.
+_FIRST, _AGAIN, _OVER = "asked/", "asked again/", "over"
+_INQUIRY_POLL_S = 0.05
 # An older failure is not what is being told.
 _FRESH_S = 60.0
 
@@ -69,6 +77,13 @@ class _Home:
     size: int
     job: str
     over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    desk: inquiry.Desk | None = None
+
+    def end(self) -> None:
+        """Have the thread that listens for this job end soon."""
+        self.over.set()
+        if self.desk is not None:
+            self.desk.wake()
 
 
 _home: _Home | None = None
@@ -104,17 +119,25 @@ def join(store: Any, *, rank: int, size: int, life: object) -> None:
             say(f"hangs can't be explained over this store: {error}", level="debug")
             own = None
     if _home is not None:
-        _home.over.set()
+        _home.end()
     _home = _Home(own, prefix, rank, size, job)
     weakref.finalize(life, _let_go, _home).atexit = False
     _judged.clear()
     rouse()
-    if size > 1 and own is not None and config.spans_nodes():
+    if size > 1 and own is not None and not _is_on_one_node():
+        with contextlib.suppress(OSError):  # then nobody can ask from outside
+            _home.desk = inquiry.Desk()
         thread = threading.Thread(
             target=_listen, args=(_home,), name="deepytorch-hang", daemon=True
         )
         thread.start()
         atexit.register(_end, _home, thread)
+
+
+def _is_on_one_node() -> bool:
+    """Whether the launcher said that all ranks are on this node. Some launchers say neither."""
+    told = config.launched()
+    return not config.spans_nodes() and told is not None and told.local_size is not None
 
 
 def rouse() -> None:
@@ -133,7 +156,7 @@ def rest() -> None:
 
 def _let_go(home: _Home) -> None:
     """The group is gone, and no connection to its store is to stay behind."""
-    home.over.set()
+    home.end()
     home.store = None
 
 
@@ -240,12 +263,12 @@ def _meet(home: _Home, case: str, group: str, operation: evidence.Operation | No
         if rank not in ranks or ranks[rank].process == evidence.MISSING
     ]
     if absent:
-        _call(home, case)
+        _call(home.store, case)
         for one in _await_answers(store, absent):
             ranks[one.rank] = one
         for rank in absent:
             if rank not in ranks or ranks[rank].process == evidence.MISSING:
-                ranks[rank] = _without_answer(home, rank)
+                ranks[rank] = _without_answer(home.store, rank)
     found = judge(ranks.values())
     sentence = "" if found.kind == verdict.NO_HANG else found.sentence
     store.set("verdict", json.dumps(sentence))
@@ -339,7 +362,7 @@ def _here(home: _Home) -> list[Rank]:
     return collect.ranks(_records(home))
 
 
-def _answer(home: _Home, store: Any) -> None:
+def _answer(home: _Home, store: Any, *, with_stacks: bool = True) -> None:
     """Leave this node's evidence for the judge, unless another rank of the node does."""
     if store.compare_set(f"node/{_node()}", "", str(home.rank)).decode() != str(home.rank):
         return
@@ -347,17 +370,18 @@ def _answer(home: _Home, store: Any) -> None:
     judge = store.compare_set("judge", "", str(home.rank)).decode()
     if judge in {str(one.rank) for one in records}:
         return  # it sees for itself
-    for one in collect.ranks(records):
-        if one.process != evidence.MISSING:
+    for one in collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S if with_stacks else None):
+        if one.process != evidence.MISSING and not store.check([_OVER]):
             # Main threads come last in their stacks, and it is those that are needed.
             short = dataclasses.replace(one, stacks=one.stacks[-_MOST_STACKS:])
             store.set(f"rank/{one.rank}", evidence.to_json(short))
+    store.set(f"answered/{_node()}", "")
 
 
-def _call(home: _Home, case: str) -> None:
+def _call(store: Any, case: str) -> None:
     """Wake the ranks on other nodes whose own operations have not failed."""
-    number = home.store.add("calls", 1)
-    home.store.set(f"call/{number}", case)
+    number = store.add("calls", 1)
+    store.set(f"call/{number}", case)
 
 
 def _end(home: _Home, thread: threading.Thread) -> None:
@@ -366,49 +390,144 @@ def _end(home: _Home, thread: threading.Thread) -> None:
     Python ends its other threads where they next take the GIL, which in torch's C++ is no place to
     be ended.
     """
-    home.over.set()
+    home.end()
     thread.join(_END_LIMIT_S)
 
 
 def _listen(home: _Home) -> None:
+    """What a process does all the time for those that ask: on other nodes, and on its own."""
     from torch._C._distributed_c10d import PrefixStore
 
     number = 1
-    with contextlib.suppress(Exception):  # the store's end is this thread's
+    inquiries: list[_Inquiry] = []
+    silent: set[int] = set()
+    spans_nodes = config.spans_nodes()
+    everybody = [f"who/{rank}" for rank in range(home.size)]
+    try:
         own = _clone(home)
         while not home.over.is_set():
-            if not own.check([f"call/{number}"]):
-                home.over.wait(_LISTEN_S)
+            if not spans_nodes and own.check(everybody):
+                # The launcher did not say it, but those who joined did.
+                nodes = {json.loads(own.get(key))[2] for key in everybody}
+                if len(nodes) == 1:
+                    return
+                spans_nodes = True
+            if own.check([f"call/{number}"]):
+                case = own.get(f"call/{number}").decode()
+                number += 1
+                brief = case.startswith(_AGAIN)
+                _answer(home, PrefixStore(f"case/{case}", own), with_stacks=not brief)
+            for one in inquiries:
+                one.look()
+            silent = next((one.silent for one in inquiries if one.is_over), silent)
+            inquiries = [one for one in inquiries if not one.is_over]
+            pause_s = _INQUIRY_POLL_S if inquiries else _LISTEN_S
+            if home.desk is None:
+                home.over.wait(pause_s)
                 continue
-            case = own.get(f"call/{number}").decode()
-            number += 1
-            _answer(home, PrefixStore(f"case/{case}", own))
+            inquiries += [
+                _Inquiry(home, own, question, silent) for question in home.desk.wait(pause_s)
+            ]
+    except Exception as error:  # the store's end is this thread's
+        with contextlib.suppress(OSError):
+            for one in inquiries:
+                one.give_up(f"the job's store is gone ({error})")
+    finally:
+        if home.desk is not None:
+            home.desk.close()
+
+
+class _Inquiry:
+    """A question from outside, while the other nodes are being asked."""
+
+    def __init__(self, home: _Home, own: Any, question: inquiry.Question, silent: set[int]) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        self.is_over = False
+        self.silent: set[int] = set()
+        self._desk = home.desk
+        self._own = own
+        self._question = question
+        case = f"{_AGAIN if question.again else _FIRST}{question.token}"
+        self._store: Any = PrefixStore(f"case/{case}", own)
+        # Another rank of this node may have been asked the same, before this one came to it.
+        is_judge = self._store.compare_set("judge", "", str(home.rank)).decode() == str(home.rank)
+        if is_judge:
+            _call(own, case)
+        self._nodes = {
+            rank: json.loads(own.get(f"who/{rank}"))[2] if own.check([f"who/{rank}"]) else ""
+            for rank in range(home.size)
+        }
+        asked = {rank for rank, node in self._nodes.items() if node not in ("", _node())}
+        self._awaited = {
+            self._nodes[rank] for rank in (asked - silent if question.again else asked)
+        }
+        self._until = time.monotonic() + inquiry.ANSWER_LIMIT_S
+
+    def look(self) -> None:
+        """Reply once all have answered, or the time is up."""
+        answered = {node for node in self._awaited if self._store.check([f"answered/{node}"])}
+        self._awaited -= answered
+        if not self._awaited or time.monotonic() > self._until:
+            self._reply()
+
+    def give_up(self, problem: str) -> None:
+        """Reply that the others can't be asked."""
+        if self._desk is not None:
+            self._desk.reply(self._question, [], problem=problem)
+        self.is_over = True
+
+    def _reply(self) -> None:
+        ranks = []
+        for rank, node in self._nodes.items():
+            one = _said(self._store, rank)
+            if one is None:
+                one = _without_answer(self._own, rank, inquiry.ANSWER_LIMIT_S)
+                if node == _node() and one.process != evidence.GONE:
+                    continue  # whoever asks sees it
+                self.silent.add(rank)
+            ranks.append(one)
+        if self._desk is not None:
+            self._desk.reply(self._question, ranks)
+        self.is_over = True
+        # Nobody reads it again, and a store keeps what it was given.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            self._store.set(_OVER, "")
+            for rank in self._nodes:
+                self._store.delete_key(f"rank/{rank}")
 
 
 def _await_answers(store: Any, absent: list[int]) -> list[Rank]:
     keys = [f"rank/{rank}" for rank in absent]
     with contextlib.suppress(RuntimeError):
         store.wait(keys, timedelta(seconds=_ANSWER_LIMIT_S))
-    found = []
-    for key in keys:
-        if store.check([key]):
-            with contextlib.suppress(ValueError):
-                found.append(evidence.from_json(store.get(key)))
-    return found
+    return [one for rank in absent if (one := _said(store, rank)) is not None]
 
 
-def _without_answer(home: _Home, rank: int) -> Rank:
+def _said(store: Any, rank: int) -> Rank | None:
+    """What a rank's node said of it in this case; None where it said nothing."""
+    key = f"rank/{rank}"
+    if store.check([key]):
+        with contextlib.suppress(ValueError):
+            # Not by `get`, which would wait if another rank of this node, asked the same, has just
+            # deleted it.
+            one = evidence.from_json(store.compare_set(key, "", ""))
+            return one if one.rank == rank else None
+    return None
+
+
+def _without_answer(store: Any, rank: int, limit_s: float = _ANSWER_LIMIT_S) -> Rank:
     """What is known of a rank that did not answer: what it said of itself at the start."""
-    if not home.store.check([f"who/{rank}"]):
+    if not store.check([f"who/{rank}"]):
         return Rank(rank, process=evidence.MISSING, detail=": it never joined the job")
-    pid, started, node = json.loads(home.store.get(f"who/{rank}"))
+    pid, started, node = json.loads(store.get(f"who/{rank}"))
     host = str(node).partition("/")[0]
     if node == _node():
         if processes.state(pid)[0] == evidence.GONE or processes.start_time(pid) != started:
             return Rank(rank, host, pid, evidence.GONE)
         return Rank(rank, host, pid, evidence.MISSING, ": its flight record can't be read")
-    limit = f"{_ANSWER_LIMIT_S:g} s"
-    return Rank(rank, host, pid, evidence.MISSING, f": it did not answer within {limit}")
+    limit = f"{limit_s:g} s"
+    return Rank(rank, host, pid, evidence.MISSING, f": nobody on its node answered within {limit}")
 
 
 def _node() -> str:

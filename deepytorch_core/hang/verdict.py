@@ -10,7 +10,7 @@ for, or the program is not what is stuck.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepytorch_core.hang import evidence, stacks, words
 from deepytorch_core.hang.evidence import Operation, Rank
@@ -71,6 +71,35 @@ def judge(
         least_s: waits that are younger are none.
     """
     return _Case(ranks, failed, gave_up, least_s).verdict()
+
+
+def lasting(ranks: Iterable[Rank], earlier: Iterable[Rank]) -> list[Rank]:
+    """These ranks, of whose operations those count as just begun that were not so at an earlier
+    look: a wait that `judge` finds has lasted since then."""
+    states = {
+        (rank.rank, operation.group, operation.sequence, operation.is_message, operation.state)
+        for rank in earlier
+        for operation in rank.operations
+    }
+
+    def since(rank: Rank, operation: Operation) -> Operation:
+        key = (operation.group, operation.sequence, operation.is_message, operation.state)
+        return operation if (rank.rank, *key) in states else replace(operation, age_s=0.0)
+
+    return [
+        replace(rank, operations=tuple(since(rank, one) for one in rank.operations))
+        for rank in ranks
+    ]
+
+
+def is_same(one: Verdict, other: Verdict) -> bool:
+    """Whether two looks came to the same."""
+    return (one.kind, one.ranks, one.group, one.sequence) == (
+        other.kind,
+        other.ranks,
+        other.group,
+        other.sequence,
+    )
 
 
 class _Case:
@@ -181,6 +210,10 @@ class _Case:
             evidence.GONE,
         )
 
+    def _is_known(self, rank: int) -> bool:
+        known = self.ranks.get(rank)
+        return known is not None and known.process != evidence.MISSING
+
     # For whom.
 
     def _absent(self, wait: Wait) -> list[int]:
@@ -228,7 +261,12 @@ class _Case:
         # A rank of which something is known says more than one of which nothing is.
         ordered = sorted(
             free,
-            key=lambda rank: (not self._is_dead_or_stopped(rank), rank not in self.ranks, rank),
+            key=lambda rank: (
+                not self._is_dead_or_stopped(rank),
+                not self._is_known(rank),
+                rank not in self.ranks,
+                rank,
+            ),
         )
         first = ordered[0]
         known = self.ranks.get(first)

@@ -5,12 +5,15 @@ Rank 0 looks on; ranks 1 to 3 have a group of their own, in which one does not d
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepytorch.cli import hang
 from deepytorch_core import backend, config
-from deepytorch_core.hang import live
+from deepytorch_core.hang import inquiry, live, record
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 MEMBERS = [1, 2, 3]
@@ -109,6 +113,106 @@ def test_the_verdict_from_outside(tmp_path: Path) -> None:
     )
     assert "never entered all_reduce #2" in stopped["sentence"]
     assert f"kill -CONT {stopped['pid']}" in stopped["sentence"]
+
+
+# Each rank on a node of its own, as far as groups are concerned.
+NODES = {"DEEPYTORCH_NODE_ID": "a,b,c,d"}
+
+
+def alone(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """As if this rank were alone on its node: it sees no other's process."""
+    seen = live._records
+    patch.setattr(
+        live, "_records", lambda home: [one for one in seen(home) if one.pid == os.getpid()]
+    )
+    patch.setattr(live, "_node", lambda: f"node{rank}/")
+    patch.setattr(record, "find", lambda: [os.getpid()])
+
+
+def left_behind() -> list[str]:
+    """What ranks said of themselves when they were asked, as the job's store still has it."""
+    keys = live._server(live._home.store).list_keys()
+    assert [key for key in keys if "/asked" in key], "the store says what it has"
+    return [key for key in keys if "/asked" in key and "/rank/" in key]
+
+
+def ask_across(rank: int, world_size: int, collectives: str) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        alone(stack.enter_context(pytest.MonkeyPatch.context()), rank)
+        name = f"across-{collectives}"
+        group = stack.enter_context(job(rank, world_size, name, collectives=collectives))
+        done = rank_store(f"across/{collectives}")
+        if rank == CULPRIT:
+            done.get("asked")
+        if rank in MEMBERS:
+            dist.all_reduce(torch.ones(11), group=group)
+            return {}
+        time.sleep(1.5)  # who waits for less is not waiting yet
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                hang.show([], None, as_json=True, flight_recorder=None)
+            answer = inquiry.ask([os.getpid()], again=True)
+            assert len(answer.ranks) == world_size - 1
+            until(lambda: not left_behind())
+        finally:
+            done.set("asked", "")
+        (found,) = json.loads(printed.getvalue())
+        return found
+
+
+def ask_across_all(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [ask_across(rank, world_size, kind) for kind in ("native", "stock")]
+
+
+def test_ranks_on_other_nodes_are_asked_through_the_store() -> None:
+    both, *_ = spawn_ranks(ask_across_all, 4, backend=None, env=NODES, timeout_s=100)
+    for found in both:
+        assert found["verdict"]["kind"] == "never entered", found["verdict"]
+        assert found["verdict"]["ranks"] == [CULPRIT]
+        assert "never entered all_reduce #2 of group" in found["verdict"]["sentence"]
+        assert f"it is in {HERE}:" in found["verdict"]["sentence"]
+        assert 'done.get("asked")' in found["verdict"]["sentence"]
+        assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
+        assert found["not_on_this_node"] == MEMBERS
+        assert found["without_answer"] == []
+
+
+def listeners() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name == "deepytorch-hang"]
+
+
+def listen_until_all_are_known(rank: int, world_size: int) -> list[bool]:
+    backend.register()
+    found = []
+    for nodes in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("LOCAL_WORLD_SIZE")
+            if nodes == 2:
+                patch.setattr(live, "_node", lambda: f"node{rank}/")
+            dist.init_process_group(
+                "deepytorch", store=rank_store(f"{nodes}"), rank=rank, world_size=world_size
+            )
+            found.append(live._home.desk is not None)
+            if nodes == 1:
+                until(lambda: not listeners())
+            else:
+                time.sleep(2.5)  # two looks
+                found.append(bool(listeners()))
+            dist.destroy_process_group()
+            until(lambda: not listeners())
+    return found
+
+
+def test_where_the_launcher_does_not_say_it_ranks_find_out_that_they_are_on_one_node() -> None:
+    results = spawn_ranks(listen_until_all_are_known, 2, backend=None, timeout_s=60)
+    assert results == [[True, True, True]] * 2
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def error_of(call: Callable[[], object]) -> str:

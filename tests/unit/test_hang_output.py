@@ -20,6 +20,7 @@ from deepytorch.cli import hang
 from deepytorch_core.hang import (
     collect,
     evidence,
+    inquiry,
     mismatch,
     stacks,
     table,
@@ -147,8 +148,10 @@ def one_job(monkeypatch: pytest.MonkeyPatch) -> None:
         collect, "jobs", lambda pids=None, name=None: [collect.Job("job1", records)]
     )
 
-    def ranks(records: list[Record], *, stacks_limit_s: float) -> list[Rank]:
-        assert stacks_limit_s >= 10  # of a machine whose ranks have a fifth of a processor each
+    def ranks(records: list[Record], *, stacks_limit_s: float | None) -> list[Rank]:
+        assert (
+            stacks_limit_s is None or stacks_limit_s >= 10
+        )  # of a machine whose ranks have a fifth of a processor each
         return job_of(4, behind=2)[:3]
 
     monkeypatch.setattr(collect, "ranks", ranks)
@@ -164,13 +167,94 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rank 2 (node b, pid 72) never entered all_reduce #3 of group")
     assert lines[2] == "job job1"
-    assert lines[3].startswith("not on this node, or ended: rank 3; ask there too")
+    assert lines[3].startswith(
+        "not on this node, or ended: rank 3, which could not be asked: no process of this node "
+        "listens for other nodes; ask on their node"
+    )
     assert len(list((tmp_path / "dumps").iterdir())) == 3
     run("report", "--hang", "--json")
     (found,) = json.loads(capsys.readouterr().out)
     assert found["verdict"]["ranks"] == [2, 3]
-    assert found["not_on_this_node"] == [3]
+    assert found["not_on_this_node"] == found["without_answer"] == [3]
+    assert found["why_not_asked"] == "no process of this node listens for other nodes"
     assert [evidence.from_json(json.dumps(one)).rank for one in found["ranks"]] == [0, 1, 2]
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, *given: inquiry.Answer) -> list[bool]:
+    """Has other nodes answer so, one after the other; returns which were asked for again."""
+    asked: list[bool] = []
+
+    def ask(pids: list[int], *, again: bool = False) -> inquiry.Answer:
+        assert pids == [70, 71, 72]
+        asked.append(again)
+        return given[len(asked) - 1]
+
+    monkeypatch.setattr(inquiry, "ask", ask)
+    return asked
+
+
+def of_rank_3(*, inside: bool, pid: int = 99, **changes: Any) -> inquiry.Answer:
+    (*_, one) = job_of(4, behind=-1 if inside else 3)
+    return inquiry.Answer((dataclasses.replace(one, pid=pid, host="c", **changes),))
+
+
+@pytest.mark.usefixtures("one_job")
+def test_ranks_of_other_nodes_are_in_the_verdict_and_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = of_rank_3(inside=True)
+    asked = answers(monkeypatch, answer, answer)
+    run("report", "--hang")
+    assert asked == [False, True]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank 2 (node b, pid 72) never entered all_reduce #3 of group")
+    assert "nor did" not in lines[0]
+    assert lines[2:3] + lines[7:8] == ["job job1", next(x for x in lines if x.startswith("3 "))]
+    assert lines[7].split()[:3] == ["3", "c", "99"]
+
+
+@pytest.mark.usefixtures("one_job")
+def test_a_rank_of_which_nothing_is_known_is_not_blamed_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = inquiry.Answer((Rank(3, "c", 99, evidence.MISSING, ": nobody answered"),))
+    answers(monkeypatch, silent, silent)
+    run("report", "--hang")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank 2 (node b, pid 72) never entered all_reduce #3 of group")
+    assert lines[0].endswith("(nor did rank 3)")
+    assert lines[3] == "asked on the other nodes, without an answer: rank 3"
+
+
+@pytest.mark.usefixtures("one_job")
+def test_what_a_second_look_does_not_confirm_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Ranks 0, 1 and 2 are in the third operation: rank 3 was before it, then in it.
+    monkeypatch.setattr(
+        collect, "ranks", lambda records, *, stacks_limit_s: job_of(4, behind=3)[:3]
+    )
+    answers(monkeypatch, of_rank_3(inside=False), of_rank_3(inside=True))
+    run("report", "--hang", "--json")
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["verdict"]["kind"] == verdict.NO_HANG, found["verdict"]
+    # A node that was too slow the second time takes nothing back.
+    lost = inquiry.Answer((Rank(3, "c", 99, evidence.MISSING),))
+    answers(monkeypatch, of_rank_3(inside=False), lost)
+    run("report", "--hang", "--json")
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["verdict"]["ranks"] == [3]
+    assert found["verdict"]["kind"] == verdict.NEVER_ENTERED
+
+
+def test_a_wait_that_is_new_at_the_second_look_is_none() -> None:
+    earlier, now = job_of(3, behind=2), job_of(3, behind=2)
+    assert verdict.judge(verdict.lasting(now, earlier), least_s=1.0).ranks == (2,)
+    before = [
+        dataclasses.replace(one, operations=one.operations[:2]) for one in job_of(3, behind=2)
+    ]
+    found = verdict.judge(verdict.lasting(now, before), least_s=1.0)
+    assert found.kind == verdict.NO_HANG
 
 
 def test_several_jobs_take_one_pause_and_hanging_ones_come_first(
@@ -181,7 +265,7 @@ def test_several_jobs_take_one_pause_and_hanging_ones_come_first(
 
     def look(job: str) -> hang._Case:
         assert pauses
-        return hang._Case(job, [], SimpleNamespace(kind=kinds[job]), [])
+        return hang._Case(job, [], SimpleNamespace(kind=kinds[job]), [], "")
 
     monkeypatch.setattr(hang.time, "sleep", pauses.append)
     monkeypatch.setattr(hang, "_look", look)

@@ -1,0 +1,266 @@
+"""Ranks on other nodes, asked for from outside through a rank of this node.
+
+Only the job's own processes reach its store. Each that listens there (live.py) waits in a pipe too,
+for who asks on its node, and writes into a memfd what the other nodes answered. Both are opened
+through /proc, which lets in the same user alone. A process that can't get to it, because something
+holds its GIL, is passed over: any rank of the node will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import select
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepytorch_core.hang import evidence, record
+from deepytorch_core.hang.evidence import Rank
+
+NAME = "deepytorch-nodes"
+
+# How long other nodes have to answer. Their ranks look into the store once a second, and who holds
+# the GIL there is found out in another.
+ANSWER_LIMIT_S = 5.0
+# All of it, with looking for a process that takes the question.
+_LIMIT_S = 8.0
+# Who has not taken a question for so long may hold the GIL: the next is asked as well.
+_TURN_S = 0.7
+_POLL_S = 0.02
+_CHECK_S = 0.2  # so often, whether who was asked is still there
+_MOST_BYTES = 256 << 20
+_TOKEN = re.compile(r"[0-9a-f]{1,32}")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: everything, or (`again`) as soon as those have answered who did last time.
+
+    `until` is on the system's monotonic clock: later nobody waits for the answer.
+    """
+
+    token: str
+    again: bool
+    until: float
+
+
+class Desk:
+    """A process's side: where questions come in. `wake` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            memory = os.memfd_create(f"{NAME}@{reading}", os.MFD_CLOEXEC)
+        except OSError:
+            os.close(reading)
+            os.close(writing)
+            raise
+        # Who asks empties the file first, so each answer begins where the file then ends.
+        fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
+        self._descriptors: tuple[int, ...] = (reading, writing, memory)
+        _desks.add(self)
+
+    def wait(self, seconds: float) -> list[Question]:
+        """The questions that came in, each noted as taken; sooner than `seconds` if there are."""
+        if not self._descriptors:
+            return []
+        reading = self._descriptors[0]
+        found: list[Question] = []
+        poll = select.poll()
+        poll.register(reading, select.POLLIN)
+        if not poll.poll(1e3 * seconds):
+            return found
+        for line in os.read(reading, select.PIPE_BUF).splitlines():
+            question = _question(line)
+            if question is not None and time.monotonic() < question.until:
+                self._write({"token": question.token})
+                found.append(question)
+        return found
+
+    def reply(self, question: Question, ranks: Sequence[Rank], *, problem: str = "") -> None:
+        """What is known of other nodes' ranks, or why they could not be asked."""
+        texts = [evidence.to_json(one) for one in ranks]
+        self._write({"token": question.token, "ranks": texts, "problem": problem})
+
+    def wake(self) -> None:
+        """Have `wait` return at once."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._descriptors:
+                os.write(self._descriptors[1], b"\n")
+
+    def close(self) -> None:
+        """Take no more questions. Idempotent."""
+        with self._lock:
+            descriptors, self._descriptors = self._descriptors, ()
+            for each in descriptors:
+                os.close(each)
+
+    def _write(self, answer: dict[str, object]) -> None:
+        with self._lock:
+            for memory in self._descriptors[2:]:
+                data = json.dumps(answer, separators=(",", ":")).encode() + b"\n"
+                while data:
+                    data = data[os.write(memory, data) :]
+
+
+# A forked child has no thread that would answer.
+_desks: weakref.WeakSet[Desk] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for desk in _desks:
+        desk._lock = threading.RLock()  # another thread of the parent may have held it
+        desk.close()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _question(line: bytes) -> Question | None:
+    try:
+        token, again, until = line.decode().split()
+        found = Question(token, again == "again", float(until))
+    except ValueError:  # a call to wake up, or none of ours
+        return None
+    return found if _TOKEN.fullmatch(token) else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the other nodes said: evidence of their ranks, or `problem`: why there is none."""
+
+    ranks: tuple[Rank, ...] = ()
+    problem: str = ""
+
+    def newer_than(self, earlier: Answer) -> Answer:
+        """This one, with what an earlier one says of ranks of which this one knows nothing."""
+        newer = {one.rank: one for one in self.ranks if one.process != evidence.MISSING}
+        return Answer(tuple(newer.get(one.rank, one) for one in earlier.ranks), self.problem)
+
+
+def ask(pids: Sequence[int], *, again: bool = False, limit_s: float = _LIMIT_S) -> Answer:
+    """What ranks on other nodes do, through the first of these processes that takes the question.
+
+    Takes at most `limit_s` seconds and raises nothing. With `again` it does not wait for those that
+    did not answer the last time.
+    """
+    deadline = time.monotonic() + limit_s
+    token = secrets.token_hex(8)
+    question = f"{token} {'again' if again else 'first'} {deadline}\n".encode()
+    waiting, asked = list(pids), []
+    next_turn = next_check = 0.0
+    taken = False
+    try:
+        while (now := time.monotonic()) < deadline:
+            if waiting and not taken and now >= next_turn:
+                pid = waiting.pop(0)
+                try:
+                    one = _put(pid, question)
+                except BlockingIOError:  # somebody else asks it just now
+                    waiting.append(pid)
+                    next_turn = now + _POLL_S
+                else:
+                    if one is None:
+                        continue
+                    asked.append(one)
+                    next_turn = now + _TURN_S
+            for one in asked:
+                for answer in _read(one.descriptor, token):
+                    taken = True
+                    if "ranks" in answer:
+                        return _answer(answer)
+            if now >= next_check:
+                next_check = now + _CHECK_S
+                for one in [one for one in asked if not one.is_there()]:
+                    # It has ended, or lost the store: then another may know more.
+                    asked.remove(one)
+                    os.close(one.descriptor)
+                    taken, next_turn = False, 0.0
+            if not asked and not waiting:
+                return Answer(problem="no process of this node listens for other nodes")
+            time.sleep(_POLL_S)
+    finally:
+        for one in asked:
+            os.close(one.descriptor)
+    if taken:
+        return Answer(problem=f"the job's store did not answer within {limit_s:g} s")
+    return Answer(
+        problem=f"no rank of this node took the question within {limit_s:g} s: they are stopped, "
+        "or something holds their GIL"
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A process that has a question: `pipe` is where it went, as /proc shows it, and what that is.
+
+    Its answer will be in the file behind `descriptor`.
+    """
+
+    descriptor: int
+    pipe: tuple[str, str]
+
+    def is_there(self) -> bool:
+        """Whether it may still answer."""
+        with contextlib.suppress(OSError):
+            return os.readlink(self.pipe[0]) == self.pipe[1]
+        return False
+
+
+def _put(pid: int, question: bytes) -> _Asked | None:
+    """Lay the question before a process; None where it takes none.
+
+    Raises BlockingIOError while somebody else asks it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = record.open_memfd(pid, NAME, os.O_RDWR)
+            if descriptor is None:
+                return None
+            stack.callback(os.close, descriptor)
+            # Two that ask at once would empty the file under each other.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            name = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
+            path = f"/proc/{pid}/fd/{int(name.rpartition('@')[2])}"
+            link = os.readlink(path)
+            pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            stack.callback(os.close, pipe)
+            os.ftruncate(descriptor, 0)
+            os.write(pipe, question)
+            return _Asked(os.dup(descriptor), (path, link))
+        except BlockingIOError:
+            raise
+        except (OSError, ValueError):
+            return None
+
+
+def _read(descriptor: int, token: str) -> list[dict[str, object]]:
+    """What the file holds by now of the answer to this question."""
+    size = min(os.fstat(descriptor).st_size, _MOST_BYTES)
+    data = os.pread(descriptor, size, 0)
+    found = []
+    for line in data.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        with contextlib.suppress(ValueError, RecursionError):
+            answer = json.loads(line)
+            if isinstance(answer, dict) and answer.get("token") == token:
+                found.append(answer)
+    return found
+
+
+def _answer(answer: dict[str, object]) -> Answer:
+    texts = answer["ranks"]
+    ranks = []
+    for text in texts if isinstance(texts, list) else []:
+        with contextlib.suppress(ValueError):
+            ranks.append(evidence.from_json(str(text)))
+    return Answer(tuple(ranks), str(answer.get("problem", "")))
