@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from deepytorch_core.testing import place, rank_store, spawn_ranks
 OFF = {"compile": "off", "kernels": "off", "padding_free": "off", "tune": "off"}
 STEPS = 6
 NAMES = {"step_ms", "exposed_share", "data_share", "operations", "mbytes", "native_share"}
+# What is seen only where a rank waited for another.
+WAITING = {"waited_share", "straggler", "straggler_share"}
+LATE_S = 0.5  # how much later one of two ranks begins each step
 
 
 @contextlib.contextmanager
@@ -55,26 +59,52 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 class Reporter(TrainerCallback):
-    """One of the user's own."""
+    """One of the user's own; it may keep its rank from beginning a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float = 0.0) -> None:
         self.seen: list[dict[str, Any]] = []
+        self.delay_s = delay_s
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        time.sleep(self.delay_s)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.seen.append(dict(logs))
 
 
-def events(folder: Path) -> dict[str, list[int]]:
-    """Tag -> steps, of all event files below a folder."""
-    found: dict[str, list[int]] = {}
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> steps with values, of all event files below a folder."""
+    found: dict[str, list[tuple[int, float]]] = {}
     for file in folder.rglob("events.out*"):
         accumulator = EventAccumulator(str(file)).Reload()
         for tag in accumulator.Tags()["scalars"]:
-            found.setdefault(tag, []).extend(one.step for one in accumulator.Scalars(tag))
+            rows = [(one.step, one.value) for one in accumulator.Scalars(tag)]
+            found.setdefault(tag, []).extend(rows)
     return found
 
 
-def trainer_logs(rank: int, world_size: int, how: str, folder: Path) -> dict[str, Any]:
+def events(folder: Path) -> dict[str, list[int]]:
+    """Tag -> steps, of all event files below a folder."""
+    return {tag: [step for step, _ in rows] for tag, rows in scalars(folder).items()}
+
+
+def check_waiting(found: dict[str, list[tuple[int, float]]], steps: list[int], late: int) -> None:
+    """TensorBoard shows at these steps that the rank `late` held up the other."""
+    rows = {tag.rpartition("/")[2]: rows for tag, rows in found.items() if "deepytorch/" in tag}
+    assert rows.keys() >= WAITING
+    # Before the first of them the other may be the late one, or nobody: files are being opened.
+    later = {name: [row for row in rows[name] if row[0] > steps[0]] for name in WAITING}
+    for name in WAITING:
+        assert [step for step, _ in later[name]] == steps[1:], name
+    assert [rank for _, rank in later["straggler"]] == [late] * (len(steps) - 1)
+    for name in ("waited_share", "straggler_share"):
+        # Of two ranks only one waits at a time, so it is not more than all the time.
+        assert all(0 < share <= 1 for _, share in later[name]), (name, later[name])
+
+
+def trainer_logs(
+    rank: int, world_size: int, how: str, folder: Path, late: int | None = None
+) -> dict[str, Any]:
     with process_state():
         known = len(deepytorch.report().course["losses"])
         small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -89,7 +119,7 @@ def trainer_logs(rank: int, world_size: int, how: str, folder: Path) -> dict[str
             report_to=["tensorboard"],
             disable_tqdm=True,
         )
-        reporter = Reporter()
+        reporter = Reporter(LATE_S if rank == late else 0.0)
         given = {"model": model, "args": arguments, "train_dataset": Tokens()}
         given["callbacks"] = [reporter]
         if how == "mixin":
@@ -107,6 +137,7 @@ def trainer_logs(rank: int, world_size: int, how: str, folder: Path) -> dict[str
             "losses": deepytorch.report().course["losses"][known:],
             "undone": callbacks - len(trainer.callback_handler.callbacks),
             "events": events(folder) if rank == 0 else {},
+            "scalars": scalars(folder) if rank == 0 else {},
         }
 
 
@@ -136,7 +167,15 @@ def test_a_trainers_reporters_get_them(tmp_path: Path) -> None:
     check_trainer("existing", tmp_path / "existing")
 
 
-def accelerator_logs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def test_a_trainers_tensorboard_names_the_straggler(tmp_path: Path) -> None:
+    first, _ = spawn_ranks(trainer_logs, 2, "mixin", tmp_path, late=1)
+    check_waiting(first["scalars"], [2, 4, 6], late=1)
+    assert {f"train/deepytorch/{name}" for name in WAITING} <= first["scalars"].keys()
+
+
+def accelerator_logs(
+    rank: int, world_size: int, folder: Path, late: int | None = None
+) -> dict[str, Any]:
     with process_state():
         known = len(deepytorch.report().course["losses"])
         accelerator = Accelerator(
@@ -151,6 +190,7 @@ def accelerator_logs(rank: int, world_size: int, folder: Path) -> dict[str, Any]
         model, optimizer = accelerator.prepare(model, optimizer)
         values = {}
         for step in range(1, 4):
+            time.sleep(LATE_S if rank == late else 0.0)
             loss = model(torch.ones(4, 8)).square().mean()
             accelerator.backward(loss)
             optimizer.step()
@@ -166,6 +206,7 @@ def accelerator_logs(rank: int, world_size: int, folder: Path) -> dict[str, Any]
             "values": values,
             "losses": losses,
             "events": events(folder) if rank == 0 else {},
+            "scalars": scalars(folder) if rank == 0 else {},
             "log": [logged, "log" in vars(accelerator)],
         }
 
@@ -179,3 +220,8 @@ def test_accelerates_trackers_get_them(tmp_path: Path) -> None:
     assert first["events"]["train_loss"] == [1, 2, 3]
     assert first["events"]["deepytorch/step_ms"] == [1, 2, 3], "no step between 3 and accuracy"
     assert first["events"]["accuracy"] == [3]
+
+
+def test_accelerates_tensorboard_names_the_straggler(tmp_path: Path) -> None:
+    first, _ = spawn_ranks(accelerator_logs, 2, tmp_path, late=1)
+    check_waiting(first["scalars"], [1, 2, 3], late=1)
