@@ -177,6 +177,39 @@ def test_ranks_on_other_nodes_are_asked_through_the_store() -> None:
         assert found["without_answer"] == []
 
 
+def ask_while_it_goes_on(rank: int, world_size: int) -> tuple[int, dict[str, Any]]:
+    """How many right results came meanwhile; and what the command said of it."""
+    with contextlib.ExitStack() as stack:
+        alone(stack.enter_context(pytest.MonkeyPatch.context()), rank)
+        group = stack.enter_context(job(rank, world_size, "goes on", collectives="native"))
+        done, rounds, found = rank_store("goes on"), 0, {}
+        if rank == 0:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                hang.show([], None, as_json=True, flight_recorder=None)
+            done.set("asked", "")
+            (found,) = json.loads(printed.getvalue())
+        while rank in MEMBERS:
+            data = torch.full((13,), float(rank + rounds))
+            data[-1] = rank == MEMBERS[0] and done.check(["asked"])  # the same for all of them
+            dist.all_reduce(data, group=group)
+            assert data[:-1].eq(sum(MEMBERS) + 3 * rounds).all()
+            rounds += 1
+            if data[-1] > 0:
+                break
+            time.sleep(0.01)
+        return rounds, found
+
+
+def test_a_job_that_goes_on_is_asked_and_not_disturbed() -> None:
+    results = spawn_ranks(ask_while_it_goes_on, 4, backend=None, env=NODES, timeout_s=100)
+    _, found = results[0]
+    assert found["verdict"]["kind"] == "no hang", found["verdict"]
+    assert found["not_on_this_node"] == MEMBERS
+    assert found["without_answer"] == []
+    assert {rounds for rounds, _ in results[1:]} == {results[1][0]}
+    assert results[1][0] > 1
+
+
 def listeners() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name == "deepytorch-hang"]
 
