@@ -373,12 +373,14 @@ def _model(saved: Saved, growing: Sequence[_Part], carrier: str, place: _Place) 
     if errors:
         raise _NotKnown(
             f"the times of the {carrier} {ops} don't follow a latency and a bandwidth: "
-            f"{min(errors):.0%} off on average; run on a machine that does nothing else"
+            f"{min(errors):.0%} off on average; run on a machine that does nothing "
+            "else, with sizes that differ more (DDP's bucket_cap_mb)"
         )
     raise _NotKnown(
-        f"the {carrier} {ops} was timed at one size alone, which does not tell latency from "
-        "bandwidth; save the report before the groups are destroyed and let there be several "
-        "sizes (DDP's bucket_cap_mb), or see deepytorch bench collectives --forecast"
+        f"the {carrier} {ops} was timed at one size, or at some less than {_APART:g} times apart, "
+        "which does not tell latency from bandwidth; save the report before the groups are "
+        "destroyed and let sizes differ (DDP's bucket_cap_mb), or see deepytorch bench collectives "
+        "--forecast"
     )
 
 
