@@ -3,12 +3,14 @@
 A path that drops what its first interface lets out is the hard case: connections come up, small
 messages pass, and the first large one hangs. Packets are sent with "don't fragment" and regardless
 of what the kernel believes of the path (IP_PMTUDISC_PROBE); the other side answers each that
-arrives with a short packet that names its size.
+arrives with a short packet that names its size. Packets prove by HMAC, each way in its own manner,
+that their sender knows the secret; it is never sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import select
 import socket
@@ -21,7 +23,8 @@ SECRET_BYTES = 16
 USUAL = (9000, 8900, 4200, 2048, 1500, 1480, 1450, 1400, 1280, 576)
 """Sizes of packets that are tried below the interface's own, in bytes."""
 
-_HEAD = struct.Struct(f"!{SECRET_BYTES}sI")
+_PROOF_BYTES = hashlib.sha256().digest_size
+_HEAD = struct.Struct(f"!{_PROOF_BYTES}sI")
 _ROUNDS, _ROUND_S = 3, 0.3
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PROBE = 10, 23, 3  # linux/in.h, linux/in6.h
 _HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP and UDP
@@ -72,10 +75,9 @@ class Echo:
                 continue
             with contextlib.suppress(OSError):
                 data, sender = self._socket.recvfrom(1 << 16)
-                if len(data) >= _HEAD.size and hmac.compare_digest(
-                    data[:SECRET_BYTES], self._secret
-                ):
-                    self._socket.sendto(data[: _HEAD.size], sender)
+                size = _size_in(data, self._secret, b"question")
+                if size is not None:
+                    self._socket.sendto(_head(size, self._secret, b"answer"), sender)
 
 
 def largest(target: tuple[str, int], secret: bytes, mtu: int) -> int | None:
@@ -97,7 +99,7 @@ def largest(target: tuple[str, int], secret: bytes, mtu: int) -> int | None:
             for size in sizes:
                 padding = bytes(size - _HEADERS[family] - _HEAD.size)
                 with contextlib.suppress(OSError):  # larger than the interface lets out
-                    asking.send(_HEAD.pack(secret, size) + padding)
+                    asking.send(_head(size, secret, b"question") + padding)
             _collect(asking, secret, arrived, wanted=len(sizes))
             if mtu in arrived:
                 break
@@ -109,10 +111,25 @@ def _collect(asking: socket.socket, secret: bytes, arrived: set[int], *, wanted:
     while len(arrived) < wanted and (left := deadline - time.monotonic()) > 0:
         if not select.select([asking], [], [], left)[0]:
             return
-        with contextlib.suppress(OSError, struct.error):
-            theirs, size = _HEAD.unpack(asking.recv(1 << 16))
-            if hmac.compare_digest(theirs, secret):
+        with contextlib.suppress(OSError):
+            size = _size_in(asking.recv(1 << 16), secret, b"answer")
+            if size is not None:
                 arrived.add(size)
+
+
+def _head(size: int, secret: bytes, role: bytes) -> bytes:
+    """What a packet begins with; one seen on the way proves nothing in the other direction."""
+    text = b"deepytorch packet " + role + struct.pack("!I", size)
+    return _HEAD.pack(hmac.digest(secret, text, "sha256"), size)
+
+
+def _size_in(data: bytes, secret: bytes, role: bytes) -> int | None:
+    """The size that a packet names; None for a stranger's."""
+    if len(data) < _HEAD.size:
+        return None
+    _, size = _HEAD.unpack_from(data)
+    known = hmac.compare_digest(data[: _HEAD.size], _head(size, secret, role))
+    return int(size) if known else None
 
 
 def _family(address: str) -> socket.AddressFamily:
