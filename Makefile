@@ -193,8 +193,8 @@ test-faults: venv adapter ## every fault on every path in every phase, about ten
 	  tests/faults/check_resize.py
 
 MINUTES ?= 30
-soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups
-	$(BIN)/python -m deepytorch_core.testing.soak --minutes $(MINUTES)
+soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups (build/soak.jsonl)
+	$(BIN)/python -m deepytorch_core.testing.soak --minutes $(MINUTES) --json build/soak.jsonl
 
 # libFuzzer for what reads bytes, one target after the other; hypothesis for what Python reads.
 SECONDS ?= 600

@@ -196,9 +196,27 @@ def test_the_page_is_made_of_several_machines() -> None:
     cost = {"ratio": 1.004, "ratio_quartiles": [0.99, 1.02], "bytes": 256, "time_us": 9.5}
     others = [soak | ran, *hangs, {"bench": "flight record", **cost}]
     text = page.render([{**ended, **ran}, *others])
-    assert "2,000 random operations of 2 kinds and 9 cycles" in text
+    assert "2,000 participations of ranks in random operations of 2 kinds" in text
+    assert "and 9 cycles of making and destroying groups; 0 failures; 2 GPUs." in text
     assert "hangs in delegated operations on cuda: 1 of 2 verdicts are right" in text
     assert "adds +0.4% (-1.0 to +2.0) to an all_reduce of 256 bytes" in text
+
+
+def test_the_page_counts_each_collective_once_where_the_soak_did() -> None:
+    ran = {"machine": {"name": "2 GPUs"}, "versions": {"torch": "2.11"}}
+    case = runner.Result(Case("SIGKILL", "shm", "init"), "error", [0.1], "gone").to_dict() | ran
+    soak = {
+        "bench": "soak",
+        "collectives": {"a": 500, "c": 200},
+        "participations": {"a": 1400, "b": 3, "c": 400},
+        "cycles": 9,
+        "bytes_per_cycle": [10.2, 3071.6],
+        "failures": ["one"],
+    }
+    text = page.render([case, soak | ran])
+    assert "700 random collectives of 2 kinds, each of two or more ranks and counted once" in text
+    assert "(1,803 participations, with groups of one rank) and 9 cycles" in text
+    assert "by at most 3,072 bytes each; 1 failures; 2 GPUs." in text
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

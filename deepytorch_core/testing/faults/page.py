@@ -110,12 +110,7 @@ def _repeated(repeated: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> lis
 def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for record in (each for each in records if each.get("bench") == "soak"):
-        total, wrong = sum(record["operations"].values()), len(record["failures"])
-        lines.append(
-            f"* `make soak`: {total:,} random operations of {len(record['operations'])} kinds and "
-            f"{record['cycles']} cycles of making and destroying groups, {wrong} failures; "
-            f"{record['machine']['name']}."
-        )
+        lines.append(f"* `make soak`: {_of_soak(record)}; {record['machine']['name']}.")
     hangs: dict[str, list[bool]] = {}
     for record in (each for each in records if "plant" in each):
         kind = f"{record['how']} operations on {record.get('device', 'cpu')}"
@@ -131,6 +126,27 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{high:+.1f}) to an all_reduce of {record['bytes']} bytes, {record['time_us']} us."
         )
     return ["## Other figures", "", *lines, ""] if lines else []
+
+
+def _of_soak(record: Mapping[str, Any]) -> str:
+    if "collectives" in record:
+        took_part = sum(record["participations"].values())
+        total, kinds = sum(record["collectives"].values()), len(record["collectives"])
+        what = (
+            f"{total:,} random collectives of {kinds} kinds, each of two or more ranks and counted "
+            f"once ({took_part:,} participations, with groups of one rank)"
+        )
+    else:  # older ones have only what each rank took part in
+        total, kinds = sum(record["operations"].values()), len(record["operations"])
+        what = (
+            f"{total:,} participations of ranks in random operations of {kinds} kinds (each rank's "
+            "counts, and so do groups of one rank)"
+        )
+    cycles = f"{record['cycles']} cycles of making and destroying groups"
+    if record.get("bytes_per_cycle"):
+        most = max(record["bytes_per_cycle"])
+        cycles += f", which grew a rank's memory by at most {max(0, most):,.0f} bytes each"
+    return f"{what} and {cycles}; {len(record['failures'])} failures"
 
 
 def _cell(record: Mapping[str, Any] | None) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import operator
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deepytorch_core.bench import record
 from deepytorch_core.testing.failures import RankError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
-from deepytorch_core.testing.soak.job import cycles, operations
+from deepytorch_core.testing.soak.job import Counts, cycles, operations
 
 _ROUND_S = 60.0
 _PATIENCE_S = 120.0  # beyond a round's time, for what is under way
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to FILE")
     options = parser.parse_args(arguments)
     nodes = ["", _two_nodes(options.ranks)]
-    done: Counter[str] = Counter()
+    done = Counts()
     bad: list[str] = []
     deadline = time.monotonic() + options.minutes * 60
     number = 0
@@ -48,12 +50,20 @@ def main(arguments: Sequence[str]) -> int:
         except RankError as error:
             bad.append(f"--seed {seed} --nodes {place or 'none'}: {error}")
             _say(bad[-1])
-        _say(f"round {number}, seed {seed}, nodes {place or 'one'}: {done.total()} operations")
-    bad += _cycles(options.ranks, options.cycles)
+        _say(f"round {number}, seed {seed}, nodes {place or 'one'}: {_in_words(done)}")
+    told = _cycles(options.ranks, options.cycles)
+    bad += _failures(told, options.cycles)
     close_idle_workers()
-    _say(f"{done.total()} operations, {len(bad)} failures: {dict(sorted(done.items()))}")
+    _say(f"{_in_words(done)}, {len(bad)} failures: {dict(sorted(done.collectives.items()))}")
     if options.json:
-        result = {"operations": dict(done), "cycles": options.cycles, "failures": bad}
+        result = {
+            "ranks": options.ranks,
+            "collectives": dict(done.collectives),
+            "participations": dict(done.participations),
+            "cycles": options.cycles,
+            "bytes_per_cycle": [round(each["bytes_per_cycle"], 1) for each in told],
+            "failures": bad,
+        }
         record.write_record(options.json, {"bench": "soak", **result, **record.provenance()})
     return int(bool(bad))
 
@@ -62,7 +72,14 @@ def _two_nodes(ranks: int) -> str:
     return "a" * (ranks - ranks // 2) + "b" * (ranks // 2)
 
 
-def _round(ranks: int, seed: int, seconds: float, nodes: str) -> Counter[str]:
+def _in_words(done: Counts) -> str:
+    return (
+        f"{done.collectives.total()} collectives of two or more ranks "
+        f"({done.participations.total()} participations)"
+    )
+
+
+def _round(ranks: int, seed: int, seconds: float, nodes: str) -> Counts:
     env = {"DEEPYTORCH_TUNE": "off"}
     if nodes:
         env["DEEPYTORCH_NODE_ID"] = ",".join(nodes)
@@ -76,23 +93,31 @@ def _round(ranks: int, seed: int, seconds: float, nodes: str) -> Counter[str]:
         env=env,
         fresh=True,
     )
-    return sum((Counter(each) for each in told), Counter())
+    return functools.reduce(operator.add, told, Counts())
 
 
-def _cycles(ranks: int, count: int) -> list[str]:
+def _cycles(ranks: int, count: int) -> list[dict[str, Any]]:
+    """What each rank tells; see `job.cycles`."""
     if count == 0:
         return []
     limit_s = _PATIENCE_S + count / _CYCLES_PER_S
-    told = spawn_ranks(
+    return spawn_ranks(
         cycles, ranks, count, fresh=True, timeout_s=limit_s, env={"DEEPYTORCH_TUNE": "off"}
     )
+
+
+def _failures(told: Sequence[dict[str, Any]], count: int) -> list[str]:
+    """What `count` cycles left behind, if too much."""
     bad = []
     for rank, each in enumerate(told):
         _say(f"{count} cycles, rank {rank}: {each}")
         if each["left"] or each["mappings"] > _MOST_MAPPINGS:
             bad.append(f"{count} cycles left on rank {rank}: {each}")
-        if each["bytes"] > _MOST_BYTES_PER_CYCLE * count:
-            bad.append(f"{count} cycles left {each['bytes']} bytes on rank {rank}")
+        if each["bytes_per_cycle"] > _MOST_BYTES_PER_CYCLE:
+            bad.append(
+                f"{count} cycles left {each['bytes_per_cycle']:.0f} bytes each on rank {rank}, "
+                f"the limit is {_MOST_BYTES_PER_CYCLE}"
+            )
     return bad
 
 

@@ -7,11 +7,12 @@ import gc
 import random
 import time
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deepytorch_core.testing.leaks import holdings, left_over, num_mappings
-from deepytorch_core.testing.soak.operations import Performance, draw
+from deepytorch_core.testing.soak.operations import Performance, Step, draw
 from deepytorch_core.testing.worker import rank_store
 
 _MOST_UNDER_WAY = 6
@@ -21,8 +22,32 @@ _PARALLEL = 2  # groups of a cycle
 _LOG2_IN_A_CYCLE = 11  # elements at most: it is not about these
 
 
-def operations(rank: int, world_size: int, seed: int, seconds: float) -> dict[str, int]:
-    """Random operations for `seconds`; how many of each kind this rank took part in.
+@dataclass
+class Counts:
+    """What one rank tells of a round, by kind of operation.
+
+    Attributes:
+        participations: what it took part in, also in groups of itself alone.
+        collectives: of those the ones of two or more ranks whose group it is the first member of,
+            so that over all ranks each counts once.
+    """
+
+    participations: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
+
+    def add(self, step: Step, rank: int) -> None:
+        self.participations[step.op] += 1
+        if len(step.members) > 1 and rank == step.members[0]:
+            self.collectives[step.op] += 1
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.participations + other.participations, self.collectives + other.collectives
+        )
+
+
+def operations(rank: int, world_size: int, seed: int, seconds: float) -> Counts:
+    """Random operations for `seconds`, and how many there were.
 
     Raises AssertionError for a wrong result, naming the operation and the seed.
     """
@@ -31,7 +56,7 @@ def operations(rank: int, world_size: int, seed: int, seconds: float) -> dict[st
     members = _groups(world_size, seed)
     groups = [dist.new_group(list(ranks)) for ranks in members]
     under_way: deque[Performance] = deque()
-    done: Counter[str] = Counter()
+    done = Counts()
     deadline = time.monotonic() + seconds
     number = 0
     while number % _ASK_EVERY != 0 or not _all_over(under_way, rank, deadline):
@@ -43,11 +68,11 @@ def operations(rank: int, world_size: int, seed: int, seconds: float) -> dict[st
         if step.op == "sparse":  # see there
             _finish(under_way, 0)
         performance.start()
-        done[step.op] += 1
+        done.add(step, rank)
         if step.asynchronous:
             under_way.append(performance)
             _finish(under_way, _MOST_UNDER_WAY)
-    return dict(done)
+    return done
 
 
 def _all_over(under_way: deque[Performance], rank: int, deadline: float) -> bool:
@@ -79,7 +104,8 @@ def _groups(world_size: int, seed: int) -> list[tuple[int, ...]]:
 def cycles(rank: int, world_size: int, count: int) -> dict[str, Any]:
     """`count` times: groups are made, used and destroyed. What the later nine tenths left behind.
 
-    Returns descriptors, threads and the like that are left, more mappings, more bytes resident.
+    Returns descriptors, threads and the like that are left, how many more mappings there are, and
+    by how many bytes a cycle what is resident has grown.
     """
     from deepytorch_core import backend
 
@@ -93,7 +119,7 @@ def cycles(rank: int, world_size: int, count: int) -> dict[str, Any]:
     return {
         "left": left_over(before),
         "mappings": num_mappings() - mappings,
-        "bytes": _resident_bytes() - resident,
+        "bytes_per_cycle": (_resident_bytes() - resident) / max(1, count - warm_up),
     }
 
 
