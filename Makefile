@@ -196,21 +196,20 @@ MINUTES ?= 30
 soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups (build/soak.jsonl)
 	$(BIN)/python -m deepytorch_core.testing.soak --minutes $(MINUTES) --json build/soak.jsonl
 
-# libFuzzer for what reads bytes, one target after the other; hypothesis for what Python reads.
+# libFuzzer for what reads bytes, one target after the other; hypothesis for what Python reads. All
+# seven get the same share: SECONDS=4200 is ten minutes each. What came of it is added to a record,
+# of which the page has the sum: make fuzz SECONDS=4200 FUZZ_RECORD=docs/faults-fuzz.jsonl
 SECONDS ?= 600
+FUZZ_RECORD ?= build/fuzz.jsonl
 FUZZERS := json profile topology framing control handshake
 fuzz: venv ## fuzz the wire format, the JSON files, options and YAML for SECONDS=600 altogether
 	@.ci/system clang
 	@CXX=clang++ $(BIN)/cmake -S . -B build/fuzz $(CMAKE_FLAGS) -DDPT_BUILD_TESTS=OFF -DDPT_CUDA=OFF \
 	  -DDPT_WERROR=OFF -DDPT_BUILD_FUZZERS=ON -DDPT_SANITIZE=fuzzer-no-link,address,undefined > /dev/null
 	@$(BIN)/cmake --build build/fuzz --target $(addprefix fuzz_,$(FUZZERS))
-	@share=$$(( $(SECONDS) / 7 + 1 )); for target in $(FUZZERS); do \
-	  echo "fuzz $$target for $$share s"; mkdir -p build/fuzz/corpus/$$target; \
-	  build/fuzz/tests/fuzz/fuzz_$$target -max_total_time=$$share -timeout=20 -print_final_stats=1 \
-	    -artifact_prefix=build/fuzz/$$target- build/fuzz/corpus/$$target tests/fuzz/corpus/$$target \
-	    > build/fuzz/$$target.log 2>&1 || { tail -40 build/fuzz/$$target.log; exit 1; }; \
-	  grep -h number_of_executed build/fuzz/$$target.log; \
-	done; $(BIN)/pytest tests/fuzz --fuzz-seconds $$share --timeout 3600
+	@share=$$(( $(SECONDS) / $(words $(FUZZERS) python) + 1 )); \
+	  $(BIN)/python -m deepytorch_core.testing.fuzz $(FUZZERS) --seconds $$share --json $(FUZZ_RECORD) && \
+	  $(BIN)/pytest tests/fuzz --fuzz-seconds $$share --fuzz-record $(FUZZ_RECORD) --timeout 3600
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer
 	@.ci/system gtest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ _PHASES = {
 def render(records: Sequence[Mapping[str, Any]]) -> str:
     """The page. Of several records of a case the last counts.
 
-    Records of the soak, of planted hangs (tests/faults/hangs.py) and of what the flight record
-    costs (tests/faults/record_cost.py) may be among them.
+    Records of the soak, of fuzzing, of planted hangs (tests/faults/hangs.py) and of what the flight
+    record costs (tests/faults/record_cost.py) may be among them.
 
     Raises ValueError for a record of a case that the table does not have, or no record at all.
     """
@@ -111,6 +112,7 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for record in (each for each in records if each.get("bench") == "soak"):
         lines.append(f"* `make soak`: {_of_soak(record)}; {record['machine']['name']}.")
+    lines += _of_fuzzing([each for each in records if each.get("bench") == "fuzz"])
     hangs: dict[str, list[bool]] = {}
     for record in (each for each in records if "plant" in each):
         kind = f"{record['how']} operations on {record.get('device', 'cpu')}"
@@ -147,6 +149,24 @@ def _of_soak(record: Mapping[str, Any]) -> str:
         most = max(record["bytes_per_cycle"])
         cycles += f", which grew a rank's memory by at most {max(0, most):,.0f} bytes each"
     return f"{what} and {cycles}; {len(record['failures'])} failures"
+
+
+def _of_fuzzing(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The sum of all runs, and of each target."""
+    if not records:
+        return []
+    executions: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for record in records:
+        executions[record["target"]] += record["executions"]
+        seconds[record["target"]] += round(record["seconds"])
+    each = ", ".join(f"{target} {number:,}" for target, number in executions.items())
+    crashes = sum(record["crashes"] for record in records)
+    machines = "; ".join(sorted({record["machine"]["name"] for record in records}))
+    return [
+        f"* `make fuzz`: {executions.total():,} executions ({each}), {min(seconds.values()):,} s "
+        f"or more for each target, {crashes} crashes; {machines}."
+    ]
 
 
 def _cell(record: Mapping[str, Any] | None) -> str:
