@@ -36,6 +36,16 @@ def num_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("\n")
 
 
+def names_mapped_of_shm() -> set[str]:
+    """The files of /dev/shm that this process has mapped, those included that have no name now."""
+    found = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, is_there, name = line.partition(" /dev/shm/")
+        if is_there:
+            found.add(name.removesuffix(" (deleted)"))
+    return found
+
+
 def left_over(before: Mapping[str, list[str]], *, settling_s: float = _SETTLING_S) -> list[str]:
     """What this process holds more than `before` (from `holdings`), in words; empty if nothing.
 

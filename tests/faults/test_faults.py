@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +74,15 @@ SAYS = "DistBackendError: all_reduce: rank 1 (pid 3) died"
         ([Told(SAYS, 99.0), Told(SAYS)], "took 99.0 s"),
         ([Told(SAYS, destroy_s=50.0), Told(SAYS)], "destroy_process_group took 50.0 s"),
         ([Told(SAYS, left=["1 threads"]), Told(SAYS)], "left over: 1 threads"),
+        (
+            [Told(SAYS, device_mapped_mib=-1.0), Told(SAYS, device_mapped_mib=2.5)],
+            "left over: mapped by the GPU's driver: 2.5 MiB",
+        ),
+        ([Told(SAYS, device_mapped_mib=-1.0), Told(SAYS)], ""),
+        (
+            [Told(SAYS, orphans=[71, 72]), Told(SAYS, orphans=[72])],
+            "DataLoader workers of rank 1 outlive it: [71, 72]",
+        ),
         ([Told(SAYS, again="it hangs"), Told(SAYS)], "no group could be made again: it hangs"),
     ],
 )
@@ -112,6 +125,48 @@ def test_a_process_that_ends_is_as_good_as_an_error_for_nccl(case: Case, wrong: 
 def test_what_stock_leaks_is_not_ours(path: str, left: str, wrong: str) -> None:
     told = Told("no memory left of rank 1's GPU, says NCCL", 1.0, left=[left])
     assert "; ".join(judge(Case("no GPU memory", path, "init"), [told]).wrong) == wrong
+
+
+def test_names_left_in_shm_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [Told(SAYS), Told(SAYS)]
+    assert judge(KILLED, told, names={"nccl-b", "deepytorch-a"}).wrong == [
+        "left over: in /dev/shm: deepytorch-a",
+        "left over: in /dev/shm: nccl-b",
+    ]
+    stock = dataclasses.replace(FAULTS["SIGKILL"], stock_leaves={"shm": ("/dev/shm: nccl-",)})
+    monkeypatch.setitem(FAULTS, "SIGKILL", stock)
+    assert judge(KILLED, told, names={"nccl-b"}).wrong == []
+
+
+@pytest.mark.parametrize("slot", [None, 1])
+def test_beside_others_a_name_in_shm_is_its_that_had_it_mapped(
+    slot: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spawn(function: object, ranks: int, settings: Settings, **others: object) -> list[Told]:
+        with tempfile.NamedTemporaryFile(prefix="deepytorch-mine-", dir="/dev/shm") as file:
+            os.truncate(file.name, 4096)
+            with mmap.mmap(file.fileno(), 4096):
+                settings.note_shared_memory(1)
+            names.update({Path(file.name).name, "nccl-others"})
+        return [Told(SAYS), Told(SAYS), Told(SAYS)]
+
+    names: set[str] = set()
+    monkeypatch.setattr(runner, "spawn_ranks", spawn)
+    monkeypatch.setattr(runner, "names_in_shm", lambda: set(names))
+    wrong = "; ".join(run(KILLED, slot).wrong)
+    assert "left over: in /dev/shm: deepytorch-mine-" in wrong
+    assert ("left over: in /dev/shm: nccl-others" in wrong) == (slot is None)
+
+
+def test_workers_that_outlive_the_victim_are_seen(tmp_path: Path) -> None:
+    settings = Settings(Case("SIGKILL with DataLoaders", "shm", "between"), tmp_path, None, 1.0)
+    assert settings.living_loaders() == []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        settings.note_loaders([process.pid])
+        assert settings.living_loaders() == [process.pid]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert settings.living_loaders() == []  # though nobody has asked for its status
 
 
 def test_who_can_tell_of_its_error_need_not_end() -> None:
@@ -205,7 +260,7 @@ def test_the_page_is_made_of_several_machines() -> None:
 def test_the_page_counts_each_collective_once_where_the_soak_did() -> None:
     ran = {"machine": {"name": "2 GPUs"}, "versions": {"torch": "2.11"}}
     case = runner.Result(Case("SIGKILL", "shm", "init"), "error", [0.1], "gone").to_dict() | ran
-    soak = {
+    soak: dict[str, Any] = {
         "bench": "soak",
         "collectives": {"a": 500, "c": 200},
         "participations": {"a": 1400, "b": 3, "c": 400},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import resource
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 from deepytorch_core.testing.faults import cases, inject
 from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case
-from deepytorch_core.testing.leaks import holdings, left_over
+from deepytorch_core.testing.leaks import holdings, left_over, names_mapped_of_shm
 from deepytorch_core.testing.worker import rank_store
 
 _WARM_ROUNDS = 3
@@ -23,6 +24,7 @@ _AGAIN = "again"  # the group that survivors make
 _ROUNDS_AFTER = 5  # that must go well once it is over
 _DELAY_S = 0.3  # from the beginning of the operations to a fault in the middle of them
 _LOADER_WORKERS = 4
+_ORPHANS_S = 15.0  # a DataLoader's worker looks for its parent every 5 s
 _PATIENCE_S = 40.0  # for the others, longer than any time limit of a case
 
 
@@ -57,6 +59,25 @@ class Settings:
             return not os.path.exists(f"/proc/{process}/exe")  # nor has one that nobody reaped
         return False
 
+    def note_loaders(self, workers: list[int]) -> None:
+        """Processes that the victim started, and which must not outlive it."""
+        (self.folder / "loaders").write_text(" ".join(map(str, workers)))
+
+    def living_loaders(self) -> list[int]:
+        with contextlib.suppress(OSError):
+            noted = (self.folder / "loaders").read_text().split()
+            return [int(process) for process in noted if os.path.exists(f"/proc/{process}/exe")]
+        return []
+
+    def note_shared_memory(self, rank: int) -> None:
+        """Whatever this rank has mapped of /dev/shm now is its case's, gone names too."""
+        with (self.folder / f"shm-{rank}").open("a", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in names_mapped_of_shm())
+
+    def noted_shared_memory(self) -> set[str]:
+        files = self.folder.glob("shm-*")
+        return {name for file in files for name in file.read_text().splitlines()}
+
     def is_over(self) -> bool:
         return (self.folder / "over").exists()
 
@@ -81,6 +102,7 @@ class Told:
     rounds: int = 0
     destroy_s: float = 0.0
     left: list[str] = field(default_factory=list)
+    orphans: list[int] = field(default_factory=list)  # the victim's workers that outlive it
     again: str = ""  # why a new group could not be made, or did not work
     ended: bool = False  # its process did, and `error` is what it said
     device_mapped_mib: float = 0.0  # of a GPU's driver, pinned memory too: more than before
@@ -112,8 +134,11 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
         before, mapped = holdings(), _device_mapped_bytes()
         if path.device == "cpu":
             stack.enter_context(_loaders(case))
+        if rank == path.victim:
+            settings.note_loaders([child.pid or 0 for child in multiprocessing.active_children()])
         _go_through(settings, rank, world_size, told)
     inject.back_to_plenty()
+    settings.note_shared_memory(rank)
     started = time.monotonic()
     if dist.is_initialized():
         try:
@@ -124,6 +149,10 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
     # A connection to the store is given up after ten seconds without a network.
     told.left = left_over(before, settling_s=15.0 if FAULTS[case.fault].network else 4.0)
     told.device_mapped_mib = round((_device_mapped_bytes() - mapped) / 2**20, 1)
+    if FAULTS[case.fault].ends:
+        deadline = time.monotonic() + _ORPHANS_S
+        _until(lambda: not settings.living_loaders() or time.monotonic() > deadline)
+        told.orphans = settings.living_loaders()
     if FAULTS[case.fault].again:
         told.again = _again(settings, rank, world_size)
     return told
@@ -165,6 +194,7 @@ def _go_through(settings: Settings, rank: int, world_size: int, told: Told) -> N
 
 def _break(settings: Settings) -> None:
     fault = settings.case.fault
+    settings.note_shared_memory(PATHS[settings.case.path].victim)
     settings.note_fault()
     if fault in inject.FOR_GOOD:
         (settings.folder / "over").touch()  # afterwards it may be unable to

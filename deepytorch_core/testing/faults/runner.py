@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ def run(case: Case, slot: int | None = None) -> Result:
     Args:
         case: which one.
         slot: of cases that run at the same time, each with another number; None: it runs alone,
-            so that what is new in /dev/shm afterwards is its own.
+            so that what is new in /dev/shm afterwards is its own. Beside others only what its ranks
+            had mapped is.
     """
     missing = _why_not(case)
     if missing is not None:
@@ -111,11 +112,10 @@ def run(case: Case, slot: int | None = None) -> Result:
                 for rank, each in enumerate(told)
                 if rank not in gone
             ]
-    result = judge(case, survivors)
-    left = sorted(names_in_shm() - shared)
-    if left and slot is None:
-        result.wrong.append(f"left in /dev/shm: {left}")
-    return result
+        left = names_in_shm() - shared
+        if slot is not None:
+            left &= settings.noted_shared_memory()
+    return judge(case, survivors, names=left)
 
 
 def _ended(settings: Settings, rank: int) -> Told:
@@ -143,8 +143,14 @@ def _says(case: Case) -> tuple[str, ...]:
     return FAULTS[case.fault].says
 
 
-def judge(case: Case, told: list[Told]) -> Result:
-    """Compares what the survivors tell with what the table promises."""
+def judge(case: Case, told: list[Told], *, names: Iterable[str] = ()) -> Result:
+    """Compares what the survivors tell with what the table promises.
+
+    Args:
+        case: which one it was.
+        told: what each survivor tells.
+        names: what is left in /dev/shm.
+    """
     fault, path = FAULTS[case.fault], PATHS[case.path]
     errors = [each.error for each in told if each.error]
     ended = any(each.ended for each in told)
@@ -178,9 +184,14 @@ def judge(case: Case, told: list[Told]) -> Result:
         wrong.append(f"took {max(result.took_s)} s, the limit is {within_s} s")
     if max((each.destroy_s for each in told), default=0) > within_s + 6:
         wrong.append(f"destroy_process_group took {max(each.destroy_s for each in told):.1f} s")
-    for text in (text for each in told for text in each.left):
-        if not fault.is_stocks(text, case.path):
-            wrong.append(f"left over: {text}")
+    left = [text for each in told for text in each.left]
+    if result.device_mapped_mib > 0:
+        left.append(f"mapped by the GPU's driver: {result.device_mapped_mib} MiB")
+    left += [f"in /dev/shm: {name}" for name in sorted(names)]
+    wrong += [f"left over: {text}" for text in left if not fault.is_stocks(text, case.path)]
+    orphans = sorted({process for each in told for process in each.orphans})
+    if orphans:
+        wrong.append(f"DataLoader workers of rank {path.victim} outlive it: {orphans}")
     wrong += [f"no group could be made again: {each.again}" for each in told if each.again]
     return result
 
