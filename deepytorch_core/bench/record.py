@@ -220,7 +220,7 @@ ours', lower and upper quartile of the steps], None where an arm was left out; `
 modelled product's. Losses are compared over the first steps, relative, between all arms."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
-_PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside")
+_PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside", "--fuzz-record")
 # What cannot change a measurement; records themselves are written into the tree.
 _NOT_CODE = (":!docs", ":!*.md")
 

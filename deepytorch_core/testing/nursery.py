@@ -236,6 +236,8 @@ def _become_worker(
         )
         place = worker.Place(rank, world_size, request["store_host"])
         worker.serve(descriptor, place, request["stacks"])
+    except worker.UncaughtError:
+        raise
     except BaseException:
         traceback.print_exc()
     os._exit(1)

@@ -66,6 +66,10 @@ class Outcome:
     traceback: str = ""
 
 
+class UncaughtError(Exception):
+    """Nobody catches it in a worker: its interpreter ends by it, as a user's program would."""
+
+
 @dataclass
 class Place:
     """Who this process is, and the store its current call shares with the other ranks."""
@@ -150,6 +154,8 @@ def _run(call: Call) -> Outcome:
         _leave_gloo_together()
         _clean_up()
         return Outcome(ok=True, payload=payload)
+    except UncaughtError:
+        raise
     except BaseException as error:
         return _failure(error)
 
@@ -230,7 +236,10 @@ def _clean_up() -> None:
 
 
 def serve(descriptor: int, place: Place, stacks_path: str) -> None:
-    """Serve calls from the socket `descriptor` until the parent closes it or dies."""
+    """Serve calls from the socket `descriptor` until the parent closes it or dies.
+
+    Raises UncaughtError where a call did.
+    """
     global _place
     _place = place
     # Kept open for the life of the process: the parent reads it after a hang or a crash.

@@ -21,12 +21,13 @@ from deepytorch_core.testing.faults.cases import CASES, FAULTS, OUTCOMES, PATHS,
 from deepytorch_core.testing.faults.job import Settings, Told
 from deepytorch_core.testing.faults.runner import judge, run
 
-# What no other test has: deaths before and while the stock backend works, and a rank that can't
-# make its part of it.
+# What no other test has: deaths before and while the stock backend works, a rank that can't make
+# its part of it, and an interpreter that ends by an exception.
 CHEAP = [
     Case("SIGKILL", "delegated", "init"),
     Case("SIGKILL", "delegated", "collective"),
     Case("no descriptors", "shm", "init"),
+    Case("exception", "shm", "collective"),
 ]
 
 
@@ -192,6 +193,24 @@ def test_a_process_ended_when_it_said_so_and_not_when_the_others_did(tmp_path: P
     settings.stderr_of(0).write_text("deepytorch: rank 1 (pid 3) died\n")
     os.utime(settings.stderr_of(0), (time.time() - 57, time.time() - 57))
     assert runner._ended(settings, 0).took_s == pytest.approx(3, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ("Traceback ...\ndeepytorch_core.testing.worker.UncaughtError: own\n", ""),
+        ("UncaughtError: own\nterminate called without an active exception\n", "did not end by"),
+        ("Segmentation fault\n", "did not end by the exception: 'Segmentation fault"),
+        (None, "never came to the exception"),
+    ],
+)
+def test_an_exception_ends_the_interpreter(said: str | None, wrong: str, tmp_path: Path) -> None:
+    file = tmp_path / "stderr"
+    if said is not None:
+        file.write_text(said)
+    found = runner._unlike_an_exception(file)
+    assert bool(found) == bool(wrong)
+    assert wrong in "; ".join(found)
 
 
 def test_nobody_waits_for_a_process_that_ended(tmp_path: Path) -> None:

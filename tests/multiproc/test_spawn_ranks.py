@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from deepytorch_core.testing import (
     rank_store,
     spawn_ranks,
 )
+from deepytorch_core.testing.worker import UncaughtError
 
 
 @dataclass
@@ -110,6 +113,15 @@ def kill_rank_one_with_child(rank: int, world_size: int) -> int:
 def wait_for_ever_on_rank_zero(rank: int, world_size: int) -> None:
     if rank == 0:
         rank_store("nobody").get("comes")
+
+
+def raise_uncaught(rank: int, world_size: int, said: str, ended: str) -> int:
+    if rank == 0:
+        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY, 0o600), 2)
+        text = "the interpreter ran what is for its end"
+        atexit.register(lambda: Path(ended).write_text(text))
+        raise UncaughtError("nobody's")
+    return rank
 
 
 def exit_quietly(rank: int, world_size: int) -> None:
@@ -206,6 +218,14 @@ def test_silent_exit_is_a_failure() -> None:
 
 def test_an_exit_that_is_expected_is_none() -> None:
     assert spawn_ranks(exit_quietly, 2, expect_exit={0})[0] is None
+
+
+def test_an_interpreter_can_end_by_an_exception_that_nobody_catches(tmp_path: Path) -> None:
+    said, ended = tmp_path / "said", tmp_path / "ended"
+    told = spawn_ranks(raise_uncaught, 2, str(said), str(ended), expect_exit={0})
+    assert told == [None, 1]
+    assert said.read_text().rstrip().endswith("UncaughtError: nobody's")
+    assert ended.read_text() == "the interpreter ran what is for its end"
 
 
 def test_hang_ends_with_stacks() -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepytorch_core.testing.worker import UncaughtError
+
 _STOPPED_S = 5
 _JUMP_S = 3600
 _CLONE_NEWNS = 0x00020000
@@ -49,6 +51,11 @@ def leave(status: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
+
+
+def fail() -> None:
+    """The main thread's alone: in another it would end that one, and not the program."""
+    raise UncaughtError("the program's own")
 
 
 def terminate() -> None:
@@ -135,7 +142,7 @@ INJECT: dict[str, Callable[[Path], None]] = {
     "SIGKILL with DataLoaders": lambda folder: kill(),
     "SIGSEGV": lambda folder: crash(),
     "exit(0)": lambda folder: leave(0),
-    "exception": lambda folder: leave(1),
+    "exception": lambda folder: fail(),
     "SIGTERM": lambda folder: terminate(),
     "SIGSTOP 5 s": lambda folder: stop(),
     "no memory": lambda folder: no_memory(),

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 from deepytorch_core.testing.faults import cases, inject
 from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case
 from deepytorch_core.testing.leaks import holdings, left_over, names_mapped_of_shm
-from deepytorch_core.testing.worker import rank_store
+from deepytorch_core.testing.worker import UncaughtError, rank_store
 
 _WARM_ROUNDS = 3
 _AGAIN = "again"  # the group that survivors make
@@ -118,8 +119,9 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     case = settings.case
     path = PATHS[case.path]
-    if case.may_end:
+    if case.may_end or _raises(case, rank):
         _write_errors_to(settings.stderr_of(rank))
+    if case.may_end:
         settings.note_process(rank)
     told = Told()
     with contextlib.ExitStack() as stack:
@@ -158,6 +160,11 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
     return told
 
 
+def _raises(case: Case, rank: int) -> bool:
+    """Whether this rank's interpreter ends by an exception, and prints where it was raised."""
+    return case.fault == "exception" and rank == PATHS[case.path].victim
+
+
 def _go_through(settings: Settings, rank: int, world_size: int, told: Told) -> None:
     import torch.distributed as dist
 
@@ -185,6 +192,8 @@ def _go_through(settings: Settings, rank: int, world_size: int, told: Told) -> N
                 dist.destroy_process_group()
             else:
                 group.go_on(settings)
+    except UncaughtError:
+        raise
     except Exception as error:
         told.error = f"{type(error).__name__}: {error}"
     now = time.monotonic()
@@ -205,7 +214,11 @@ def _break(settings: Settings) -> None:
 
 def _break_in_between(settings: Settings, group: Group) -> None:
     """In the middle of this rank's operations, or of the others' where a program ends itself."""
-    if settings.case.fault in ("exit(0)", "exception"):
+    if settings.case.fault == "exception":  # in the main thread, wherever that is
+        signal.signal(signal.SIGALRM, lambda number, frame: _break(settings))
+        signal.setitimer(signal.ITIMER_REAL, _DELAY_S)
+        return
+    if settings.case.fault == "exit(0)":
         deadline = time.monotonic() + _DELAY_S
         while time.monotonic() < deadline:
             group.exchange()

@@ -30,10 +30,12 @@ from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case, Fault
 from deepytorch_core.testing.faults.cases import Path as DataPath
 from deepytorch_core.testing.faults.job import Settings, Told, survive
 from deepytorch_core.testing.pool import spawn_ranks
+from deepytorch_core.testing.worker import UncaughtError
 
 _LIMIT_S = 100.0  # of a case; what runs longer hangs
 _LONG_S = 60.0  # a group's time limit where it must not be what ends the case
 _MOST_LETTERS = 500  # of what a process says at its end
+_CRASHED = ("terminate called", "Fatal Python error")
 _MOUNTS = ("disk full", "/dev/shm full")
 _STORE = (
     "import sys, time; from torch._C._distributed_c10d import TCPStore; "
@@ -115,7 +117,20 @@ def run(case: Case, slot: int | None = None) -> Result:
         left = names_in_shm() - shared
         if slot is not None:
             left &= settings.noted_shared_memory()
-    return judge(case, survivors, names=left)
+        result = judge(case, survivors, names=left)
+        if fault.name == "exception":
+            result.wrong += _unlike_an_exception(settings.stderr_of(path.victim))
+    return result
+
+
+def _unlike_an_exception(stderr: Path) -> list[str]:
+    """What the victim wrote has to be the interpreter's own last words, and no crash after them."""
+    with contextlib.suppress(OSError):
+        text = stderr.read_text(errors="replace")
+        if UncaughtError.__name__ in text and not any(words in text for words in _CRASHED):
+            return []
+        return [f"its interpreter did not end by the exception: {text[-_MOST_LETTERS:]!r}"]
+    return ["its interpreter never came to the exception"]
 
 
 def _ended(settings: Settings, rank: int) -> Told:
