@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import backend
+from deepytorch_core import _core, backend
 from deepytorch_core.testing import rank_store, spawn_ranks
-from deepytorch_core.testing.emulation import ORDERS, Network, Placement, Setting, seats
+from deepytorch_core.testing.emulation import ORDERS, Network, Placement, Setting, links, seats
 
 SETTING = Setting(rate_bps=1e9)
 
@@ -58,7 +59,7 @@ def every_collective(group: dist.ProcessGroup, rank: int, size: int, count: int)
 
 
 def results(rank: int, world_size: int, counts: list[int]) -> list[bool]:
-    """Of every collective and every count, whether ours gave what gloo gave."""
+    """Of every collective and every count, whether ours gave what gloo gave; none was gloo's."""
     backend.register()
     arms = []
     for name in ("gloo", "deepytorch"):
@@ -70,8 +71,12 @@ def results(rank: int, world_size: int, counts: list[int]) -> list[bool]:
             timeout=timedelta(seconds=40),
         )
         world = dist.group.WORLD
+        _core.reset_statistics()
         arms.append([every_collective(world, rank, world_size, count) for count in counts])
         dist.destroy_process_group()
+    ours = {row["op"]: row["algorithm"] for row in _core.statistics()}
+    assert len(ours) >= 6, ours
+    assert "delegate" not in ours.values(), ours
     return [
         torch.equal(ours, stock)
         for mine, theirs in zip(*arms, strict=True)
@@ -85,6 +90,18 @@ def test_collectives_equal_gloos_in_every_rank_order(network: Network, order: st
     for same in spawn_ranks(results, 4, counts, placement=placed(network, order)):
         assert len(same) == 10 * len(counts)
         assert all(same)
+
+
+# The nodes have no other addresses, and `results` sees that nothing is left to gloo.
+@pytest.mark.parametrize("order", ["block", "cyclic"])
+def test_collectives_equal_gloos_over_ipv6(order: str) -> None:
+    with Network(2, SETTING, only_ipv6=True) as network:
+        with pytest.raises(OSError, match="unreachable"):
+            network.run(0, lambda: socket.create_connection((links.address(1), 1), 5))
+        counts = [1, 40001]
+        for same in spawn_ranks(results, 4, counts, placement=placed(network, order)):
+            assert len(same) == 10 * len(counts)
+            assert all(same)
 
 
 def test_collectives_equal_gloos_with_a_delay_and_uneven_nodes() -> None:

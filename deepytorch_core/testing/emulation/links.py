@@ -106,7 +106,9 @@ def set_state(port: str, *, up: bool) -> None:
         ip.link("set", index=_index(ip, port), state="up" if up else "down")
 
 
-def set_up_host(interface: str, number: int, congestion_controls: Sequence[str]) -> str:
+def set_up_host(
+    interface: str, number: int, congestion_controls: Sequence[str], *, only_ipv6: bool = False
+) -> str:
     """Addresses and the congestion control of the calling thread's namespace.
 
     Returns the first of `congestion_controls` that the machine allows namespaces.
@@ -114,7 +116,8 @@ def set_up_host(interface: str, number: int, congestion_controls: Sequence[str])
     with netlink() as ip:
         _up(ip, "lo")
         index = _index(ip, interface)
-        ip.addr("add", index=index, address=address(number), prefixlen=16)
+        if not only_ipv6:
+            ip.addr("add", index=index, address=address(number), prefixlen=16)
         # Without duplicate detection, which holds an address back for a second.
         ip.addr("add", index=index, address=address6(number), prefixlen=64, flags=_IFA_F_NODAD)
         ip.link("set", index=index, state="up")

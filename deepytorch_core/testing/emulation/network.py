@@ -32,14 +32,22 @@ class Network:
     Everything ends with `close`, and with this process even when it is killed: nothing has a name
     outside. Each network is apart from all others, and from the machine's own.
 
+    Args:
+        num_nodes: 1 to 64.
+        setting: rates and the delay; none by default.
+        only_ipv6: the nodes have no IPv4 addresses but the loopback's.
+
     Raises EmulationError, naming what is missing, where nodes cannot be emulated.
     """
 
-    def __init__(self, num_nodes: int, setting: Setting | None = None) -> None:
+    def __init__(
+        self, num_nodes: int, setting: Setting | None = None, *, only_ipv6: bool = False
+    ) -> None:
         if not 1 <= num_nodes <= _MAX_NODES:
             raise EmulationError(f"1 to {_MAX_NODES} nodes can be emulated, not {num_nodes}")
         self.num_nodes = num_nodes
         self.setting = setting or Setting()
+        self.only_ipv6 = only_ipv6
         self.congestion_control = ""
         self._relay: subprocess.Popen[bytes] | None = None
         self._namespaces: list[int] = []
@@ -72,8 +80,8 @@ class Network:
         return {**self.setting.to_dict(), "congestion_control": self.congestion_control}
 
     def address(self, node: int) -> str:
-        """The node's IPv4 address."""
-        return links.address(node)
+        """The node's IPv4 address; its IPv6 address where it has none."""
+        return links.address6(node) if self.only_ipv6 else links.address(node)
 
     def address6(self, node: int) -> str:
         """The node's IPv6 address."""
@@ -82,7 +90,7 @@ class Network:
     @property
     def switch_address(self) -> str:
         """Where a store served by `on_switch` is found from every node."""
-        return links.address(_SWITCH_NUMBER)
+        return self.address(_SWITCH_NUMBER)
 
     def descriptor(self, node: int) -> int:
         """The node's namespace, to be entered by a process of one's own; valid until `close`."""
@@ -155,7 +163,7 @@ class Network:
         self.on_switch(at_switch)
 
     def _set_up_node(self, node: int) -> None:
-        links.set_up_host(links.INTERFACE, node, _CONGESTION_CONTROLS)
+        links.set_up_host(links.INTERFACE, node, _CONGESTION_CONTROLS, only_ipv6=self.only_ipv6)
         if self.setting.rate_bps is not None:
             links.limit(links.INTERFACE, self.setting.rate_bps, self.setting.flow_cap_bps)
 
