@@ -19,6 +19,7 @@ _TIMEOUT_S = 600  # of a collective while another rank still builds or compiles 
 def add_to(app: typer.Typer) -> None:
     examples = help.examples(
         "deepytorch bench train --framework fsdp2 --steps 20",
+        "deepytorch bench train --framework fsdp2 --nodes 2 --link 1gbit",
         "deepytorch bench train --workload list",
     )
     app.command(epilog=examples)(train)
@@ -55,7 +56,7 @@ def train(
         int, typer.Option(help="Of a workload: layers; default: as many as fit, up to all.")
     ] = 0,
     nodes: Annotated[
-        int, typer.Option(help="Of a workload: emulated nodes that the ranks are dealt out to.")
+        int, typer.Option(help="Emulated nodes that the ranks are dealt out to; needs root.")
     ] = 0,
     link: Annotated[str, typer.Option(help="With --nodes: each node's link, as 24gbit.")] = "",
     device: Annotated[
@@ -144,6 +145,7 @@ def train(
             device=device,
             baseline="gloo" if device == "cpu" else "nccl",
             trace="" if trace is None else str(trace.absolute()),
+            nodes=_nodes(nodes, world_size, link),
         )
         row = turns.compare(train_job, rounds=rounds, say=_say)
         shown = train_lines(row)
@@ -196,9 +198,13 @@ def _print_workloads() -> None:
 
 def train_lines(row: "Record") -> list[str]:
     """What ran, each arm's step, and how they compare."""
+    from deepytorch_core.bench.record import describe_emulated
+
     calls = row["native_calls"] + row["delegated_calls"]
     low, high = row["speedup_spread"]
+    emulated = row.get("emulated")
     return [
+        *([describe_emulated(emulated)] if emulated else []),
         f"{row['framework']} {row['framework_version']}, {row['world_size']} ranks, "
         f"{row['parameters'] / 1e6:.1f} M parameters, batches of {row['batch_size']}: "
         f"{row['steps']} steps in {row['num_blocks']} blocks of "

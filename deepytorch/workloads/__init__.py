@@ -79,6 +79,7 @@ class TrainJob(TrainingRun):
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """What torchrun would set, for one of the two arms; each has a store of its own."""
         arm, rank = divmod(process, self.world_size)
+        seat = self.seats[rank]
         stock = {"DEEPYTORCH_ENABLED": "0"}
         # What computes has its own measurements (`bench compile`, `--workload`): here its trials
         # would fall into the timed steps, and its rounding would be taken for the collectives'.
@@ -87,10 +88,12 @@ class TrainJob(TrainingRun):
         }
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            # Frameworks take it for the number of their GPU.
+            "LOCAL_RANK": str(seat.device),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": "127.0.0.1",
+            "LOCAL_WORLD_SIZE": str(sum(other.node == seat.node for other in self.seats)),
+            "GROUP_RANK": str(seat.node),
+            "MASTER_ADDR": "127.0.0.1",  # on emulated nodes the launcher says another
             "MASTER_PORT": str(store_ports[arm]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **(stock if arm == BASELINE else collectives_alone),

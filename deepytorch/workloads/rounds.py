@@ -103,5 +103,6 @@ def record(job: TrainJob, found: Sequence[Record]) -> Record:
         "loss_difference": ddp.finite(difference),
         "loss_check": "exact" if difference == 0 else "statistical",
         "wrong": int(difference > limit),
+        "emulated": found[0].get("emulated"),
         **{name: found[0][name] for name in ("baseline_settings", "machine", "versions", "commit")},
     }

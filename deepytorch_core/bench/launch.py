@@ -136,9 +136,12 @@ class _Ranks:
             if self._setup.mpiexec is None:
                 network, seats = self._network, self._job.seats
                 for rank in range(self._job.num_processes):
-                    variables = self._job.environment(rank, [one.port for one in self._others])
+                    ports = [one.port for one in self._others]
+                    variables = dict(self._job.environment(rank, ports))
                     # Several processes of a rank, one for each arm, share its place.
                     node = None if network is None else seats[rank % len(seats)].node
+                    if network is not None and "MASTER_ADDR" in variables:
+                        variables["MASTER_ADDR"] = network.switch_address
                     self._start(self._command(rank), self._log(rank), variables, node=node)
             else:
                 command = self._under_mpiexec(self._setup.mpiexec)

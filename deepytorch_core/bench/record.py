@@ -114,6 +114,7 @@ TRAIN_FIELDS = (
     "batch_size",
     "world_size",
     "device",
+    "emulated",
     "adapter_us",
     "native_calls",
     "delegated_calls",
@@ -138,7 +139,8 @@ TRAIN_FIELDS = (
 """The fields that `bench train` writes. Times are medians of the slowest rank's step in
 microseconds; `adapter_us` is what the adapter's own Python takes of it at most, measured apart;
 calls are those of the timed steps, over all ranks; `round_speedups` are those of each round of
-fresh processes, and older records, of one round, don't have them. `wrong` as for `bench ddp`."""
+fresh processes, and older records, of one round, don't have them, nor `emulated`, which is None on
+the machine's own network. `wrong` as for `bench ddp`."""
 
 COMPILE_FIELDS = (
     "bench",

@@ -40,7 +40,7 @@ NEEDED_FIELDS = (
 )
 
 # The tables show nothing of the rest, which older records don't have.
-NEEDED_OF_TRAIN = tuple(one for one in TRAIN_FIELDS if one != "round_speedups")
+NEEDED_OF_TRAIN = tuple(one for one in TRAIN_FIELDS if one not in ("round_speedups", "emulated"))
 NEEDED_OF_COMPILE = tuple(one for one in COMPILE_FIELDS if one != "warmup_phases_s")
 
 # What is true of `bench ddp`'s older records, which don't say so.
@@ -275,10 +275,18 @@ def _training_label(record: Record) -> str:
     return f"{label}; ours: {PARTS_OF_DDP[record['part']]}" if record["image_size"] else label
 
 
+def _place(record: Record) -> str:
+    """Of a label: on which emulated nodes, if any."""
+    return f", {describe_emulated(record['emulated'])}" if record.get("emulated") else ""
+
+
 def _render_train(name: str, records: Sequence[Record]) -> str:
     # A later run of the same case replaces an earlier one.
     case = ("framework", "parameters", "batch_size", "world_size", "device", "baseline")
-    latest = {tuple(record[field] for field in case): record for record in records}
+    latest = {
+        (*(record[field] for field in case), str(record.get("emulated"))): record
+        for record in records
+    }
     lines = [
         _caption(name, list(latest.values()), wrong="runs with differing losses"),
         "",
@@ -291,7 +299,7 @@ def _render_train(name: str, records: Sequence[Record]) -> str:
             _line(
                 [
                     f"{record['framework']} ({record['framework_version']}), "
-                    f"{record['parameters'] / 1e6:.1f} M",
+                    f"{record['parameters'] / 1e6:.1f} M" + _place(record),
                     str(record["world_size"]),
                     str(record["batch_size"]),
                     record["baseline"],

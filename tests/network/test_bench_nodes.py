@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from deepytorch.workloads import TrainJob, rounds
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.collectives_apart import ApartJob
 from deepytorch_core.bench.job import Job, Nodes
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, DDP_FIELDS, describe_emulated
+from deepytorch_core.bench.record import (
+    COLLECTIVE_FIELDS,
+    DDP_FIELDS,
+    TRAIN_FIELDS,
+    describe_emulated,
+)
 from deepytorch_core.testing import run_program
 
 
@@ -100,3 +106,18 @@ def test_a_vision_model_trains_over_the_nodes(tmp_path: Path) -> None:
         assert (row["emulated"]["nodes"], row["world_size"], row["wrong"]) == (2, 2, 0)
         # Nothing crosses the border faster than the rate allows.
         assert row["baseline_step_time_us"]["p50"] > 0.8 * row["bytes_per_step"] * 8 / 500
+
+
+@pytest.mark.parametrize("framework", ["fsdp2"])
+def test_a_framework_trains_over_the_nodes(framework: str) -> None:
+    nodes = Nodes(ranks_per_node=(1, 1), link="100mbit")
+    small = {"parameters": 65536, "batch_size": 2, "steps": 5}
+    job = TrainJob(framework=framework, world_size=2, nodes=nodes, **small)
+    record = rounds.compare(job, rounds=1, say=print)
+    assert set(record) == set(TRAIN_FIELDS)
+    assert (record["emulated"]["nodes"], record["emulated"]["link_mbit"]) == (2, 100.0)
+    assert record["wrong"] == 0
+    assert record["native_calls"] > 0
+    # Half of the weights cross the border at least once, and nothing does faster than the rate.
+    for arm in ("step_time_us", "baseline_step_time_us"):
+        assert record[arm] > 0.8 * record["parameters"] / 2 * 32 / 100

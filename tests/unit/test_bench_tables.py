@@ -7,7 +7,7 @@ import pytest
 
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.plot import plot, series
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, DDP_FIELDS, write_record
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS, DDP_FIELDS, TRAIN_FIELDS, write_record
 
 
 def row(num_bytes, **changes):
@@ -217,6 +217,25 @@ def test_vision_models_have_a_row_for_each_part_and_network():
     for part in ("collectives and buckets", "all"):
         assert f"{label}, {network}; ours: {part} | 2 | 16.8 MB | nccl | **1.50**" in text
     assert text.count(label) == 4
+
+
+def test_frameworks_on_emulated_nodes_have_rows_of_their_own():
+    fields = {name: 1 for name in TRAIN_FIELDS}
+    known = {**fields, "bench": "train", "framework": "fsdp2", "framework_version": "2.13.0"}
+    known |= {"parameters": 4 << 20, "wrong": 0, "loss_difference": 0.0, "loss_check": "exact"}
+    known |= {name: row(1024)[name] for name in ("machine", "versions", "commit")}
+    known |= {"device": "cpu", "baseline": "gloo", "speedup": 1.5, "speedup_spread": [1.4, 1.6]}
+    older = {name: value for name, value in known.items() if name != "emulated"}
+    emulated = {
+        **{"nodes": 2, "ranks_per_node": [1, 1], "order": "block", "link_mbit": 100.0},
+        **{"flow_cap_mbit": None, "delay_ms": 0.0, "separate_processes": False},
+    }
+    records = [older, {**known, "emulated": None, "speedup": 1.7}, {**known, "emulated": emulated}]
+    text = tables.render({"cpu.jsonl": records})
+    label = "| fsdp2 (2.13.0), 4.2 M"
+    assert f"{label} | 1 | 1 | gloo | **1.70** (1.40-1.60)" in text
+    assert f"{label}, emulated 2 nodes of 1 ranks, 100 Mbit/s | 1 | 1 | gloo | **1.50**" in text
+    assert text.count(label) == 2, "a later run replaces an earlier one, also an older one"
 
 
 def test_a_training_from_before_vision_models_still_shows():

@@ -9,7 +9,7 @@ from deepytorch import workloads
 from deepytorch.cli import app, bench_train
 from deepytorch.workloads import TrainJob, rounds
 from deepytorch_core.bench import launch, worker
-from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.job import BenchError, Nodes
 from deepytorch_core.bench.record import TRAIN_FIELDS
 from deepytorch_core.bench.timing import BASELINE, OURS
 
@@ -38,6 +38,44 @@ def test_the_arms_are_jobs_of_their_own():
     assert [process["RANK"] for process in processes] == ["0", "1", "0", "1"]
     assert [process["MASTER_PORT"] for process in processes] == ["1234", "1234", "5678", "5678"]
     assert [process.get("DEEPYTORCH_ENABLED") for process in processes] == [None, None, "0", "0"]
+
+
+def test_the_ranks_know_their_places_on_emulated_nodes():
+    job = TrainJob(world_size=3, nodes=Nodes(ranks_per_node=(2, 1), link="1gbit"))
+    processes = [job.environment(number, [1234, 5678]) for number in range(job.num_processes)]
+    places = [
+        tuple(process[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+        for process in processes
+    ]
+    one_arm = [("0", "0", "2", "0"), ("1", "1", "2", "0"), ("2", "2", "1", "1")]
+    assert places == one_arm * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--link", "1gbit"], "--link is of emulated nodes: give --nodes too"),
+        (["--nodes", "2", "--world-size", "3"], "--world-size 3 does not divide among --nodes 2"),
+        (["--nodes", "2", "--link", "fast"], "'fast' is no rate"),
+    ],
+)
+def test_wrong_nodes_of_a_framework_are_refused(options, said):
+    result = CliRunner().invoke(app, ["bench", "train", "--framework", "fsdp2", *options])
+    assert isinstance(result.exception, BenchError)
+    assert said in str(result.exception)
+
+
+def test_a_framework_trains_on_the_nodes_that_were_asked_for(monkeypatch):
+    asked = []
+
+    def compare(job, **_):
+        asked.append(job)
+        raise BenchError("enough")
+
+    monkeypatch.setattr(rounds, "compare", compare)
+    options = ["--framework", "fsdp2", "--nodes", "2", "--link", "1gbit", "--world-size", "4"]
+    CliRunner().invoke(app, ["bench", "train", *options])
+    assert asked[0].nodes == Nodes(ranks_per_node=(2, 2), link="1gbit")
 
 
 def share(times, *, losses=(1.0,), calls=()):
@@ -130,29 +168,31 @@ def test_a_missing_framework_is_named(monkeypatch):
 
 
 def test_the_lines():
-    lines = bench_train.train_lines(
-        {
-            "framework": "fsdp2",
-            "framework_version": "2.13.0",
-            "parameters": 4 << 20,
-            "batch_size": 8,
-            "world_size": 2,
-            "adapter_us": 3.5,
-            "native_calls": 90,
-            "delegated_calls": 10,
-            "steps": 40,
-            "num_blocks": 10,
-            "round_speedups": [1.45, 1.55],
-            "step_time_us": 10000.0,
-            "baseline": "gloo",
-            "baseline_step_time_us": 15000.0,
-            "speedup": 1.5,
-            "speedup_spread": [1.4, 1.6],
-            "loss_difference": 0.0,
-        }
-    )
+    row = {
+        "framework": "fsdp2",
+        "framework_version": "2.13.0",
+        "parameters": 4 << 20,
+        "batch_size": 8,
+        "world_size": 2,
+        "adapter_us": 3.5,
+        "native_calls": 90,
+        "delegated_calls": 10,
+        "steps": 40,
+        "num_blocks": 10,
+        "round_speedups": [1.45, 1.55],
+        "step_time_us": 10000.0,
+        "baseline": "gloo",
+        "baseline_step_time_us": 15000.0,
+        "speedup": 1.5,
+        "speedup_spread": [1.4, 1.6],
+        "loss_difference": 0.0,
+    }
+    lines = bench_train.train_lines(row)
     assert "90 of 100 collectives native" in lines[0]
     assert lines[-1] == "speed-up 1.50x (quartiles 1.40 to 1.60), losses equal bit for bit"
+    where = {**dict.fromkeys(("flow_cap_mbit", "delay_ms")), "link_mbit": 100.0, "order": "block"}
+    row["emulated"] = {"nodes": 2, "ranks_per_node": [1, 1], **where}
+    assert bench_train.train_lines(row) == ["emulated 2 nodes of 1 ranks, 100 Mbit/s", *lines]
 
 
 def test_the_ranks_of_an_arm_share_the_cores_out():
