@@ -157,7 +157,7 @@ class AccelerateEngine(DdpEngine):
         if options.backend == "deepytorch":
             from deepytorch.integrations.accelerate import DeepytorchPlugin
 
-            handlers = [DeepytorchPlugin(padding_free="off", kernels=options.kernels)]
+            handlers = [DeepytorchPlugin(**_adapter_options(options))]
         self.model, self.options = model, options
         self.accelerator: Any = Accelerator(
             cpu=process.device.type == "cpu", kwargs_handlers=handlers
@@ -401,8 +401,13 @@ def deepspeed_config(options: RunOptions) -> dict[str, Any]:
     if options.precision != "fp32":
         config[options.precision] = {"enabled": True}
     if options.backend == "deepytorch":
-        config["deepytorch"] = {"enabled": True, "padding_free": "off", "kernels": options.kernels}
+        config["deepytorch"] = {"enabled": True, **_adapter_options(options)}
     return config
+
+
+def _adapter_options(options: RunOptions) -> dict[str, Any]:
+    """What an adapter is to do by itself: the recipe packs batches before it sees them."""
+    return {"padding_free": "off", "kernels": options.kernels, "compile": options.compile}
 
 
 def enable_checkpointing(model: nn.Module) -> None:

@@ -97,3 +97,34 @@ def test_engines_train_alike_and_go_on_from_their_checkpoints() -> None:
         torch.testing.assert_close(
             torch.tensor(curve), torch.tensor(expected), atol=2e-4, rtol=2e-5, msg=str(words)
         )
+
+
+def compiled_under_every_engine(rank: int, world_size: int) -> dict[str, list[bool]]:
+    """Of each engine: with compile=off and auto, whether the model is compiled, or waits for it."""
+    from deepytorch.recipes import llama_sft
+    from deepytorch.recipes._run import Process
+    from deepytorch.recipes._trainer import Trainer
+    from deepytorch_core.compile import compilation_of
+
+    process = Process(rank, world_size, torch.device("cpu"))
+    config = llama_sft.Config(**WORDS)
+    task = llama_sft.prepare(config, process)
+    found: dict[str, list[bool]] = {}
+    for engine in ("ddp", "accelerate", "fsdp2"):
+        for policy in ("off", "auto"):
+            options = dataclasses.replace(config, engine=engine, compile=policy)
+            trainer = Trainer(task, options, process)
+            found.setdefault(engine, []).append(compilation_of(trainer.model) is not None)
+    return found
+
+
+def test_compile_off_compiles_under_no_engine() -> None:
+    from deepytorch.recipes import _engines, llama_sft
+
+    for policy in ("off", "auto"):  # what DeepSpeed's adapter goes by
+        options = llama_sft.Config(engine="deepspeed", compile=policy)
+        assert _engines.deepspeed_config(options)["deepytorch"]["compile"] == policy
+    (found,) = spawn_ranks(
+        compiled_under_every_engine, 1, backend="gloo", fresh=True, timeout_s=110
+    )
+    assert found == dict.fromkeys(("ddp", "accelerate", "fsdp2"), [False, True])
