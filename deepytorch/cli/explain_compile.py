@@ -16,7 +16,7 @@ def show(model: str | None, *, json: bool) -> None:
 
     found = [
         entry
-        for entry in profile.entries()
+        for entry in [*profile.entries(), *profile.notes()]
         if entry["for"]["what"].startswith("compile of ")
         and model in (None, entry["for"]["what"].removeprefix("compile of "))
     ]

@@ -52,6 +52,7 @@ LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
 NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
 FASTER, SLOWER = "faster than eager", "eager is faster"
+FROM_PROFILE = "from the profile"
 ONLY_REPLAYED = "faster only where both are replayed"
 
 # A run shorter than this ends soon after it is known whether graphs are worth it.
@@ -244,7 +245,9 @@ class Compilation:
         if number == 0:
             self._begin()
         elif self.policy != AUTO:
-            self._finish(self.policy, "asked for")
+            # A model that is a region itself is compiled from its second step on: see `_await`.
+            if number > any(one.region.is_model for one in self.regions):
+                self._finish(self.policy, "asked for")
         elif number == EAGER_STEPS and self._is_patient:
             self._wait()
         elif number == self._first:
@@ -287,7 +290,7 @@ class Compilation:
                 if not self.regions:
                     self._finish(EAGER, NOTHING)
                     return
-            self._finish(known["chosen"], "from the profile")
+            self._finish(known["chosen"], FROM_PROFILE)
         elif reason is not None:
             self._finish(EAGER, f"not measured: {reason}")
         elif not policies.automatic(self._device):
@@ -496,9 +499,7 @@ class Compilation:
             for name, why in one.told.dropped.items()
         }
         decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
-        # What the noise has hidden is measured again by the next run.
-        if times_ms and reason != UNDECIDED and console.global_rank() == 0:
-            guard.profile.keep(self._key(), self._entry(chosen, reason, times_ms, dropped))
+        self._keep(reason, self._entry(chosen, reason, times_ms or {}, dropped))
         if chosen == EAGER:
             self._drop_regions()
         else:
@@ -507,6 +508,17 @@ class Compilation:
                     one.remove()
             self._on = True
         self._lower()
+
+    def _keep(self, reason: str, entry: Mapping[str, Any]) -> None:
+        """For the next run; or for people, where that one is to find out by itself."""
+        if console.global_rank() != 0 or reason == FROM_PROFILE or not self.regions:
+            return
+        # What the noise has hidden is measured again by the next run.
+        if entry["times_ms"] and reason != UNDECIDED:
+            guard.profile.keep(self._key(), entry)
+        else:
+            asked = {} if self.policy == AUTO else {"policy": self.policy}
+            guard.profile.note({**self._key(), **asked}, entry)
 
     def _may_capture(self) -> bool:
         is_long = self._steps is None or self._steps >= LEAST_CAPTURED_STEPS

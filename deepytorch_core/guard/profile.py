@@ -1,8 +1,9 @@
 """Decisions kept between runs, in the profile that the native tuner writes too.
 
-The file is JSON for people to read. Ours is its list `decisions`; what else is in it stays. It is
-replaced in one step; of two processes that write in the same instant the later wins, and what the
-other had found is measured again some day.
+The file is JSON for people to read. Ours are its list `decisions`, and `notes`: what runs met that
+decided nothing, for people alone. What else is in it stays. It is replaced in one step; of two
+processes that write in the same instant the later wins, and what the other had found is measured
+again some day.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from deepytorch_core.trust import why_not_believed
 _FORMAT = 1
 # The oldest go when there are more.
 _MOST_DECISIONS = 500
+_MOST_NOTES = 100
 
 
 def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
@@ -55,9 +57,16 @@ def entries() -> list[dict[str, Any]]:
     return [one for one in _of(_read()) if isinstance(one.get("chosen"), str)]
 
 
-def _of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What is a decision at all; people may write to the file."""
-    found = document.get("decisions", [])
+def notes() -> list[dict[str, Any]]:
+    """All notes of the profile, the oldest first; they look like decisions, and are none."""
+    return [one for one in _of(_read(), "notes") if isinstance(one.get("chosen"), str)]
+
+
+def _of(document: Mapping[str, Any], name: str = "decisions") -> list[dict[str, Any]]:
+    """What is a decision, or a note, at all; people may write to the file."""
+    found = document.get(name, [])
+    if not isinstance(found, list):
+        return []
     return [one for one in found if isinstance(one, dict) and isinstance(one.get("for"), dict)]
 
 
@@ -67,16 +76,38 @@ def find(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def keep(wanted: Mapping[str, Any], decision: Mapping[str, Any]) -> None:
-    """Write a decision for `wanted`; a profile that can't be written is only reported."""
-    path = config.profile_path()
-    if path is None:
-        return
+    """Write a decision for `wanted`; a profile that can't be written is only reported.
+
+    A note about the same goes: it has been decided since.
+    """
     document = _read()
-    if document.get("format", _FORMAT) != _FORMAT:
-        return
-    others = [entry for entry in _of(document) if entry["for"] != dict(wanted)]
-    document = {"format": _FORMAT, "groups": [], **document}
+    if (found := _without(document, "notes", wanted)) != document.get("notes", []):
+        document["notes"] = found
+    others = _without(document, "decisions", wanted)
     document["decisions"] = [*others, {"for": dict(wanted), **decision}][-_MOST_DECISIONS:]
+    _write(document)
+
+
+def note(about: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    """Write what a run has met that decided nothing, in place of the last note about the same.
+
+    `find` never gives it.
+    """
+    document = _read()
+    others = _without(document, "notes", about)
+    document["notes"] = [*others, {"for": dict(about), **entry}][-_MOST_NOTES:]
+    _write(document)
+
+
+def _without(document: Mapping[str, Any], name: str, key: Mapping[str, Any]) -> list[Any]:
+    return [entry for entry in _of(document, name) if entry["for"] != dict(key)]
+
+
+def _write(document: dict[str, Any]) -> None:
+    path = config.profile_path()
+    if path is None or document.get("format", _FORMAT) != _FORMAT:
+        return
+    document = {"format": _FORMAT, "groups": [], **document}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
