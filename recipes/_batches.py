@@ -2,6 +2,7 @@
 """Endless batches of one rank, whose order depends on the seed alone and can be continued."""
 
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -12,7 +13,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from deepytorch.recipes._balance import Key, StepBalance
 from deepytorch.recipes._config import RankError, RecipeError
+from deepytorch_core.data.balance import Imbalance
 
 T = TypeVar("T")
 
@@ -40,6 +43,7 @@ class EndlessBatches(Generic[BatchT]):
         draw: the example at an index; the second argument is the epoch, for augmentation that a
             resumed run repeats exactly.
         collate: examples to batch.
+        balance: deals the examples of each step out; None: as a DistributedSampler does.
 
     ``position`` is how many batches were taken; setting it continues there. Raises RecipeError
     when there are too few examples to give every rank one batch.
@@ -56,6 +60,7 @@ class EndlessBatches(Generic[BatchT]):
         world_size: int,
         seed: int,
         num_workers: int = 0,
+        balance: StepBalance | None = None,
     ) -> None:
         if num_examples < batch_size * world_size:
             raise RecipeError(
@@ -63,6 +68,7 @@ class EndlessBatches(Generic[BatchT]):
                 "processes: lower batch_size or add data"
             )
         self._order = _Order(num_examples, batch_size, rank, world_size, seed)
+        self._order.balance = balance
         self._at_once = batch_size * world_size
         self._loader: DataLoader[Any] = DataLoader(
             _Drawn(draw),
@@ -105,6 +111,19 @@ class EndlessBatches(Generic[BatchT]):
         """Of all ranks: as many as make whole batches for each."""
         return self._order.per_epoch * self._at_once
 
+    def fit_steps(self, accumulation: int) -> None:
+        """Take so many batches for a step from now on; for batches with balance."""
+        if self._order.balance is not None:
+            self._order.balance.accumulation = accumulation
+
+    def imbalance(self, most_steps: int = 100) -> Imbalance | None:
+        """Of the first steps, without and with balance; None for batches without."""
+        balance = self._order.balance
+        if balance is None:
+            return None
+        num_steps = max(1, self._order.per_epoch // balance.accumulation)
+        return balance.imbalance(self._order.rounds(0), min(most_steps, num_steps))
+
     def continue_from(
         self, position: int, epoch_examples: int, *, batch_size: int, world_size: int
     ) -> None:
@@ -128,26 +147,38 @@ class EndlessBatches(Generic[BatchT]):
         self.position = epoch * per_epoch + min(taken, per_epoch)
 
 
-class _Order(Sampler[list[tuple[int, int]]]):
+class _Order(Sampler[list[Key]]):
     """Lists of (index, epoch), from batch ``start`` on, without end."""
 
     def __init__(
         self, num_examples: int, batch_size: int, rank: int, world_size: int, seed: int
     ) -> None:
         self.start = 0
+        self.balance: StepBalance | None = None
         self.per_epoch = num_examples // (batch_size * world_size)
         self.num_examples, self._batch_size = num_examples, batch_size
         self._rank, self._world_size, self._seed = rank, world_size, seed
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch, first = divmod(self.start, self.per_epoch)
+    def __iter__(self) -> Iterator[list[Key]]:
+        rounds = self.rounds(self.start)
+        if self.balance is None:
+            for row in rounds:
+                yield row[self._rank :: self._world_size]
+        while self.balance is not None:
+            # Steps begin where training does, or goes on, and may lie in two epochs.
+            step = list(itertools.islice(rounds, self.balance.accumulation))
+            yield from self.balance.dealt(step)[self._rank]
+
+    def rounds(self, start: int) -> Iterator[list[Key]]:
+        """The examples of all ranks' batches of one number, from ``start`` on, without end."""
+        epoch, first = divmod(start, self.per_epoch)
+        size = self._batch_size * self._world_size
         while True:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(self.num_examples, generator=generator).tolist()
-            own = order[self._rank :: self._world_size]
             for number in range(first, self.per_epoch):
-                chosen = own[number * self._batch_size : (number + 1) * self._batch_size]
-                yield [(index, epoch) for index in chosen]
+                row = order[number * size : (number + 1) * size]
+                yield [(index, epoch) for index in row]
             epoch, first = epoch + 1, 0
 
 
@@ -179,7 +210,7 @@ class _Drawn(Dataset[Any]):
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
         self._draw = draw
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
+    def __getitem__(self, key: Key) -> Any:
         return self._draw(*key)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from deepytorch.integrations.transformers import BATCH_KEY, IntegrationError, pack_batches
+from deepytorch.recipes._balance import StepBalance
 from deepytorch.recipes._batches import EndlessBatches, in_batches
 from deepytorch.recipes._chat import (
     Conversation,
@@ -22,6 +23,8 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import Batch, Example, collate
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console
+from deepytorch_core import decisions
+from deepytorch_core.data.balance import WHAT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,7 @@ class TextOptions(RunOptions):
     held_out: int = 4
     packing: Literal["none", "batch", "fixed"] = "batch"
     padding_free: Literal["auto", "on", "off"] = "auto"
+    token_balance: Literal["auto", "on", "off"] = "auto"
     sample_tokens: int = 120
 
     def __post_init__(self) -> None:
@@ -50,12 +54,25 @@ class TextOptions(RunOptions):
             return "off"
         return self.padding_free
 
+    def why_no_balance(self, world_size: int) -> str | None:
+        """Why each rank computes the examples that it draws; None where they are dealt out."""
+        if self.token_balance == "off":
+            return "token_balance=off"
+        if world_size * self.accumulation == 1:
+            return "there is one rank and one micro-batch a step, so nothing to balance"
+        if self.token_balance == "auto" and self.padding_free_of(True) == "off":
+            return "batches are padded, so their tokens are not what they cost"
+        if self.token_balance == "auto" and self.packing == "fixed":
+            return "rows are filled already"
+        return None
+
 
 @dataclass(frozen=True)
 class Data:
     """This rank's batches, and what is kept out of training."""
 
     batches: EndlessBatches[Batch]
+    balanced: EndlessBatches[Batch] | None
     held_out: list[Batch]
     sample: Conversation
 
@@ -83,22 +100,35 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     rows = fill_rows(examples, config.max_length) if fixed else [[one] for one in examples]
     if fixed and process.is_main:
         console.print(f"packing     {len(rows)} rows of up to {config.max_length} tokens")
-    batches = EndlessBatches(
-        len(rows),
-        lambda index, epoch: rows[index],
-        lambda chosen: collate([one for row in chosen for one in row], pad),
-        batch_size=config.batch_size,
-        rank=process.rank,
-        world_size=process.world_size,
-        seed=config.seed,
-    )
+
+    def batches_with(balance: StepBalance | None) -> EndlessBatches[Batch]:
+        return EndlessBatches(
+            len(rows),
+            lambda index, epoch: rows[index],
+            lambda chosen: collate([one for row in chosen for one in row], pad),
+            batch_size=config.batch_size,
+            rank=process.rank,
+            world_size=process.world_size,
+            seed=config.seed,
+            balance=balance,
+        )
+
+    balanced = None
+    why_not = config.why_no_balance(process.world_size)
+    if why_not is None:
+        lengths = [sum(len(one.input_ids) for one in row) for row in rows]
+        balanced = batches_with(
+            StepBalance(lengths, world_size=process.world_size, accumulation=config.accumulation)
+        )
+    elif config.backend == "deepytorch":
+        decisions.record(WHAT, "off", why_not)
     try:
         left_out, _ = encoded(kept)
     except TooLongError:
         left_out = []
     # Every rank evaluates all of them, so that each has as many.
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
-    return Data(batches, held_out, conversations[kept[0]])
+    return Data(batches_with(None), balanced, held_out, conversations[kept[0]])
 
 
 def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:

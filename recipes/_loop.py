@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from deepytorch.recipes import _checkpoint, _compare, _elastic, _memory, _rounding
 from deepytorch.recipes._alike import draw_apart, refuse_unlike
-from deepytorch.recipes._batches import BatchT
+from deepytorch.recipes._batches import BatchT, EndlessBatches
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import (
@@ -36,6 +36,8 @@ from deepytorch.recipes._run import (
     wait_for_all,
 )
 from deepytorch.recipes._trainer import Task, Trainer
+from deepytorch_core import decisions
+from deepytorch_core.data.balance import WHAT
 
 ConfigT = TypeVar("ConfigT", bound=RunOptions)
 Prepare = Callable[[ConfigT, Process], Task[Any]]
@@ -91,6 +93,10 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
     if path is not None:
         written = on_main(lambda: _checkpoint.written(path), process)
         config = _elastic.fit(config, written, process, path)
+    if task.balanced is not None and config.backend == "deepytorch":
+        task = replace(task, batches=task.balanced)
+        task.batches.fit_steps(config.accumulation)
+        _say_balance(task.batches, process)
     trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
     start, run_dir = 0, None
     if path is not None and written is not None:
@@ -190,15 +196,20 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
         backends={arm: dist.get_backend(trainer.group) for arm, trainer in trainers.items()},
         unit=task.unit,
     )
+    own = task.batches if task.balanced is None else task.balanced
+    _say_balance(own, process)
     with StepProgress(config.steps, enabled=process.is_main) as progress:
         for step in range(1, config.steps + 1):
-            micro_batches = [next(task.batches) for _ in range(config.accumulation)]
+            taken = {
+                batches: [next(batches) for _ in range(config.accumulation)]
+                for batches in dict.fromkeys((task.batches, own))
+            }
             # What is compared in losses alone comes last: before each of the two in turn.
             others = trainers.keys() - _compare.ARMS
             for arm in (*_compare.order_of(step), *others):
                 draw_apart(config.seed + step, process)  # all arms see the same dropout
                 with _compare.timed(process.device) as timer:
-                    result = trainers[arm].step(micro_batches)
+                    result = trainers[arm].step(taken[own if arm == "ours" else task.batches])
                 loss = result.loss_share.cpu()
                 dist.all_reduce(loss)
                 comparison.add(arm, loss.item(), timer.seconds, int(result.num_units.item()))
@@ -216,6 +227,15 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             sys.stderr.write(f"{recipe}: {verdict}\n")
     dist.barrier()
     return 0 if verdict is None else 1
+
+
+def _say_balance(batches: EndlessBatches[Any], process: Process) -> None:
+    imbalance = batches.imbalance()
+    if imbalance is None:
+        return
+    decisions.record(WHAT, "on", str(imbalance))
+    if process.is_main:
+        console.print(f"balance     {imbalance}", highlight=False)
 
 
 def _open_log(config: RunOptions, run_dir: Path, process: Process) -> ScalarLog:

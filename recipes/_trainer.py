@@ -43,6 +43,8 @@ class Task(Generic[BatchT]):
     """Where the options leave it open."""
     export: Callable[[Any, Path], None]
     """Called on rank 0 after training with the model and the run's folder."""
+    balanced: EndlessBatches[BatchT] | None = None
+    """``batches`` with the examples of each step evenly spread, where deepytorch may do that."""
     flops_of: Callable[[nn.Module], float] | None = None
     """Floating-point operations of training a model on one unit, for its utilisation."""
 

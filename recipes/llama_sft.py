@@ -75,6 +75,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         make_model=make_model,
         make_loss=lambda model, ours: causal_loss(model, config.padding_free_of(ours)),
         batches=data.batches,
+        balanced=data.balanced,
         held_out=data.held_out,
         unit="tokens",
         # A model from scratch learns from large steps; a trained one forgets with them.

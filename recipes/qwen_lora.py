@@ -98,6 +98,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         make_model=make_model,
         make_loss=lambda model, ours: causal_loss(model, config.padding_free_of(ours)),
         batches=data.batches,
+        balanced=data.balanced,
         held_out=data.held_out,
         unit="tokens",
         learning_rate=default_rate(config),

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from deepytorch_core import decisions
 from deepytorch_core.data.global_steps import Dealing, Step, full_order
-from deepytorch_core.data.partition import Arrangement, TokenCost, deal, even_groups, load_of
+from deepytorch_core.data.partition import Arrangement, Load, TokenCost, evened, load_of
 
 WHAT = "token balance"
 # Steps of the first epoch that the report is about.
@@ -42,6 +42,15 @@ class Imbalance:
     before: float
     after: float
     num_steps: int
+
+    @classmethod
+    def of(cls, loads: Sequence[tuple[Load, Load]]) -> Imbalance:
+        """Of the stock arrangement and ours in each step."""
+        mean = sum(stock.mean for stock, _ in loads)
+        if not mean:
+            return cls(1, 1, 0)
+        before = sum(stock.ranks for stock, _ in loads)
+        return cls(before / mean, sum(ours.ranks for _, ours in loads) / mean, len(loads))
 
     def __str__(self) -> str:
         return (
@@ -329,10 +338,7 @@ class TokenBalancedBatchSampler(BatchSampler):
         stock = self._dealing.stock(step)
         if not self.is_balancing:
             return stock
-        costs = self._costs_of(samples)
-        ranks = self._dealing.num_ranks
-        even = deal(even_groups(costs, ranks * step.num_slots), costs, ranks)
-        return even if load_of(even, costs).is_as_light_as(load_of(stock, costs)) else stock
+        return evened(stock, self._costs_of(samples))
 
     def _costs_of(self, samples: list[int]) -> list[float]:
         try:
@@ -345,15 +351,13 @@ class TokenBalancedBatchSampler(BatchSampler):
 
     def _imbalance(self, order: list[int], num_steps: int = _REPORTED_STEPS) -> Imbalance:
         steps = self._dealing.steps(len(order))[:num_steps]
-        before = after = mean = 0.0
+        loads = []
         for step in steps:
             samples = order[step.start : step.stop]
             costs = self._costs_of(samples)
             stock = load_of(self._dealing.stock(step), costs)
-            before += stock.ranks
-            mean += stock.mean
-            after += load_of(self._choose(step, samples), costs).ranks
-        return Imbalance(before / mean, after / mean, len(steps)) if mean else Imbalance(1, 1, 0)
+            loads.append((stock, load_of(self._choose(step, samples), costs)))
+        return Imbalance.of(loads)
 
     def _plan(self) -> dict[str, Any]:
         """What has to be the same for a state to fit."""

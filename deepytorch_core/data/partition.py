@@ -145,3 +145,9 @@ def load_of(arrangement: Arrangement, costs: Sequence[float]) -> Load:
         group=max(max(row) for row in table),
         mean=sum(ranks) / len(ranks),
     )
+
+
+def evened(stock: Arrangement, costs: Sequence[float]) -> Arrangement:
+    """As many micro-batches of even cost, or `stock` where that is lighter for somebody."""
+    even = deal(even_groups(costs, len(stock) * len(stock[0])), costs, len(stock))
+    return even if load_of(even, costs).is_as_light_as(load_of(stock, costs)) else stock
