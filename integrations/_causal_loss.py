@@ -16,6 +16,7 @@ would need the other ranks.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -307,7 +308,7 @@ class LossFromHidden:
         targets = shift_labels.reshape(-1).to(hidden.device)
         loss: torch.Tensor = head(hidden.flatten(0, -2), targets=targets, ignore_index=ignore_index)
         if num_items_in_batch is None:
-            num_items_in_batch = (targets != ignore_index).sum()
+            return _mean(loss, (targets != ignore_index).sum())
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         mean: torch.Tensor = loss / num_items_in_batch
@@ -323,6 +324,14 @@ class LossFromHidden:
 
     def _stock(self, logits: Any, labels: Any, vocab_size: Any, **given: Any) -> torch.Tensor:
         return self.original(logits=logits, labels=labels, vocab_size=vocab_size, **given)
+
+
+def _mean(loss: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    """As stock's: no number where nothing is trained, and gradients of zero then.
+
+    Those of 0 / 0 would be none either, and go to all ranks.
+    """
+    return torch.where(num_targets > 0, loss / num_targets.clamp(min=1), math.nan)
 
 
 def is_hooked(module: nn.Module) -> bool:
