@@ -211,6 +211,15 @@ WORKLOAD_FIELDS = (
     "loss_difference",
     "loss_check",
     "wrong",
+    "engine",
+    "stock",
+    "stock_per_s",
+    "ours_per_s",
+    "speedup",
+    "speedup_spread",
+    "loss_max_diff",
+    "stock_peak_gib",
+    "ours_peak_gib",
     "emulated",
     "machine",
     "versions",
@@ -219,7 +228,9 @@ WORKLOAD_FIELDS = (
 """The fields that `bench train --workload` writes. `arms` has each arm's times, speed, memory and
 losses; `tuned` is the fastest arm of the documentation's; a speed-up is [all steps' time over
 ours', lower and upper quartile of the steps], None where an arm was left out; `claim` is the
-modelled product's. Losses are compared over the first steps, relative, between all arms."""
+modelled product's. Losses are compared over the first steps, relative, between all arms. From
+`engine` to `ours_peak_gib` it is plain and ours alone, named as in other records: units per second,
+GiB, None where the arm was left out; older records don't have them."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 _PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside", "--fuzz-record")

@@ -42,6 +42,11 @@ NEEDED_FIELDS = (
 # The tables show nothing of the rest, which older records don't have.
 NEEDED_OF_TRAIN = tuple(one for one in TRAIN_FIELDS if one not in ("round_speedups", "emulated"))
 NEEDED_OF_COMPILE = tuple(one for one in COMPILE_FIELDS if one != "warmup_phases_s")
+_OF_OURS_AND_STOCK = {
+    *("engine", "stock", "stock_per_s", "ours_per_s", "speedup", "speedup_spread"),
+    *("loss_max_diff", "stock_peak_gib", "ours_peak_gib"),
+}
+NEEDED_OF_WORKLOAD = tuple(one for one in WORKLOAD_FIELDS if one not in _OF_OURS_AND_STOCK)
 
 # What is true of `bench ddp`'s older records, which don't say so.
 _OLDER_DDP: Record = {
@@ -88,7 +93,7 @@ def render(
         "ddp": (NEEDED_OF_DDP, _render_ddp),
         "train": (NEEDED_OF_TRAIN, _render_train),
         "compile": (NEEDED_OF_COMPILE, _render_compile),
-        "workload": (WORKLOAD_FIELDS, _render_workload),
+        "workload": (NEEDED_OF_WORKLOAD, _render_workload),
     }
     unknown = [kind for kind in kinds if kind not in renderers]
     if unknown:

@@ -19,6 +19,12 @@ from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import WORKLOAD_FIELDS
 
+# The names that records of other benchmarks have for the two arms.
+OURS_AND_STOCK = (
+    *("engine", "stock", "stock_per_s", "ours_per_s", "speedup", "speedup_spread"),
+    *("loss_max_diff", "stock_peak_gib", "ours_peak_gib"),
+)
+
 
 def job(workload: str = "llama-1b-varlen", **words: Any) -> ArmJob:
     return ArmJob(workload=workload, **{"scale": "tiny", "world_size": 2, **words})
@@ -130,6 +136,12 @@ def test_the_faster_tuned_arm_counts_and_the_tables_show_it(tmp_path: Path) -> N
     assert record["collectives_only"] is None
     assert record["loss_difference"] == 0.001
     assert record["wrong"] == 0
+    assert {name: record[name] for name in OURS_AND_STOCK} == {
+        **{"engine": "deepytorch", "stock_per_s": 1_250_000.0, "ours_per_s": 2_000_000.0},
+        "stock": "DistributedDataParallel, bf16, its own example unchanged",
+        **{"speedup": 1.6, "speedup_spread": record["against_plain"][1:], "loss_max_diff": 0.0},
+        **{"stock_peak_gib": 0.931, "ours_peak_gib": 0.931},
+    }
     (first, *_), last = run.lines(record), run.lines(record)[-1]
     assert "2 ranks on cpu, 1.0 M parameters, 2 rounds of 20 steps" in first
     assert "0.10%" in last
@@ -145,6 +157,14 @@ def test_the_faster_tuned_arm_counts_and_the_tables_show_it(tmp_path: Path) -> N
     assert "1.60x" in table
     assert "1.20x" in table
     assert "(tiny)" in table
+    older = {name: value for name, value in record.items() if name not in OURS_AND_STOCK}
+    assert tables.render({"f.jsonl": [older]}) == table
+
+
+def test_ours_and_stock_are_left_empty_where_an_arm_was_left_out() -> None:
+    record = run._record(job(), {"ours": [measured([3.0, 2.0], [2.0, 1.0])]}, rounds=1)
+    empty = {name for name in OURS_AND_STOCK if record[name] is None}
+    assert set(OURS_AND_STOCK) - empty == {"engine", "stock", "ours_per_s", "ours_peak_gib"}
 
 
 @pytest.mark.parametrize("losses", [[2.0, 1.1], [2.0, float("nan")]])

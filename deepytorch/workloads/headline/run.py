@@ -111,9 +111,34 @@ def _record(job: ArmJob, samples: dict[str, list[Record]], rounds: int) -> Recor
         "loss_difference": difference,
         "loss_check": "dropout_off",
         "wrong": int(difference is None or difference > LARGEST_LOSS_DIFFERENCE),
+        **_ours_and_stock(row, arms, ratio(samples, headline.PLAIN, headline.OURS)),
         "emulated": any_arm.get("emulated"),
         **{name: any_arm[name] for name in ("machine", "versions", "commit")},
     }
+
+
+def _ours_and_stock(
+    row: headline.Row, arms: dict[str, dict[str, Any]], speedup: Sequence[float] | None
+) -> dict[str, Any]:
+    """Plain and ours alone, under the names that records of other benchmarks have for them."""
+    plain, ours = arms.get(headline.PLAIN), arms.get(headline.OURS)
+    both = {"plain": plain, "ours": ours} if plain and ours else None
+    framework = f"DeepSpeed ZeRO-{row.zero_stage}" if row.zero_stage else "DistributedDataParallel"
+    return {
+        "engine": "deepytorch",
+        "stock": f"{framework}, {row.precision}, its own example unchanged",
+        "stock_per_s": plain and plain["units_per_s"],
+        "ours_per_s": ours and ours["units_per_s"],
+        "speedup": speedup and speedup[0],
+        "speedup_spread": speedup and list(speedup[1:]),
+        "loss_max_diff": both and loss_difference(both),
+        "stock_peak_gib": plain and _gib(plain["peak_memory_gb"]),
+        "ours_peak_gib": ours and _gib(ours["peak_memory_gb"]),
+    }
+
+
+def _gib(gigabytes: float) -> float:
+    return round(gigabytes * 1e9 / 2**30, 3)
 
 
 def _arm(found: Sequence[Record]) -> dict[str, Any]:
