@@ -401,6 +401,7 @@ class Compilation:
         was_in_parts = bool(known) and not any(one.name in known for one in found)
         if is_in_parts or was_in_parts:
             found = regions.parts(self._root)
+        hold = timeouts.Hold(self._budget_s * len(found))
         for region in found:
             if self.policy != AUTO:
                 tried = [policies.get(self.policy)]
@@ -410,7 +411,11 @@ class Compilation:
                 tried = policies.automatic(self._device)
             if tried:
                 compiled = CompiledRegion(
-                    region, tried, budget_s=self._budget_s, is_on=self._is_compiled
+                    region,
+                    tried,
+                    budget_s=self._budget_s,
+                    is_on=self._is_compiled,
+                    hold=hold,
                 )
                 if was_in_parts or was_helped:
                     compiled.restart()

@@ -33,6 +33,7 @@ from deepytorch_core.compile import breaks, graphs, module_state
 from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
+from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.console import say
 
 # Calls that compile something new, before all sizes are taken to change, and again before it ends.
@@ -65,6 +66,7 @@ class CompiledRegion:
         policies: candidates in order of preference.
         budget_s: seconds for compiling; when they are over nothing new is compiled.
         is_on: whether the compiled way is to be taken now; asked with this object.
+        hold: what collectives wait longer by while it compiles; its own unless given.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class CompiledRegion:
         *,
         budget_s: float,
         is_on: Callable[[CompiledRegion], bool],
+        hold: Hold | None = None,
     ) -> None:
         self.region = region
         self.told = Told()
@@ -81,6 +84,7 @@ class CompiledRegion:
         self._policies = policies
         self._budget_s = budget_s
         self._is_on = is_on
+        self._hold = Hold(budget_s) if hold is None else hold
         self._is_dynamic: bool | None = None
         self._num_compiling_calls = 0
         self._graph_error: Exception | None = None
@@ -118,6 +122,12 @@ class CompiledRegion:
         for module in self.region.modules:
             if isinstance(vars(module).get("forward"), Forward):
                 del module.forward
+        self._hold.end(self.region.name)
+
+    def on_call(self) -> None:
+        """Called before each call of one of the modules, whichever way that goes."""
+        if self._hold.is_on and torch.is_grad_enabled():
+            self._hold.on_call(self.region.name)
 
     @property
     def is_used(self) -> bool:
@@ -167,6 +177,7 @@ class CompiledRegion:
     def backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
         """What Dynamo calls with each graph that it has captured."""
         self.told.num_compiles += 1
+        self._hold.begin(self.region.name, len(self.region.modules))
         place = breaks.of(graph)
         if place is not None and place not in self.told.breaks:
             self.told.breaks.append(place)
@@ -290,6 +301,7 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
+        self._compiled.on_call()
         if torch.compiler.is_compiling() or not self._compiled.is_used:
             return type(module).forward(module, *args, **kwargs)
         if any(self._hooks):

@@ -2,15 +2,20 @@
 
 The ranks that are ready wait in a collective for the one that is not, so all raise the time limits
 of their groups before the first compile, by what compiling may take, and lower them after the last.
+A rank sees its own compiles: it takes one as a sign that others compile in the same step.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+
+# Steps in which a compile is followed by others: of backward graphs, and for other sizes.
+HELD_STEPS = 3
 
 
 def hold_off(seconds: float) -> Callable[[], None]:
@@ -37,6 +42,46 @@ def hold_off(seconds: float) -> Callable[[], None]:
                 _limits.pop(id(limit.backend), None)
 
     return lower
+
+
+class Hold:
+    """Time limits held off from each compile of a model's regions until they have run compiled.
+
+    Args:
+        seconds: what compiling all of them may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._calls_left: dict[object, int] = {}
+        self._lower: Callable[[], None] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether limits are raised."""
+        return self._lower is not None
+
+    def begin(self, what: object, num_modules: int) -> None:
+        """`what` compiles now; its `num_modules` modules are called once in a step."""
+        self._calls_left[what] = HELD_STEPS * num_modules
+        if self._lower is None:
+            self._lower = lower = hold_off(self._seconds)
+            # A model may go before its steps are over.
+            weakref.finalize(self, lower).atexit = False
+
+    def on_call(self, what: object) -> None:
+        """A module of `what` is called."""
+        if what in self._calls_left:
+            self._calls_left[what] -= 1
+            if self._calls_left[what] <= 0:
+                self.end(what)
+
+    def end(self, what: object) -> None:
+        """`what` compiles nothing any more."""
+        self._calls_left.pop(what, None)
+        if self._lower is not None and not self._calls_left:
+            self._lower()
+            self._lower = None
 
 
 @dataclass

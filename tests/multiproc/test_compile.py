@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -225,6 +226,85 @@ def hold(rank: int, world_size: int) -> list[timedelta]:
     _limit_of(backend)(own)  # the program's
     lower()
     return [*limits, backend.options._timeout]
+
+
+class Sleeps(Policy):
+    """Takes longer on rank 1 than `LIMIT_S` allows, where it is told to."""
+
+    name = "sleeps"
+    is_slow = True
+
+    def compile_graph(self, graph: Any, inputs: Any) -> Any:
+        if self.is_slow and dist.get_rank() == 1:
+            time.sleep(1.5 * LIMIT_S)
+        return graph.forward
+
+
+LIMIT_S = 3.0
+
+
+def compile_both_late(rank: int, world_size: int) -> list[tuple[Any, ...]]:
+    register_policy(Sleeps)
+    decisions._made.clear()
+    return [compile_late(rank, policy) for policy in ("sleeps", "auto")]
+
+
+def compile_late(rank: int, policy: str) -> tuple[Any, ...]:
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))
+    own = backend.options._timeout
+    model = wrapped(Stack(), "ddp")
+    if policy == "auto":
+        measure_fast(model)
+    dist.barrier()
+    _limit_of(backend)(timedelta(seconds=LIMIT_S))
+    limits = [backend.options._timeout.total_seconds()]
+    deepytorch.compile(model, policy, budget_s=30)
+    losses = train(model, rank, steps=1)
+    (region,) = engine.compilation_of(model).regions  # type: ignore[union-attr]
+    limits.append(backend.options._timeout.total_seconds())
+    train(model, rank, steps=timeouts.HELD_STEPS)
+    limits.append(backend.options._timeout.total_seconds())
+    # Another size, long after all is decided: it is slow again.
+    model(torch.randn(7, 8)).square().mean().backward()
+    limits.append(backend.options._timeout.total_seconds())
+    engine.undo_all()
+    limits.append(backend.options._timeout.total_seconds())
+    torch._dynamo.reset()
+    _limit_of(backend)(own)
+    reason = decisions.made()[-1]["reason"]
+    return limits, reason, region.told.num_compiles, region.failure, losses
+
+
+def measure_fast(model: nn.Module) -> None:
+    """Let the profile know that "sleeps" is faster."""
+    real, automatic = compilation.time, policies.automatic
+    policies.automatic = lambda device: [policies.get("sleeps")]
+    compilation.time = Clock(model, 1.0, 0.5)  # type: ignore[assignment]
+    Sleeps.is_slow = False
+    deepytorch.compile(model)
+    train(model, dist.get_rank(), steps=24, clock=compilation.time)
+    assert decisions.made()[-1]["chosen"] == "sleeps", decisions.made()
+    engine.undo_all()
+    torch._dynamo.reset()
+    compilation.time, policies.automatic = real, automatic
+    Sleeps.is_slow = True
+
+
+def test_compile_longer_than_a_time_limit_on_one_rank(tmp_path: Path) -> None:
+    environment = {
+        "DEEPYTORCH_TUNE": "auto",
+        "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json"),
+        "DEEPYTORCH_LOG": "error",
+    }
+    for rank in spawn_ranks(compile_both_late, 2, backend="gloo", env=environment, timeout_s=180):
+        assert [reason for _, reason, *_ in rank] == ["asked for", "from the profile"]
+        for limits, _, num_compiles, failure, losses in rank:
+            assert limits == [LIMIT_S, LIMIT_S + 30, LIMIT_S, LIMIT_S + 30, LIMIT_S]
+            assert num_compiles >= 2
+            assert failure is None
+            assert len(losses) == 1
 
 
 def _limit_of(backend: Any) -> Callable[[timedelta], None]:
