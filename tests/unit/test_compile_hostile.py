@@ -15,6 +15,8 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
+from deepytorch_core import decisions
+from deepytorch_core.compile import compilation, policies
 
 pytestmark = pytest.mark.usefixtures("own_profile")
 
@@ -189,14 +191,23 @@ class Growing(Base):
     """A longer sequence at every step."""
 
 
-def train(model: nn.Module, change: Callable[[nn.Module, int], None] | None = None) -> Any:
+class LooksUp(Growing):
+    """A number from a list in Python, by the length: every length is other code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * [1 + 0.01 * number for number in range(99)][x.shape[0]]
+
+
+def train(
+    model: nn.Module, change: Callable[[nn.Module, int], None] | None = None, steps: int = 5
+) -> Any:
     """Losses, parameters, buffers, output to the terminal: whatever could differ."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(2)
     losses = []
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        for step in range(5):
+        for step in range(steps):
             loss = model(batch(step, model)).abs().square().mean()
             loss.backward()
             optimizer.step()
@@ -232,6 +243,19 @@ def trains_alike(model: nn.Module, twin: nn.Module, **more: Any) -> None:
     assert getattr(model, "seen", None) == getattr(twin, "seen", None)
 
 
+class Clock:
+    """Steps take half as long where they are compiled."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def on_step(self, model: nn.Module, step: int) -> None:
+        found = engine.compilation_of(model)
+        self.now += 0.5 if found is not None and found._on else 1.0
+
+
 HOSTILE = [
     *(Branches, Items, Prints, CustomAutograd, Growing, InPlace, ListOfDicts),
     *(Complex, Dropouts, Tied, Counts, ThirdParty),
@@ -242,6 +266,27 @@ HOSTILE = [
 def test_compile_hostile_model_trains_as_eager(kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
     compare(kind(), "aot-eager")
+
+
+# What is decided where the compiled way is faster, as far as it is there at all.
+COMPILED = ("aot-eager", "faster than eager")
+DECIDED = {LooksUp: ("eager", "nothing of it could be compiled")}
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, LooksUp], ids=lambda kind: kind.__name__)
+def test_compile_hostile_model_trains_as_eager_until_auto_has_decided_and_after(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
+    monkeypatch.setattr(compilation, "time", clock := Clock())
+    decisions._made.clear()
+    torch.manual_seed(1)
+    model = kind()
+    compare(model, "auto", steps=64, change=clock.on_step)
+    found = engine.compilation_of(model)  # nothing where it is eager
+    assert found is None or found.is_settled
+    made = decisions.made()[-1]
+    assert (made["chosen"], made["reason"]) == DECIDED.get(kind, COMPILED)
 
 
 @pytest.mark.parametrize("kind", [Prints, Dropouts], ids=lambda kind: kind.__name__)
@@ -290,6 +335,14 @@ def test_compile_errors_of_the_model_come_through() -> None:
         with pytest.raises(RuntimeError, match="shapes|size"):
             model(torch.randn(4, 7))
     model(torch.randn(4, 6)).sum().backward()
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", [*HOSTILE, LooksUp], ids=lambda kind: kind.__name__)
+def test_compile_hostile_model_trains_as_eager_under_inductor(kind: type[nn.Module]) -> None:
+    torch.manual_seed(1)
+    compare(kind(), "inductor")
 
 
 def test_compile_hostile_model_under_inductor() -> None:
