@@ -172,18 +172,20 @@ def ask(pids: Sequence[int], *, again: bool = False, limit_s: float = _LIMIT_S) 
                         continue
                     asked.append(one)
                     next_turn = now + _TURN_S
+            gone: list[_Asked] = []
+            if now >= next_check:
+                next_check = now + _CHECK_S
+                gone = [one for one in asked if not one.is_there()]
             for one in asked:
                 for answer in _read(one.descriptor, token):
                     taken = True
                     if "ranks" in answer:
                         return _answer(answer)
-            if now >= next_check:
-                next_check = now + _CHECK_S
-                for one in [one for one in asked if not one.is_there()]:
-                    # It has ended, or lost the store: then another may know more.
-                    asked.remove(one)
-                    os.close(one.descriptor)
-                    taken, next_turn = False, 0.0
+            for one in gone:
+                # It has ended, or its group has, without a last word: another may know more.
+                asked.remove(one)
+                os.close(one.descriptor)
+                taken, next_turn = False, 0.0
             if not asked and not waiting:
                 return Answer(problem="no process of this node listens for other nodes")
             time.sleep(_POLL_S)

@@ -82,6 +82,18 @@ def test_why_nobody_can_be_asked(desk: inquiry.Desk) -> None:
     assert "no process of this node listens" in inquiry.ask([SELF, 1 << 30]).problem
 
 
+def test_a_last_word_is_heard() -> None:
+    for _ in range(20):
+        desk = inquiry.Desk()
+
+        def end(question: inquiry.Question) -> None:
+            desk.reply(question, [], problem="the store is gone")  # noqa: B023
+            desk.close()  # noqa: B023
+
+        with clerk(desk, end):
+            assert inquiry.ask([SELF]).problem == "the store is gone"
+
+
 def test_what_is_no_question_is_none(desk: inquiry.Desk) -> None:
     late = time.monotonic() - 1
     soon = time.monotonic() + 100
