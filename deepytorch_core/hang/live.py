@@ -35,6 +35,7 @@ from deepytorch_core.hang import (
     inquiry,
     processes,
     record,
+    store_limit,
     table,
     verdict,
     words,
@@ -113,7 +114,7 @@ def join(store: Any, *, rank: int, size: int, life: object) -> None:
             job = own.compare_set("job", "", job).decode()
             # Of a group that was before over the same store, operations had the same numbers.
             prefix = f"deepytorch/hang/{job}/{own.add(f'joined/{rank}', 1)}"
-            own = PrefixStore(prefix, _server(store) or store)
+            own = PrefixStore(prefix, store_limit.server_below(store) or store)
             own.set(f"who/{rank}", json.dumps([pid, processes.start_time(pid), _node()]))
         except (RuntimeError, NotImplementedError) as error:  # a store with fewer functions
             say(f"hangs can't be explained over this store: {error}", level="debug")
@@ -283,7 +284,7 @@ def _unreachable(store: Any) -> str:
 
     Torch's own connection would be tried for as long as the store's timeout says, which is minutes.
     """
-    server = _server(store)
+    server = store_limit.server_below(store)
     if server is None:
         return ""
     try:
@@ -300,15 +301,6 @@ def _unreachable(store: Any) -> str:
     )
 
 
-def _server(store: Any) -> Any:
-    """The TCPStore below `store`; None where it is of another kind."""
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store if isinstance(store, TCPStore) else None
-
-
 def _clone(home: _Home) -> Any:
     """The job's store over a connection of its own, one that ends where the network is gone.
 
@@ -317,10 +309,10 @@ def _clone(home: _Home) -> Any:
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    server = _server(home.store)
+    server = store_limit.server_below(home.store)
     if server is None:
         return home.store.clone()
-    known = _sockets()
+    known = store_limit.sockets()
     deadline = time.monotonic() + _LOST_LIMIT_S
     while True:
         try:
@@ -332,24 +324,11 @@ def _clone(home: _Home) -> Any:
             if late or home.over.is_set() or _unreachable(home.store):
                 raise
     clone.set_timeout(timedelta(seconds=_LOST_LIMIT_S))
-    for name in _sockets() - known:
+    for name in store_limit.sockets() - known:
         # Others of this moment are most likely the same job's, and as little use without a network.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name[0]))) as own:
-            if own.family in (socket.AF_INET, socket.AF_INET6):
-                limit_ms = int(1e3 * _LOST_LIMIT_S)
-                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+            store_limit.set_limit(own, _LOST_LIMIT_S)
     return PrefixStore(home.prefix, clone)
-
-
-def _sockets() -> set[tuple[str, str]]:
-    """This process's: descriptor and name of each."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{number}")
-            if name.startswith("socket:"):
-                found.add((number, name))
-    return found
 
 
 def _records(home: _Home) -> list[record.Record]:

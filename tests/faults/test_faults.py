@@ -93,6 +93,23 @@ def test_survivors_are_judged(told: list[Told], wrong: str) -> None:
     assert wrong in "; ".join(result.wrong)
 
 
+@pytest.mark.parametrize(
+    ("phase", "took_s", "is_late"),
+    [
+        ("between", 2.9, False),
+        ("between", 3.1, True),
+        ("collective", 3.1, True),
+        ("init", 12.0, False),
+    ],
+)
+@pytest.mark.parametrize("fault", ["link down", "blackhole"])
+def test_a_cut_between_connected_ranks_is_told_within_what_is_promised(
+    fault: str, phase: str, took_s: float, is_late: bool
+) -> None:
+    wrong = judge(Case(fault, "tcp", phase), [Told(SAYS, 0.1), Told(SAYS, took_s)]).wrong
+    assert wrong == ([f"took {took_s} s, the limit is 3.0 s"] if is_late else [])
+
+
 ENDED = Told("deepytorch: group 0 on rank 0: rank 1 (pid 3) died", 3.0, ended=True)
 
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from deepytorch_core.hang import live
+from deepytorch_core.hang import live, store_limit
 
 
 def limits_to(port: int) -> list[int]:
     """How long, in ms, each connection from here to that port waits for a lost network; 0: long."""
     found = []
-    for number, _ in live._sockets():
+    for number, _ in store_limit.sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as own:
             is_ip = own.family in (socket.AF_INET, socket.AF_INET6)
             if is_ip and own.getpeername()[1] == port:
@@ -36,6 +36,18 @@ def test_a_store_of_our_own_is_given_up_when_its_network_is_gone() -> None:
     assert home.store.get("key") == b"value"
 
 
+@pytest.mark.parametrize(("seconds", "milliseconds"), [(77.5, 77_500), (3, 10_000), (1e6, 900_000)])
+def test_a_store_is_waited_for_no_longer_than_its_group(seconds: float, milliseconds: int) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store_limit.limit(PrefixStore("job", PrefixStore("group", server)), seconds)
+    assert limits_to(server.port) == [milliseconds]
+    assert limits_to(other.port) == [0]
+    store_limit.limit(PrefixStore("job", HashStore()), seconds)
+    server.set("key", "value")
+    assert server.get("key") == b"value"
+
+
 def test_a_store_that_dies_while_it_is_connected_to_is_given_up_soon() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     home = live._Home(PrefixStore("job", server), "job", rank=0, size=2, job="a")
@@ -43,7 +55,7 @@ def test_a_store_that_dies_while_it_is_connected_to_is_given_up_soon() -> None:
         dead = SimpleNamespace(host="127.0.0.1", port=gone.getsockname()[1])
     started = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "_server", lambda store: dead)
+        patch.setattr(store_limit, "server_below", lambda store: dead)
         with pytest.raises(RuntimeError):
             live._clone(home)
     assert time.monotonic() - started < 60  # its own timeout is five minutes

@@ -141,8 +141,9 @@ class Fault:
         paths, phases: where it makes sense.
         outcome: by phase, or by path where that differs, or one for all; see `OUTCOMES`.
         says: of which an error on survivors has at least one; {victim} is the rank's number.
-        within_s: the limit in seconds from the fault to the end on every survivor. It tells an
-            answer from a time limit that ran out; what was measured stands in the results.
+        within_s: the limit in seconds from the fault to the end on every survivor, by phase where
+            that differs. It tells an answer from a time limit that ran out, or is the promise
+            itself; what was measured stands in the results.
         timeout_s: of the group, in seconds; None: far more than `within_s`.
         alone: it takes from the whole machine, so no other case may run meanwhile.
         network: the ranks live on emulated nodes of their own (needs the right to make some).
@@ -159,7 +160,7 @@ class Fault:
     phases: tuple[str, ...] = PHASES
     outcome: str | Mapping[str, str] = "error"
     says: tuple[str, ...] = ("rank {victim}", "rank(s) {victim}")
-    within_s: float = 5.0
+    within_s: float | Mapping[str, float] = 5.0
     timeout_s: float | None = None
     alone: bool = False
     network: bool = False
@@ -173,6 +174,9 @@ class Fault:
         known = (words for on, words in self.stock_leaves.items() if on in ("", path))
         return any(words in left for each in known for words in each)
 
+    def within_in(self, phase: str) -> float:
+        return self.within_s if isinstance(self.within_s, float) else self.within_s[phase]
+
     def outcome_in(self, phase: str, path: str = "") -> str:
         if isinstance(self.outcome, str):
             return self.outcome
@@ -181,6 +185,11 @@ class Fault:
 
 _OF_A_DEATH = {**dict.fromkeys(PHASES, "error"), "destroy": "leaves"}
 _OF_A_STOP = {**dict.fromkeys(PHASES, "recovers"), "destroy": "leaves"}
+_OF_A_LACK = {**dict.fromkeys(PHASES, "either"), "destroy": "leaves"}
+_OF_A_CUT = _OF_A_DEATH
+# Whoever is connected hears of it by the connection, and how soon is a promise. Before, the group's
+# time limit alone says that the others do not come, or that the store is out of reach.
+_WITHIN_OF_A_CUT = {"init": 15.0, "between": 3.0, "collective": 3.0, "destroy": 8.0}
 
 FAULTS = {
     fault.name: fault
@@ -229,8 +238,8 @@ FAULTS = {
             name="no memory",
             means="the rank may not map any more memory (RLIMIT_AS)",
             paths=_ON_HOST,  # what a GPU's driver makes of it is its own affair
-            phases=("init", "between"),
-            outcome="either",
+            phases=("init", "between", "destroy"),
+            outcome=_OF_A_LACK,
             says=("memory", "alloc", "rank {victim}", "rank(s) {victim}", "map", "by peer"),
             stock_leaves={"": ("anon_inode:[eventpoll]",)},  # gloo
             within_s=20.0,
@@ -257,8 +266,8 @@ FAULTS = {
         Fault(
             name="no descriptors",
             means="the rank may not open any more files (RLIMIT_NOFILE)",
-            phases=("init", "between"),
-            outcome="either",
+            phases=("init", "between", "destroy"),
+            outcome=_OF_A_LACK,
             says=("Too many open files", "rank {victim}", "rank(s) {victim}", "by peer", "NCCL"),
             within_s=20.0,
             timeout_s=10.0,
@@ -275,11 +284,12 @@ FAULTS = {
         Fault(
             name="/dev/shm full",
             means="no byte can be written to /dev/shm",
-            phases=("init", "between"),
+            phases=("init", "between", "destroy"),
             # NCCL keeps a part of its own there.
             outcome={
                 "init": "recovers",
                 "between": "recovers",
+                "destroy": "leaves",
                 **dict.fromkeys(_BY_NCCL, "either"),
             },
             says=("memory", "space", "rank {victim}", "NCCL"),
@@ -321,9 +331,10 @@ FAULTS = {
             means="the second node's cable is out for good",
             network=True,
             paths=_BETWEEN_NODES,
-            phases=("between", "collective"),
+            outcome=_OF_A_CUT,
             says=("rank ",),
-            within_s=8.0,
+            within_s=_WITHIN_OF_A_CUT,
+            timeout_s=10.0,
             again=False,
         ),
         Fault(
@@ -331,10 +342,10 @@ FAULTS = {
             means="all that goes to and from the second node is lost",
             network=True,
             paths=_BETWEEN_NODES,
-            phases=("between", "collective", "destroy"),
-            outcome={"between": "error", "collective": "error", "destroy": "leaves"},
+            outcome=_OF_A_CUT,
             says=("rank ",),
-            within_s=8.0,
+            within_s=_WITHIN_OF_A_CUT,
+            timeout_s=10.0,
             again=False,
         ),
     )

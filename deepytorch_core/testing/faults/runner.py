@@ -194,7 +194,7 @@ def judge(case: Case, told: list[Told], *, names: Iterable[str] = ()) -> Result:
             wrong.append(error)
         elif not any(text in error for text in says):
             wrong.append(f"it says none of {says}: {error}")
-    within_s = max(fault.within_s, path.within_s)
+    within_s = max(fault.within_in(case.phase), path.within_s)
     if max(result.took_s, default=0) > within_s:
         wrong.append(f"took {max(result.took_s)} s, the limit is {within_s} s")
     if max((each.destroy_s for each in told), default=0) > within_s + 6:
