@@ -139,7 +139,7 @@ test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, confo
 test-extended: venv adapter $(OPERATORS) ## tests that make test leaves out because a sibling shows the same (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_FLAGS) -m extended
 
-test-network: venv adapter ## jobs over emulated nodes: fails where it may make no network namespaces (needs root)
+test-network: venv adapter $(OPERATORS) ## jobs over emulated nodes: fails where it may make no network namespaces (needs root)
 	@$(BIN)/python -c "import sys; from deepytorch_core.testing import emulation; \
 	  sys.exit(emulation.missing_privilege())"
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_FLAGS) tests/network

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +135,45 @@ def test_gloo_finds_the_way_to_other_nodes(network: Network) -> None:
     cyclic = placed(network, "cyclic")
     interface = network.environment(0)["GLOO_SOCKET_IFNAME"]
     assert spawn_ranks(with_gloos_own_choice, 4, placement=cyclic) == [interface] * 4
+
+
+def sent_by_interface(rank: int, world_size: int, named: str) -> dict[str, int]:
+    """Bytes that each interface of the rank's node sent while it reduced, alone on its node."""
+    os.environ["DEEPYTORCH_IFNAME"] = named  # noqa: TID251
+
+    def counters() -> dict[str, int]:
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+        rows = (line.partition(":") for line in lines)
+        return {name.strip(): int(numbers.split()[8]) for name, _, numbers in rows}
+
+    backend.register()
+    dist.init_process_group(
+        "deepytorch",
+        store=rank_store("interfaces"),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=40),
+    )
+    before = counters()
+    total = torch.arange(1_000_003.0) + rank
+    dist.all_reduce(total)
+    assert torch.equal(total, 2 * torch.arange(1_000_003.0) + 1)
+    after = counters()
+    assert {row["algorithm"] for row in _core.statistics()}.isdisjoint({"delegate"})
+    dist.destroy_process_group()
+    return {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize("only_ipv6", [False, True])
+def test_several_interfaces_that_are_named_carry_their_parts(*, only_ipv6: bool) -> None:
+    with Network(2, SETTING, num_interfaces=2, only_ipv6=only_ipv6) as network:
+        placement = Placement(network, seats([1, 1]))
+        by_route = spawn_ranks(sent_by_interface, 2, "", placement=placement)
+        by_both = spawn_ranks(sent_by_interface, 2, "eth0,eth1", placement=placement)
+    crossing = 4_000_012  # bytes that each node sends the other at least, in halves and results
+    for sent in by_route:  # one, the first of those that lead to the other node equally well
+        assert sent["eth0"] > crossing
+        assert sent["eth1"] < crossing / 100
+    for sent in by_both:
+        assert min(sent["eth0"], sent["eth1"]) > crossing / 4, sent
+        assert sent["eth0"] + sent["eth1"] > crossing

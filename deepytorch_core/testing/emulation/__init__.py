@@ -4,10 +4,11 @@
         network.start(0, [sys.executable, "server.py"])
         network.start(1, [sys.executable, "client.py", network.address(0)])
 
-Each node is a network namespace with one interface, `eth0`, on a cable to a switch. What is limited
-is the node's rate in each direction and, if asked, each TCP flow's; a delay is added by a relay in
-user space. A link can lose its carrier and come back, or swallow everything. Processes on different
-nodes share no abstract sockets and no shared memory of ours, but one machine's cores and memory.
+Each node is a network namespace with an interface, `eth0`, or several, on cables to a switch. What
+is limited is the rate in each direction and, if asked, each TCP flow's; a delay is added by a relay
+in user space. A link can lose its carrier and come back, or swallow everything. Processes on
+different nodes share no abstract sockets and no shared memory of ours, but one machine's cores and
+memory.
 """
 
 from deepytorch_core.testing.emulation.namespaces import EmulationError, enter

@@ -19,10 +19,9 @@ from typing import Any
 from deepytorch_core.testing.emulation.namespaces import EmulationError
 from deepytorch_core.testing.emulation.setting import burst_bytes
 
-INTERFACE = "eth0"  # of a node
-SUBNET = "10.77"
-SUBNET6 = "fd00:77::"
+INTERFACE = "eth0"  # of a node, the first
 BRIDGE = "br0"
+_FIRST_SUBNET = 77
 _IFA_F_NODAD = 0x02
 _IP, _IPV6, _TCP = 0x0800, 0x86DD, 6
 _ROOT_CLASS, _DEFAULT_CLASS, _FIRST_LEAF = 0x10001, 0x10002, 0x10010
@@ -32,13 +31,23 @@ _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _OFFLOADS = 0x01 | 0x02 | 0x04 | 0x08  # checksums, TCP segmentation for IPv4 and IPv6, its ECN
 
 
-def address(host: int) -> str:
-    """The IPv4 address of a node by its number, or of the switch."""
-    return f"{SUBNET}.{host // 250}.{host % 250 + 1}"
+def interface(number: int) -> str:
+    """A node's interface by its number; all nodes' equal ones form a network of their own."""
+    return f"eth{number}"
 
 
-def address6(host: int) -> str:
-    return f"{SUBNET6}{host + 1:x}"
+def bridge(number: int) -> str:
+    """The bridge that joins all nodes' interfaces of the number."""
+    return f"br{number}"
+
+
+def address(host: int, number: int = 0) -> str:
+    """The IPv4 address of a node by its number, or of the switch, on the interface `number`."""
+    return f"10.{_FIRST_SUBNET + number}.{host // 250}.{host % 250 + 1}"
+
+
+def address6(host: int, number: int = 0) -> str:
+    return f"fd00:{_FIRST_SUBNET + number}::{host + 1:x}"
 
 
 def netlink() -> Any:
@@ -52,20 +61,24 @@ def netlink() -> Any:
     return IPRoute()
 
 
-def make_switch() -> None:
-    """Makes the bridge that joins the cables, in the namespace of the calling thread."""
+def make_switch(num_interfaces: int = 1) -> None:
+    """Makes the bridges that join the cables, in the namespace of the calling thread."""
     with netlink() as ip:
         _up(ip, "lo")
         # Without a forwarding delay: no spanning tree, the cables form none but stars.
-        ip.link("add", ifname=BRIDGE, kind="bridge", br_forward_delay=0, br_stp_state=0)
-        _up(ip, BRIDGE)
+        for name in map(bridge, range(num_interfaces)):
+            ip.link("add", ifname=name, kind="bridge", br_forward_delay=0, br_stp_state=0)
+            _up(ip, name)
 
 
-def make_veth(ports: dict[str, int]) -> None:
-    """Cables as veth pairs: `ports` names the switch's end, and gives the node's namespace."""
+def make_veth(ports: dict[str, int], name: str = INTERFACE) -> None:
+    """Cables as veth pairs: `ports` names the switch's end, and gives the node's namespace.
+
+    `name` is that of the interface on the nodes.
+    """
     with netlink() as ip:
         for port, namespace in ports.items():
-            peer = {"ifname": INTERFACE, "net_ns_fd": namespace}
+            peer = {"ifname": name, "net_ns_fd": namespace}
             ip.link("add", ifname=port, kind="veth", peer=peer)
 
 
@@ -87,11 +100,10 @@ def make_tap(name: str) -> int:
     return descriptor
 
 
-def plug_in(port: str) -> None:
-    """Joins the switch's end of a cable to the bridge."""
+def plug_in(port: str, into: str = BRIDGE) -> None:
+    """Joins the switch's end of a cable to its bridge."""
     with netlink() as ip:
-        (bridge,) = ip.link_lookup(ifname=BRIDGE)
-        ip.link("set", index=_index(ip, port), master=bridge, state="up")
+        ip.link("set", index=_index(ip, port), master=_index(ip, into), state="up")
 
 
 def pull_out(port: str) -> None:
@@ -107,7 +119,11 @@ def set_state(port: str, *, up: bool) -> None:
 
 
 def set_up_host(
-    interface: str, number: int, congestion_controls: Sequence[str], *, only_ipv6: bool = False
+    interfaces: Sequence[str],
+    number: int,
+    congestion_controls: Sequence[str],
+    *,
+    only_ipv6: bool = False,
 ) -> str:
     """Addresses and the congestion control of the calling thread's namespace.
 
@@ -115,12 +131,14 @@ def set_up_host(
     """
     with netlink() as ip:
         _up(ip, "lo")
-        index = _index(ip, interface)
-        if not only_ipv6:
-            ip.addr("add", index=index, address=address(number), prefixlen=16)
-        # Without duplicate detection, which holds an address back for a second.
-        ip.addr("add", index=index, address=address6(number), prefixlen=64, flags=_IFA_F_NODAD)
-        ip.link("set", index=index, state="up")
+        for place, name in enumerate(interfaces):
+            index = _index(ip, name)
+            if not only_ipv6:
+                ip.addr("add", index=index, address=address(number, place), prefixlen=16)
+            # Without duplicate detection, which holds an address back for a second.
+            six = address6(number, place)
+            ip.addr("add", index=index, address=six, prefixlen=64, flags=_IFA_F_NODAD)
+            ip.link("set", index=index, state="up")
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     for name in congestion_controls:
         # Some machines keep all but reno from namespaces.

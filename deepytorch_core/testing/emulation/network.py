@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ _RELAY = Path(__file__).with_name("relay.py")
 # and leaves half of an HTB link idle; these two fill it.
 _CONGESTION_CONTROLS = ("cubic", "reno")
 _MAX_NODES = 64
+_MAX_INTERFACES = 8
 _SWITCH_NUMBER = 15000  # beyond every node's: the address of the switch, where stores are served
 
 T = TypeVar("T")
@@ -36,15 +38,28 @@ class Network:
         num_nodes: 1 to 64.
         setting: rates and the delay; none by default.
         only_ipv6: the nodes have no IPv4 addresses but the loopback's.
+        num_interfaces: of each node, eth0, eth1 and so on, each with a cable of its own and in a
+            network with all nodes' of that name. What is limited is each one's rate, and
+            `set_link` and `set_blackhole` cut all of a node's.
 
     Raises EmulationError, naming what is missing, where nodes cannot be emulated.
     """
 
     def __init__(
-        self, num_nodes: int, setting: Setting | None = None, *, only_ipv6: bool = False
+        self,
+        num_nodes: int,
+        setting: Setting | None = None,
+        *,
+        only_ipv6: bool = False,
+        num_interfaces: int = 1,
     ) -> None:
         if not 1 <= num_nodes <= _MAX_NODES:
             raise EmulationError(f"1 to {_MAX_NODES} nodes can be emulated, not {num_nodes}")
+        if not 1 <= num_interfaces <= _MAX_INTERFACES:
+            raise EmulationError(
+                f"nodes can have 1 to {_MAX_INTERFACES} interfaces, not {num_interfaces}"
+            )
+        self.num_interfaces = num_interfaces
         self.num_nodes = num_nodes
         self.setting = setting or Setting()
         self.only_ipv6 = only_ipv6
@@ -124,12 +139,28 @@ class Network:
 
     def set_link(self, node: int, *, up: bool) -> None:
         """Takes the carrier of the node's link away, as a pulled cable does, or gives it back."""
-        self.on_switch(lambda: links.set_state(_port(node), up=up))
+
+        def change() -> None:
+            for number in range(self.num_interfaces):
+                links.set_state(_port(node, number), up=up)
+
+        self.on_switch(change)
 
     def set_blackhole(self, node: int, on: bool) -> None:
         """Loses all that goes to and from the node while its link stays up, or stops that."""
-        change = links.pull_out if on else links.plug_in
-        self.on_switch(lambda: change(_port(node)))
+
+        def change() -> None:
+            for number in range(self.num_interfaces):
+                if on:
+                    links.pull_out(_port(node, number))
+                else:
+                    links.plug_in(_port(node, number), links.bridge(number))
+
+        self.on_switch(change)
+
+    @property
+    def _interfaces(self) -> list[str]:
+        return [links.interface(number) for number in range(self.num_interfaces)]
 
     def _new_namespace(self) -> int:
         made = namespaces.create()
@@ -137,25 +168,30 @@ class Network:
         return made
 
     def _build(self) -> None:
-        ports = {_port(node): namespace for node, namespace in enumerate(self._nodes)}
         with _named_errors():
-            self.on_switch(links.make_switch)
+            self.on_switch(lambda: links.make_switch(self.num_interfaces))
             if self.setting.delay_s:
                 self._make_taps()
             else:
-                self.on_switch(lambda: links.make_veth(ports))
+                self.on_switch(self._make_cables)
             self._set_up()
+
+    def _make_cables(self) -> None:
+        for number, interface in enumerate(self._interfaces):
+            nodes = enumerate(self._nodes)
+            links.make_veth({_port(node, number): there for node, there in nodes}, interface)
 
     def _set_up(self) -> None:
         setting = self.setting
+        bridges = [links.bridge(number) for number in range(self.num_interfaces)]
 
         def at_switch() -> None:
-            for node in range(self.num_nodes):
-                links.plug_in(_port(node))
+            for node, number in itertools.product(range(self.num_nodes), range(len(bridges))):
+                links.plug_in(_port(node, number), bridges[number])
                 if setting.rate_bps is not None:
-                    links.limit(_port(node), setting.rate_bps)
+                    links.limit(_port(node, number), setting.rate_bps)
             self.congestion_control = links.set_up_host(
-                links.BRIDGE, _SWITCH_NUMBER, _CONGESTION_CONTROLS
+                bridges, _SWITCH_NUMBER, _CONGESTION_CONTROLS
             )
 
         for node in range(self.num_nodes):
@@ -163,9 +199,11 @@ class Network:
         self.on_switch(at_switch)
 
     def _set_up_node(self, node: int) -> None:
-        links.set_up_host(links.INTERFACE, node, _CONGESTION_CONTROLS, only_ipv6=self.only_ipv6)
+        names = self._interfaces
+        links.set_up_host(names, node, _CONGESTION_CONTROLS, only_ipv6=self.only_ipv6)
         if self.setting.rate_bps is not None:
-            links.limit(links.INTERFACE, self.setting.rate_bps, self.setting.flow_cap_bps)
+            for name in names:
+                links.limit(name, self.setting.rate_bps, self.setting.flow_cap_bps)
 
     def _make_taps(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -175,9 +213,12 @@ class Network:
                 descriptors.append(links.make_tap(name))
                 stack.callback(os.close, descriptors[-1])
 
-            for node in range(self.num_nodes):
-                self.run(node, lambda: make(links.INTERFACE))
-                self.on_switch(lambda node=node: make(_port(node)))  # type: ignore[misc]
+            for node, number in itertools.product(
+                range(self.num_nodes), range(self.num_interfaces)
+            ):
+                name, port = links.interface(number), _port(node, number)
+                self.run(node, lambda name=name: make(name))  # type: ignore[misc]
+                self.on_switch(lambda port=port: make(port))  # type: ignore[misc]
             # Isolated: it needs no package, and must not find ours beside it.
             command = [sys.executable, "-I", "-S", str(_RELAY), f"{self.setting.delay_s * 1e6:.0f}"]
             self._relay = subprocess.Popen(
@@ -209,8 +250,9 @@ def missing_privilege() -> str | None:
     return None
 
 
-def _port(node: int) -> str:
-    return f"p{node}"
+def _port(node: int, number: int = 0) -> str:
+    """The switch's end of the cable to the node's interface of that number."""
+    return f"p{node}" if number == 0 else f"p{node}-{number}"
 
 
 @contextlib.contextmanager
