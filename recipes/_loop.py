@@ -3,7 +3,6 @@
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
@@ -35,6 +33,7 @@ from deepytorch.recipes._run import (
     together,
     wait_for_all,
 )
+from deepytorch.recipes._told import Telling, Told
 from deepytorch.recipes._trainer import Task, Trainer
 from deepytorch_core import decisions
 from deepytorch_core.data.balance import WHAT
@@ -108,27 +107,38 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
     course = _Course(recipe, trainer, task, run_dir, previous=previous)
     log = _open_log(config, run_dir, process)
     meter = _Meter(task.unit, trainer.flops_per_unit, process)
+    telling = Telling(process)
+
+    def report(steps: Iterator[Told]) -> bool:
+        """Show and record them; whether any rank was told to end."""
+        end = False
+        for one in steps:
+            meter.add(one.num_units, one.seconds)
+            rate = one.learning_rate
+            progress.update(one.step, f"loss {one.loss:.4f}  lr {rate:.2e}  {meter.text()}")
+            log.write(one.step, loss=one.loss, learning_rate=rate, **meter.scalars())
+            end = end or one.end
+        return end
+
     with (
         StepProgress(config.steps, enabled=process.is_main) as progress,
         _asked_to_end() as ending,
     ):
         for step in range(start + 1, config.steps + 1):
-            begin = time.perf_counter()
+            telling.begin()
             result = trainer.step([next(task.batches) for _ in range(config.accumulation)])
-            # One collective for the loss and for whether any rank was told to end.
-            told = torch.stack(
-                [result.loss_share, torch.tensor(float(ending())).to(process.device)]
+            telling.add(step, result, end=ending())
+            is_evaluated = bool(
+                task.held_out and config.evaluate_every and step % config.evaluate_every == 0
             )
-            dist.all_reduce(told)
-            loss, end = told.tolist()  # waits for the device: the time below is whole
-            meter.add(result.num_units.item(), time.perf_counter() - begin)
-            progress.update(step, f"loss {loss:.4f}  lr {result.learning_rate:.2e}  {meter.text()}")
-            log.write(step, loss=loss, learning_rate=result.learning_rate, **meter.scalars())
-            if task.held_out and config.evaluate_every and step % config.evaluate_every == 0:
-                log.write(step, held_out_loss=trainer.evaluate(task.held_out))
             # The last one too: what is exported may not fit on the disk.
-            due = config.save_every and (step % config.save_every == 0 or step == config.steps)
+            is_last = step == config.steps
+            due = bool(config.save_every and (step % config.save_every == 0 or is_last))
+            end = report(telling.read(everything=due or is_evaluated or is_last))
+            if is_evaluated:
+                log.write(step, held_out_loss=trainer.evaluate(task.held_out))
             if due or end:
+                report(telling.read(everything=True))  # what is saved has its losses recorded
                 problem = course.save(step)
                 if end:
                     log.close()
