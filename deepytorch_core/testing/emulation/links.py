@@ -22,9 +22,10 @@ from deepytorch_core.testing.emulation.setting import burst_bytes
 INTERFACE = "eth0"  # of a node, the first
 BRIDGE = "br0"
 _FIRST_SUBNET = 77
+_STALLED_RATE = 1000  # bytes per second
 _IFA_F_NODAD = 0x02
 _IP, _IPV6, _TCP = 0x0800, 0x86DD, 6
-_ROOT_CLASS, _DEFAULT_CLASS, _FIRST_LEAF = 0x10001, 0x10002, 0x10010
+_ROOT_CLASS, _DEFAULT_CLASS, _STALLED_CLASS, _FIRST_LEAF = 0x10001, 0x10002, 0x10003, 0x10010
 _PORT_BITS = 4
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
@@ -110,6 +111,27 @@ def pull_out(port: str) -> None:
     """Takes the cable's end out of the bridge: the node's link stays up, and nothing arrives."""
     with netlink() as ip:
         ip.link("set", index=_index(ip, port), master=0)
+
+
+def stall_flow(name: str, tcp_port: int) -> None:
+    """Holds back all but the first packets of IPv4 that the interface sends from that TCP port.
+
+    At 1 KB per second: the kernels of many machines have no action that drops packets. Needs
+    `limit` first.
+    """
+    with netlink() as ip:
+        index = _index(ip, name)
+        _add_class(ip, index, _STALLED_CLASS, _ROOT_CLASS, (_STALLED_RATE, _STALLED_RATE))
+        ip.tc(
+            "add-filter",
+            "u32",
+            index,
+            parent=0x10000,
+            prio=1,
+            protocol=_IP,
+            target=_STALLED_CLASS,
+            keys=[f"{_TCP}/0xff+9", f"{tcp_port >> 8:#x}/0xff+20", f"{tcp_port & 0xFF:#x}/0xff+21"],
+        )
 
 
 def set_state(port: str, *, up: bool) -> None:

@@ -158,6 +158,13 @@ class Network:
 
         self.on_switch(change)
 
+    def stall_flow(self, node: int, tcp_port: int) -> None:
+        """From now on holds back what the node sends from that TCP port over eth0, nothing else.
+
+        Needs a rate without a cap per flow, and can be done once for each node.
+        """
+        self.run(node, lambda: links.stall_flow(links.INTERFACE, tcp_port))
+
     @property
     def _interfaces(self) -> list[str]:
         return [links.interface(number) for number in range(self.num_interfaces)]
