@@ -4,12 +4,14 @@
 import random
 
 import pytest
+import torch.distributed as dist
 
 from deepytorch.recipes._balance import StepBalance
 from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._config import RecipeError, load_config
 from deepytorch.recipes._instructions import TextOptions
-from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config
+from deepytorch.recipes._trainer import Trainer
+from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
 
 RANKS, BATCH, ACCUMULATION = 3, 2, 4
 CHANCE = random.Random(7)
@@ -106,3 +108,23 @@ def test_the_key_is_read_as_the_others_are():
         load_config(Config, DEFAULT_CONFIG, ["token_balanc=on"])
     with pytest.raises(RecipeError, match="auto"):
         load_config(Config, DEFAULT_CONFIG, ["token_balance=evenly"])
+
+
+def test_a_comparison_leaves_stocks_batches_to_the_stock_arm(tmp_path, monkeypatch):
+    taken = {}
+    step = Trainer.step
+
+    def noting(self, micro_batches):
+        rows = [batch.attention_mask.sum(1).tolist() for batch in micro_batches]
+        taken.setdefault(dist.get_backend(self.group), []).append(rows)
+        return step(self, micro_batches)
+
+    monkeypatch.setattr(Trainer, "step", noting)
+    words = ["device=cpu", "hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2"]
+    words += ["max_length=512", "sample_tokens=2", "batch_size=3", "accumulation=2", "steps=2"]
+    assert main(["--compare", *words, f"output_dir={tmp_path}"]) == 0
+    stock, ours = taken["gloo"], taken["deepytorch"]
+    assert [sorted(sum(rows, [])) for rows in ours] == [sorted(sum(rows, [])) for rows in stock]
+    assert all(len(row) == 3 for rows in stock for row in rows)
+    heaviest = [sum(max(map(sum, rows)) for rows in arm) for arm in (stock, ours)]
+    assert heaviest[1] < heaviest[0]
