@@ -52,6 +52,7 @@ LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
 NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
 FASTER, SLOWER = "faster than eager", "eager is faster"
+ASKED_FOR = "asked for"
 FROM_PROFILE = "from the profile"
 ONLY_REPLAYED = "faster only where both are replayed"
 
@@ -245,9 +246,13 @@ class Compilation:
         if number == 0:
             self._begin()
         elif self.policy != AUTO:
+            if number == 1:
+                self._conclude(self.policy, ASKED_FOR, None)
+            else:
+                self._keep(ASKED_FOR, self._entry(self.policy, ASKED_FOR, {}, self._dropped()))
             # A model that is a region itself is compiled from its second step on: see `_await`.
             if number > any(one.region.is_model for one in self.regions):
-                self._finish(self.policy, "asked for")
+                self._stop()
         elif number == EAGER_STEPS and self._is_patient:
             self._wait()
         elif number == self._first:
@@ -498,11 +503,7 @@ class Compilation:
         self._stop()
 
     def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
-        dropped = {
-            f"{one.region.name} ({name})" if len(self.regions) > 1 else name: why
-            for one in self.regions
-            for name, why in one.told.dropped.items()
-        }
+        dropped = self._dropped()
         decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
         self._keep(reason, self._entry(chosen, reason, times_ms or {}, dropped))
         if chosen == EAGER:
@@ -513,6 +514,13 @@ class Compilation:
                     one.remove()
             self._on = True
         self._lower()
+
+    def _dropped(self) -> dict[str, str]:
+        return {
+            f"{one.region.name} ({name})" if len(self.regions) > 1 else name: why
+            for one in self.regions
+            for name, why in one.told.dropped.items()
+        }
 
     def _keep(self, reason: str, entry: Mapping[str, Any]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
