@@ -63,7 +63,7 @@ class Telling:
         if device.type == "cuda":
             # Now, as a copy that is asked for later would wait for what is launched by then.
             numbers = torch.empty(3, pin_memory=True).copy_(numbers, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         self._sent.append(_Sent(step, result.learning_rate, numbers, arrived))
 

@@ -23,8 +23,8 @@ constexpr std::chrono::milliseconds kGreetingLimit{5000};
 // A node that does not even answer is down, or a firewall swallows what is sent to it.
 constexpr std::chrono::milliseconds kConnectLimit{10000};
 // Unacknowledged for so long, a peer's node is taken for dead. Beats make sure that something is
-// always under way: the next one leaves within 0.5 s, and the system counts from its first copy that
-// got lost, 0.2 s later where it probed for a lost tail. Together 2.8 s, of the 3 s promised.
+// always under way: the next one leaves within 0.5 s, and the system counts from its first copy
+// that got lost, 0.2 s later where it probed for a lost tail. Together 2.8 s, of the 3 s promised.
 constexpr unsigned kUserTimeoutMs = 2100;
 // A socket with so much not yet sent has no room: more would only wait there while another socket
 // could carry it.
