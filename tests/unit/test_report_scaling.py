@@ -26,9 +26,12 @@ def ring_us(ranks: int, num_bytes: float, halves: int = 2) -> float:
 
 
 def by_node_us(nodes: int, num_bytes: float) -> float:
-    """Of all_reduce in which nodes exchange shards: directly up to 8, then round a ring."""
-    hops = 2 if nodes <= 8 else 2 * (nodes - 1)
-    return hops * ALPHA_US + 2 * (nodes - 1) / nodes * num_bytes * BETA_US
+    """Of all_reduce in which nodes meet, and exchange shards unless these travel in the meeting."""
+    others = nodes - 1
+    if num_bytes * others <= 64 << 10:
+        return others * ALPHA_US + others * num_bytes * BETA_US
+    messages = 2 if nodes == 2 else 3 * others
+    return messages * ALPHA_US + 2 * others / nodes * num_bytes * BETA_US
 
 
 def row(op: str, calls: int, num_bytes: int, time_us: float, **changes: Any) -> dict[str, Any]:
