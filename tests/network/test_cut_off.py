@@ -9,8 +9,8 @@ from deepytorch_core.testing.faults.runner import run
 def test_a_node_that_cannot_reach_the_store_gives_up_at_the_time_limit() -> None:
     result = run(Case("link down", "tcp", "init"))
     assert not result.skipped
-    # What is left then is for the whole matrix to judge: once in nine runs a pidfd stayed for longer
-    # than it waits.
+    # What is left then is for the whole matrix to judge: in one of nine runs a pidfd stayed for
+    # longer than that waits.
     wrong = [one for one in result.wrong if not one.startswith("left over: ")]
     assert not wrong, "\n".join(wrong)
     assert len(result.took_s) == 2  # the one that is cut off, too
