@@ -207,6 +207,11 @@ class Options:
     padding_free: str = _option(
         "auto", _choice("auto", "on", "off"), "train without padding tokens where the model can"
     )
+    token_balance: str = _option(
+        "auto",
+        _choice("auto", "on", "off"),
+        "under a transformers Trainer spread a step's samples so that all ranks have even tokens",
+    )
     kernels: str = _option("auto", _choice("auto", "on", "off"), "swap in fused kernels")
     tune: str = _option(
         "auto", _choice("auto", "off", "force"), "measure candidates; force ignores the profile"

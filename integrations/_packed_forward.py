@@ -46,6 +46,7 @@ class Conventions:
     first_position: int | None  # positions count a row's tokens from here; None: columns
     max_positions: int | None  # rows of the table of learned positions, if there is one
     fused_head: bool = False  # it has TRL's fused head, which takes a packed row
+    counts_items: bool = False  # its loss is the tokens' sum divided by `num_items_in_batch`
 
 
 class PlanningCollate:

@@ -37,6 +37,7 @@ _TF32_NOISE = 1e-2  # float32 on CUDA may be multiplied in less
 # a batch and by itself, times this, is as good, up to a part that no wrong row stays within.
 _ROOM = 2.0
 _MOST_NOISE = 0.25
+_LARGE_COUNT, _COUNT_NOISE = 1 << 10, 0.02
 _ALONE = max(range(len(_LENGTHS)), key=_LENGTHS.__getitem__)
 _MASKED_BY_LENGTH = ("dynamic", "longrope")
 
@@ -203,7 +204,8 @@ def _compare(
             _check_apart(model, call, attentions, (batch, conventions))
             _check_fields(padded, row, packing, tolerance)
             fused = _fused_head_packs(model, call, attentions, (batch, conventions, tolerance))
-            return replace(conventions, fused_head=fused)
+            counts = _counts_items(call, batch, model)
+            return replace(conventions, fused_head=fused, counts_items=counts)
     if difference <= bound:
         raise Unsupported(f"the loss of a packed row differs by {loss_difference:.2g}")
     raise Unsupported(f"logits of a packed row differ by {difference:.2g}")
@@ -283,6 +285,22 @@ def _shifts_labels(call: Callable[..., Any], batch: dict[str, Tensor], model: An
     labels[:2, 0] = batch["labels"][:2, 0]
     loss = call(**{**batch, "labels": labels}, **_uncached(model)).loss
     return not bool(loss.isfinite()) or float(loss) == 0
+
+
+def _counts_items(call: Callable[..., Any], batch: dict[str, Tensor], model: Any) -> bool:
+    """Whether the loss is a sum over tokens divided by `num_items_in_batch`, and nothing else.
+
+    With a count this large whatever is added to it besides, such as a router's loss, is most of it.
+    """
+    sums = []
+    for count in (1, _LARGE_COUNT):
+        items = torch.tensor(count, device=batch["labels"].device)
+        try:
+            output = call(**batch, num_items_in_batch=items, **_uncached(model))
+        except (TypeError, ValueError):
+            return False
+        sums.append(float(output.loss) * count)
+    return abs(sums[1] - sums[0]) <= _COUNT_NOISE * abs(sums[0])
 
 
 def _check_apart(model: Any, call: Callable[..., Any], attentions: Attentions, tried: Any) -> None:

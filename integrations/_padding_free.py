@@ -102,6 +102,12 @@ def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
             loader.collate_fn = PlanningCollate(collate, shifted)
 
 
+def conventions(prepared: Any) -> Conventions | None:
+    """How a model that `attach` has changed counts; None for any other."""
+    attached = _attachment(prepared)
+    return None if attached is None else attached.forward.conventions
+
+
 def use_few_shapes(prepared: Any, limit: int, *, max_length: int) -> bool:
     """Fill packed rows up to at most `limit` sizes, as CUDA graphs and static shapes need it.
 

@@ -4,7 +4,8 @@ The seam is `Trainer.create_accelerator_and_postprocess`, where a Trainer builds
 right after it deepytorch is put under that Accelerator (`_accelerator`). By inheritance
 (`DeepytorchMixin`, before the Trainer in the list of bases), or for one Trainer that exists
 (`accelerate_trainer`). Callbacks that report get some figures of deepytorch's beside the training
-loss (`_trainer_figures`). Left alone is all else: arguments, data, loss, optimizer, callbacks and
+loss (`_trainer_figures`), and its training loader may spread a step's samples over the ranks
+(`_trainer_balance`). Left alone is all else: arguments, data, loss, optimizer, callbacks and
 checkpoints. For training loops without a Trainer `pack_batches` has a model train without padding.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepytorch_core import config
 
-from . import _accelerator, _contract, _padding_free, _trainer_figures
+from . import _accelerator, _contract, _padding_free, _trainer_balance, _trainer_figures
 from ._contract import IntegrationError
 from ._padding_free import BATCH_KEY
 
@@ -64,7 +65,7 @@ class DeepytorchMixin(_Base):
         self._deepytorch_options = dict(deepytorch or {})
         super().__init__(*args, **kwargs)
         if _accelerator.is_applied(self.accelerator):
-            _trainer_figures.attach(self)
+            _attach(self, self._deepytorch_options)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -94,7 +95,7 @@ def accelerate_trainer(trainer: _Trainer, **options: Any) -> _Trainer:
         _accelerator.undo(trainer.accelerator)
 
     changes.on_undo(undo_accelerator)
-    _trainer_figures.attach(trainer)
+    _attach(trainer, options)
     # A Trainer makes another Accelerator for every trial of a hyperparameter search.
     changes.set(trainer, _SEAM, _creating(trainer, options))
     _contract.mark(trainer, _NAME, changes)
@@ -133,6 +134,7 @@ def undo(changed: Any) -> bool:
         return _padding_free.detach(changed)
     trainer: Trainer = changed
     _trainer_figures.detach(trainer)
+    _trainer_balance.detach(trainer)
     return _contract.undo(trainer, _NAME) or _accelerator.undo(trainer.accelerator)
 
 
@@ -140,6 +142,13 @@ def _apply(trainer: Trainer, options: Mapping[str, Any]) -> bool:
     if config.current().enabled:
         _contract.require("transformers", ">=4.55,<6", tested="5.23.0")
     return _accelerator.apply(trainer.accelerator, options, adapter=_NAME)
+
+
+def _attach(trainer: Trainer, options: Mapping[str, Any]) -> None:
+    """What is the Trainer's own, beyond its Accelerator."""
+    in_force = _contract.alone(_NAME, options)
+    _trainer_figures.attach(trainer)
+    _trainer_balance.attach(trainer, in_force.token_balance if in_force.enabled else "off")
 
 
 def _creating(trainer: Trainer, options: Mapping[str, Any]) -> Callable[[], None]:

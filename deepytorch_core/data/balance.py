@@ -13,7 +13,7 @@ import array
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,6 +89,8 @@ class TokenBalancedBatchSampler(BatchSampler):
             samples than ranks is filled up to one for each. No effect with drop_last or a
             DistributedSampler.
         cost: what is made even.
+        decline: asked once, when the first epoch begins, for what is not known before; the reason
+            why samples stay where stock has them, the same on all ranks, or None.
         shuffle, seed: of the order, where no sampler is given.
 
     Attributes:
@@ -111,6 +113,7 @@ class TokenBalancedBatchSampler(BatchSampler):
         drop_last: bool | None = None,
         even_batches: bool = True,
         cost: TokenCost | None = None,
+        decline: Callable[[], str | None] | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
@@ -167,13 +170,14 @@ class TokenBalancedBatchSampler(BatchSampler):
         self._drawn_from: torch.Tensor | None = None
         self._resumes = False  # the next iteration alone
         self._reported = False
+        self._decline, self._declined = decline, False
         if self._why_off:
             decisions.record(WHAT, "off", self._why_off)
 
     @property
     def is_balancing(self) -> bool:
         """Whether batches differ from the stock sampler's."""
-        return self._why_off is None
+        return self._why_off is None and not self._declined
 
     def set_epoch(self, epoch: int) -> None:
         """Draw another order, as `DistributedSampler.set_epoch` does."""
@@ -243,7 +247,11 @@ class TokenBalancedBatchSampler(BatchSampler):
         order = self._dealing.settled(full_order(self.sampler))
         if self.is_balancing and not self._reported:
             self._reported = True
-            decisions.record(WHAT, "on", str(self._imbalance(order)))
+            reason = self._decline() if self._decline else None
+            self._declined = reason is not None
+            decisions.record(
+                WHAT, *(("off", reason) if reason else ("on", str(self._imbalance(order))))
+            )
         number = 0
         for step in self._dealing.steps(len(order)):
             if number + step.num_slots > first:
@@ -312,7 +320,7 @@ class TokenBalancedBatchSampler(BatchSampler):
 
     def _stock_batches(self) -> BatchSampler | None:
         """While not balancing: the stock batch sampler, unless only `rank` says who gets what."""
-        if self.is_balancing or (self.rank is not None and not self._dealing.single):
+        if self._why_off is None or (self.rank is not None and not self._dealing.single):
             return None
         return BatchSampler(self.sampler, self._dealing.batch_size, self.drop_last)
 
@@ -369,7 +377,7 @@ class TokenBalancedBatchSampler(BatchSampler):
             "batch_size": dealing.batch_size,
             "accumulation": dealing.accumulation,
             "tail": (dealing.drop_last, dealing.even_batches),
-            "normalization": self.is_balancing,
+            "normalization": self._why_off is None,
         }
 
 

@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "compile": "auto",
     "cuda_graphs": "auto",
     "padding_free": "auto",
+    "token_balance": "auto",
     "kernels": "auto",
     "tune": "auto",
     "profile": None,
