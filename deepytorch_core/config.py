@@ -208,9 +208,7 @@ class Options:
         "auto", _choice("auto", "on", "off"), "train without padding tokens where the model can"
     )
     token_balance: str = _option(
-        "auto",
-        _choice("auto", "on", "off"),
-        "under a transformers Trainer spread a step's samples so that all ranks have even tokens",
+        "auto", _choice("auto", "on", "off"), "even tokens on all ranks of a transformers Trainer"
     )
     kernels: str = _option("auto", _choice("auto", "on", "off"), "swap in fused kernels")
     tune: str = _option(

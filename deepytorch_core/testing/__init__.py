@@ -19,6 +19,7 @@ from deepytorch_core.testing.failures import RankError, RankTimeoutError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
 from deepytorch_core.testing.ports import free_port
 from deepytorch_core.testing.program import run_program
+from deepytorch_core.testing.script import run_script
 from deepytorch_core.testing.worker import place, rank_store
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "needs_gpus",
     "rank_store",
     "run_program",
+    "run_script",
     "spawn_ranks",
 ]
 

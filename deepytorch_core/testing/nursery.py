@@ -16,6 +16,7 @@ import itertools
 import json
 import mmap
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -178,7 +179,10 @@ class Worker:
 def serve(descriptor: int, preload: list[str]) -> None:
     """Import `preload`, then fork workers for the parent at `descriptor` until it goes away."""
     for name in preload:
-        importlib.import_module(name)
+        if name.endswith(".py"):
+            runpy.run_path(name)
+        else:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     control = socket.socket(fileno=descriptor)

@@ -191,8 +191,8 @@ def spawn_ranks(
         expect_exit: ranks that may end their process in any way, `os._exit` too; result None.
         env: additional environment variables of the workers (a pool of its own per setting).
         fresh: use new workers and end them afterwards, for calls that change the process.
-        preload: modules that workers have imported when they start, which costs once what
-            `fresh` ones would each pay (a pool of its own per list).
+        preload: modules that workers have imported, and files that they have run, when they start:
+            that costs once what `fresh` ones would each pay (a pool of its own per list).
         placement: where the ranks live on emulated nodes; their workers are fresh ones.
         **kwargs: passed on to `fn`.
 

@@ -11,10 +11,9 @@ import accelerate.test_utils
 import pytest
 
 from deepytorch_core import config
-from deepytorch_core.testing import free_port, run_program
+from deepytorch_core.testing import free_port, run_program, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LAUNCH = [
     *["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
     *["--mixed_precision", "no", "--dynamo_backend", "no"],
@@ -42,6 +41,7 @@ def destroy_settled(*arguments):
     destroy(*arguments)
 torch.distributed.destroy_process_group = destroy_settled
 """
+PRELOAD = ("transformers.trainer", "transformers.models.bert.modeling_bert", "accelerate")
 
 
 def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
@@ -54,6 +54,13 @@ def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def started(*script_and_arguments: str | Path, **variables: str) -> str:
+    """What two ranks print, in turn."""
+    variables = {"DEEPYTORCH_TUNE": "off", **variables}
+    printed, said = run_script(*script_and_arguments, variables=variables, preload=PRELOAD)
+    return printed + said
 
 
 def native_calls(output: str) -> int:
@@ -70,6 +77,14 @@ def reporting(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def activated(tmp_path: Path) -> Path:
+    """The same, of a script that the line `import deepytorch` has been put before."""
+    path = tmp_path / "activated.py"
+    path.write_text(REPORTING.format(activation="import deepytorch"))
+    return path
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -79,15 +94,13 @@ def reporting(tmp_path: Path) -> Path:
     ],
 )
 def test_the_guides_examples_run(
-    name: str, arguments: list[str], reporting: Path, tmp_path: Path
+    name: str, arguments: list[str], activated: Path, tmp_path: Path
 ) -> None:
     folder = [tmp_path] if "--output_dir" in arguments else []
-    command = ["deepytorch.cli", "run", "--nproc-per-node", "2"]
-    output = run(command, reporting, EXAMPLES / name, *arguments, *folder)
+    output = started(activated, EXAMPLES / name, *arguments, *folder)
     assert native_calls(output) > 20
 
 
-@pytest.mark.timeout(300)  # two launches, each importing transformers on every rank
 @pytest.mark.parametrize(
     "name",
     [
@@ -100,8 +113,8 @@ def test_the_published_examples_learn_the_same_with_their_one_line(
 ) -> None:
     settling = tmp_path / "settling.py"
     settling.write_text(REPORTING.format(activation=SETTLING))
-    ours = run(TORCHRUN, reporting, EXAMPLES / name, "--cpu")
-    stock = run(TORCHRUN, settling, EXAMPLES / name, "--cpu", DEEPYTORCH_ENABLED="0")
+    ours = started(reporting, EXAMPLES / name, "--cpu")
+    stock = started(settling, EXAMPLES / name, "--cpu", DEEPYTORCH_ENABLED="0")
     results = re.findall(r"^epoch .*$", ours, re.MULTILINE)
     assert len(results) == 3
     assert re.findall(r"^epoch .*$", stock, re.MULTILINE) == results
@@ -114,11 +127,9 @@ def test_accelerate_launch_starts_it(reporting: Path) -> None:
     assert native_calls(output) > 20
 
 
-def test_accelerates_own_test_script_passes(tmp_path: Path) -> None:
+def test_accelerates_own_test_script_passes(activated: Path) -> None:
     """What `accelerate test` runs, on two ranks with deepytorch active."""
-    activated = tmp_path / "activated.py"
-    activated.write_text(REPORTING.format(activation="import deepytorch"))
     script = Path(accelerate.test_utils.__file__).parent / "scripts" / "test_script.py"
-    output = run(TORCHRUN, activated, script, ACCELERATE_USE_CPU="true")
+    output = started(activated, script, ACCELERATE_USE_CPU="true")
     assert "Test reinstantiated state" in output
     assert native_calls(output) > 100

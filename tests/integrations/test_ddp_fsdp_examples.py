@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deepytorch_core import config
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import run_program, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MARK = "# deepytorch"
@@ -26,14 +27,19 @@ def torchrun(script: Path, *arguments: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def started(script: Path, *arguments: str) -> tuple[str, str]:
+    modules = ("torch.distributed.fsdp", "torch._dynamo", "transformers.models.bert.modeling_bert")
+    return run_script(script, *arguments, preload=modules)
+
+
 def losses(printed: str) -> list[str]:
     """What each rank said of its losses; the ranks' lines come mixed."""
     return sorted(re.findall(r"rank \d.*?loss \d+\.\d{6}", printed))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_example(name: str) -> None:
-    printed, _ = torchrun(EXAMPLES / f"{name}.py")
+@pytest.mark.parametrize(("name", "start"), [("ddp", torchrun), ("fsdp", started)])
+def test_example(name: str, start: Any) -> None:
+    printed, _ = start(EXAMPLES / f"{name}.py")
     values = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert values[2] < values[0]
     assert "(100% native)" in printed
@@ -45,11 +51,10 @@ def test_example(name: str) -> None:
     "name", ["ddp_bert", pytest.param("ddp_resnet50", marks=pytest.mark.extended)]
 )
 def test_the_scripts_of_the_page_on_tuning_train(name: str) -> None:
-    printed, _ = torchrun(EXAMPLES / f"{name}.py", "--steps", "10")
+    printed, _ = started(EXAMPLES / f"{name}.py", "--steps", "10")
     assert re.findall(r"step (\d+): loss \d", printed) == ["10"]
 
 
-@pytest.mark.timeout(300)  # two launches
 @pytest.mark.parametrize(
     ("name", "arguments", "num_marked"),
     [
@@ -66,8 +71,8 @@ def test_tutorial_prints_what_it_prints_without_deepytorch(
     assert plain.read_text().count("deepytorch.") == 0
     assert len(lines) - len(plain.read_text().splitlines()) == num_marked
 
-    printed, said = torchrun(EXAMPLES / f"{name}.py", *arguments)
-    expected, said_by_stock = torchrun(plain, *arguments)
+    printed, said = started(EXAMPLES / f"{name}.py", *arguments)
+    expected, said_by_stock = started(plain, *arguments)
     assert len(losses(printed)) >= 12
     assert losses(printed) == losses(expected)
     assert "go through deepytorch for cpu tensors" in said

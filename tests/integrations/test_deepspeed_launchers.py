@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deepytorch_core import config
-from deepytorch_core.testing import free_port, run_program
+from deepytorch_core.testing import free_port, run_program, run_script
 
 # Each job takes seconds to start, and many more of them on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -60,15 +61,21 @@ def test_the_cifar_example_with_torchrun() -> None:
 
 def trainer(*before: str, **variables: str) -> tuple[list[float], str, str]:
     script = before or (str(EXAMPLES / "deepspeed_trainer.py"),)
-    output = run(*TORCHRUN, *script, *TRAINER, **variables)
+    return losses_in(run(*TORCHRUN, *script, *TRAINER, **variables))
+
+
+def losses_in(output: str) -> tuple[list[float], str, str]:
+    """The losses, the backend, and all of the output."""
     found = re.search(r"losses \[([^]]*)\], backend (\w+)", output)
     assert found is not None, output
     return [float(loss) for loss in found.group(1).split(", ")], found.group(2), output
 
 
 @pytest.fixture(scope="module")
-def stock() -> list[float]:
-    losses, backend, _ = trainer(**OFF)
+def stock(deepspeeds_ranks: dict[str, Any]) -> list[float]:
+    given = {name: deepspeeds_ranks[name] for name in ("env", "preload")}
+    printed, said = run_script(EXAMPLES / "deepspeed_trainer.py", *TRAINER, variables=OFF, **given)
+    losses, backend, _ = losses_in(printed + said)
     assert backend == "gloo"
     assert len(losses) == 20
     return losses

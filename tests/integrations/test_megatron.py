@@ -22,18 +22,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core.testing import rank_store, run_program, spawn_ranks
+from deepytorch_core import testing
+from deepytorch_core.testing import rank_store, spawn_ranks
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "docs" / "examples"
-# Not read by anything: it gives these tests workers that no others use.
-OWN_WORKERS = {"MEGATRON_ON_CPU": "1"}
+# Workers that no other tests use.
+PRELOAD = (str(HERE / "megatron_preloaded.py"),)
 
 Layout = dict[str, int]
 
 
-def ranks(function: Any, world_size: int, *args: Any, **env: str) -> list[Any]:
-    return spawn_ranks(function, world_size, *args, env={**OWN_WORKERS, **env}, timeout_s=110)
+def ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
+    return spawn_ranks(function, world_size, *args, preload=PRELOAD, timeout_s=110)
 
 
 @contextlib.contextmanager
@@ -457,14 +458,8 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
 
 
 def test_the_factorys_example_runs() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = run_program(
-        [*launcher, str(HERE / "megatron_on_cpu.py"), str(EXAMPLES / "megatron_factory.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251
-        timeout=110,
-    )
-    said = done.stdout
-    assert done.returncode == 0, said + done.stderr
+    factory = EXAMPLES / "megatron_factory.py"
+    said, _ = testing.run_script(HERE / "megatron_on_cpu.py", factory, preload=PRELOAD)
     losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", said)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 import deepytorch
-from deepytorch.integrations import IntegrationError, _trainer_balance
-from deepytorch.integrations.transformers import accelerate_trainer, undo
+from deepytorch.integrations import _trainer_balance
+from deepytorch.integrations.transformers import IntegrationError, accelerate_trainer, undo
 from deepytorch_core import decisions
 from deepytorch_core.data import TokenBalancedBatchSampler
 from deepytorch_core.testing import rank_store, spawn_ranks

@@ -144,7 +144,10 @@ def is_alive(pid):
     return state not in "ZX"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.extended), signal.SIGKILL],
+)
 def test_nothing_is_left_when_it_is_stopped(endless, number):
     process, ranks = endless
     assert len(ranks) == 2

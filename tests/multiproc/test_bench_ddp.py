@@ -51,13 +51,15 @@ def test_gloo_against_itself():
 SMALL = "--model timm/test_resnet --image-size 64 --batch-size 4 --steps 4 --rounds 1"
 
 
+# Its parts are tested by the arms above and by tests of vision models; this is their command.
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("more", "compiling"),
     [
         ("--precision amp", "off"),
-        pytest.param("", "auto", marks=pytest.mark.extended),  # half a minute of compiling
-        pytest.param("--precision bf16", "off", marks=pytest.mark.extended),
+        ("", "auto"),  # half a minute of compiling
+        ("--precision bf16", "off"),
     ],
 )
 def test_a_vision_model_trains_alike_in_all_arms(more: str, compiling: str, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from deepytorch_core.bench.record import TRAIN_FIELDS
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 
 
-def test_both_arms_train_the_same(tmp_path):
+@pytest.mark.parametrize("num_rounds", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_both_arms_train_the_same(num_rounds, tmp_path):
     job = TrainJob(**TINY | {"steps": 10}, framework="fsdp2", world_size=2, trace=str(tmp_path))
-    record = rounds.compare(job, rounds=2, say=print)
+    record = rounds.compare(job, rounds=num_rounds, say=print)
     assert set(record) == set(TRAIN_FIELDS)
     assert record["wrong"] == 0
     assert record["loss"] == record["baseline_loss"]
@@ -20,12 +21,14 @@ def test_both_arms_train_the_same(tmp_path):
     assert record["native_calls"] > 0
     assert record["delegated_calls"] == 0
     assert record["steps"] == 10
-    assert record["num_blocks"] == 10
-    assert len(record["round_speedups"]) == 2
+    assert record["num_blocks"] == 5 * num_rounds
+    assert len(record["round_speedups"]) == num_rounds
     traces = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.json"))
     arms = [f"{arm}-rank{rank}.json" for arm in ("deepytorch", "gloo") for rank in range(2)]
-    assert traces == [Path(f"round{number}", arm) for number in (1, 2) for arm in arms]
-    assert "all_gather" in (tmp_path / "round2" / "deepytorch-rank1.json").read_text()
+    assert traces == [
+        Path(f"round{number}", arm) for number in range(1, num_rounds + 1) for arm in arms
+    ]
+    assert "all_gather" in (tmp_path / f"round{num_rounds}" / "deepytorch-rank1.json").read_text()
     low, high = record["speedup_spread"]
     assert 0 < low <= record["speedup"] <= high
 

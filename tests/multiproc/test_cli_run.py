@@ -88,7 +88,7 @@ def test_a_module_starts_as_python_m_would(probe):
 @pytest.mark.parametrize(
     ("ending", "status"),
     [
-        ("sys.exit(7)", 7),
+        pytest.param("sys.exit(7)", 7, marks=pytest.mark.extended),
         ("os.kill(os.getpid(), 9)", 128 + 9),
         ("raise RuntimeError('from the script')", 1),
     ],

@@ -134,7 +134,7 @@ def alone(model: nn.Module) -> nn.Module:
     [
         pytest.param(alone, 3, marks=pytest.mark.extended),
         (DistributedDataParallel, 3),
-        (DistributedDataParallel, 1),
+        pytest.param(DistributedDataParallel, 1, marks=pytest.mark.extended),
     ],
     ids=["alone", "parts", "whole"],
 )
@@ -164,7 +164,7 @@ def test_a_training_goes_on_while_helpers_compile_it(
         if found.is_waiting:
             taken_over.add(sum(one.is_prepared for one in found.regions))
         number += 1
-        time.sleep(0.002 if found.is_waiting else 0.0)
+        time.sleep(0.05 if found.is_waiting else 0.0)  # steps would take the helper's time
     assert waited > 10
     assert taken_over == set(range(num_parts + 1))  # each kind as soon as it is done
     assert found.is_settled

@@ -55,6 +55,7 @@ ADAPTER_FRAMEWORKS = {
     "transformers": {"transformers", "accelerate"},
     "_packed_attention": {"transformers"},
     "_packing_probe": {"transformers"},
+    "_trainer_balance": {"transformers"},
     "_trainer_figures": {"transformers"},
     "horovod": set[str](),
     "horovod_tensorflow": {"tensorflow"},
@@ -82,7 +83,9 @@ PYTHON_FOLDERS = {
 }
 CORE_ENVIRONMENT = "deepytorch_core/config.py"
 # Tell the ranks they start who they are and where they meet; read nothing.
-WRITES_ENVIRONMENT = {"deepytorch_core/testing/nursery.py", "deepytorch_core/testing/worker.py"}
+WRITES_ENVIRONMENT = {
+    f"deepytorch_core/testing/{name}.py" for name in ("nursery", "script", "worker")
+}
 
 
 def include_violations(path: str, text: str) -> list[str]:

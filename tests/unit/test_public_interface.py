@@ -231,6 +231,7 @@ TESTING = {
     "needs_gpus",
     "rank_store",
     "run_program",
+    "run_script",
     "spawn_ranks",
 }
 STATISTICS = {"group", "op", "algorithm", "reason", "calls", "bytes", "time_us"}
