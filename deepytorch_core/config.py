@@ -196,9 +196,7 @@ class Options:
         _choice("auto", "native", "stock"),
         "auto: native where it wins; native: wherever it can; stock: leave groups alone",
     )
-    compile: str = _option(
-        "auto", _text, "policy of deepytorch.compile: auto, off, or a policy's name"
-    )
+    compile: str = _option("auto", _text, "policy of deepytorch.compile: auto, off, or a name")
     cuda_graphs: str = _option(
         "auto",
         _choice("auto", "off"),
