@@ -16,8 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from deepytorch_core import agreement, decisions
 from deepytorch_core.data import TokenBalancedBatchSampler
@@ -29,6 +36,8 @@ _NAME = "token_balance"
 _IDS, _MASK = "input_ids", "attention_mask"
 # Losses of TRL's SFTTrainer that are the Trainer's mean over `num_items_in_batch`.
 _SFT_LOSSES = ("nll", "chunked_nll")
+# What the Trainer draws samples with: all of them, in the same order on every rank.
+_ORDERS = (RandomSampler, SequentialSampler, LengthGroupedSampler)
 _LOADER_ARGUMENTS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"),
@@ -122,8 +131,11 @@ def _preparing(trainer: Any, choice: str) -> Callable[..., Any]:
 
 def _balanced(loader: DataLoader[Any], trainer: Any, choice: str) -> DataLoader[Any]:
     """The same loader with batches of even tokens, or itself where that can't be."""
-    if type(loader.batch_sampler) is not BatchSampler:
-        _decline("the training loader has a batch sampler of its own, or none", choice)
+    if isinstance(loader.dataset, IterableDataset):
+        _decline("the data set is read in its own order", choice)
+        return loader
+    if type(loader.batch_sampler) is not BatchSampler or not isinstance(loader.sampler, _ORDERS):
+        _decline("the training loader has a sampler of its own, or none", choice)
         return loader
     lengths = _lengths(trainer, loader, reads=choice == "on")
     reason = _agreed(lengths)
@@ -182,8 +194,8 @@ def _agreed(lengths: Sequence[int] | None) -> str | None:
 
 def _lengths(trainer: Any, loader: Any, *, reads: bool) -> Sequence[int] | None:
     """Tokens of every sample, by index; None where that is not known without reading them."""
-    dataset = trainer.train_dataset
-    if len(dataset) != len(loader.dataset):
+    dataset = trainer.train_dataset  # with the columns that the model doesn't get
+    if not isinstance(dataset, type(loader.dataset)) or len(dataset) != len(loader.dataset):
         dataset = loader.dataset
     columns = getattr(dataset, "column_names", None)
     told = getattr(trainer.args, "length_column_name", "length")

@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+)
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -234,6 +240,16 @@ class OwnLoss(Counting):
         return super().compute_loss(*args, **kwargs)
 
 
+class OwnOrder(Counting):
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return SubsetRandomSampler(range(self.args.process_index, NUM_SAMPLES, 2))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from sequences()
+
+
 def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
     found = []
     for number, (kind, more, settings) in enumerate(
@@ -243,6 +259,8 @@ def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
             (Counting, {"compute_loss_func": sum}, {}),
             (Counting, {"accepts": False}, {}),
             (Counting, {"dataset": None}, {}),
+            (Counting, {"stream": None}, {}),
+            (OwnOrder, {}, {}),
         )
     ):
         with process_state(str(number), rank, world_size):
@@ -252,6 +270,8 @@ def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
             trainer.compute_loss_func = more.get("compute_loss_func")
             if "dataset" in more:
                 trainer.train_dataset = [{"input_ids": [3] * (4 + rank)}] * NUM_SAMPLES
+            if "stream" in more:
+                trainer.train_dataset = Stream()
             accelerate_trainer(trainer, compile="off", kernels="off", token_balance="on")
             with pytest.raises(IntegrationError) as caught:
                 trainer.train()
@@ -261,8 +281,9 @@ def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
 
 
 def test_balance_that_is_asked_for_and_cannot_be_is_an_error(tmp_path: Path) -> None:
-    for own, averaged, function, refused, differing in spawn_ranks(refusals, 2, tmp_path):
-        for message in (own, averaged, function, refused, differing):
+    for messages in spawn_ranks(refusals, 2, tmp_path):
+        own, averaged, function, refused, differing, stream, order = messages
+        for message in messages:
             assert message.startswith("transformers: token_balance=on: ")
             assert message.endswith("; set token_balance=auto or off")
         assert "OwnLoss has a loss of its own" in own
@@ -270,6 +291,8 @@ def test_balance_that_is_asked_for_and_cannot_be_is_an_error(tmp_path: Path) -> 
         assert "Counting has a loss of its own" in function
         assert "LlamaForCausalLM takes no num_items_in_batch" in refused
         assert "data sets differ in length" in differing
+        assert "the data set is read in its own order" in stream
+        assert "has a sampler of its own" in order
 
 
 def lengths_of(dataset: Any, *, reads: bool = False) -> Any:
