@@ -28,7 +28,7 @@ NATIVE_SETTINGS := build-dir=build/native cmake.define.CMAKE_CUDA_ARCHITECTURES=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
-.PHONY: help venv adapter demo test setup lint lint-and-compile build-native test-native test-python test-extended test-network test-tensorflow \
+.PHONY: help venv adapter demo test setup check lint build-native test-native test-python test-extended test-network test-tensorflow \
         test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
         sanitize format clean
 
@@ -85,7 +85,7 @@ adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it i
 demo: venv ## train a small Llama with the stock stack and with ours, and compare
 	@$(BIN)/deepytorch train llama_sft --compare --nproc-per-node 2
 
-test: setup lint-and-compile test-native test-python ## everything below, then all Python tests
+test: setup check test-python ## lint, native tests and all Python tests
 
 # Fetching and unpacking packages keeps one core busy, the compiler of the native tests the other.
 setup: $(VENV)/.tools
@@ -95,12 +95,12 @@ setup: $(VENV)/.tools
 	  wait $$native || { cat build/native.log; exit 1; }; exit $$status
 	@$(MAKE) --no-print-directory venv
 
-# The linters keep one core busy, the compiler of what the tests need the other.
-lint-and-compile: venv
+# The linters keep one core busy, the compiler of what the tests need and the native tests the other.
+check: venv
 	@mkdir -p build
-	@$(MAKE) --no-print-directory adapter $(OPERATORS) > build/compile.log 2>&1 & compile=$$!; \
+	@$(MAKE) --no-print-directory adapter $(OPERATORS) test-native > build/check.log 2>&1 & check=$$!; \
 	  $(MAKE) --no-print-directory lint; status=$$?; \
-	  wait $$compile || status=1; cat build/compile.log; exit $$status
+	  wait $$check || status=1; cat build/check.log; exit $$status
 
 lint: venv ## ruff, mypy --strict, clang-format: check only
 	$(BIN)/ruff check .
@@ -125,7 +125,7 @@ test-native: build-native ## GoogleTest of the torch-free core: ranks are thread
 
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
-BESIDE := tests/integrations tests/recipes tests/network \
+BESIDE := tests/integrations tests/recipes tests/network tests/faults tests/docs \
           tests/multiproc/test_padding_free_training.py \
           tests/unit/test_compile_replay.py $(wildcard tests/unit/test_padding*.py)
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters

@@ -77,7 +77,10 @@ def deepspeeds_ranks() -> dict[str, Any]:
     To import that takes longer than most trainings: who asks for the same gets forks of one
     process, which has.
     """
-    modules = ("deepspeed", "transformers.trainer", "transformers.models.llama.modeling_llama")
+    modules = (
+        *("deepspeed", "transformers.trainer", "transformers.models.llama.modeling_llama"),
+        "deepspeed.runtime.zero.muon.muon_optimizer",  # of each engine, and torch's compiler by it
+    )
     return {"fresh": True, "env": {"DS_ACCELERATOR": "cpu"}, "preload": modules}
 
 

@@ -218,9 +218,11 @@ def train_workload(rank: int, world_size: int, framework: str, ours: bool) -> di
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp1", "accelerate-ddp", "deepspeed-zero2"])
-def test_what_bench_train_compares_has_the_same_losses(framework: str) -> None:
-    stock = spawn_ranks(train_workload, 2, framework, False, fresh=True)
-    ours = spawn_ranks(train_workload, 2, framework, True, fresh=True)
+def test_what_bench_train_compares_has_the_same_losses(
+    framework: str, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    stock = spawn_ranks(train_workload, 2, framework, False, **deepspeeds_ranks)
+    ours = spawn_ranks(train_workload, 2, framework, True, **deepspeeds_ranks)
     assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock]
     assert [rank["native"] for rank in stock] == [0, 0]
     assert all(rank["native"] > 0 for rank in ours)

@@ -239,6 +239,7 @@ def linear(number: int) -> Any:
     return run
 
 
+@pytest.mark.extended  # two helpers' starts
 def test_helpers_without_work_end_and_others_take_their_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

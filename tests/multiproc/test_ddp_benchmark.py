@@ -75,6 +75,7 @@ def test_a_line_without_ddp_then_one_for_each_number_of_ranks(
         assert re.match(r"deepytorch active: [1-9]\d* native and 0 delegated", lines[5]), lines[5]
 
 
+@pytest.mark.extended
 def test_one_process_has_one_line() -> None:
     done = run("--model", "resnet18", "--precision", "bf16", *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr

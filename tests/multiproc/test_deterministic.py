@@ -11,14 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
 from deepytorch_core import _core
-from deepytorch_core.testing import spawn_ranks
+from deepytorch_core.testing import rank_store, spawn_ranks
 
 SIZES = (1, 777, 30_011, 400_003)
 """Numbers of elements, from a message that goes in one piece to one that is cut up."""
 
 
-def compute(rank: int, world_size: int) -> tuple[dict[str, bytes], set[str]]:
+def compute(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> tuple[dict[str, bytes], set[str]]:
     """The bits of sums and of a training, whose last digits tell the order of additions."""
+    deepytorch.activate(**options)
+    dist.init_process_group("gloo", store=rank_store("job"), rank=rank, world_size=world_size)
     found = {}
     generator = torch.Generator().manual_seed(rank)
     for size in SIZES:
@@ -31,7 +35,6 @@ def compute(rank: int, world_size: int) -> tuple[dict[str, bytes], set[str]]:
         dist.reduce_scatter_tensor(part, whole)
         found[f"reduce_scatter of {size}"] = bits(part)
     torch.manual_seed(0)
-    deepytorch.activate()
     layers = (torch.nn.Linear(61, 257), torch.nn.GELU(), torch.nn.Linear(257, 61))
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -50,11 +53,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def test_processes_with_the_same_profile_give_the_same_bits(tmp_path: Path) -> None:
-    profile = {"DEEPYTORCH_PROFILE": str(tmp_path / "profile.json"), "DEEPYTORCH_TUNE": "auto"}
-    runs: list[Any] = []
-    for more in ({}, {"DEEPYTORCH_DETERMINISTIC": "on"}, {"DEEPYTORCH_DETERMINISTIC": "on"}):
-        env = {**profile, **more}
-        runs.append(spawn_ranks(compute, 3, backend="deepytorch", env=env, fresh=True))
+    given = {"profile": str(tmp_path / "profile.json"), "tune": "auto", "log": "error"}
+    runs = [
+        spawn_ranks(compute, 3, {**given, "deterministic": repeatable}, fresh=True)
+        for repeatable in (False, True, True)
+    ]
     _, once, again = runs
     assert "measured" in runs[0][0][1]
     for rank in range(3):

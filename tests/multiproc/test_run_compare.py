@@ -189,6 +189,7 @@ def test_accelerate_that_ends_early(project: Project) -> None:
     assert not project.elsewhere.exists()
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("without_torchrun")
 def test_a_trainer_that_rotates_checkpoints(project: Project) -> None:
     old = project.folder / "out" / "checkpoint-1"
