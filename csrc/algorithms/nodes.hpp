@@ -53,14 +53,28 @@ class Traffic {
     return {&connection, connection.receive(data, capacity, mover_)};
   }
   void wait_sent(const Ticket& ticket) const {
+    const Elsewhere here(context_.segment);
     ticket.connection->wait_sent(ticket.number, context_.wait);
   }
   // Returns the message's bytes.
   size_t wait_received(const Ticket& ticket) const {
+    const Elsewhere here(context_.segment);
     return ticket.connection->wait_received(ticket.number, context_.wait);
   }
 
  private:
+  // While it lives this rank's neighbours know that it waits for another node.
+  class Elsewhere {
+   public:
+    explicit Elsewhere(Segment& segment) : segment_(segment) { segment_.set_waits_elsewhere(true); }
+    ~Elsewhere() { segment_.set_waits_elsewhere(false); }
+    Elsewhere(const Elsewhere&) = delete;
+    Elsewhere& operator=(const Elsewhere&) = delete;
+
+   private:
+    Segment& segment_;
+  };
+
   const RunContext& context_;
   const Links& links_;
   Links::Mover mover_;

@@ -151,6 +151,35 @@ TEST(Heartbeat, NobodyIsAccusedOfAMachineThatStoodStill) {
               HasSubstr("rank(s) 11 did not come, though alive"));
 }
 
+TEST(Heartbeat, ARankThatWaitsForAnotherNodeSaysItself) {
+  const int fd = Segment::create_file(2, Segment::kMinChunkBytes);
+  Segment waiting(dup(fd), 0, {10, 11});
+  Segment rail(fd, 1, {10, 11});
+  rail.set_waits_elsewhere(true);
+  std::thread told([&rail] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    rail.abort(DPT_ERR_TIMEOUT, "rank 12 sent nothing");
+  });
+  std::string text = "no error";
+  try {
+    waiting.barrier(within(std::chrono::milliseconds(1)), WaitStyle::kBackground);
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  told.join();
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 12 sent nothing"), Not(HasSubstr("did not come"))));
+}
+
+TEST(Heartbeat, ARankThatWaitsForAnotherNodeAndSaysNothingIsNamed) {
+  const int fd = Segment::create_file(2, Segment::kMinChunkBytes);
+  Segment waiting(dup(fd), 0, {10, 11});
+  Segment rail(fd, 1, {10, 11});
+  rail.beat();
+  rail.set_waits_elsewhere(true);
+  EXPECT_THAT(timeout_of(waiting, std::chrono::milliseconds(1)),
+              HasSubstr("rank(s) 11 did not come, though alive"));
+}
+
 TEST(Heartbeat, OfABusyRankIsTheWatchdogsWork) {
   // Rank 1 does something else for longer than silence is taken for a sign.
   std::promise<void> over;

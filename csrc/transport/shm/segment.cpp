@@ -22,7 +22,7 @@ namespace dpt {
 namespace {
 
 constexpr int kMaxRanks = 128;
-constexpr uint32_t kMagic = 0x64707433;  // "dpt3": version of this layout
+constexpr uint32_t kMagic = 0x64707434;  // "dpt4": version of this layout
 constexpr size_t kPage = 4096;
 
 struct alignas(kCacheLine) Line {
@@ -33,7 +33,8 @@ struct alignas(kCacheLine) Line {
 struct alignas(kCacheLine) RankState {
   std::atomic<uint64_t> barriers;
   std::atomic<uint32_t> left;
-  std::atomic<int64_t> heartbeat_ms;  // on the clock of monotonic_ms
+  std::atomic<uint32_t> waits_elsewhere;  // see set_waits_elsewhere
+  std::atomic<int64_t> heartbeat_ms;      // on the clock of monotonic_ms
   alignas(kCacheLine) OpHeader header[2];
   Line doorbell;
   Line asleep;  // threads of this rank that sleep on its doorbell
@@ -68,6 +69,9 @@ int64_t monotonic_ms() {
 
 // Without a beat for so long a process is not merely busy: five ticks of the watchdog.
 constexpr std::chrono::milliseconds kSilence{1000};
+
+// What such a rank says of the other node, at its own time limit, reaches the others within this.
+constexpr std::chrono::milliseconds kGraceForElsewhere{400};
 // For the few words of an abort; who takes longer has died over them.
 constexpr std::chrono::milliseconds kWritingLimit{200};
 
@@ -299,21 +303,43 @@ void Segment::meet_all(const WaitContext& wait, WaitStyle style) {
     return false;
   };
   if (passed_before_sleep(epoch, now, style, spin_)) return;
+  Deadline deadline = wait.deadline;
+  bool is_extended = false;
   while (!passed()) {
     shared_->sleepers.value.fetch_add(1, std::memory_order_seq_cst);
-    futex_wait(&epoch, now, wait.deadline.next_slice());
+    futex_wait(&epoch, now, deadline.next_slice());
     shared_->sleepers.value.fetch_sub(1, std::memory_order_seq_cst);
     if (passed()) return;
     check_left(wait);
     if (wait.interrupted && wait.interrupted()) {
       fail(DPT_ERR_INTERRUPTED, wait.describe() + " was interrupted");
     }
-    if (wait.deadline.expired()) {
+    if (deadline.expired() && !is_extended && missing_wait_elsewhere()) {
+      deadline = deadline.later(kGraceForElsewhere);
+      is_extended = true;
+    }
+    if (deadline.expired()) {
       fail(DPT_ERR_TIMEOUT,
            wait.describe() + " timed out after " + std::to_string(wait.deadline.timeout().count()) +
                " ms: " + missing_ranks());
     }
   }
+}
+
+void Segment::set_waits_elsewhere(bool waits) {
+  shared_->ranks[rank_].waits_elsewhere.store(waits ? 1 : 0, std::memory_order_release);
+}
+
+bool Segment::missing_wait_elsewhere() const {
+  const uint64_t mine = shared_->ranks[rank_].barriers.load(std::memory_order_relaxed);
+  bool some = false;
+  for (int peer = 0; peer < size_; ++peer) {
+    const RankState& state = shared_->ranks[peer];
+    if (state.barriers.load(std::memory_order_acquire) >= mine) continue;
+    if (state.waits_elsewhere.load(std::memory_order_acquire) == 0) return false;
+    some = true;
+  }
+  return some;
 }
 
 std::string Segment::missing_ranks() const {

@@ -104,6 +104,9 @@ class Segment {
   // abort's own status), DPT_ERR_TIMEOUT naming the missing ranks, DPT_ERR_PEER_LOST,
   // DPT_ERR_INTERRUPTED. After any of these the group is aborted for every rank.
   void barrier(const WaitContext& wait, WaitStyle style);
+  // Between the two this rank waits for another node: where only such ranks are missing, `barrier`
+  // leaves it to them to say at the time limit who is missing there, and says so itself only later.
+  void set_waits_elsewhere(bool waits);
 
   OpHeader& header(int rank, int parity);
   BufferInfo* inputs(int rank, int parity) const;   // size() of them
@@ -162,6 +165,7 @@ class Segment {
   void meet_all(const WaitContext& wait, WaitStyle style);
   [[noreturn]] void fail(dpt_status status, const std::string& reason);
   std::string missing_ranks() const;
+  bool missing_wait_elsewhere() const;
   void check_left(const WaitContext& wait);
   char* at(size_t offset) const { return reinterpret_cast<char*>(shared_) + offset; }
 
