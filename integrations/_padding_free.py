@@ -68,7 +68,7 @@ def attach(
         return False
     if not _contract.is_marked(outer, _NAME):
         found: list[Conventions] = []
-        reason = obstacle or _agreed(lambda: _why_not(prepared, found, precision))
+        reason = obstacle or agreed(_NAME, lambda: _why_not(prepared, found, precision))
         name = type(model).__name__
         if reason is not None:
             if choice == "on":
@@ -223,15 +223,18 @@ def _why_not(prepared: Any, found: list[Conventions], precision: torch.dtype | N
     return None
 
 
-def _agreed(prepare: Callable[[], str | None]) -> str | None:
-    """What `prepare` says on the rank that says no, on every rank; None if all say yes."""
+def agreed(name: str, prepare: Callable[[], str | None]) -> str | None:
+    """What `prepare` says on the rank that says no, on every rank; None if all say yes.
+
+    Collective over the default group, if there is one; `name` is of the question.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     if not c10d.is_initialized():
         return prepare()
     rank = c10d.get_rank()
     return agree(
-        numbered(c10d._get_default_store(), f"deepytorch/{_NAME}", rank),
+        numbered(c10d._get_default_store(), f"deepytorch/{name}", rank),
         rank=rank,
         size=c10d.get_world_size(),
         prepare=prepare,

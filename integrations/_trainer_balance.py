@@ -1,10 +1,12 @@
 """Option `token_balance` under a transformers Trainer: an optimizer step's samples, evenly spread.
 
-The seam is `Trainer.get_train_dataloader`: while it runs, the loader that it hands its Accelerator
-gets a `TokenBalancedBatchSampler` over its own batch sampler, so the order stays the Trainer's.
-Whether samples then change places is decided when the first epoch begins, as the model is prepared
-after its loader: they do where its batches are packed, as padded ones don't cost their tokens, and
-where its loss turned out to be divided by `num_items_in_batch` when `_packing_probe` tried it.
+The seam is `Trainer.get_train_dataloader` inside of `Trainer._inner_training_loop`, where all ranks
+call it; who asks for a loader elsewhere, on one rank maybe, gets the stock one. While it runs, the
+loader that it hands its Accelerator gets a `TokenBalancedBatchSampler` over its own batch sampler,
+so the order stays the Trainer's. Whether samples then change places is decided, by all ranks, when
+the first epoch begins, as the model is prepared after its loader: they do where its batches are
+packed, as padded ones don't cost their tokens, and where its loss turned out to be divided by
+`num_items_in_batch` when `_packing_probe` tried it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import array
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ _IDS, _MASK = "input_ids", "attention_mask"
 _SFT_LOSSES = ("nll", "chunked_nll")
 # What the Trainer draws samples with: all of them, in the same order on every rank.
 _ORDERS = (RandomSampler, SequentialSampler, LengthGroupedSampler)
+_UNKNOWN = "the data set tells no lengths unless every sample is read, as token_balance=on does"
 _LOADER_ARGUMENTS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"),
@@ -49,6 +53,33 @@ def attach(trainer: Any, choice: str) -> None:
     if choice == "off" or _contract.is_marked(trainer, _NAME):
         return
     changes = _contract.Changes()
+    original = trainer._inner_training_loop
+
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        with _set(trainer, "get_train_dataloader", _loading(trainer, choice)):
+            return original(*args, **kwargs)
+
+    changes.set(trainer, "_inner_training_loop", train)
+    _contract.mark(trainer, _NAME, changes)
+
+
+def detach(trainer: Any) -> None:
+    """Undo `attach`, if it was called; a loader that exists keeps its sampler."""
+    _contract.undo(trainer, _NAME)
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    changes = _contract.Changes()
+    changes.set(owner, name, value)
+    try:
+        yield
+    finally:
+        changes.undo()
+
+
+def _loading(trainer: Any, choice: str) -> Callable[..., Any]:
     original = trainer.get_train_dataloader
 
     @functools.wraps(original)
@@ -57,20 +88,10 @@ def attach(trainer: Any, choice: str) -> None:
         if reason is not None:
             _decline(reason, choice)
             return original(*args, **kwargs)
-        while_it_runs = _contract.Changes()
-        while_it_runs.set(trainer.accelerator, "prepare", _preparing(trainer, choice))
-        try:
+        with _set(trainer.accelerator, "prepare", _preparing(trainer, choice)):
             return original(*args, **kwargs)
-        finally:
-            while_it_runs.undo()
 
-    changes.set(trainer, "get_train_dataloader", get_train_dataloader)
-    _contract.mark(trainer, _NAME, changes)
-
-
-def detach(trainer: Any) -> None:
-    """Undo `attach`, if it was called; a loader that exists keeps its sampler."""
-    _contract.undo(trainer, _NAME)
+    return get_train_dataloader
 
 
 def _decline(reason: str, choice: str) -> None:
@@ -138,10 +159,14 @@ def _balanced(loader: DataLoader[Any], trainer: Any, choice: str) -> DataLoader[
         _decline("the training loader has a sampler of its own, or none", choice)
         return loader
     lengths = _lengths(trainer, loader, reads=choice == "on")
-    reason = _agreed(lengths)
+    reason = _why_not_all(lengths)
     if lengths is None or reason is not None:
-        _decline(reason or "", choice)
+        _decline(reason or _UNKNOWN, choice)
         return loader
+
+    def why_not_now() -> str | None:
+        return _why_not_now(trainer)
+
     batches = TokenBalancedBatchSampler(
         lengths,
         sampler=loader.batch_sampler,
@@ -149,7 +174,7 @@ def _balanced(loader: DataLoader[Any], trainer: Any, choice: str) -> DataLoader[
         accumulation=trainer.args.gradient_accumulation_steps,
         num_replicas=trainer.accelerator.num_processes,
         even_batches=trainer.accelerator.even_batches,
-        decline=None if choice == "on" else lambda: _why_not_now(trainer),
+        decline=None if choice == "on" else lambda: _padding_free.agreed(_NAME, why_not_now),
     )
     kept = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS}
     return DataLoader(loader.dataset, batch_sampler=batches, **kept)
@@ -166,30 +191,26 @@ def _why_not_now(trainer: Any) -> str | None:
     return None
 
 
-def _agreed(lengths: Sequence[int] | None) -> str | None:
+def _why_not_all(lengths: Sequence[int] | None) -> str | None:
     """Why not all ranks may deal the same samples out, on every rank; None if they may."""
     from torch.distributed import distributed_c10d as c10d
 
-    unknown = None
-    if lengths is None:
-        unknown = (
-            "the data set tells no lengths unless every sample is read, as token_balance=on does"
-        )
+    told = _UNKNOWN
+    if lengths is not None:
+        told = hashlib.sha256(array.array("q", lengths).tobytes()).hexdigest()
     if not c10d.is_initialized():
-        return unknown
-    rank, size = c10d.get_rank(), c10d.get_world_size()
+        return _UNKNOWN if told == _UNKNOWN else None
+    rank = c10d.get_rank()
     found = agreement.gather(
         agreement.numbered(c10d._get_default_store(), f"deepytorch/{_NAME}", rank),
         rank=rank,
-        size=size,
-        value=unknown or hashlib.sha256(array.array("q", lengths or ()).tobytes()).hexdigest(),
+        size=c10d.get_world_size(),
+        value=told,
         here_limit_s=_contract.HERE_LIMIT_S,
     )
-    if unknown in found:
-        return unknown
-    if len(set(found)) > 1:
-        return "the samples of the ranks' data sets differ in length"
-    return None
+    if _UNKNOWN in found:
+        return _UNKNOWN
+    return "the samples of the ranks' data sets differ in length" if len(set(found)) > 1 else None
 
 
 def _lengths(trainer: Any, loader: Any, *, reads: bool) -> Sequence[int] | None:
