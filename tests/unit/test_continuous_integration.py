@@ -33,7 +33,7 @@ def test_the_workflow_runs_what_is_in_the_folder() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = [step.get("run", "") for step in workflow["jobs"]["test"]["steps"]]
     scripts = [command.removeprefix("bash ") for command in commands if command]
-    assert scripts == [".ci/run", ".ci/network"]
+    assert scripts == [".ci/run", ".ci/network", ".ci/extended"]
     assert all((ROOT / script).is_file() for script in scripts)
 
 
