@@ -16,6 +16,8 @@ import pytest
 from deepytorch_core import config, decisions
 from deepytorch_core.config import Options
 from deepytorch_core.testing import close_idle_workers
+from deepytorch_core.testing.emulation import Network
+from deepytorch_core.testing.forked import ForkedProgram
 
 # Examples are the same in every run, so a failure is everybody's failure.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
@@ -32,6 +34,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")  # noqa: TID251
 # Ctrl-C would wait for their limits.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Cycles of garbage are searched for rarely: among what torch and transformers consist of, that took
+# a fifth of the time of tests that compile. Who tests that something goes collects it.
+gc.set_threshold(50_000, 20, 20)
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -53,6 +59,11 @@ def _is_used(file: Path) -> bool:
             if any(os.readlink(open_file) == str(file) for open_file in (process / "fd").iterdir()):
                 return True
     return False
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the modules and the tests: they stay
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +93,22 @@ def deepspeeds_ranks() -> dict[str, Any]:
         "deepspeed.runtime.zero.muon.muon_optimizer",  # of each engine, and torch's compiler by it
     )
     return {"fresh": True, "env": {"DS_ACCELERATOR": "cpu"}, "preload": modules}
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark's ranks have imported torch when they start: most of a small one's time."""
+    from deepytorch_core.bench import launch
+
+    def fork(
+        command: list[str], log: Path, env: dict[str, str], network: Network | None, node: int
+    ) -> ForkedProgram:
+        if network is None:
+            return ForkedProgram(command, log, env)
+        env = {**env, **network.environment(node)}
+        return ForkedProgram(command, log, env, network.descriptor(node))
+
+    monkeypatch.setattr(launch, "_program", fork)
 
 
 @pytest.fixture(scope="session", autouse=True)

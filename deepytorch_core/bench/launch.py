@@ -221,20 +221,9 @@ class _Ranks:
     def _start(
         self, command: list[str], log: Path, variables: dict[str, str], *, node: int | None = None
     ) -> None:
-        with log.open("wb") as output:
-            # A session of its own: Ctrl-C reaches the launcher only, which then ends the ranks.
-            settings: dict[str, Any] = {
-                "stdin": subprocess.DEVNULL,
-                "stdout": output,
-                "stderr": subprocess.STDOUT,
-                "start_new_session": True,
-                "env": config.child_environment(**self._setup.environment, **variables),
-            }
-            if self._network is None or node is None:
-                process = subprocess.Popen(command, **settings)
-            else:
-                process = self._network.start(node, command, **settings)
-        self._processes.append(process)
+        env = config.child_environment(**self._setup.environment, **variables)
+        network = None if node is None else self._network
+        self._processes.append(_program(command, log, env, network, node or 0))
 
     def _raise_failures(self) -> None:
         statuses: dict[str, int | None] = {}
@@ -266,3 +255,21 @@ class _Ranks:
 
 def _describe(status: int) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
+
+
+def _program(
+    command: list[str], log: Path, env: dict[str, str], network: Network | None, node: int
+) -> subprocess.Popen[bytes]:
+    """`command`, running; on that node where there is a network."""
+    with log.open("wb") as output:
+        # A session of its own: Ctrl-C reaches the launcher only, which then ends the ranks.
+        settings: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+            "env": env,
+        }
+        if network is None:
+            return subprocess.Popen(command, **settings)
+        return network.start(node, command, **settings)

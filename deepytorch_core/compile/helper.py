@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 
+from deepytorch_core.compile import collecting
+
 
 def main() -> None:
     """Serve until there are no more jobs, or the one who asks is gone."""
@@ -21,8 +23,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    with contextlib.suppress(ImportError):  # a job says so
+    with collecting.rarely(), contextlib.suppress(ImportError):  # a job says so
         importlib.import_module("torch._inductor.compile_fx")  # takes seconds, and all jobs need it
+    collecting.rarely_from_now_on()
     while len(size := sys.stdin.buffer.read(8)) == 8:
         answer = _done(sys.stdin.buffer.read(struct.unpack("!q", size)[0])).encode()
         answers.write(struct.pack("!q", len(answer)) + answer)

@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from deepytorch_core import guard
-from deepytorch_core.compile import breaks, graphs, module_state
+from deepytorch_core.compile import breaks, collecting, graphs, module_state
 from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
@@ -141,8 +141,9 @@ class CompiledRegion:
         numbers: list[torch.Tensor] | None = None
         if before == 0:
             numbers = guard.random_numbers()
+        compiles = collecting.rarely() if before == 0 else contextlib.nullcontext()
         try:
-            with _capturing(self):
+            with _capturing(self), compiles:
                 return self._compiled(module, *args, **kwargs)
         except Exception as error:
             if not self._is_compilers(error):

@@ -178,6 +178,8 @@ class Worker:
 
 def serve(descriptor: int, preload: list[str]) -> None:
     """Import `preload`, then fork workers for the parent at `descriptor` until it goes away."""
+    # Cycles of garbage are searched for rarely, also by the workers: that is a sixth of an import.
+    gc.set_threshold(50_000, 20, 20)
     for name in preload:
         if name.endswith(".py"):
             runpy.run_path(name)

@@ -206,7 +206,7 @@ def spawn_ranks(
     """
     if world_size < 1:
         raise ValueError(f"spawn_ranks: world_size must be at least 1, got {world_size}")
-    function = _reference(fn)
+    function = reference(fn)
     payload = pickle.dumps((args, kwargs))
     kind = (tuple(sorted((env or {}).items())), tuple(preload))
     key = (world_size, kind)
@@ -217,7 +217,7 @@ def spawn_ranks(
     fresh = fresh or placement is not None
     pool = None if fresh else _take_idle(key)
     if pool is None:
-        pool = Pool(world_size, _nursery(kind), placement)
+        pool = Pool(world_size, nursery(kind), placement)
     reusable = False
     try:
         results, reusable = pool.call(
@@ -248,16 +248,18 @@ def _take_idle(key: tuple[int, _Kind]) -> Pool | None:
     return pool
 
 
-def _nursery(kind: _Kind) -> Nursery:
+def nursery(kind: _Kind = ((), ())) -> Nursery:
+    """The process that forks workers with these variables and modules."""
     env, preload = kind
     with _lock:
-        nursery = _nurseries.get(kind)
-        if nursery is None or not nursery.is_alive():
-            nursery = _nurseries[kind] = Nursery(dict(env), preload)
-    return nursery
+        found = _nurseries.get(kind)
+        if found is None or not found.is_alive():
+            found = _nurseries[kind] = Nursery(dict(env), preload)
+    return found
 
 
-def _reference(fn: Callable[..., Any]) -> FunctionRef:
+def reference(fn: Callable[..., Any]) -> FunctionRef:
+    """How a worker finds `fn`. Raises ValueError where it could not."""
     qualname = getattr(fn, "__qualname__", "")
     module = getattr(fn, "__module__", "")
     path = getattr(sys.modules.get(module), "__file__", None)

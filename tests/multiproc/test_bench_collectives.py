@@ -13,6 +13,8 @@ from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import OPERATIONS, BenchError, Job
 from deepytorch_core.bench.record import COLLECTIVE_FIELDS
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 TINY = {"sizes": (64, 4096), "dtypes": ("float32",), "world_size": 2, "budget_s": 0.01}
 
 

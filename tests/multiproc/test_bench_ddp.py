@@ -15,6 +15,8 @@ from deepytorch_core.bench.job import DdpJob
 from deepytorch_core.bench.record import DDP_FIELDS
 from deepytorch_core.testing import run_program
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 # Where `make venv` puts torchvision and timm.
 VISION = Path(sys.prefix) / "vision"

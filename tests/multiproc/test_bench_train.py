@@ -7,6 +7,8 @@ import pytest
 from deepytorch.workloads import TrainJob, rounds
 from deepytorch_core.bench.record import TRAIN_FIELDS
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
 
 

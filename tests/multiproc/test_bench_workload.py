@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from deepytorch.workloads.headline.job import ArmJob
 from deepytorch.workloads.headline.run import compare
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def test_arms_take_turns_and_train_alike() -> None:

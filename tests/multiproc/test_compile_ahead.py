@@ -30,6 +30,15 @@ pytestmark = pytest.mark.timeout(600)
 
 CPU = torch.device("cpu")
 PART = "down.0"
+# A helper that has done each job without looking at it: a real one takes seconds to start.
+_ANSWERS_AT_ONCE = """
+import struct, sys
+jobs, answers = sys.stdin.buffer, sys.stdout.buffer
+while len(size := jobs.read(8)) == 8:
+    jobs.read(struct.unpack("!q", size)[0])
+    answers.write(struct.pack("!q", 0))
+    answers.flush()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +277,7 @@ def test_a_helper_that_cannot_be_started_is_no_hang(monkeypatch: pytest.MonkeyPa
 def test_helpers_that_wait_for_the_first_graph_do_not_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ahead, "_HELPER", _ANSWERS_AT_ONCE)
     monkeypatch.setattr(ahead, "_IDLE_S", 0.0)
     monkeypatch.setattr(ahead, "_num_helpers", lambda: 2)
     helpers = Ahead(CPU, "inductor")
@@ -282,6 +292,7 @@ def test_helpers_that_wait_for_the_first_graph_do_not_end(
 
 
 def test_a_graph_does_not_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_HELPER", _ANSWERS_AT_ONCE)
     monkeypatch.setattr(ahead, "_IDLE_S", 0.0)
     monkeypatch.setattr(ahead, "_num_helpers", lambda: 2)
     first, ask = threading.Event(), ahead._asked

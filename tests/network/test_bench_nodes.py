@@ -21,6 +21,8 @@ from deepytorch_core.bench.record import (
 )
 from deepytorch_core.testing import run_program
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def test_ranks_run_on_the_nodes_and_the_records_say_so() -> None:
     nodes = Nodes(ranks_per_node=(1, 1), order="cyclic", link="500mbit", delay="1ms")
