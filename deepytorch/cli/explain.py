@@ -176,9 +176,7 @@ def _summary(answer: "Answer") -> list[tuple[str, str]]:
 
 
 def _steps(plan: "BetweenNodes") -> list[tuple[str, str]]:
-    from deepytorch_core.bench.job import format_size
-
-    pieces = f"{plan.pieces} of up to {format_size(plan.piece_bytes)}"
+    pieces = f"{plan.pieces} of up to {_size(plan.piece_bytes)}"
     if plan.pieces > 1:
         pieces += f", {plan.under_way} of them under way between nodes at a time"
     rows = [
@@ -187,12 +185,19 @@ def _steps(plan: "BetweenNodes") -> list[tuple[str, str]]:
         ("sockets", f"{plan.sockets} between two ranks of a rail"),
         ("from node to node", _WAYS[plan.way]),
         ("pieces", pieces),
-        ("over the network", f"a node sends up to {format_size(plan.sent_bytes)}"),
+        ("over the network", f"a node sends up to {_size(plan.sent_bytes)}"),
     ]
     for number, phase in enumerate(plan.phases, 1):
-        what = f"{phase.what}, {format_size(phase.bytes)} at a time"
+        what = f"{phase.what}, {_size(phase.bytes)} at a time"
         rows.append((f"{number}. {phase.where}", what))
     return rows
+
+
+def _size(num_bytes: int) -> str:
+    from deepytorch_core.bench.job import format_size
+
+    text = format_size(num_bytes)
+    return f"{text} bytes" if text.isdecimal() else text
 
 
 def _listed(items: Sequence[object], separator: str) -> str:

@@ -280,7 +280,7 @@ GROUP = {
             "sent_bytes": 4194304,
             "phases": [
                 {"where": "within nodes", "what": "ranks add up their share", "bytes": 262144},
-                {"where": "between nodes", "what": "ranks of a rail swap sums", "bytes": 262144},
+                {"where": "between nodes", "what": "ranks of a rail swap sums", "bytes": 1023},
             ],
         }
     ],
@@ -292,7 +292,7 @@ def test_a_plan_between_nodes_is_that_of_the_operation_and_algorithm() -> None:
     found = BetweenNodes.of("all_reduce", "hierarchical", [idle, GROUP])
     assert found is not None
     assert (found.nodes, found.rails, found.sockets) == (((0, 2), (1, 3)), ((0, 1), (2, 3)), 4)
-    assert found.phases[1] == Phase("between nodes", "ranks of a rail swap sums", 262144)
+    assert found.phases[1] == Phase("between nodes", "ranks of a rail swap sums", 1023)
     assert BetweenNodes.of("all_reduce", "delegate", [GROUP]) is None
     assert BetweenNodes.of("broadcast", "hierarchical", [GROUP]) is None
 
@@ -331,7 +331,7 @@ def test_the_command_prints_a_plan_between_nodes_step_by_step(
         "pieces 8 of up to 512K, 7 of them under way between nodes at a time",
         "over the network a node sends up to 4M",
         "1. within nodes ranks add up their share, 256K at a time",
-        "2. between nodes ranks of a rail swap sums, 256K at a time",
+        "2. between nodes ranks of a rail swap sums, 1023 bytes at a time",
     ):
         assert text in words, text
     result = CliRunner().invoke(cli.app, ["explain", "all_reduce", "4M", *nodes, "--json"])
