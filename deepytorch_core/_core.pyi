@@ -55,6 +55,28 @@ class TunedPlan(TypedDict):
     source: str
     candidates: list[Candidate]
 
+class NodePhase(TypedDict):
+    where: str
+    what: str
+    bytes: int
+
+class NodePlan(TypedDict):
+    op: str
+    algorithm: str
+    way: str
+    rails: list[list[int]]
+    pieces: int
+    piece_bytes: int
+    under_way: int
+    sent_bytes: int
+    phases: list[NodePhase]
+
+class NodeGroup(TypedDict):
+    group: str
+    nodes: list[list[int]]
+    sockets: int
+    plans: list[NodePlan]
+
 class RegisteredMemory(TypedDict):
     in_use_bytes: int
     reserved_bytes: int
@@ -97,6 +119,7 @@ def describe_group(name: str, description: str) -> None: ...
 def flight_record_fd() -> int: ...
 def pause_flight_record(paused: bool) -> None: ...
 def plans() -> list[TunedPlan]: ...
+def node_groups() -> list[NodeGroup]: ...
 def spent_on_tuning_s() -> float: ...
 def device_plans(path: str) -> list[TunedPlan]: ...
 def statistics() -> list[StatisticsRow]: ...

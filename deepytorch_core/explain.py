@@ -1,15 +1,20 @@
-"""Why a plan was chosen: runs one collective on ranks of this machine and asks the tuner."""
+"""Why a plan was chosen: runs one collective on ranks of this machine and asks the tuner.
+
+The ranks may live on emulated nodes; then the answer also says what the plan does between them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core.bench.job import DTYPES, BenchError, format_size
+from deepytorch_core.bench.job import DTYPES, BenchError, Nodes, format_size
 from deepytorch_core.console import say_once
+from deepytorch_core.explain_nodes import BetweenNodes
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +47,7 @@ class Question:
     dtype: str = "float32"
     world_size: int = 2
     tune: str = "auto"
+    nodes: Nodes | None = None  # emulated ones; None: all ranks live on this machine as it is
 
     def __post_init__(self) -> None:
         for what, name, known in (
@@ -57,6 +63,11 @@ class Question:
             )
         if self.world_size < 2:
             raise BenchError(f"--world-size must be at least 2, not {self.world_size}")
+        if self.nodes is not None and sum(self.nodes.ranks_per_node) != self.world_size:
+            raise BenchError(
+                f"--world-size {self.world_size} is not what the nodes have, "
+                f"{' + '.join(map(str, self.nodes.ranks_per_node))}: leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,10 @@ class DeviceAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """`source` says where the times are from; sizes in bytes of one rank's buffer or share."""
+    """`source` says where the times are from; sizes in bytes of one rank's buffer or share.
+
+    On emulated nodes `emulated` is their setting, and `between_nodes` what a native plan does.
+    """
 
     op: str
     bytes: int
@@ -107,6 +121,8 @@ class Answer:
     measured_bytes: int | None
     candidates: tuple[Candidate, ...]
     devices: tuple[DeviceAnswer, ...] = ()
+    emulated: dict[str, Any] | None = None
+    between_nodes: BetweenNodes | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -116,26 +132,41 @@ class Answer:
 def ask(question: Question) -> Answer:
     """Starts the ranks, lets them run the collective once, and reads what the tuner decided.
 
-    Raises RuntimeError (RankError) when a rank fails.
+    Raises RuntimeError: RankError when a rank fails, EmulationError where nodes can't be emulated.
     """
     from deepytorch_core import adapter, backend, config, testing
+    from deepytorch_core.testing.emulation import Network, Placement
 
-    adapter.load()  # compiled once here, not by every rank against its time limit
     env = {"DEEPYTORCH_TUNE": question.tune}
     profile = config.profile_path()
     if profile is not None:
         env["DEEPYTORCH_PROFILE"] = str(profile)
-    plans, calls = testing.spawn_ranks(
-        run_once,
-        question.world_size,
-        question,
-        backend=backend.NAME,
-        env=env,
-        timeout_s=_TIMEOUT_S,
-        fresh=True,
-    )[0]
-    devices = device_answers(question, _device_plans(profile))
-    return dataclasses.replace(answer(question, plans, calls), devices=devices)
+    nodes = question.nodes
+    emulated = None
+    with contextlib.ExitStack() as stack:
+        placement = None
+        if nodes is not None:
+            network = stack.enter_context(Network(len(nodes.ranks_per_node), nodes.setting()))
+            placement = Placement(network, nodes.seats())
+            emulated = {**nodes.to_dict(), **network.to_dict()}
+            # The nodes have no name server, at which torch wonders.
+            env["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        adapter.load()  # compiled once here, not by every rank against its time limit
+        plans, calls, groups = testing.spawn_ranks(
+            run_once,
+            question.world_size,
+            question,
+            backend=backend.NAME,
+            env=env,
+            timeout_s=_TIMEOUT_S,
+            fresh=True,
+            placement=placement,
+        )[0]
+    found = answer(question, plans, calls)
+    if nodes is None:
+        return dataclasses.replace(found, devices=device_answers(question, _device_plans(profile)))
+    between = BetweenNodes.of(found.op, found.algorithm, groups)
+    return dataclasses.replace(found, emulated=emulated, between_nodes=between)
 
 
 def _device_plans(profile: Path | None) -> Sequence[Mapping[str, Any]]:
@@ -230,10 +261,12 @@ def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:
     )
 
 
-def run_once(rank: int, world_size: int, question: Question) -> tuple[list[Any], list[Any]]:
+def run_once(
+    rank: int, world_size: int, question: Question
+) -> tuple[list[Any], list[Any], list[Any]]:
     """A rank's part: carries the collective out once, on zeros.
 
-    Returns what the tuner then knows, and what was called.
+    Returns what the tuner then knows, what was called, and what was done between nodes.
     """
     import torch
     import torch.distributed as dist
@@ -262,7 +295,7 @@ def run_once(rank: int, world_size: int, question: Question) -> tuple[list[Any],
         op = MEASURED[question.op]
         source = zeros(op.input_shares or world_size)
         op.call(source, source if op.in_place else zeros(op.output_shares or world_size), group)
-    return list(_core.plans()), list(_core.statistics())
+    return list(_core.plans()), list(_core.statistics()), list(_core.node_groups())
 
 
 def _shares(op: str, ranks: int) -> int:

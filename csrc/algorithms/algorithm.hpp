@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "algorithms/arrivals.hpp"
+#include "algorithms/outline.hpp"
 #include "algorithms/plan.hpp"
 #include "base/types.hpp"
 #include "base/wait.hpp"
@@ -75,6 +76,7 @@ struct Algorithm {
   const char* name;
   Collective collective;
   void (*run)(const RunContext& context);
+  Outline (*outline)(const NodeRun& run, const NodeLayout& layout) = nullptr;  // between nodes
 };
 
 // The entry for `name` and `collective`, or nullptr.

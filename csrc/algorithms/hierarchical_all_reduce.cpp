@@ -31,6 +31,10 @@ namespace {
 
 constexpr int kFewNodes = 8;
 
+bool goes_round(Collective collective, int num_nodes, size_t element_bytes) {
+  return collective == DPT_ALL_REDUCE && num_nodes > kFewNodes && element_bytes != 2;
+}
+
 class NodePipeline {
  public:
   explicit NodePipeline(const RunContext& context) : context_(context) {}
@@ -310,8 +314,7 @@ class NodePipeline {
   char* const output_ = static_cast<char*>(operation_.outputs[0]);
   const Chunks chunks_ = split_chunks(operation_.count, element_bytes_, context_.plan.chunk_bytes);
   const size_t under_way_ = chunks_under_way(context_.plan.chunk_bytes, chunks_.num_chunks);
-  const bool ring_ = operation_.collective == DPT_ALL_REDUCE &&
-                     layout_.num_nodes() > kFewNodes&& element_bytes_ != 2;
+  const bool ring_ = goes_round(operation_.collective, layout_.num_nodes(), element_bytes_);
   bool publishes_ = false;           // the result goes through the common buffer
   std::vector<const char*> inputs_;  // by local rank; nullptr: in the rank's slot
   size_t block_bytes_ = 0;
@@ -321,9 +324,105 @@ class NodePipeline {
 
 void run_node_pipeline(const RunContext& context) { NodePipeline(context).run(); }
 
+// What a node sends for a share of `count` elements.
+size_t sent_elements(const NodeRun& run, const NodeLayout& layout, int node, size_t count) {
+  const size_t element_bytes = size_of(run.dtype);
+  const int nodes = layout.num_nodes();
+  const auto block = [&](int of) {
+    return share_of(count, element_bytes, of % nodes, nodes).count();
+  };
+  const int receiver = run.collective == DPT_REDUCE ? layout.node_of[run.root] : -1;
+  // The first hops leave out the block of the node after this one, the others the one after that.
+  if (goes_round(run.collective, nodes, element_bytes)) {
+    return 2 * count - block(node + 1) - block(node + 2);
+  }
+  if (nodes == 2) return receiver == node ? 0 : count;
+  const int takers = receiver < 0 ? nodes - 1 : (receiver == node ? 0 : 1);
+  return count - block(node) + takers * block(node);
+}
+
+size_t most_sent_bytes(const NodeRun& run, const NodeLayout& layout, const Chunks& chunks) {
+  const size_t element_bytes = size_of(run.dtype);
+  const size_t last = run.count - (chunks.num_chunks - 1) * chunks.elements;
+  const int rails = layout.num_rails();
+  size_t most = 0;
+  for (int node = 0; node < layout.num_nodes(); ++node) {
+    size_t elements = 0;
+    for (int rail = 0; rail < rails; ++rail) {
+      const size_t full = share_of(chunks.elements, element_bytes, rail, rails).count();
+      const size_t rest = share_of(last, element_bytes, rail, rails).count();
+      elements += (chunks.num_chunks - 1) * sent_elements(run, layout, node, full) +
+                  sent_elements(run, layout, node, rest);
+    }
+    most = std::max(most, elements * element_bytes);
+  }
+  return most;
+}
+
+Phase exchange_of_sums(const NodeRun& run, const NodeLayout& layout, size_t share_elements) {
+  const bool rooted = run.collective == DPT_REDUCE;
+  const size_t element_bytes = size_of(run.dtype);
+  const int nodes = layout.num_nodes();
+  const size_t block = share_of(share_elements, element_bytes, 0, nodes).count() * element_bytes;
+  const std::string hops = std::to_string(nodes - 1);
+  if (goes_round(run.collective, nodes, element_bytes)) {
+    return {kBetween,
+            "on every rail the share goes round the nodes in blocks, one for each node: " + hops +
+                " hops gather the nodes' sums, " + hops + " more bring the results round",
+            block};
+  }
+  if (nodes == 2) {
+    return {kBetween,
+            rooted ? "on every rail the share's sum goes to the root's node, where the nodes' sums "
+                     "are added up"
+                   : "on every rail the two ranks send each other their sums of the share, and "
+                     "each adds them up",
+            share_elements * element_bytes};
+  }
+  return {kBetween,
+          std::string("on every rail each rank sends every other node's block of the share to that "
+                      "node, adds up what comes for its own block, and sends the result to ") +
+              (rooted ? "the root's node" : "all others"),
+          block};
+}
+
+Outline outline_node_pipeline(const NodeRun& run, const NodeLayout& layout) {
+  const size_t element_bytes = size_of(run.dtype);
+  const Chunks chunks = split_chunks(run.count, element_bytes, run.chunk_bytes);
+  const int rails = layout.num_rails();
+  const size_t share = share_of(chunks.elements, element_bytes, 0, rails).count();
+  const bool ring = goes_round(run.collective, layout.num_nodes(), element_bytes);
+  Outline outline{ring ? "ring" : "direct",
+                  rails_of(layout),
+                  chunks.num_chunks,
+                  chunks.elements * element_bytes,
+                  chunks_under_way(run.chunk_bytes, chunks.num_chunks),
+                  most_sent_bytes(run, layout, chunks),
+                  {}};
+  if (shares_nodes(layout)) {
+    outline.phases.push_back(
+        {kWithin,
+         "by shared memory each rank on a rail adds up its share of a chunk, one of " +
+             std::to_string(rails) + ", over its node's ranks",
+         share * element_bytes});
+  }
+  outline.phases.push_back(exchange_of_sums(run, layout, share));
+  if (shares_nodes(layout)) {
+    const bool rooted = run.collective == DPT_REDUCE;
+    outline.phases.push_back({kWithin,
+                              std::string("the shares' results come together in shared memory, "
+                                          "where ") +
+                                  (rooted ? "the root copies" : "all ranks copy") + " them out",
+                              chunks.elements * element_bytes});
+  }
+  return outline;
+}
+
 }  // namespace
 
-const Algorithm kHierarchicalAllReduce{"hierarchical", DPT_ALL_REDUCE, run_node_pipeline};
-const Algorithm kHierarchicalReduce{"hierarchical", DPT_REDUCE, run_node_pipeline};
+const Algorithm kHierarchicalAllReduce{
+    "hierarchical", DPT_ALL_REDUCE, run_node_pipeline, outline_node_pipeline};
+const Algorithm kHierarchicalReduce{
+    "hierarchical", DPT_REDUCE, run_node_pipeline, outline_node_pipeline};
 
 }  // namespace dpt

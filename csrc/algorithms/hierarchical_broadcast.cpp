@@ -133,8 +133,40 @@ class NodeBroadcast {
 
 void run_broadcast(const RunContext& context) { NodeBroadcast(context).run(); }
 
+Outline outline_broadcast(const NodeRun& run, const NodeLayout& layout) {
+  const size_t element_bytes = size_of(run.dtype);
+  const Chunks chunks = split_chunks(run.count, element_bytes, run.chunk_bytes);
+  const size_t chunk_bytes = chunks.elements * element_bytes;
+  const size_t share = share_of(chunks.elements, element_bytes, 0, layout.num_rails()).count();
+  Outline outline{"chain",
+                  rails_of(layout),
+                  chunks.num_chunks,
+                  chunk_bytes,
+                  chunks_under_way(run.chunk_bytes, chunks.num_chunks),
+                  run.bytes(),
+                  {}};
+  if (layout.ranks_on(layout.node_of[run.root]) > 1) {
+    outline.phases.push_back(
+        {kWithin,
+         "the root lays a chunk in shared memory, where its node's ranks copy it out",
+         chunk_bytes});
+  }
+  outline.phases.push_back(
+      {kBetween,
+       "from the root's node on, every rail carries its share of the chunk from node to node",
+       share * element_bytes});
+  if (shares_nodes(layout)) {
+    outline.phases.push_back({kWithin,
+                              "on the other nodes the shares come together in shared memory, where "
+                              "all ranks copy them out",
+                              chunk_bytes});
+  }
+  return outline;
+}
+
 }  // namespace
 
-const Algorithm kHierarchicalBroadcast{"hierarchical", DPT_BROADCAST, run_broadcast};
+const Algorithm kHierarchicalBroadcast{
+    "hierarchical", DPT_BROADCAST, run_broadcast, outline_broadcast};
 
 }  // namespace dpt

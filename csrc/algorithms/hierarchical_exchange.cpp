@@ -18,66 +18,26 @@
 namespace dpt {
 namespace {
 
-class NodeExchange {
+// `receiver`: a rank, or any rank of the node where all get the same.
+struct Block {
+  int source;
+  int receiver;
+};
+// A carrier's blocks that other ranks of its node read, each in the lane of its index.
+struct Carrier {
+  std::vector<Block> lanes;
+  size_t lane_bytes;
+};
+
+// Which blocks there are, and who carries them.
+class Blocks {
  public:
-  explicit NodeExchange(const RunContext& context)
-      : context_(context), sizes_(BlockSizes::meet(context)) {}
+  Blocks(Collective collective, int root, size_t chunk_bytes, const NodeLayout& layout)
+      : collective_(collective), root_(root), chunk_bytes_(chunk_bytes), layout_(layout) {}
 
-  void run() {
-    plan();
-    Traffic traffic(context_, Links::Mover::kReactor);
-    traffic_ = &traffic;
-    for (size_t step = 0; step <= std::max(node_steps_, own_steps_); ++step) {
-      send(step);
-      ask(step);
-      put_own(step);
-      if (step >= under_way_) put_carried(step - under_way_);
-      if (step >= 1 && step <= node_steps_) copy_out(step - 1);
-      if (context_.size() > 1 && step < node_steps_) context_.barrier();
-    }
-    if (sends(nodes_.rank) && receives(nodes_.rank)) {
-      const void* input = operation_.inputs[input_for(nodes_.rank)];
-      char* output = output_from(nodes_.rank);
-      if (input != output) copy(output, input, sizes_.bytes(nodes_.rank, nodes_.rank));
-    }
-    for (const Traffic::Ticket& ticket : sent_) traffic.wait_sent(ticket);
-    segment_.next_step += node_steps_ + 1;
-  }
-
- private:
-  // `receiver`: a rank, or any rank of the node where all get the same.
-  struct Block {
-    int source;
-    int receiver;
-  };
-  // A carrier's blocks that other ranks of its node read, each in the lane of its index.
-  struct Carrier {
-    std::vector<Block> lanes;
-    size_t lane_bytes;
-  };
-  // A block of another node that this rank carries, or receives for itself.
-  struct Arrival {
-    Block block;
-    int lane;                                   // -1: nobody else reads it
-    char* output;                               // nullptr: it is staged
-    size_t staging = 0;                         // its place in each window
-    std::vector<Traffic::Ticket> tickets = {};  // by window
-  };
-
-  bool shares_lane() const {
-    return operation_.collective == DPT_ALL_GATHER || operation_.collective == DPT_GATHER;
-  }
-  bool sends(int rank) const {
-    return operation_.collective != DPT_SCATTER || rank == operation_.root;
-  }
-  bool receives(int rank) const {
-    return operation_.collective != DPT_GATHER || rank == operation_.root;
-  }
-  int input_for(int receiver) const { return shares_lane() ? 0 : receiver; }
-  char* output_from(int source) const {
-    const bool one = operation_.collective == DPT_SCATTER;
-    return static_cast<char*>(operation_.outputs[one ? 0 : source]);
-  }
+  bool shares_lane() const { return collective_ == DPT_ALL_GATHER || collective_ == DPT_GATHER; }
+  bool sends(int rank) const { return collective_ != DPT_SCATTER || rank == root_; }
+  bool receives(int rank) const { return collective_ != DPT_GATHER || rank == root_; }
 
   // The blocks of `source` for ranks of `node`, one for all of them or one each, in the order in
   // which they cross the network.
@@ -103,27 +63,79 @@ class NodeExchange {
         if (shares_lane()) break;
       }
     }
-    const size_t chunk = context_.plan.chunk_bytes;
+    const size_t chunk = chunk_bytes_;
     carrier.lane_bytes = carrier.lanes.empty()
                              ? chunk
                              : lane_bytes_of(chunk, static_cast<int>(carrier.lanes.size()));
     return carrier;
   }
 
+ private:
+  const Collective collective_;
+  const int root_;
+  const size_t chunk_bytes_;
+  const NodeLayout& layout_;
+};
+
+size_t pieces_of(size_t bytes, const Carrier& by) {
+  return (bytes + by.lane_bytes - 1) / by.lane_bytes;
+}
+
+class NodeExchange {
+ public:
+  explicit NodeExchange(const RunContext& context)
+      : context_(context), sizes_(BlockSizes::meet(context)) {}
+
+  void run() {
+    plan();
+    Traffic traffic(context_, Links::Mover::kReactor);
+    traffic_ = &traffic;
+    for (size_t step = 0; step <= std::max(node_steps_, own_steps_); ++step) {
+      send(step);
+      ask(step);
+      put_own(step);
+      if (step >= under_way_) put_carried(step - under_way_);
+      if (step >= 1 && step <= node_steps_) copy_out(step - 1);
+      if (context_.size() > 1 && step < node_steps_) context_.barrier();
+    }
+    if (blocks_.sends(nodes_.rank) && blocks_.receives(nodes_.rank)) {
+      const void* input = operation_.inputs[input_for(nodes_.rank)];
+      char* output = output_from(nodes_.rank);
+      if (input != output) copy(output, input, sizes_.bytes(nodes_.rank, nodes_.rank));
+    }
+    for (const Traffic::Ticket& ticket : sent_) traffic.wait_sent(ticket);
+    segment_.next_step += node_steps_ + 1;
+  }
+
+ private:
+  // A block of another node that this rank carries, or receives for itself.
+  struct Arrival {
+    Block block;
+    int lane;                                   // -1: nobody else reads it
+    char* output;                               // nullptr: it is staged
+    size_t staging = 0;                         // its place in each window
+    std::vector<Traffic::Ticket> tickets = {};  // by window
+  };
+
+  int input_for(int receiver) const { return blocks_.shares_lane() ? 0 : receiver; }
+  char* output_from(int source) const {
+    const bool one = operation_.collective == DPT_SCATTER;
+    return static_cast<char*>(operation_.outputs[one ? 0 : source]);
+  }
+
   size_t pieces(const Block& block, const Carrier& by) const {
-    const size_t bytes = sizes_.bytes(block.source, block.receiver);
-    return (bytes + by.lane_bytes - 1) / by.lane_bytes;
+    return pieces_of(sizes_.bytes(block.source, block.receiver), by);
   }
   bool is_remote(int rank) const { return layout_.node_of[rank] != nodes_.node(); }
 
   void plan() {
-    for (const int rank : layout_.ranks[nodes_.node()]) carriers_.push_back(carrier(rank));
+    for (const int rank : layout_.ranks[nodes_.node()]) carriers_.push_back(blocks_.carrier(rank));
     // The same on all ranks of the node.
     size_t most_carried = 0;
     for (int source = 0; source < layout_.size(); ++source) {
       if (!is_remote(source)) continue;
       const int by = layout_.local_of[layout_.partner(source, nodes_.node())];
-      for (const Block& block : blocks_for(source, nodes_.node())) {
+      for (const Block& block : blocks_.blocks_for(source, nodes_.node())) {
         most_carried = std::max(most_carried, pieces(block, carriers_[by]));
       }
     }
@@ -138,9 +150,10 @@ class NodeExchange {
     }
     plan_arrivals();
     for (const int node : layout_.others(nodes_.node())) {
-      Departure departure{layout_.partner(nodes_.rank, node), blocks_for(nodes_.rank, node), 0};
+      Departure departure{
+          layout_.partner(nodes_.rank, node), blocks_.blocks_for(nodes_.rank, node), 0};
       if (departure.blocks.empty()) continue;
-      const Carrier by = carrier(departure.to);
+      const Carrier by = blocks_.carrier(departure.to);
       departure.piece_bytes = by.lane_bytes;
       for (const Block& block : departure.blocks) {
         own_steps_ = std::max(own_steps_, pieces(block, by));
@@ -154,9 +167,10 @@ class NodeExchange {
     size_t staged = 0;
     for (int source = 0; source < layout_.size(); ++source) {
       if (!is_remote(source) || layout_.partner(source, nodes_.node()) != nodes_.rank) continue;
-      for (const Block& block : blocks_for(source, nodes_.node())) {
+      for (const Block& block : blocks_.blocks_for(source, nodes_.node())) {
         Arrival arrival{block, lane_of(mine, block), nullptr};
-        const bool for_me = shares_lane() ? receives(nodes_.rank) : block.receiver == nodes_.rank;
+        const bool for_me =
+            blocks_.shares_lane() ? blocks_.receives(nodes_.rank) : block.receiver == nodes_.rank;
         if (for_me) {
           arrival.output = output_from(source);
         } else {
@@ -176,7 +190,8 @@ class NodeExchange {
   int lane_of(const Carrier& by, const Block& block) const {
     for (size_t lane = 0; lane < by.lanes.size(); ++lane) {
       const Block& each = by.lanes[lane];
-      if (each.source == block.source && (shares_lane() || each.receiver == block.receiver)) {
+      if (each.source == block.source &&
+          (blocks_.shares_lane() || each.receiver == block.receiver)) {
         return static_cast<int>(lane);
       }
     }
@@ -252,14 +267,14 @@ class NodeExchange {
 
   // What the others put into their lanes for this rank in `step`.
   void copy_out(size_t step) const {
-    if (!receives(nodes_.rank)) return;
+    if (!blocks_.receives(nodes_.rank)) return;
     for (int distance = 1; distance < context_.size(); ++distance) {
       const int local = (context_.me() + distance) % context_.size();
       const Carrier& by = carriers_[local];
       for (size_t index = 0; index < by.lanes.size(); ++index) {
         const Block& block = by.lanes[index];
         const size_t delay = is_remote(block.source) ? under_way_ : 0;
-        if (!(shares_lane() || block.receiver == nodes_.rank) || step < delay) continue;
+        if (!(blocks_.shares_lane() || block.receiver == nodes_.rank) || step < delay) continue;
         const size_t piece = step - delay;
         const size_t bytes = piece_bytes(block, by, piece);
         if (bytes == 0) continue;
@@ -281,6 +296,8 @@ class NodeExchange {
   Nodes& nodes_ = *context_.nodes;
   const NodeLayout& layout_ = nodes_.layout;
   const BlockSizes sizes_;
+  const Blocks blocks_{
+      operation_.collective, operation_.root, context_.plan.chunk_bytes, nodes_.layout};
   std::vector<Carrier> carriers_;  // by local rank
   std::vector<Arrival> arrivals_;
   std::vector<Departure> departures_;
@@ -294,11 +311,57 @@ class NodeExchange {
 
 void run_exchange(const RunContext& context) { NodeExchange(context).run(); }
 
+std::string words_of_delivery(Collective collective) {
+  if (collective == DPT_GATHER) return "where the root copies them out, its node's own ranks' too";
+  return "where the ranks that they are for copy them out, those of the node's own ranks too";
+}
+
+Outline outline_exchange(const NodeRun& run, const NodeLayout& layout) {
+  const Blocks blocks(run.collective, run.root, run.chunk_bytes, layout);
+  size_t most_pieces = 0;
+  size_t piece_bytes = 0;
+  size_t most_sent = 0;
+  for (int node = 0; node < layout.num_nodes(); ++node) {
+    size_t sent = 0;
+    for (const int source : layout.ranks[node]) {
+      for (const int other : layout.others(node)) {
+        const size_t count = blocks.blocks_for(source, other).size();
+        if (count == 0) continue;
+        const Carrier by = blocks.carrier(layout.partner(source, other));
+        sent += count * run.bytes();
+        piece_bytes = std::max(piece_bytes, std::min(by.lane_bytes, run.bytes()));
+        most_pieces = std::max(most_pieces, pieces_of(run.bytes(), by));
+      }
+    }
+    most_sent = std::max(most_sent, sent);
+  }
+  Outline outline{"direct",
+                  partners_of(layout),
+                  most_pieces,
+                  piece_bytes,
+                  chunks_under_way(run.chunk_bytes, most_pieces),
+                  most_sent,
+                  {}};
+  outline.phases.push_back({kBetween,
+                            std::string(run.collective == DPT_SCATTER ? "the root" : "every rank") +
+                                " sends its blocks for another node along its rail, each once",
+                            piece_bytes});
+  if (shares_nodes(layout)) {
+    outline.phases.push_back(
+        {kWithin,
+         "what came lies in shared memory, " + words_of_delivery(run.collective),
+         piece_bytes});
+  }
+  return outline;
+}
+
 }  // namespace
 
-const Algorithm kHierarchicalAllGather{"hierarchical", DPT_ALL_GATHER, run_exchange};
-const Algorithm kHierarchicalGather{"hierarchical", DPT_GATHER, run_exchange};
-const Algorithm kHierarchicalScatter{"hierarchical", DPT_SCATTER, run_exchange};
-const Algorithm kHierarchicalAllToAll{"hierarchical", DPT_ALL_TO_ALL, run_exchange};
+const Algorithm kHierarchicalAllGather{
+    "hierarchical", DPT_ALL_GATHER, run_exchange, outline_exchange};
+const Algorithm kHierarchicalGather{"hierarchical", DPT_GATHER, run_exchange, outline_exchange};
+const Algorithm kHierarchicalScatter{"hierarchical", DPT_SCATTER, run_exchange, outline_exchange};
+const Algorithm kHierarchicalAllToAll{
+    "hierarchical", DPT_ALL_TO_ALL, run_exchange, outline_exchange};
 
 }  // namespace dpt

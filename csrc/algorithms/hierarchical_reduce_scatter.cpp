@@ -145,8 +145,34 @@ class NodeReduceScatter {
 
 void run_reduce_scatter(const RunContext& context) { NodeReduceScatter(context).run(); }
 
+Outline outline_reduce_scatter(const NodeRun& run, const NodeLayout& layout) {
+  const size_t element_bytes = size_of(run.dtype);
+  const Chunks pieces =
+      split_chunks(run.count, element_bytes, lane_bytes_of(run.chunk_bytes, layout.size()));
+  const size_t piece_bytes = pieces.elements * element_bytes;
+  Outline outline{"direct",
+                  partners_of(layout),
+                  pieces.num_chunks,
+                  piece_bytes,
+                  chunks_under_way(run.chunk_bytes, pieces.num_chunks),
+                  (layout.size() - layout.num_rails()) * run.bytes(),
+                  {}};
+  if (shares_nodes(layout)) {
+    outline.phases.push_back({kWithin,
+                              "by shared memory the rail's rank on every node adds up what its "
+                              "node's ranks have for a rank",
+                              piece_bytes});
+  }
+  outline.phases.push_back({kBetween,
+                            "each sum goes along the rail to the rank that it is for, which adds "
+                            "up the nodes' sums",
+                            piece_bytes});
+  return outline;
+}
+
 }  // namespace
 
-const Algorithm kHierarchicalReduceScatter{"hierarchical", DPT_REDUCE_SCATTER, run_reduce_scatter};
+const Algorithm kHierarchicalReduceScatter{
+    "hierarchical", DPT_REDUCE_SCATTER, run_reduce_scatter, outline_reduce_scatter};
 
 }  // namespace dpt

@@ -6,6 +6,7 @@
 //   3. every rank copies its part out of the leader's small buffer
 //
 // The barrier of a group that spans nodes is the meeting alone.
+#include <algorithm>
 #include <cstring>
 
 #include "algorithms/nodes.hpp"
@@ -145,13 +146,54 @@ void run_broadcast(const RunContext& context) {
 
 void run_barrier(const RunContext& context) { enter_nodes(context); }
 
+// What the node that says the most tells each other one, beside the header.
+size_t words_bytes(const NodeRun& run, const NodeLayout& layout) {
+  size_t most = 0;
+  for (const std::vector<int>& ranks : layout.ranks) most = std::max(most, ranks.size());
+  if (run.collective == DPT_ALL_GATHER) return run.bytes() * most;
+  if (run.collective == DPT_REDUCE_SCATTER) return run.bytes() * layout.size();
+  return run.bytes();
+}
+
+Outline outline_one_shot(const NodeRun& run, const NodeLayout& layout) {
+  std::vector<int> leaders;
+  for (const std::vector<int>& ranks : layout.ranks) leaders.push_back(ranks[0]);
+  const size_t words = words_bytes(run, layout);
+  const bool gathers = run.collective == DPT_ALL_GATHER;
+  const std::string what = gathers                           ? "all that its node's ranks have"
+                           : run.collective == DPT_BROADCAST ? "the root's data, if it has them"
+                                                             : "its node's sum";
+  Outline outline{"direct", {leaders}, 1, words, 1, words * (leaders.size() - 1), {}};
+  if (shares_nodes(layout)) {
+    outline.phases.push_back(
+        {kWithin,
+         std::string(run.collective == DPT_BROADCAST ? "the root" : "every rank") +
+             " lays its data in shared memory, where its node's first rank takes them",
+         run.collective == DPT_REDUCE_SCATTER ? run.bytes() * layout.size() : run.bytes()});
+  }
+  outline.phases.push_back(
+      {kBetween, "the first rank of every node tells all others " + what, words});
+  if (shares_nodes(layout)) {
+    outline.phases.push_back({kWithin,
+                              std::string(run.collective == DPT_REDUCE ? "the root copies the"
+                                                                       : "every rank copies its") +
+                                  " result out of the memory of its node's first rank",
+                              gathers ? run.bytes() * layout.size() : run.bytes()});
+  }
+  return outline;
+}
+
 }  // namespace
 
 const Algorithm kNodeBarrier{"node_barrier", DPT_BARRIER, run_barrier};
-const Algorithm kNodeOneShotAllReduce{"node_one_shot", DPT_ALL_REDUCE, run_reduce};
-const Algorithm kNodeOneShotReduce{"node_one_shot", DPT_REDUCE, run_reduce};
-const Algorithm kNodeOneShotReduceScatter{"node_one_shot", DPT_REDUCE_SCATTER, run_reduce_scatter};
-const Algorithm kNodeOneShotAllGather{"node_one_shot", DPT_ALL_GATHER, run_all_gather};
-const Algorithm kNodeOneShotBroadcast{"node_one_shot", DPT_BROADCAST, run_broadcast};
+const Algorithm kNodeOneShotAllReduce{
+    "node_one_shot", DPT_ALL_REDUCE, run_reduce, outline_one_shot};
+const Algorithm kNodeOneShotReduce{"node_one_shot", DPT_REDUCE, run_reduce, outline_one_shot};
+const Algorithm kNodeOneShotReduceScatter{
+    "node_one_shot", DPT_REDUCE_SCATTER, run_reduce_scatter, outline_one_shot};
+const Algorithm kNodeOneShotAllGather{
+    "node_one_shot", DPT_ALL_GATHER, run_all_gather, outline_one_shot};
+const Algorithm kNodeOneShotBroadcast{
+    "node_one_shot", DPT_BROADCAST, run_broadcast, outline_one_shot};
 
 }  // namespace dpt

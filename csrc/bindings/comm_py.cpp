@@ -78,6 +78,45 @@ py::list device_plans(const std::string& path) {
   return plans;
 }
 
+py::dict to_dict(const NodeRun& run, const Outline& outline) {
+  py::list phases;
+  for (const Phase& phase : outline.phases) {
+    py::dict entry;
+    entry["where"] = phase.where;
+    entry["what"] = phase.what;
+    entry["bytes"] = phase.bytes;
+    phases.append(entry);
+  }
+  py::dict plan;
+  plan["op"] = name_of(run.collective);
+  plan["algorithm"] = run.algorithm;
+  plan["way"] = outline.way;
+  plan["rails"] = outline.rails;
+  plan["pieces"] = outline.pieces;
+  plan["piece_bytes"] = outline.piece_bytes;
+  plan["under_way"] = outline.under_way;
+  plan["sent_bytes"] = outline.sent_bytes;
+  plan["phases"] = phases;
+  return plan;
+}
+
+py::list node_groups() {
+  py::list groups;
+  for (const NodeGroup& group : all_node_groups()) {
+    py::list plans;
+    for (const NodeRun& run : group.last) {
+      for (const Outline& found : outline(run, group.layout)) plans.append(to_dict(run, found));
+    }
+    py::dict entry;
+    entry["group"] = group.group;
+    entry["nodes"] = group.layout.ranks;
+    entry["sockets"] = group.sockets;
+    entry["plans"] = plans;
+    groups.append(entry);
+  }
+  return groups;
+}
+
 }  // namespace
 
 void register_comm(py::module_& m) {
@@ -127,6 +166,10 @@ void register_comm(py::module_& m) {
       },
       "Native operations of every group on host memory: how long this rank waited in them for "
       "others, and of this node's ranks how often each came last, and by how much.");
+  m.def("node_groups",
+        &node_groups,
+        "Groups that span nodes: their ranks by node, the sockets that carry data between two "
+        "ranks, and of each collective's last operation on host memory what its native plan did.");
   m.def(
       "identify_process",
       [](const std::string& job, int64_t rank, int64_t world_size, int signal) {

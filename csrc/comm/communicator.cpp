@@ -371,6 +371,14 @@ void Communicator::run(const Pending& pending, bool in_caller) {
   } catch (const Error& error) {
     fail_operation(error, wait);
   }
+  if (nodes_ && !operation.is_uneven()) {
+    statistics_->note_between_nodes({pending.plan.algorithm,
+                                     operation.collective,
+                                     operation.dtype,
+                                     operation.root,
+                                     operation.count,
+                                     pending.plan.chunk_bytes});
+  }
   const auto end = std::chrono::steady_clock::now();
   FlightRecord::instance().end(pending.recorded, FlightRecord::kEnded, end);
   const std::chrono::duration<double, std::micro> elapsed = end - start;

@@ -131,10 +131,12 @@ std::string Communicator::connect_nodes(const TcpGroup& group,
                                         const WaitContext& wait) {
   TcpConnection connection = connect_tcp(group, wait);
   if (!connection.why_not.empty()) return connection.why_not;
+  const int sockets = static_cast<int>(connection.peers.begin()->second.data.size());
   auto nodes = std::make_unique<Nodes>(Nodes{group.layout, rank_, global_ranks_});
   const Connection::Host host = host_of(segment);
   for (auto& [rank, peer] : connection.peers) nodes->links.add(rank, std::move(peer), host);
   std::lock_guard lock(state_mutex_);
+  statistics_->start_nodes(group.layout, sockets);
   nodes_ = std::move(nodes);
   return "";
 }

@@ -1,5 +1,7 @@
 #include "comm/statistics.hpp"
 
+#include "base/error.hpp"
+
 namespace dpt {
 namespace {
 
@@ -61,6 +63,24 @@ std::shared_ptr<const Arrivals> GroupStatistics::arrivals() const {
   return arrivals_;
 }
 
+void GroupStatistics::start_nodes(const NodeLayout& layout, int sockets) {
+  std::lock_guard lock(mutex_);
+  node_group_ = NodeGroup{group_, layout, sockets};
+}
+
+void GroupStatistics::note_between_nodes(const NodeRun& run) {
+  std::lock_guard lock(mutex_);
+  DPT_CHECK(node_group_.has_value());
+  std::vector<NodeRun>& last = node_group_->last;
+  std::erase_if(last, [&](const NodeRun& old) { return old.collective == run.collective; });
+  last.push_back(run);
+}
+
+std::optional<NodeGroup> GroupStatistics::node_group() const {
+  std::lock_guard lock(mutex_);
+  return node_group_;
+}
+
 std::shared_ptr<GroupStatistics> make_group_statistics(const std::string& group) {
   std::lock_guard lock(registry().mutex);
   // A group made again counts on, so that a program that does so for ever keeps no more for it.
@@ -90,6 +110,15 @@ std::vector<GroupArrivals> all_arrivals() {
   for (const auto& group : registry().groups) {
     const auto arrivals = group->arrivals();
     if (arrivals) all.push_back({group->group(), arrivals->sums()});
+  }
+  return all;
+}
+
+std::vector<NodeGroup> all_node_groups() {
+  std::lock_guard lock(registry().mutex);
+  std::vector<NodeGroup> all;
+  for (const auto& group : registry().groups) {
+    if (auto found = group->node_group()) all.push_back(std::move(*found));
   }
   return all;
 }

@@ -5,10 +5,12 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "algorithms/arrivals.hpp"
+#include "algorithms/outline.hpp"
 #include "base/types.hpp"
 
 namespace dpt {
@@ -21,6 +23,14 @@ struct StatisticsRow {
   uint64_t calls = 0;
   uint64_t bytes = 0;
   double time_us = 0;  // native operations only: from start to end on this rank
+};
+
+// What a group that spans nodes is, and how it last carried out each collective.
+struct NodeGroup {
+  std::string group;
+  NodeLayout layout;
+  int sockets;                     // that carry data, between two ranks
+  std::vector<NodeRun> last = {};  // those whose parts differ in size are left out
 };
 
 class GroupStatistics {
@@ -41,6 +51,10 @@ class GroupStatistics {
   // Its native operations' arrivals, from when the group's ranks have met.
   Arrivals* start_arrivals(const std::vector<int64_t>& global_ranks);
   std::shared_ptr<const Arrivals> arrivals() const;
+  // The group's ranks have met and live on several nodes.
+  void start_nodes(const NodeLayout& layout, int sockets);
+  void note_between_nodes(const NodeRun& run);
+  std::optional<NodeGroup> node_group() const;
   const std::string& group() const { return group_; }
 
  private:
@@ -48,6 +62,7 @@ class GroupStatistics {
   mutable std::mutex mutex_;
   std::deque<StatisticsRow> rows_;  // those without calls don't count
   std::shared_ptr<Arrivals> arrivals_;
+  std::optional<NodeGroup> node_group_;
 };
 
 struct GroupArrivals {
@@ -56,6 +71,9 @@ struct GroupArrivals {
 };
 // Of all groups this process ever made, oldest first.
 std::vector<GroupArrivals> all_arrivals();
+
+// Those that span nodes, oldest first.
+std::vector<NodeGroup> all_node_groups();
 
 // Rows of all groups this process ever made, oldest group first.
 std::vector<StatisticsRow> all_statistics();

@@ -102,12 +102,7 @@ def collectives(
     link: shared.Link = "",
     flow_cap: shared.FlowCap = "",
     delay: shared.Delay = "",
-    order: Annotated[
-        str,
-        typer.Option(
-            help="How ranks are dealt out to the emulated nodes: block, cyclic or random."
-        ),
-    ] = "block",
+    order: shared.Order = "block",
     baseline_env: Annotated[
         str,
         typer.Option(

@@ -1,14 +1,16 @@
 """`deepytorch explain`: which plan serves a collective of some size here, and why."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from deepytorch.cli import console, help
+from deepytorch.cli import bench, console, help, shared
 
 if TYPE_CHECKING:
     from deepytorch_core.explain import Answer, Candidate, DeviceAnswer
+    from deepytorch_core.explain_nodes import BetweenNodes
 
 
 _WHAT = (
@@ -16,17 +18,26 @@ _WHAT = (
     *("all_to_all", "compile"),
 )
 
+_WAYS = {
+    "direct": "straight to each",
+    "ring": "round a ring of the nodes",
+    "chain": "along a chain of the nodes",
+}
+_MOST_LISTED = 8
+
 
 def add_to(app: typer.Typer) -> None:
     examples = help.examples(
         "deepytorch explain all_reduce 4M",
         "deepytorch explain all_gather 64K --world-size 4 --measure",
+        "deepytorch explain all_reduce 16M --nodes 2 --ranks-per-node 2 --link 1gbit",
         "deepytorch explain compile",
     )
     app.command(epilog=examples)(explain)
 
 
 def explain(
+    context: typer.Context,
     operation: Annotated[
         str,
         typer.Argument(
@@ -53,16 +64,25 @@ def explain(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure now, whatever the profile says.")
     ] = False,
+    nodes: shared.Nodes = 0,
+    ranks_per_node: shared.RanksPerNode = "1",
+    link: shared.Link = "",
+    flow_cap: shared.FlowCap = "",
+    delay: shared.Delay = "",
+    order: shared.Order = "block",
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Show the candidates for a collective with their times, the choice and its reason.
 
     Runs the collective once on ranks of this machine, with the option tune as it is set. What
-    jobs on GPUs measured, the profile has, and is shown below.
+    jobs on GPUs measured, the profile has, and is shown below. With --nodes the ranks live on
+    emulated nodes, and what the plan does within and between them is shown step by step.
     `explain compile` shows what earlier runs decided about compiling models, with the places of
     graph breaks.
     """
     if operation == "compile":
+        if nodes:
+            raise typer.BadParameter("--nodes is for collectives: leave it out")
         from deepytorch.cli import explain_compile
 
         explain_compile.show(size, json=json)
@@ -73,12 +93,24 @@ def explain(
     from deepytorch_core import explain as model
     from deepytorch_core.bench.job import parse_size
 
+    emulated = bench.emulated_nodes(
+        context,
+        nodes,
+        ranks_per_node=ranks_per_node,
+        order=order,
+        link=link,
+        flow_cap=flow_cap,
+        delay=delay,
+    )
+    if world_size is None and emulated is not None:
+        world_size = sum(emulated.ranks_per_node)
     question = model.Question(
         op=operation,
         bytes=parse_size(size),
         dtype=dtype,
         world_size=max(2, _core.usable_cores()) if world_size is None else world_size,
         tune="force" if measure else config.current().tune,
+        nodes=emulated,
     )
     answer = model.ask(question)
     if json:
@@ -99,6 +131,8 @@ def show(answer: "Answer") -> None:
     out.print(console.fields(title, _summary(answer)))
     if answer.candidates:
         out.print(_table(answer.candidates, stock="gloo", column="chunk"))
+    if answer.between_nodes is not None:
+        out.print(console.fields("the plan, step by step", _steps(answer.between_nodes)))
     for device in answer.devices:
         title = f"on {device.ranks} GPUs: {device.device}"
         out.print(console.fields(title, _device_summary(device)))
@@ -134,7 +168,44 @@ def _summary(answer: "Answer") -> list[tuple[str, str]]:
     if answer.measured_bytes is not None and answer.measured_bytes != answer.buffer_bytes:
         note = f"{format_size(answer.measured_bytes)} for each buffer, the middle of its range"
         rows.append(("measured with", note))
+    if answer.emulated is not None:
+        from deepytorch_core.bench.record import describe_emulated
+
+        rows.append(("network", describe_emulated(answer.emulated)))
     return rows
+
+
+def _steps(plan: "BetweenNodes") -> list[tuple[str, str]]:
+    pieces = f"{plan.pieces} of up to {_size(plan.piece_bytes)}"
+    if plan.pieces > 1:
+        pieces += f", {plan.under_way} of them under way between nodes at a time"
+    rows = [
+        ("nodes", _listed([f"ranks {_listed(ranks, ' ')}" for ranks in plan.nodes], "; ")),
+        ("rails", _listed([f"ranks {_listed(ranks, '-')}" for ranks in plan.rails], ", ")),
+        ("sockets", f"{plan.sockets} between two ranks of a rail"),
+        ("from node to node", _WAYS[plan.way]),
+        ("pieces", pieces),
+        ("over the network", f"a node sends up to {_size(plan.sent_bytes)}"),
+    ]
+    for number, phase in enumerate(plan.phases, 1):
+        what = f"{phase.what}, {_size(phase.bytes)} at a time"
+        rows.append((f"{number}. {phase.where}", what))
+    return rows
+
+
+def _size(num_bytes: int) -> str:
+    from deepytorch_core.bench.job import format_size
+
+    text = format_size(num_bytes)
+    return f"{text} bytes" if text.isdecimal() else text
+
+
+def _listed(items: Sequence[object], separator: str) -> str:
+    """All of a few, else the first and the last."""
+    texts = [str(item) for item in items]
+    if len(texts) > _MOST_LISTED:
+        texts = [*texts[: _MOST_LISTED - 2], "...", texts[-1]]
+    return separator.join(texts)
 
 
 def _cells(candidate: "Candidate", stock: str) -> list[str]:

@@ -51,3 +51,7 @@ Link = Annotated[
 ]
 FlowCap = Annotated[str, typer.Option(help="What one TCP connection gets of it at most: 250mbit.")]
 Delay = Annotated[str, typer.Option(help="Delay from node to node, one way: 1ms.")]
+Order = Annotated[
+    str,
+    typer.Option(help="How ranks are dealt out to the emulated nodes: block, cyclic or random."),
+]

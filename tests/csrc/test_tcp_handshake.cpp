@@ -155,6 +155,23 @@ TEST(TcpHandshake, NamesBothVersionsOnBothSides) {
   char prefix[8];
   ASSERT_EQ(recv(pair.client.get(), prefix, sizeof prefix, 0), ssize_t{sizeof prefix});
   EXPECT_EQ(prefix[4], kTcpVersion);
+
+  // So does one that is called, whose words may be fewer than this client expects.
+  const Pair other;
+  Handshake client = Handshake::client(acquaintance(2), 1, 0);
+  EXPECT_EQ(client.advance(other.client.get()), State::kReading);
+  ASSERT_EQ(send(other.server.get(), &hello, 7, 0), 7);
+  EXPECT_EQ(client.advance(other.client.get()), State::kReading);
+  ASSERT_EQ(send(other.server.get(), reinterpret_cast<const char*>(&hello) + 7, 1, 0), 1);
+  try {
+    client.advance(other.client.get());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("version " + version),
+                      HasSubstr("this one " + std::to_string(kTcpVersion)),
+                      HasSubstr("install the same version of deepytorch on every node")));
+  }
 }
 
 TEST(TcpHandshake, RefusesGarbageAndWaitsForTheRestOfAHalf) {
@@ -315,6 +332,48 @@ TEST(TcpDialing, NamesPeerAndInterfaceWhenItFails) {
   closed[0].fd.reset();
   EXPECT_THAT(dial_as(3, 0, upper, closed, limit).error,
               AllOf(HasSubstr("rank 0"), HasSubstr("refused"), HasSubstr("by lo")));
+}
+
+// Answers one caller as a rank of another version does, having read so much of what it says.
+void answer_in_version(const Listener& listener, uint16_t version, size_t bytes_read) {
+  const UniqueFd fd(accept(listener.fd.get(), nullptr, nullptr));
+  Hello hello;
+  recv(fd.get(), &hello, bytes_read, MSG_WAITALL);
+  hello.version = version;
+  send(fd.get(), &hello, 8, MSG_NOSIGNAL);  // and hangs up
+}
+
+// Also where it hangs up on words it has not read, which resets the connection.
+TEST(TcpDialing, NamesPeerInterfaceAndVersionsWhenAnotherVersionAnswers) {
+  for (const size_t bytes_read : {sizeof(Hello), size_t{8}}) {
+    const std::vector<Listener> lower = listeners({"127.0.0.1"});
+    const std::vector<Listener> upper = listeners({"127.0.0.1"});
+    std::thread old([&] { answer_in_version(lower[0], kTcpVersion - 1, bytes_read); });
+    const auto start = std::chrono::steady_clock::now();
+    const Dialed result = dial_as(3, 0, upper, lower);
+    old.join();
+    EXPECT_THAT(result.error,
+                AllOf(HasSubstr("rank 0 (" + lower[0].address.describe() + " by lo, from lo)"),
+                      HasSubstr("speaks version " + std::to_string(kTcpVersion - 1)),
+                      HasSubstr("this one " + std::to_string(kTcpVersion)),
+                      HasSubstr("install the same version of deepytorch on every node")));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10000)) << "no time limit";
+  }
+}
+
+// The rank that is called turns such a caller away and waits for the one it knows.
+TEST(TcpDialing, GoesOnWaitingWhenAnotherVersionCalls) {
+  const std::vector<Listener> lower = listeners({"127.0.0.1"});
+  const std::vector<Listener> upper = listeners({"127.0.0.1"});
+  const UniqueFd old = connect_to(lower[0]);
+  Hello hello;
+  hello.version = kTcpVersion - 1;
+  ASSERT_GT(send(old.get(), &hello, sizeof hello, 0), 0);
+  Dialed one;
+  std::thread thread([&] { one = dial_as(0, 3, lower, upper); });
+  const Dialed other = dial_as(3, 0, upper, lower);
+  thread.join();
+  EXPECT_EQ(one.error + other.error, "");
 }
 
 Route route_by(const std::vector<std::pair<std::string, std::string>>& sources) {

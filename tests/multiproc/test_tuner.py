@@ -106,7 +106,9 @@ def explain_each(rank: int, world_size: int) -> list[tuple[str, Any]]:
 
 def test_every_operation_can_be_explained(tmp_path: Path) -> None:
     env = tuned(tmp_path / "profile.json", tune="force")
-    for op, (plans, calls) in spawn_ranks(explain_each, 2, backend="deepytorch", env=env)[0]:
+    first, _ = spawn_ranks(explain_each, 2, backend="deepytorch", env=env)
+    for op, (plans, calls, groups) in first:
+        assert groups == [], "one node"
         found = explain.answer(explain.Question(op=op, bytes=512 * KIB), plans, calls)
         if op == "all_to_all":
             assert found.source == "rule of thumb"

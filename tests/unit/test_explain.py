@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch_core import explain
-from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.job import BenchError, Nodes
+from deepytorch_core.explain_nodes import BetweenNodes, Phase
+from deepytorch_core.testing.emulation import EmulationError, namespaces
 
 
 def plan(**changes: Any) -> dict[str, Any]:
@@ -74,6 +76,10 @@ QUESTION = explain.Question(op="all_reduce", bytes=4 << 20)
         ({"dtype": "float31"}, "unknown dtype 'float31'; known: float32"),
         ({"world_size": 1}, "--world-size must be at least 2, not 1"),
         ({"tune": "maybe"}, "unknown tune 'maybe'; known: auto, off, force"),
+        (
+            {"nodes": Nodes(ranks_per_node=(2, 1))},
+            "--world-size 2 is not what the nodes have, 2 + 1",
+        ),
     ],
 )
 def test_a_wrong_question_lists_what_is_valid(changes: dict[str, Any], message: str) -> None:
@@ -243,9 +249,117 @@ def test_the_command_measures_and_prints_json(asked: list[explain.Question]) -> 
     [
         (["allreduce", "4M"], "known: all_reduce"),
         (["all_reduce", "4X"], "is no size: write bytes or 4K, 1M, 2G"),
+        (["all_reduce", "4M", "--link", "1gbit"], "--link is for emulated nodes: give --nodes too"),
+        (["all_reduce", "4M", "--order", "cyclic"], "--order is for emulated nodes"),
+        (["all_reduce", "4M", "--nodes", "2", "--link", "fast"], "'fast' is no rate"),
+        (["all_reduce", "4M", "--nodes", "2", "--order", "odd"], "known: block, cyclic, random"),
+        (["all_reduce", "4M", "--nodes", "2", "--world-size", "3"], "leave it out"),
+        (["all_reduce", "4M", "--nodes", "2", "--ranks-per-node", "1,2,3"], "not fit --nodes 2"),
+        (["all_reduce", "4M", "--nodes", "1"], "--world-size must be at least 2, not 1"),
     ],
 )
 def test_the_command_refuses_what_it_does_not_know(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(cli.app, ["explain", *arguments])
     assert result.exit_code != 0
     assert message in str(result.exception)
+
+
+GROUP = {
+    "group": "default",
+    "nodes": [[0, 2], [1, 3]],
+    "sockets": 4,
+    "plans": [
+        {
+            "op": "all_reduce",
+            "algorithm": "hierarchical",
+            "way": "direct",
+            "rails": [[0, 1], [2, 3]],
+            "pieces": 8,
+            "piece_bytes": 524288,
+            "under_way": 7,
+            "sent_bytes": 4194304,
+            "phases": [
+                {"where": "within nodes", "what": "ranks add up their share", "bytes": 262144},
+                {"where": "between nodes", "what": "ranks of a rail swap sums", "bytes": 1023},
+            ],
+        }
+    ],
+}
+
+
+def test_a_plan_between_nodes_is_that_of_the_operation_and_algorithm() -> None:
+    idle = GROUP | {"group": "other", "plans": []}
+    found = BetweenNodes.of("all_reduce", "hierarchical", [idle, GROUP])
+    assert found is not None
+    assert (found.nodes, found.rails, found.sockets) == (((0, 2), (1, 3)), ((0, 1), (2, 3)), 4)
+    assert found.phases[1] == Phase("between nodes", "ranks of a rail swap sums", 1023)
+    assert BetweenNodes.of("all_reduce", "delegate", [GROUP]) is None
+    assert BetweenNodes.of("broadcast", "hierarchical", [GROUP]) is None
+
+
+def test_the_command_prints_a_plan_between_nodes_step_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    questions: list[explain.Question] = []
+
+    def ask(question: explain.Question) -> explain.Answer:
+        questions.append(question)
+        assert question.nodes is not None
+        network = {"link_mbit": 1000.0, "flow_cap_mbit": None, "delay_ms": 0.0}
+        return dataclasses.replace(
+            explain.answer(question, [plan(algorithm="hierarchical")], [call()]),
+            algorithm="hierarchical",
+            emulated={**question.nodes.to_dict(), **network},
+            between_nodes=BetweenNodes.of("all_reduce", "hierarchical", [GROUP]),
+        )
+
+    monkeypatch.setattr(explain, "ask", ask)
+    nodes = ["--nodes", "2", "--ranks-per-node", "2", "--link", "1gbit", "--order", "cyclic"]
+    result = CliRunner().invoke(cli.app, ["explain", "all_reduce", "4M", *nodes])
+    assert result.exit_code == 0, result.output
+    (question,) = questions
+    assert question.world_size == 4
+    assert question.nodes == Nodes(ranks_per_node=(2, 2), link="1gbit", order="cyclic")
+    words = " ".join(result.output.split())
+    for text in (
+        "all_reduce of 4M, float32, 4 ranks",
+        "network emulated 2 nodes of 2 ranks, 1000 Mbit/s, cyclic order",
+        "nodes ranks 0 2; ranks 1 3",
+        "rails ranks 0-1, ranks 2-3",
+        "sockets 4 between two ranks of a rail",
+        "from node to node straight to each",
+        "pieces 8 of up to 512K, 7 of them under way between nodes at a time",
+        "over the network a node sends up to 4M",
+        "1. within nodes ranks add up their share, 256K at a time",
+        "2. between nodes ranks of a rail swap sums, 1023 bytes at a time",
+    ):
+        assert text in words, text
+    result = CliRunner().invoke(cli.app, ["explain", "all_reduce", "4M", *nodes, "--json"])
+    found = json.loads(result.output)
+    assert found["emulated"]["order"] == "cyclic"
+    assert found["between_nodes"]["phases"][0]["where"] == "within nodes"
+
+
+def test_long_lists_of_ranks_are_cut() -> None:
+    from deepytorch.cli.explain import _listed
+
+    assert _listed(range(8), "-") == "0-1-2-3-4-5-6-7"
+    assert _listed(range(64), "-") == "0-1-2-3-4-5-...-63"
+
+
+def test_nodes_that_cannot_be_emulated_are_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> int:
+        raise EmulationError("emulated nodes need the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN")
+
+    monkeypatch.setattr(namespaces, "create", refuse)
+    result = CliRunner().invoke(cli.app, ["explain", "all_reduce", "4M", "--nodes", "2"])
+    assert result.exit_code != 0
+    assert "CAP_NET_ADMIN" in str(result.exception)
+
+
+def test_nodes_have_no_place_in_what_is_compiled() -> None:
+    result = CliRunner().invoke(cli.app, ["explain", "compile", "--nodes", "2"])
+    assert result.exit_code == 2
+    assert "--nodes is for collectives" in result.output

@@ -102,6 +102,12 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--world-size": None,
         "--dtype": "float32",
         "--measure": False,
+        "--nodes": 0,
+        "--ranks-per-node": "1",
+        "--link": "",
+        "--flow-cap": "",
+        "--delay": "",
+        "--order": "block",
         "--json": False,
     },
     "tune": {
