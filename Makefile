@@ -18,11 +18,15 @@ TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 WHEEL_FLAGS ?=
 ADAPTERS ?= all
 # Of the GPU kernels where nvcc is found; a wheel has them for more (csrc/CMakeLists.txt). Without a
-# GPU it is enough to see that they compile: half the time goes into the machine code.
-CUDA_ARCHITECTURES ?= $(if $(wildcard /dev/nvidiactl),90a-real,90a-virtual)
+# GPU it is enough to see that they compile: optimizing and machine code take most of the time.
+HAS_GPU := $(wildcard /dev/nvidiactl)
+CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),90a-real,90a-virtual)
+CUDA_FLAGS ?= $(if $(HAS_GPU),,-Xcicc=-O0)
 export PYTHON
 # What wheel and native tests are made of is compiled once, in one folder.
-NATIVE_SETTINGS := build-dir=build/native cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+NATIVE_SETTINGS := build-dir=build/native \
+                   cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \
+                   cmake.define.CMAKE_CUDA_FLAGS=$(CUDA_FLAGS)
 
 # The virtual environment's tools (cmake, ninja, compilers' helpers) come first, also for children.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
