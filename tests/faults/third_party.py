@@ -106,7 +106,7 @@ SCRIPTS = (
 # What the edited script imports: it says whether the culprit is to hang where it is just now.
 HELPER = """\
 import fcntl, os, queue, re, select, signal, socket, subprocess, sys, threading, time
-import asyncio
+import asyncio, builtins
 from concurrent.futures import ThreadPoolExecutor
 
 import deepytorch
@@ -115,6 +115,7 @@ import torch.distributed as dist
 
 folder = sys.argv[1]
 lock = threading.Lock()
+pair = socket.socketpair()
 arrivals = 0
 
 
@@ -185,12 +186,12 @@ EDITS = (
     Edit("endless loop", "while True: pass"),
     Edit("lock that is never released", "plant.lock.acquire(); plant.lock.acquire()"),
     Edit("reads a pipe", "plant.os.read(plant.os.pipe()[0], 1)"),
-    Edit("input()", "input()"),
+    Edit("input()", "plant.builtins.input()"),
     Edit("empty queue", "plant.queue.Queue().get()"),
     Edit("another program", 'plant.subprocess.run(["sleep", "100000"])'),
-    Edit("reads a socket", "plant.socket.socketpair()[0].recv(1)"),
+    Edit("reads a socket", "plant.pair[0].recv(1)"),
     Edit("regular expression", 'plant.re.match(r"(a+)+$", "a" * 64 + "b")'),
-    Edit("iterates in C", "sum(iter(int, 1))"),
+    Edit("iterates in C", "plant.builtins.sum(iter(int, 1))"),
     Edit("event that nobody sets", "plant.threading.Event().wait()"),
     Edit("opens a pipe", 'open(plant.os.path.join(plant.folder, "fifo")).read()'),
     Edit("waits for a signal", "plant.signal.pause()"),
@@ -328,7 +329,7 @@ def cases(hows: list[str], chance: random.Random) -> Iterator[Case]:
         for edit in EDITS:
             number += 1
             script = SCRIPTS[number % len(SCRIPTS)]
-            how = hows[(number // len(hows) + number) % len(hows)]
+            how = hows[(number + number // len(SCRIPTS)) % len(hows)]
             if places(script.source(), edit.at):
                 yield Case(edit, script, how, chance.randrange(1 << 30))
 
