@@ -158,7 +158,7 @@ test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torc
 	build/tensorflow/bin/pytest --noconftest tests/integrations/check_horovod_tensorflow.py
 
 COUNT ?= 100
-test-hangs: venv adapter ## plants COUNT hangs in a script and counts the right verdicts: 9 s for each
+test-hangs: venv adapter ## plants COUNT hangs in scripts, ours and others', and counts the right verdicts: 15 s for each
 	$(BIN)/python tests/faults/hangs.py --count $(COUNT) --json build/hangs.jsonl
 
 # A group of pyproject.toml's: what only one target needs.

@@ -240,13 +240,29 @@ def _meet(home: _Home, case: str, group: str, operation: evidence.Operation | No
 
     if home.size == 1:
         return ""
+    unreachable = _unreachable(home.store)
+    if not unreachable:
+        try:
+            return _agree(home, case, judge)
+        except RuntimeError:  # the store has gone meanwhile, perhaps
+            unreachable = _unreachable(home.store)
+            if not unreachable:
+                raise
+    here = _here(home)
+    if _is_on_one_node():
+        here += _ended(home, here)
+    found = judge(here)
+    known = len(here) == home.size and found.kind != verdict.NO_HANG
+    return found.sentence if known else unreachable
+
+
+def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Verdict]) -> str:
+    """The sentence that all ranks of the case come to, over the job's store.
+
+    Raises RuntimeError where that goes away meanwhile.
+    """
     from torch._C._distributed_c10d import PrefixStore
 
-    unreachable = _unreachable(home.store)
-    if unreachable:
-        here = _here(home)
-        found = judge(here)
-        return found.sentence if len(here) == home.size else unreachable
     # A connection of its own: another thread may be waiting in the store.
     store = PrefixStore(f"case/{case}", _clone(home))
     if store.compare_set("judge", "", str(home.rank)).decode() != str(home.rank):
@@ -254,6 +270,8 @@ def _meet(home: _Home, case: str, group: str, operation: evidence.Operation | No
         try:
             store.wait(["verdict"], timedelta(seconds=_VERDICT_LIMIT_S))
         except RuntimeError:
+            if _unreachable(home.store):
+                raise
             return judge(_here(home)).sentence
         sentence: str = json.loads(store.get("verdict"))
         return sentence
@@ -277,6 +295,18 @@ def _meet(home: _Home, case: str, group: str, operation: evidence.Operation | No
         everything = [ranks[rank] for rank in sorted(ranks)]
         say(f"{sentence}\n{table.full(everything, found)}", level="error")
     return sentence
+
+
+def _ended(home: _Home, here: Iterable[Rank]) -> list[Rank]:
+    """The ranks of a job on one node that have no flight record there: they had one once."""
+    left = {one.rank for one in here}
+    detail = "no flight record of it is left on this node"
+    host = _node().partition("/")[0]
+    return [
+        Rank(rank, host, process=evidence.GONE, detail=detail)
+        for rank in range(home.size)
+        if rank not in left
+    ]
 
 
 def _unreachable(store: Any) -> str:

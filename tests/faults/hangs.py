@@ -1,11 +1,14 @@
-"""Plants hangs in a script from outside and counts how often the verdict names the right rank.
+"""Plants hangs in scripts from outside and counts how often the verdict names the right rank.
 
     python tests/faults/hangs.py --count 100 --json build/hangs.jsonl
     python tests/faults/hangs.py --device cuda --how delegated --jobs 6 --count 36
+    python tests/faults/hangs.py --scripts third-party --count 20
 
 The verdict is what `deepytorch report --hang --json` prints, a command that is told nothing but to
 look. What was planted, and where, is known here alone. A third of the hangs or more is in
 operations that the stock backend carries out. On GPUs, one for each of two ranks, that is NCCL.
+Every other hang is planted in a script of a package that others wrote (third_party.py); those run
+on CPUs alone.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,13 +29,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import third_party
+from planting import SETTLE_S, NotReadyError, ask, await_files, end, launch
+
 SCRIPT = Path(__file__).with_name("planted_script.py")
 RANKS = {"cpu": 3, "cuda": 2}
-_START_LIMIT_S = 90.0
-_SETTLE_S = 2.5
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
 
 
@@ -73,10 +77,6 @@ class Job:
     @property
     def ranks(self) -> int:
         return RANKS[self.device]
-
-
-class NotReadyError(RuntimeError):
-    """The job did not start, so nothing was planted: its port was taken meanwhile, say."""
 
 
 def stop(pid: int) -> Callable[[], None]:
@@ -163,16 +163,13 @@ def run_one(plant: Plant, job: Job, culprit: int, delay_s: float) -> dict[str, A
                 undo = plant.act(pids[culprit])
             else:
                 await_files([folder / PLANTED], folder, processes)
-            time.sleep(_SETTLE_S)
+            time.sleep(SETTLE_S)
             asked = time.monotonic()
             found = ask(pids[0] if culprit else pids[1])
             took_s = time.monotonic() - asked
         finally:
             undo()
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.wait()
+            end(processes)
     verdict = found["verdict"]
     blamed = set(verdict["ranks"])
     right = (
@@ -185,6 +182,7 @@ def run_one(plant: Plant, job: Job, culprit: int, delay_s: float) -> dict[str, A
         "plant": plant.name,
         "device": job.device,
         "how": job.how,
+        "script": SCRIPT.name,
         "culprit": culprit,
         "right": right,
         "kind": verdict["kind"],
@@ -241,48 +239,8 @@ def start(script: str, job: Job, folder: Path) -> list[subprocess.Popen[bytes]]:
         backend = "cuda:deepytorch" if job.device == "cuda" else "deepytorch"
         script = script.replace("init_process_group(", f'init_process_group("{backend}", ', 1)
     path.write_text("import deepytorch\n" + script)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(job.ranks):
-        environment = dict(
-            os.environ,  # noqa: TID251
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(job.ranks),
-            LOCAL_WORLD_SIZE=str(job.ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-            DEEPYTORCH_TUNE="off",
-            DEEPYTORCH_LOG="error",
-            DEEPYTORCH_COLLECTIVES="stock" if job.how == "delegated" else "native",
-        )
-        command = [sys.executable, str(path), str(folder)]
-        log = open(folder / f"log{rank}", "wb")  # noqa: SIM115
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    return processes
-
-
-def await_files(files: list[Path], folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + _START_LIMIT_S
-    while not all(file.exists() and file.read_text() for file in files):
-        if time.monotonic() > deadline or any(one.poll() is not None for one in processes):
-            logs = "\n".join(log.read_text() for log in sorted(folder.glob("log*")))
-            missing = [file.name for file in files if not file.exists()]
-            raise NotReadyError(f"the script did not come to where it makes {missing}:\n{logs}")
-        time.sleep(0.05)
-
-
-def ask(pid: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "deepytorch.cli", "report", "--hang", "--json"]
-    done = subprocess.run(
-        [*command, "--pid", str(pid)], capture_output=True, text=True, timeout=120, check=True
-    )
-    (case,) = json.loads(done.stdout)
-    found: dict[str, Any] = case
-    return found
+    collectives = "stock" if job.how == "delegated" else "native"
+    return launch(path, folder, job.ranks, {"DEEPYTORCH_COLLECTIVES": collectives})
 
 
 def main() -> None:
@@ -290,6 +248,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=sorted(RANKS), default="cpu")
+    parser.add_argument("--scripts", choices=["ours", "third-party", "all"], default=None)
     parser.add_argument("--how", choices=["native", "delegated"], action="append")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
     parser.add_argument("--limit-s", type=float, default=None, help="begin none after so long")
@@ -297,6 +256,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and (found := num_gpus()) < RANKS["cuda"]:
         sys.exit(f"--device cuda needs {RANKS['cuda']} GPUs, found {found}")
+    options.scripts = options.scripts or ("all" if options.device == "cpu" else "ours")
+    if options.scripts != "ours" and options.device != "cpu":
+        sys.exit("--scripts: what others wrote is edited to run on CPUs")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     wrong = done = 0
     with open(options.json, "w") as file:
@@ -306,7 +268,7 @@ def main() -> None:
             file.write(json.dumps(result) + "\n")
             file.flush()
             mark = "right" if result["right"] else "WRONG"
-            what = f"{result['plant']}, {result['how']}"
+            what = f"{result['plant']}, {result['how']}, {result['script']}"
             print(f"{done}/{options.count} {mark}: {what}: {result['sentence']}", flush=True)
     print(f"{done - wrong} of {done} verdicts are right: {options.json}")
     sys.exit(bool(wrong) or done == 0)
@@ -316,26 +278,25 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What was planted and said, as it comes."""
     chance = random.Random(options.seed)
     deadline = math.inf if options.limit_s is None else time.monotonic() + options.limit_s
-    cases = [
-        (plant, Job(options.device, how))
-        for plant, how in itertools.product(PLANTS, options.how or ("native", "delegated"))
-        if plant.only in ("", how) and (plant.on_device or options.device == "cpu")
-    ]
-    chosen = []
-    for number in range(options.count):
-        plant, job = cases[number % len(cases)]
-        chosen.append((plant, job, plant.chosen_culprit(job.ranks, chance), chance.uniform(0.2, 1)))
+    hows = options.how or ["native", "delegated"]
+    sources = []
+    if options.scripts != "third-party":
+        sources.append(in_our_script(options.device, hows, chance))
+    if options.scripts != "ours":
+        sources.append(in_scripts_of_others(hows, chance))
+    chosen = [next(sources[number % len(sources)]) for number in range(options.count)]
 
-    def one(case: tuple[Plant, Job, int, float]) -> dict[str, Any] | None:
+    def one(case: tuple[str, Callable[[], dict[str, Any]]]) -> dict[str, Any] | None:
+        name, plant = case
         if time.monotonic() > deadline:
             return None
         for _ in range(2):
             try:
-                return run_one(*case)
+                return plant()
             except NotReadyError as error:
                 print(f"not started: {error}", flush=True)
             except PermissionError as error:
-                print(f"not planted: {case[0].name}: {error}", flush=True)
+                print(f"not planted: {name}: {error}", flush=True)
                 break
         return None
 
@@ -344,6 +305,28 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             result = future.result()
             if result is not None:
                 yield result
+
+
+def in_our_script(
+    device: str, hows: list[str], chance: random.Random
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The plants in turn, without end: how each is called, and what plants it."""
+    cases = [
+        (plant, Job(device, how))
+        for plant, how in itertools.product(PLANTS, hows)
+        if plant.only in ("", how) and (plant.on_device or device == "cpu")
+    ]
+    for plant, job in itertools.cycle(cases):
+        culprit, delay_s = plant.chosen_culprit(job.ranks, chance), chance.uniform(0.2, 1)
+        yield plant.name, partial(run_one, plant, job, culprit, delay_s)
+
+
+def in_scripts_of_others(
+    hows: list[str], chance: random.Random
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The same in scripts of third_party.py."""
+    for case in third_party.cases(hows, chance):
+        yield case.edit.name, partial(third_party.run_one, case)
 
 
 def num_gpus() -> int:

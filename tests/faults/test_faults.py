@@ -284,12 +284,15 @@ def test_the_page_is_made_of_several_machines() -> None:
     assert "ends 3.0 s |" not in page.render([{**absent, **ran}])
     soak = {"bench": "soak", "operations": {"a": 900, "b": 1100}, "cycles": 9, "failures": []}
     hangs = [{"plant": "loop", "how": "delegated", "device": "cuda", "right": r} for r in (1, 0)]
+    hangs += [{**one, "script": "hung.py"} for one in hangs[:1]]
+    hangs += [{**one, "script": "package/hung.py"} for one in hangs[:1]]
     cost = {"ratio": 1.004, "ratio_quartiles": [0.99, 1.02], "bytes": 256, "time_us": 9.5}
     others = [soak | ran, *hangs, {"bench": "flight record", **cost}]
     text = page.render([{**ended, **ran}, *others])
     assert "2,000 participations of ranks in random operations of 2 kinds" in text
     assert "and 9 cycles of making and destroying groups; 0 failures; 2 GPUs." in text
-    assert "hangs in delegated operations on cuda: 1 of 2 verdicts are right" in text
+    assert "hangs in delegated operations on cuda: 2 of 3 verdicts are right" in text
+    assert "on cuda, in scripts that others wrote: 1 of 1 verdicts are right" in text
     assert "adds +0.4% (-1.0 to +2.0) to an all_reduce of 256 bytes" in text
 
 

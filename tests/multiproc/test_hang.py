@@ -336,6 +336,40 @@ def test_a_rank_that_left_early_is_named() -> None:
         assert "its process has ended" in texts[rank]
 
 
+def outlive_the_store(rank: int, world_size: int, meanwhile: bool) -> str:
+    """The error of rank 1 after rank 0 has ended, and the job's store with it."""
+    config.set_current(config.Options(collectives="stock"))
+    backend.register()
+    own = rank_store(f"outlive/{meanwhile}")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        own.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(own.get("port")), world_size)
+    dist.init_process_group("deepytorch", store=store, rank=rank, world_size=world_size)
+    dist.all_reduce(torch.ones(3))
+    own.set(f"through{rank}", "")
+    own.wait([f"through{each}" for each in range(world_size)])
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.MonkeyPatch.context() as patch:
+        if meanwhile:  # it seems to be there when it is looked for
+            looks, look = [""], live._unreachable
+            patch.setattr(live, "_unreachable", lambda store: looks.pop() if looks else look(store))
+            patch.setattr(live, "_LOST_LIMIT_S", 0.0)
+        return error_of(lambda: dist.all_reduce(torch.ones(7)))
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_rank_that_ended_with_the_store_is_named(meanwhile: bool) -> None:
+    _, text = spawn_ranks(
+        outlive_the_store, 2, meanwhile, backend=None, expect_dead={0}, timeout_s=60
+    )
+    first = text.splitlines()[0]
+    assert re.match(r"rank 0 \(node \S+\) never entered all_reduce #2 of group", first), text
+    assert "its process has ended" in first
+
+
 def differ_in_operation(rank: int, group: dist.ProcessGroup) -> None:
     if rank == CULPRIT:
         dist.broadcast(torch.ones(10), 1, group=group)

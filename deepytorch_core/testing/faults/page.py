@@ -116,6 +116,8 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
     hangs: dict[str, list[bool]] = {}
     for record in (each for each in records if "plant" in each):
         kind = f"{record['how']} operations on {record.get('device', 'cpu')}"
+        if "/" in record.get("script", ""):  # a package's: ours has no folder in its name
+            kind += ", in scripts that others wrote"
         hangs.setdefault(kind, []).append(record["right"])
     lines += [
         f"* Planted hangs in {kind}: {sum(right)} of {len(right)} verdicts are right."
