@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe llama_sft as a user starts it: under torchrun, alone, and with --compare."""
+"""The recipe llama_sft: on two ranks, alone, and with --compare under torchrun, as users do it."""
 
 import io
 import json
@@ -11,12 +11,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deepytorch.recipes import llama_sft
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import byte_tokenizer
 from deepytorch.recipes._models import load_model, load_tokenizer, save_checkpoint
 from deepytorch.recipes._run import runs
 from deepytorch.recipes.llama_sft import Config, build_model, main
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import run_program, run_script
 
 MODULE = ["-m", "deepytorch.recipes.llama_sft"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -42,8 +43,8 @@ def trained(tmp_path_factory):
     """The run directory and the output of a short stock run on two ranks."""
     output_dir = tmp_path_factory.mktemp("runs")
     words = [*TINY, "backend=stock", "steps=12", "accumulation=2", f"output_dir={output_dir}"]
-    done = run(*words, launcher=TORCHRUN)
-    return run_dir_of(output_dir), done.stdout
+    printed, _ = run_script(llama_sft.__file__, *words)
+    return run_dir_of(output_dir), printed
 
 
 def test_loss_falls_and_scalars_are_recorded(trained):
