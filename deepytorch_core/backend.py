@@ -110,9 +110,10 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     if (reason := why_not_here()) is not None:
         raise AdapterError(f"group {spec.name}: {reason}. {OFF_SWITCH}")
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
-    from deepytorch_core.hang import live, store_limit
+    from deepytorch_core.hang import live, stacks, store_limit
 
     module = adapter.load()
+    module.set_library_folders(list(stacks.library_folders()))
     if _is_default():
         store_limit.limit(spec.store, timeout.total_seconds())
         live.join(spec.store, rank=spec.rank, size=spec.size, life=factory)

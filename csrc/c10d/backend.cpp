@@ -377,6 +377,11 @@ void Backend::note_written(const Call& call) {
   request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
   request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
   request.asynchronous = call.asynchronous || coalescing_ || handles_signals();
+  // Before, as what runs here is over when submit_to_core returns.
+  std::optional<CodeLine> line;
+  if (request.asynchronous == 0 && calling_lines_.is_due(request)) line = CallingLines::find();
+  const dpt_place place = line ? place_of(*line) : dpt_place{};
+  if (line) request.place = &place;
 
   NativeWork::Options work_options{
       rank_, call.op_type, call.title, sequence, call.results.vec(), setup_.explain};
@@ -395,6 +400,7 @@ void Backend::note_written(const Call& call) {
 
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, work, &outcome);
+  if (request.asynchronous != 0) note_place(request, submitted->recorded);
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
   if (outcome == DPT_DELEGATED) result = watched(*submitted);
@@ -417,6 +423,18 @@ void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& 
   request.asynchronous |= coalescing_ ? 1 : 0;
   dpt_outcome outcome = DPT_DELEGATED;
   submit_to_core(request, submitted, nullptr, &outcome);
+  note_place(request, submitted.recorded);
+}
+
+[[gnu::hot]] void Backend::note_place(const dpt_request& request, uint64_t recorded) {
+  if (recorded != 0 && calling_lines_.is_due(request)) find_place(recorded);
+}
+
+[[gnu::cold, gnu::noinline]] void Backend::find_place(uint64_t recorded) const {
+  if (const std::optional<CodeLine> line = CallingLines::find()) {
+    const dpt_place place = place_of(*line);
+    setup_.api->record_place(recorded, &place);
+  }
 }
 
 // One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "abandonment.hpp"
+#include "calling_lines.hpp"
 #include "convert.hpp"
 #include "deepytorch.h"
 #include "delegated_work.hpp"
@@ -189,6 +190,9 @@ class Backend : public c10d::Backend {
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);
+  // Once it has begun, so that other ranks don't wait for this one's GIL.
+  void note_place(const dpt_request& request, uint64_t recorded);
+  void find_place(uint64_t recorded) const;
   // The delegate's work as the caller gets it.
   WorkPtr watched(const Submitted& submitted);
   void inspect(const Call& call, uint64_t sequence);
@@ -275,6 +279,7 @@ class Backend : public c10d::Backend {
   std::map<std::string, BackendPtr> delegates_;
   std::array<BackendPtr, 2> known_delegates_;  // those for "cpu" and "cuda"
   Abandonment abandonment_;
+  CallingLines calling_lines_;
   bool coalescing_ = false;
   std::atomic<int> askers_{0};  // threads in coalesced() that ask
   std::vector<WorkPtr> coalesced_;

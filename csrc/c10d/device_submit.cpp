@@ -74,12 +74,14 @@ int Backend::is_busy(void* call) {
   bool is_known = false;
   dpt_status status = DPT_OK;
   dpt_error error;
+  uint64_t recorded = 0;
   std::exception_ptr failure;
   // Either may wait for a thread that waits for the GIL.
   without_gil([&]() __attribute__((hot, flatten)) {
     dpt_known begun;
     is_known = setup_.api->begin_known(comm_, &request, &begun) != 0;
     if (!is_known) return;
+    recorded = begun.recorded;
     try {
       *work = start_on_device(device, replay, begun.node_of);
       setup_.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
@@ -91,6 +93,7 @@ int Backend::is_busy(void* call) {
     }
   });
   if (status != DPT_OK) throw_failure(status, failure, error);
+  note_place(request, recorded);
   return is_known;
 }
 
@@ -124,6 +127,7 @@ Backend::Places Backend::start_together(
     for (const size_t place : places) setup_.api->record_end(recorded[place], status, 1);
   });
   if (status != DPT_OK) throw_failure(status, failure, error);
+  for (const size_t place : places) note_place(requests[place], recorded[place]);
   return places;
 }
 
@@ -162,6 +166,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, submitted, nullptr, &outcome);
+  note_place(request, submitted.recorded);
   if (outcome == DPT_DELEGATED) return watched(submitted);
   streams_.end(*submitted.stream);
   std::vector<at::Tensor> tensors = call.inputs.vec();

@@ -7,6 +7,7 @@
 #include "backend.hpp"
 #include "hierarchy.hpp"
 #include "in_collective.hpp"
+#include "python_bridge.hpp"
 
 namespace py = pybind11;
 using dpt::c10d_adapter::Backend;
@@ -131,6 +132,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("failures",
         &dpt::c10d_adapter::failures,
         "How many operations of this process ended in an error.");
+
+  m.def("set_library_folders",
+        &dpt::c10d_adapter::set_library_folders,
+        py::arg("folders"),
+        "Says below which folders lies no code of the user's own, for the calling lines in the "
+        "flight record.");
 
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(
       m, "Options", "Options of a deepytorch group; pass as pg_options.")

@@ -5,8 +5,10 @@
 #include <c10/util/FunctionRef.h>
 
 #include <exception>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
 namespace dpt::c10d_adapter {
 
@@ -18,6 +20,19 @@ std::exception_ptr run_signal_handlers();
 // of the group that this thread waits for, or destroy it, so nothing of the core may be beneath it.
 // Half a microsecond.
 bool handles_signals();
+
+// A line of the program.
+struct CodeLine {
+  std::string file;
+  std::string function;
+  int line = 0;
+};
+// What lies below these folders is no user's code, as deepytorch_core/hang/stacks.py has it.
+void set_library_folders(std::vector<std::string> folders);
+// The innermost line of the user's own code that this thread is in, else of a library's other than
+// torch and ours; nothing of a thread that runs no Python, or when the interpreter is ending. Runs
+// no Python and keeps nothing alive. It may wait for the GIL, so holds no lock of the core's.
+std::optional<CodeLine> find_calling_line();
 
 // Calls `function` with the GIL released, if this thread holds it.
 void without_gil(c10::function_ref<void()> function);

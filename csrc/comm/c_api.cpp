@@ -95,6 +95,10 @@ void memory_free(void* address) {
   FlightRecord::instance().end(recorded, state);
 }
 
+void record_place(uint64_t recorded, const dpt_place* place) {
+  FlightRecord::instance().note_place(recorded, *place);
+}
+
 [[gnu::hot]] int begin_known(dpt_comm* comm, const dpt_request* request, dpt_known* begun) {
   return comm->communicator.begin_known(*request, begun) ? 1 : 0;
 }
@@ -136,7 +140,8 @@ const dpt_api* api() {
                              record_end,
                              begin_known,
                              fail_known,
-                             begin_coalesced};
+                             begin_coalesced,
+                             record_place};
   return &table;
 }
 

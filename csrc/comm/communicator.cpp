@@ -120,12 +120,12 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
     record.end(recorded, FlightRecord::kFailed);
     throw;
   }
+  if (request.recorded != nullptr) *request.recorded = recorded;
   const bool on_stream = outcome == DPT_COMPLETED && request.on_device != 0;
   if (outcome == DPT_COMPLETED) {
     record.end(recorded, on_stream ? FlightRecord::kIssued : FlightRecord::kEnded);
-  } else if (outcome == DPT_DELEGATED && request.recorded != nullptr) {
-    *request.recorded = recorded;  // who holds the delegate's handle tells of its end
-  } else if (outcome == DPT_DELEGATED) {
+  } else if (outcome == DPT_DELEGATED && request.recorded == nullptr) {
+    // Else who holds the delegate's handle tells of its end.
     record.end(recorded, FlightRecord::kIssued);
   }
   return outcome;

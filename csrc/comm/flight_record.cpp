@@ -24,8 +24,10 @@ constexpr int kSizeSeals = 1 | 2 | 4;      // F_SEAL_SEAL | F_SEAL_SHRINK | F_SE
 constexpr size_t kGroupsAt = round_up(sizeof(FlightRecord::Header), kPage);
 constexpr size_t kPeersAt =
     round_up(kGroupsAt + FlightRecord::kGroups * sizeof(FlightRecord::Group), kPage);
-constexpr size_t kEntriesAt =
+constexpr size_t kPlacesAt =
     round_up(kPeersAt + FlightRecord::kPeers * sizeof(FlightRecord::Peer), kPage);
+constexpr size_t kEntriesAt =
+    round_up(kPlacesAt + FlightRecord::kPlaces * sizeof(FlightRecord::Place), kPage);
 constexpr size_t kBytes =
     round_up(kEntriesAt + FlightRecord::kEntries * sizeof(FlightRecord::Entry), kPage);
 
@@ -42,6 +44,12 @@ template <size_t kSize>
 void put(char (&to)[kSize], const std::string& text) {
   std::memset(to, 0, kSize);
   text.copy(to, kSize - 1);
+}
+
+// The end of a text that is too long.
+template <size_t kSize>
+void put_end(char (&to)[kSize], const std::string& text) {
+  put(to, text.size() < kSize ? text : "..." + text.substr(text.size() - (kSize - 4)));
 }
 
 template <size_t kSize>
@@ -85,6 +93,7 @@ FlightRecord::FlightRecord() {
   header_ = new (memory_) Header{};
   groups_ = reinterpret_cast<Group*>(memory_ + kGroupsAt);
   peers_ = reinterpret_cast<Peer*>(memory_ + kPeersAt);
+  places_ = reinterpret_cast<Place*>(memory_ + kPlacesAt);
   entries_ = reinterpret_cast<Entry*>(memory_ + kEntriesAt);
 
   Header& header = *header_;
@@ -92,9 +101,11 @@ FlightRecord::FlightRecord() {
   header.header_bytes = kGroupsAt;
   header.group_bytes = sizeof(Group);
   header.peer_bytes = sizeof(Peer);
+  header.place_bytes = sizeof(Place);
   header.entry_bytes = sizeof(Entry);
   header.groups = kGroups;
   header.peers = kPeers;
+  header.places = kPlaces;
   header.entries = kEntries;
   header.pid = getpid();
   header.global_rank = -1;
@@ -200,6 +211,7 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
 [[gnu::hot]] uint64_t FlightRecord::begin(int group, const dpt_request& request, How how) {
   Group* const mine = group_of(group);
   if (mine == nullptr || paused_.load(std::memory_order_relaxed)) return 0;
+  const uint16_t place = request.place != nullptr ? index_of(*request.place) : 0;
   std::atomic<uint64_t>& counter = is_message(request) ? mine->messages : mine->collectives;
   const uint64_t sequence = counter.fetch_add(1, std::memory_order_relaxed) + 1;
   const uint64_t number = header_->next.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -222,12 +234,46 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
                                      (request.asynchronous != 0 ? 4 : 0));
   entry.state.store(kEntered, std::memory_order_relaxed);
   entry.how.store(how, std::memory_order_relaxed);
+  entry.place.store(place, std::memory_order_relaxed);
   entry.number.store(number, std::memory_order_release);
   return number;
 }
 
 void FlightRecord::note(uint64_t number, How how) {
   if (Entry* const entry = entry_of(number)) entry->how.store(how, std::memory_order_relaxed);
+}
+
+void FlightRecord::note_place(uint64_t number, const dpt_place& place) {
+  if (Entry* const entry = entry_of(number)) {
+    entry->place.store(index_of(place), std::memory_order_relaxed);
+  }
+}
+
+// Two threads that bring the same line at the same time may give it two places.
+[[gnu::cold, gnu::noinline]] uint16_t FlightRecord::index_of(const dpt_place& place) {
+  Place wanted{};
+  put(wanted.function, place.function);
+  put_end(wanted.file, place.file);
+  for (size_t i = 0; i < kPlaces; ++i) {
+    Place& there = places_[i];
+    const auto index = static_cast<uint16_t>(i + 1);
+    uint32_t state = there.state.load(std::memory_order_acquire);
+    if (state == Place::kFree &&
+        there.state.compare_exchange_strong(
+            state, Place::kBeingWritten, std::memory_order_acquire, std::memory_order_acquire)) {
+      there.line = place.line;
+      std::memcpy(there.function, wanted.function, sizeof there.function);
+      std::memcpy(there.file, wanted.file, sizeof there.file);
+      there.state.store(Place::kWritten, std::memory_order_release);
+      return index;
+    }
+    if (state == Place::kWritten && there.line == place.line &&
+        std::memcmp(there.function, wanted.function, sizeof there.function) == 0 &&
+        std::memcmp(there.file, wanted.file, sizeof there.file) == 0) {
+      return index;
+    }
+  }
+  return 0;
 }
 
 [[gnu::hot]] void FlightRecord::end(uint64_t number, State state, std::optional<Time> at) {

@@ -3,8 +3,9 @@
 //
 // One memfd per process, named "deepytorch-flight": whoever may look into /proc/<pid>/fd finds and
 // reads it (deepytorch_core/hang/record.py, which knows this layout by heart: change both, and the
-// version). Its size is sealed. It holds a header, a table of groups, the peers of this node, and a
-// ring of the newest operations.
+// version). Its size is sealed. It holds a header, a table of groups, the peers of this node, a
+// table of the program's lines that were found to call operations, and a ring of the newest
+// operations.
 //
 // Lifecycle: made by the process's first group, never destroyed. A child made by fork has no part
 // in it. Thread safety: all functions from any thread; `begin` and `end` take no lock, call no
@@ -27,10 +28,11 @@ namespace dpt {
 
 class FlightRecord {
  public:
-  static constexpr uint32_t kVersion = 1;
+  static constexpr uint32_t kVersion = 2;
   static constexpr size_t kEntries = 2048;
   static constexpr size_t kGroups = 256;
   static constexpr size_t kPeers = 256;
+  static constexpr size_t kPlaces = 256;
   static constexpr size_t kListedRanks = 120;
 
   enum State : uint8_t { kEntered = 1, kEnded = 2, kFailed = 3, kIssued = 4 };
@@ -67,6 +69,9 @@ class FlightRecord {
   using Time = std::chrono::steady_clock::time_point;
   void end(uint64_t number, State state, std::optional<Time> at = std::nullopt);
 
+  // The line that called it, where it was not in the request. No lock either.
+  void note_place(uint64_t number, const dpt_place& place);
+
   // Operations that begin meanwhile are not recorded: to measure what recording costs.
   void pause(bool paused) { paused_ = paused; }
 
@@ -76,8 +81,8 @@ class FlightRecord {
   struct Header {
     char magic[8];  // "dptfly01"
     uint32_t version;
-    uint32_t header_bytes, group_bytes, peer_bytes, entry_bytes;
-    uint32_t groups, peers, entries;
+    uint32_t header_bytes, group_bytes, peer_bytes, place_bytes, entry_bytes;
+    uint32_t groups, peers, places, entries;
     int64_t pid;
     int64_t global_rank, world_size;
     int32_t signal;
@@ -103,6 +108,14 @@ class FlightRecord {
     std::atomic<int64_t> global_rank;  // plus one; 0: none
     std::atomic<int64_t> pid;
   };
+  // Once written it stays as it is; what comes when all are taken is not kept.
+  struct Place {
+    enum State : uint32_t { kFree = 0, kBeingWritten = 1, kWritten = 2 };
+    std::atomic<uint32_t> state;
+    int32_t line;
+    char function[56];
+    char file[192];  // of a longer name the end
+  };
   struct alignas(128) Entry {
     std::atomic<uint64_t> number;  // from 1; 0 while it is being written
     uint64_t sequence;             // within the group: of collectives, or of messages
@@ -116,12 +129,14 @@ class FlightRecord {
     uint8_t collective, dtype, reduce_op;
     uint8_t flags;  // 1: uneven parts, 2: on a device, 4: the caller does not wait
     std::atomic<uint8_t> state, how;
+    std::atomic<uint16_t> place;  // in the table of places, from 1; 0: not sampled
   };
 
  private:
   FlightRecord();
   Group* group_of(int group) const;
   Entry* entry_of(uint64_t number) const;
+  uint16_t index_of(const dpt_place& place);
 
   std::mutex mutex_;  // guards the tables' changes
   std::atomic<bool> paused_{false};
@@ -130,6 +145,7 @@ class FlightRecord {
   Header* header_ = nullptr;
   Group* groups_ = nullptr;
   Peer* peers_ = nullptr;
+  Place* places_ = nullptr;
   Entry* entries_ = nullptr;
 };
 

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 13
+#define DPT_ABI_VERSION 14
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -82,6 +82,13 @@ typedef struct dpt_error {
   char message[1024];
 } dpt_error;
 
+/* A line of the program that calls an operation. */
+typedef struct dpt_place {
+  const char* file;
+  const char* function;
+  int line;
+} dpt_place;
+
 /* One operation. Buffers are contiguous; `count` is the elements of one buffer:
  *   all_reduce      inputs[0] -> outputs[0]
  *   reduce          inputs[0] -> outputs[0] of the root; other ranks' outputs[0] keeps its content
@@ -128,11 +135,14 @@ typedef struct dpt_request {
   /* In a request of the core's own: each rank's node, of equally many ranks each, where the
    * delegate is to go through them in stages. NULL: it isn't. */
   const int* node_of;
-  /* Receives, with DPT_DELEGATED, the operation's number for `record_end`. NULL: nobody will tell.
+  /* Receives the operation's number, with DPT_DELEGATED for `record_end`. NULL: nobody will tell.
    */
   uint64_t* recorded;
   int* source; /* recv: receives the sender's rank in the group; lives as `call` does;
                     may be NULL */
+  /* Who calls it, for the flight record; looked at before `submit` does anything that waits. NULL:
+   * not sampled, or told by `record_place` later. */
+  const dpt_place* place;
 } dpt_request;
 
 #define DPT_ANY_RANK (-1)
@@ -282,6 +292,8 @@ typedef struct dpt_api {
                                 uint64_t* recorded,
                                 int* begun,
                                 dpt_error* error);
+  /* The flight record: who called the operation of this number, if it is still there. */
+  void (*record_place)(uint64_t recorded, const dpt_place* place);
 } dpt_api;
 
 #ifdef __cplusplus

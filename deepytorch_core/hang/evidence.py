@@ -46,11 +46,21 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A line of the program. Of a long `file` only the end is known, behind three dots."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
 class Operation:
     """One call of a rank. `sequence` counts the group's collectives, or its sends and receives.
 
     `root` is a rank in the group: the root, or the peer of a message. Ages are seconds before the
-    evidence was taken; `ended_age_s` is None where it has not ended, or nobody could tell.
+    evidence was taken; `ended_age_s` is None where it has not ended, or nobody could tell. `at` is
+    the line that called it, of the user's own code if there is any; None: not sampled.
     """
 
     group: str
@@ -69,6 +79,7 @@ class Operation:
     state: str
     age_s: float
     ended_age_s: float | None
+    at: Place | None = None
 
     @property
     def is_message(self) -> bool:
@@ -149,7 +160,10 @@ def _group(values: Any) -> Group:
 
 
 def _operation(values: Any) -> Operation:
-    operation = Operation(**_fields(Operation, values))
+    fields = _fields(Operation, values)
+    if fields["at"] is not None:
+        fields["at"] = Place(**_fields(Place, fields["at"]))
+    operation = Operation(**fields)
     if operation.state not in STATES:
         raise ValueError(f"no evidence of a rank: an operation is {operation.state!r}")
     return operation
@@ -161,6 +175,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (int, float),
     "float | None": (int, float, type(None)),
+    "Place | None": (dict, type(None)),
 }
 
 

@@ -17,18 +17,20 @@ from deepytorch_core.hang import evidence
 
 NAME = "deepytorch-flight"
 STACKS_NAME = "deepytorch-stacks"
-VERSION = 1
+VERSION = 2
 
 _MAGIC = b"dptfly01"
-_HEADER = struct.Struct("<8s8Iqqqiiqq64s40s40sQ")
+_HEADER = struct.Struct("<8s10Iqqqiiqq64s40s40sQ")
 _GROUP = struct.Struct("<Iiqqii96s96sQQ120i")
 _PEER = struct.Struct("<qq")
-_ENTRY = struct.Struct("<QQqqQQiiiBBBBBB")
+_PLACE = struct.Struct("<Ii56s192s")
+_ENTRY = struct.Struct("<QQqqQQiiiBBBBBBH")
 _ENTRY_BYTES = 128
 _ENTRIES = struct.Struct(f"{_ENTRY.format}{_ENTRY_BYTES - _ENTRY.size}x")
 _PAGE = 4096
 _MOST_BYTES = 64 << 20
 _MOST_SIZE = 1 << 16
+_WRITTEN = 2
 
 # In the order of the core's enums.
 _COLLECTIVES = (
@@ -137,13 +139,15 @@ def parse(data: bytes, *, now_ns: int) -> Record:
             f"a flight record of version {version}; this deepytorch reads version {VERSION}: use "
             "the deepytorch that the job runs with"
         )
-    header_bytes, group_bytes, peer_bytes, entry_bytes, groups, peers, entries, *rest = rest
+    header_bytes, group_bytes, peer_bytes, place_bytes, entry_bytes, *rest = rest
+    groups, peers, places, entries, *rest = rest
     pid, rank, world_size, signal, _, _, _, host, boot_id, job, begun = rest
-    sizes = (group_bytes, peer_bytes, entry_bytes)
-    if sizes != (_GROUP.size, _PEER.size, _ENTRY_BYTES) or header_bytes % _PAGE:
+    sizes = (group_bytes, peer_bytes, place_bytes, entry_bytes)
+    if sizes != (_GROUP.size, _PEER.size, _PLACE.size, _ENTRY_BYTES) or header_bytes % _PAGE:
         raise RecordError("a flight record of another layout")
     peers_at = _round_up(header_bytes + groups * group_bytes)
-    entries_at = _round_up(peers_at + peers * peer_bytes)
+    places_at = _round_up(peers_at + peers * peer_bytes)
+    entries_at = _round_up(places_at + places * place_bytes)
     if entries_at + entries * entry_bytes > len(data) or header_bytes < _HEADER.size:
         raise RecordError("a flight record that is shorter than it says")
     tables = dict(
@@ -151,7 +155,11 @@ def parse(data: bytes, *, now_ns: int) -> Record:
         for i in range(groups)
         if (each := _group(data, header_bytes + i * group_bytes)) is not None
     )
-    found = [_operation(data, entries_at + i * entry_bytes, tables, now_ns) for i in range(entries)]
+    lines = [_place(data, places_at + i * place_bytes) for i in range(places)]
+    found = [
+        _operation(data, entries_at + i * entry_bytes, (tables, lines), now_ns)
+        for i in range(entries)
+    ]
     operations = [each for _, each in sorted(_present(found), key=lambda pair: pair[0])]
     started = rest[6]
     ages = [each.age_s if each.ended_age_s is None else each.ended_age_s for each in operations]
@@ -200,12 +208,12 @@ def ended(descriptor: int) -> list[Ended]:
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         return []
-    _, _, header_bytes, group_bytes, peer_bytes, _, groups, peers, entries, pid, *_ = (
-        _HEADER.unpack_from(data)
-    )
+    _, _, header_bytes, group_bytes, peer_bytes, place_bytes, _, *rest = _HEADER.unpack_from(data)
+    groups, peers, places, entries, pid, *_ = rest
     if pid != os.getpid():
         return []
     at = _round_up(_round_up(header_bytes + groups * group_bytes) + peers * peer_bytes)
+    at = _round_up(at + places * place_bytes)
     names: dict[int, str] = {}
     for index in range(groups):
         each = _group(data, header_bytes + index * group_bytes)
@@ -213,7 +221,8 @@ def ended(descriptor: int) -> list[Ended]:
             names[each[0]] = each[1].name
     found = []
     for entry in _ENTRIES.iter_unpack(data[at : at + entries * _ENTRY_BYTES]):
-        number, _, entered_ns, ended_ns, _, size, _, _, index, op, _, _, flags, state, how = entry
+        number, _, entered_ns, ended_ns, _, size, _, _, index, op, *rest = entry
+        _, _, flags, state, how, _ = rest
         told = _STATES[state] == evidence.ENDED and _HOW[how] and not flags & 3
         if number and told and index in names:
             one = Ended(names[index], _COLLECTIVES[op], how == 1, size, entered_ns, ended_ns)
@@ -237,12 +246,24 @@ def _group(data: bytes, at: int) -> tuple[int, evidence.Group] | None:
     )
 
 
+def _place(data: bytes, at: int) -> evidence.Place | None:
+    """The line of the program in this place of the table; None where there is none yet."""
+    state, line, function, file = _PLACE.unpack_from(data, at)
+    if state != _WRITTEN or line < 0:
+        return None
+    return evidence.Place(_text(file), line, _text(function))
+
+
 def _operation(
-    data: bytes, at: int, tables: dict[int, evidence.Group], now_ns: int
+    data: bytes,
+    at: int,
+    tables: tuple[dict[int, evidence.Group], list[evidence.Place | None]],
+    now_ns: int,
 ) -> tuple[int, evidence.Operation] | None:
+    groups, places = tables
     number, sequence, entered, ended, count, size, *rest = _ENTRY.unpack_from(data, at)
-    root, tag, index, collective, dtype, reduce_op, flags, state, how = rest
-    group = tables.get(index)
+    root, tag, index, collective, dtype, reduce_op, flags, state, how, place = rest
+    group = groups.get(index)
     if number == 0 or group is None:
         return None  # not written yet, or of a group that is gone
     known = collective < len(_COLLECTIVES) and dtype < len(_DTYPES) and how < len(_HOW)
@@ -265,6 +286,7 @@ def _operation(
         state=_STATES[state],
         age_s=max(0, now_ns - entered) / 1e9,
         ended_age_s=max(0, now_ns - ended) / 1e9 if ended > 0 and state in (2, 3) else None,
+        at=places[place - 1] if 0 < place <= len(places) else None,
     )
 
 

@@ -148,10 +148,11 @@ def is_mine(file: str) -> bool:
     path = os.path.realpath(file)
     if "/site-packages/" in path or "/dist-packages/" in path:
         return False
-    return not any(path.startswith(folder) for folder in _library_folders())
+    return not any(path.startswith(folder) for folder in library_folders())
 
 
-def _library_folders() -> tuple[str, ...]:
+def library_folders() -> tuple[str, ...]:
+    """Below these lies no code of the user's own."""
     global _folders
     if not _folders:
         package = Path(__file__).resolve().parents[1]

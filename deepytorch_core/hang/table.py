@@ -55,7 +55,7 @@ def _in_order(ranks: Sequence[Rank], found: Verdict) -> list[Rank]:
 def _row(one: Rank, found: Verdict) -> tuple[str, ...]:
     now = current(one)
     group = one.group(found.group) if found.group else None
-    place = words.place(one)
+    place = words.place(one) or words.last_call(one)
     return (
         str(one.rank),
         one.host,

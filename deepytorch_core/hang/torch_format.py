@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepytorch_core.hang import evidence
-from deepytorch_core.hang.evidence import Group, Operation, Rank
+from deepytorch_core.hang.evidence import Frame, Group, Operation, Place, Rank
 
 VERSION = "2.10"
 """Of the dump's layout, which torch 2.13 writes."""
@@ -123,11 +123,16 @@ def _entry(
         "is_p2p": operation.is_message,
         "frames": [
             {"name": frame.function, "filename": frame.file, "line": frame.line}
-            for frame in one.frames
-        ]
-        if operation.state == evidence.ENTERED
-        else [],
+            for frame in _frames(one, operation)
+        ],
     }
+
+
+def _frames(one: Rank, operation: Operation) -> Sequence[Frame | Place]:
+    """The whole stack of who is inside; of the others the line that called it, where sampled."""
+    if operation.state == evidence.ENTERED and one.frames:
+        return one.frames
+    return () if operation.at is None else (operation.at,)
 
 
 def _profiling_name(one: Rank, group: Group, operation: Operation) -> str:

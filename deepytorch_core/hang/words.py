@@ -88,6 +88,15 @@ def place(known: Rank) -> str:
     return frame(found) if found is not None else ""
 
 
+def last_call(known: Rank) -> str:
+    """ "called all_reduce #12 at train.py:57 step": the newest whose line was sampled."""
+    for each in reversed(known.operations):
+        if each.at is not None:
+            where = f"{os.path.basename(each.at.file)}:{each.at.line or '?'} {each.at.function}"
+            return f"called {each.op} #{each.sequence} at {where}"
+    return ""
+
+
 def frame(known: evidence.Frame) -> str:
     """ "train.py:88 next(loader)"."""
     code = known.code or known.function

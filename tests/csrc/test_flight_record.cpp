@@ -3,9 +3,11 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -34,12 +36,19 @@ class Mapped {
         memory_ + header().header_bytes + id % header().groups * header().group_bytes);
   }
   const FlightRecord::Entry& entry(uint64_t number) const {
-    const size_t end = bytes_ - header().entries * header().entry_bytes;
     return *reinterpret_cast<const FlightRecord::Entry*>(
-        memory_ + end + (number - 1) % header().entries * header().entry_bytes);
+        memory_ + entries_at() + (number - 1) % header().entries * header().entry_bytes);
+  }
+  // Of an entry, from 1.
+  const FlightRecord::Place& place(uint16_t index) const {
+    return *reinterpret_cast<const FlightRecord::Place*>(
+        memory_ + entries_at() - (header().places + 1U - index) * header().place_bytes);
   }
 
  private:
+  // Tables fill whole pages.
+  size_t entries_at() const { return bytes_ - header().entries * header().entry_bytes; }
+
   size_t bytes_;
   const char* memory_;
 };
@@ -54,17 +63,21 @@ dpt_request request_of(dpt_collective collective, size_t count = 10) {
 }
 
 TEST(FlightRecord, LayoutIsWhatReadersExpect) {
-  EXPECT_EQ(sizeof(FlightRecord::Header), 240U);
+  EXPECT_EQ(sizeof(FlightRecord::Header), 248U);
   EXPECT_EQ(sizeof(FlightRecord::Group), 720U);
   EXPECT_EQ(sizeof(FlightRecord::Peer), 16U);
+  EXPECT_EQ(sizeof(FlightRecord::Place), 256U);
   EXPECT_EQ(sizeof(FlightRecord::Entry), 128U);
-  EXPECT_EQ(offsetof(FlightRecord::Header, started_realtime_ns), 72U);
-  EXPECT_EQ(offsetof(FlightRecord::Header, next), 232U);
+  EXPECT_EQ(offsetof(FlightRecord::Header, started_realtime_ns), 80U);
+  EXPECT_EQ(offsetof(FlightRecord::Header, next), 240U);
   EXPECT_EQ(offsetof(FlightRecord::Group, name), 32U);
   EXPECT_EQ(offsetof(FlightRecord::Group, collectives), 224U);
   EXPECT_EQ(offsetof(FlightRecord::Entry, root), 48U);
   EXPECT_EQ(offsetof(FlightRecord::Entry, collective), 60U);
   EXPECT_EQ(offsetof(FlightRecord::Entry, state), 64U);
+  EXPECT_EQ(offsetof(FlightRecord::Entry, place), 66U);
+  EXPECT_EQ(offsetof(FlightRecord::Place, function), 8U);
+  EXPECT_EQ(offsetof(FlightRecord::Place, file), 64U);
   const Mapped record;
   EXPECT_EQ(std::memcmp(record.header().magic, "dptfly01", 8), 0);
 }
@@ -148,6 +161,111 @@ TEST(FlightRecord, GroupsBeyondTheTableAreNotRecorded) {
   record.close_group(again);
 }
 
+std::string line_of(const FlightRecord::Place& place) {
+  return std::string(place.file) + ":" + std::to_string(place.line) + " " + place.function;
+}
+
+TEST(FlightRecord, KnowsWhoCalled) {
+  FlightRecord& record = FlightRecord::instance();
+  const int group = record.open_group("called", {0, 1});
+  const dpt_place step{"/home/me/train.py", "step", 57};
+  const dpt_place evaluate{"/home/me/train.py", "evaluate", 57};
+  dpt_request request = request_of(DPT_ALL_REDUCE);
+  const uint64_t silent = record.begin(group, request);
+  request.place = &step;
+  const uint64_t told = record.begin(group, request);
+  const uint64_t again = record.begin(group, request);
+  request.place = nullptr;
+  const uint64_t later = record.begin(group, request);
+  record.note_place(later, evaluate);
+  record.note_place(0, evaluate);  // of an operation that was not recorded
+  const Mapped seen;
+  EXPECT_EQ(seen.entry(silent).place, 0U);
+  EXPECT_EQ(seen.entry(told).place, seen.entry(again).place);
+  EXPECT_EQ(line_of(seen.place(seen.entry(told).place)), "/home/me/train.py:57 step");
+  EXPECT_EQ(line_of(seen.place(seen.entry(later).place)), "/home/me/train.py:57 evaluate");
+  EXPECT_EQ(seen.place(seen.entry(told).place).state, FlightRecord::Place::kWritten);
+  record.close_group(group);
+}
+
+TEST(FlightRecord, APlaceToldTooLateHitsNobodyElse) {
+  FlightRecord& record = FlightRecord::instance();
+  const int group = record.open_group("told late", {0, 1});
+  const uint64_t old = record.begin(group, request_of(DPT_ALL_REDUCE));
+  uint64_t there = old;
+  while (there < old + FlightRecord::kEntries) there = record.begin(group, request_of(DPT_REDUCE));
+  record.note_place(old, {"late.py", "late", 1});
+  const Mapped seen;
+  EXPECT_EQ(seen.entry(there).place, 0U);
+  record.close_group(group);
+}
+
+TEST(FlightRecord, LongNamesKeepWhatTellsThemApart) {
+  FlightRecord& record = FlightRecord::instance();
+  const int group = record.open_group("long names", {0});
+  const std::string folders(1000, 'd');
+  const std::string file = folders + "/experiments/train.py";
+  const std::string function(500, 'f');
+  const uint64_t number = record.begin(group, request_of(DPT_BARRIER));
+  record.note_place(number, {file.c_str(), function.c_str(), 3});
+  const Mapped seen;
+  const FlightRecord::Place& place = seen.place(seen.entry(number).place);
+  const std::string kept(place.file);
+  EXPECT_EQ(kept.size(), sizeof place.file - 1);
+  EXPECT_EQ(kept.substr(0, 4), "...d");
+  EXPECT_EQ(kept.substr(kept.size() - 21), "/experiments/train.py");
+  EXPECT_EQ(std::string(place.function), function.substr(0, sizeof place.function - 1));
+  record.close_group(group);
+}
+
+TEST(FlightRecord, ThreadsThatBringPlacesAtOnceGetTheirOwn) {
+  constexpr int kThreads = 4;
+  constexpr int kLines = 20;
+  FlightRecord& record = FlightRecord::instance();
+  const int group = record.open_group("places", {0});
+  const Mapped seen;
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      for (int n = 0; n < 5 * kLines; ++n) {
+        const int line = 1000 + (n * 7 + i) % kLines;
+        const std::string function = "line" + std::to_string(line);
+        dpt_request request = request_of(DPT_BARRIER);
+        const dpt_place place{"threads.py", function.c_str(), line};
+        request.place = &place;
+        const uint64_t number = record.begin(group, request);
+        const uint16_t index = seen.entry(number).place;
+        const std::string expected = "threads.py:" + std::to_string(line) + " " + function;
+        if (index == 0 || line_of(seen.place(index)) != expected) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+  record.close_group(group);
+}
+
+// Last of those with places: from here on all are taken.
+TEST(FlightRecord, PlacesBeyondTheTableAreNotSampled) {
+  FlightRecord& record = FlightRecord::instance();
+  const int group = record.open_group("many places", {0});
+  const Mapped seen;
+  uint64_t first = 0;
+  uint64_t number = 0;
+  for (int line = 1; line <= static_cast<int>(FlightRecord::kPlaces) + 1; ++line) {
+    number = record.begin(group, request_of(DPT_BARRIER));
+    record.note_place(number, {"many.py", "many", line});
+    if (first == 0) first = number;
+  }
+  EXPECT_EQ(seen.entry(number).place, 0U);
+  EXPECT_EQ(line_of(seen.place(seen.entry(first).place)), "many.py:1 many");
+  // Those that are there still are found.
+  record.note_place(number, {"many.py", "many", 1});
+  EXPECT_EQ(seen.entry(number).place, seen.entry(first).place);
+  record.close_group(group);
+}
+
 TEST(FlightRecord, FollowsOperationsToTheirEnd) {
   run_ranks(2,
             [](Rank& rank) {
@@ -167,7 +285,9 @@ TEST(FlightRecord, FollowsOperationsToTheirEnd) {
   const uint64_t begun = seen.header().next;
   int ended = 0;
   for (uint64_t number = begun < 8 ? 1 : begun - 7; number <= begun; ++number) {
-    if (std::string(seen.group(seen.entry(number).group).name) != "followed") continue;
+    const FlightRecord::Group& group = seen.group(seen.entry(number).group);
+    if (group.id != seen.entry(number).group) continue;  // of one that had its place before
+    if (std::string(group.name) != "followed") continue;
     EXPECT_EQ(seen.entry(number).state, FlightRecord::kEnded);
     EXPECT_EQ(seen.entry(number).how, FlightRecord::kNative);
     ++ended;

@@ -90,6 +90,23 @@ def test_the_table_shows_the_blamed_first() -> None:
     assert not [line for line in lines if "hang/stacks.py" in line]
 
 
+def test_the_table_shows_the_last_sampled_call_of_who_gives_no_stack() -> None:
+    ranks = job_of(3, behind=2)
+    called = [evidence.Place("/t/train.py", line, "step") for line in (57, 88)]
+    told = [
+        dataclasses.replace(each, at=place)
+        for each, place in zip(ranks[2].operations, [*called], strict=True)
+    ]
+    stopped: dict[str, Any] = {"process": evidence.STOPPED, "frames": (), "stacks": ""}
+    ranks[2] = dataclasses.replace(ranks[2], operations=(told[1], told[0]), **stopped)
+    ranks[1] = dataclasses.replace(ranks[1], operations=tuple(told))  # has a stack
+    ranks[0] = dataclasses.replace(ranks[0], **stopped)  # has no sample
+    lines = table.table(ranks, verdict.judge(ranks))
+    assert lines[3].endswith("  called all_gather #1 at train.py:57 step")
+    assert lines[2].endswith("  train.py:8 next(loader)")
+    assert lines[1].endswith("#3 of 0")
+
+
 def test_a_large_table_is_cut() -> None:
     ranks = job_of(100, behind=99)
     lines = table.full(ranks, verdict.judge(ranks)).splitlines()
@@ -129,6 +146,19 @@ def test_torch_finds_the_same_mismatch(tmp_path: Path, monkeypatch: pytest.Monke
     torch_format.write(ranks, tmp_path / "dumps")
     last = analyze(tmp_path / "dumps", monkeypatch).collectives[-1]
     assert 2 in last.mismatch_collectives
+
+
+def test_dumps_name_the_line_that_called() -> None:
+    one = job_of(2, behind=1)[0]
+    place = evidence.Place("/t/train.py", 57, "step")
+    operations = [dataclasses.replace(each, at=place) for each in one.operations[1:]]
+    one = dataclasses.replace(one, operations=(one.operations[0], *operations))
+    called = {"name": "step", "filename": "/t/train.py", "line": 57}
+    inside = {"name": "<module>", "filename": "/t/train.py", "line": 8}
+    frames = [entry["frames"] for entry in torch_format.dump(one)["entries"]]
+    assert frames == [[], [called], [inside]]  # of who is inside the whole stack
+    one = dataclasses.replace(one, frames=())
+    assert torch_format.dump(one)["entries"][2]["frames"] == [called]
 
 
 def test_messages_in_dumps() -> None:

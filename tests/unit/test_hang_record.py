@@ -184,8 +184,12 @@ def test_a_process_without_one_is_told() -> None:
         record.read(1 << 22)
 
 
-HEADER_FIELDS = {"version": 8, "header": 12, "group": 16, "peer": 20, "entry": 24}
-COUNT_FIELDS = {"groups": 28, "peers": 32, "entries": 36}
+HEADER_FIELDS = {"version": 8, "header": 12, "group": 16, "peer": 20, "place": 24, "entry": 28}
+COUNT_FIELDS = {"groups": 32, "peers": 36, "places": 40, "entries": 44}
+# Tables fill whole pages; they lie in this order, and the ring comes last.
+GROUPS, GROUP_BYTES, PEERS, PEER_BYTES, PLACES, PLACE_BYTES = 256, 720, 256, 16, 256, 256
+PLACES_AT = 4096 + GROUPS * GROUP_BYTES + PEERS * PEER_BYTES
+ENTRIES_AT, ENTRY_BYTES, PLACE_IN_ENTRY = PLACES_AT + PLACES * PLACE_BYTES, 128, 66
 
 
 @pytest.mark.parametrize("name", [*HEADER_FIELDS, *COUNT_FIELDS])
@@ -206,8 +210,72 @@ def test_lengths_are_checked_before_use(alone: _core.Communicator, name: str) ->
 def test_a_newer_version_names_the_way_out(alone: _core.Communicator) -> None:
     data = raw()
     struct.pack_into("<I", data, 8, 7)
-    with pytest.raises(RecordError, match="version 7.*reads version 1"):
+    with pytest.raises(RecordError, match="version 7.*reads version 2"):
         record.parse(bytes(data), now_ns=NOW_NS)
+
+
+def test_an_older_version_names_the_way_out(alone: _core.Communicator) -> None:
+    data = raw()
+    struct.pack_into("<I", data, 8, 1)  # without places
+    with pytest.raises(RecordError, match="version 1; .* use the deepytorch that the job runs"):
+        record.parse(bytes(data), now_ns=NOW_NS)
+
+
+def put_place(data: bytearray, index: int, state: int, line: int, *names: str) -> None:
+    """`names`: the function, the file."""
+    texts = [name.encode() for name in names]
+    struct.pack_into("<Ii56s192s", data, PLACES_AT + index * PLACE_BYTES, state, line, *texts)
+
+
+def called_from(data: bytearray, index: int) -> evidence.Place | None:
+    """What the reader says of the newest operation, if its entry names this place."""
+    begun = own().begun
+    at = ENTRIES_AT + (begun - 1) % 2048 * ENTRY_BYTES
+    struct.pack_into("<H", data, at + PLACE_IN_ENTRY, index)
+    seen = record.parse(bytes(data), now_ns=time.clock_gettime_ns(time.CLOCK_MONOTONIC))
+    return seen.operations[-1].at
+
+
+def test_the_line_that_called(alone: _core.Communicator) -> None:
+    alone.barrier()
+    assert own().operations[-1].at is None  # without torch nobody looks for it
+    data = raw()
+    assert len(data) == ENTRIES_AT + 2048 * ENTRY_BYTES
+    put_place(data, 6, 2, 57, "step\x1b[31m", "/home/me/train.py")
+    found = called_from(data, 7)
+    assert found == evidence.Place("/home/me/train.py", 57, "step?[31m")
+    put_place(data, 255, 2, 3, "f" * 56, "d" * 192)  # without an end
+    found = called_from(data, 256)
+    assert found == evidence.Place("d" * 192, 3, "f" * 56)
+
+
+def test_lines_that_are_none_are_not_believed(alone: _core.Communicator) -> None:
+    alone.barrier()
+    data = raw()
+    put_place(data, 6, 1, 57, "step", "/home/me/train.py")  # still being written
+    put_place(data, 7, 3, 57, "step", "/home/me/train.py")
+    put_place(data, 8, 2, -1, "step", "/home/me/train.py")
+    for index in (0, 7, 8, 9, 257, 65535):
+        assert called_from(data, index) is None, index
+
+
+def test_the_line_travels(alone: _core.Communicator) -> None:
+    alone.barrier()
+    data = raw()
+    put_place(data, 6, 2, 57, "step", "/home/me/train.py")
+    struct.pack_into("<H", data, ENTRIES_AT + (own().begun - 1) % 2048 * 128 + PLACE_IN_ENTRY, 7)
+    seen = record.parse(bytes(data), now_ns=time.clock_gettime_ns(time.CLOCK_MONOTONIC))
+    rank = evidence.Rank(0, groups=seen.groups, operations=seen.operations)
+    text = evidence.to_json(rank)
+    assert evidence.from_json(text) == rank
+    for wrong in ('"line":"57"', '"row":57', '"line":57,"more":1'):
+        with pytest.raises(ValueError, match="no evidence of a rank"):
+            evidence.from_json(text.replace('"line":57', wrong))
+    at = '"at":{"file":"/home/me/train.py","line":57,"function":"step"}'
+    assert at in text
+    for wrong in ('"at":[]', '"at":"train.py:57"', '"at":{}'):
+        with pytest.raises(ValueError, match="no evidence of a rank"):
+            evidence.from_json(text.replace(at, wrong))
 
 
 def test_cut_records(alone: _core.Communicator) -> None:
@@ -225,7 +293,7 @@ def test_any_content_is_a_record_or_an_error(alone: _core.Communicator) -> None:
     for _ in range(60):
         data = bytearray(good)
         for _ in range(chance.choice((1, 10, 1000))):
-            start = chance.choice((40, 4096, 4096 + 256 * 720, len(data) - 2048 * 128))
+            start = chance.choice((40, 4096, 4096 + 256 * 720, PLACES_AT, ENTRIES_AT))
             at = min(start + chance.randrange(8000), len(data) - 8)
             data[at : at + 8] = chance.randbytes(8)
         try:
@@ -244,6 +312,9 @@ def check_plain(seen: Record) -> None:
         assert operation.group in names
         assert operation.state in evidence.STATES
         assert operation.age_s >= 0
+        if operation.at is not None:
+            assert operation.at.line >= 0
+            assert (operation.at.file + operation.at.function).isprintable()
 
 
 def test_random_bytes_are_no_record() -> None:

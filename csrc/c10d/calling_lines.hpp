@@ -1,0 +1,34 @@
+// Which operations the flight record learns the calling line of.
+//
+// To find it takes the GIL: a microsecond where that is free, 5 ms where another thread runs
+// Python. So it is a sample: of each kind of operation the first, and then a few a second.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+
+#include "deepytorch.h"
+#include "python_bridge.hpp"
+
+namespace dpt::c10d_adapter {
+
+// Those of one group. Thread safety: any thread.
+class CallingLines {
+ public:
+  // Whether this operation is one of the sample: then this thread is to find its line.
+  bool is_due(const dpt_request& request);
+  // The line that this thread calls from.
+  static std::optional<CodeLine> find();
+
+ private:
+  // By operation: a bit for each power of two of a size that has been there.
+  std::array<std::atomic<uint64_t>, DPT_RECV + 1> seen_{};
+};
+
+inline dpt_place place_of(const CodeLine& line) {
+  return {line.file.c_str(), line.function.c_str(), line.line};
+}
+
+}  // namespace dpt::c10d_adapter
