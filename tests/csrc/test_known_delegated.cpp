@@ -139,7 +139,8 @@ TEST_F(ShortWay, IsInTheFlightRecordAsDelegated) {
     ASSERT_GT(bytes, 0);
     const auto* const header = reinterpret_cast<const FlightRecord::Header*>(record.data());
     const size_t entries = header->header_bytes + header->groups * header->group_bytes +
-                           header->peers * header->peer_bytes;
+                           header->peers * header->peer_bytes +
+                           header->places * header->place_bytes;
     const uint64_t last = header->next - 1;
     const auto* const entry = reinterpret_cast<const FlightRecord::Entry*>(
         record.data() + entries + last % header->entries * header->entry_bytes);

@@ -84,7 +84,7 @@ PYTHON_FOLDERS = {
 CORE_ENVIRONMENT = "deepytorch_core/config.py"
 # Tell the ranks they start who they are and where they meet; read nothing.
 WRITES_ENVIRONMENT = {
-    f"deepytorch_core/testing/{name}.py" for name in ("nursery", "script", "worker")
+    f"deepytorch_core/testing/{name}.py" for name in ("forked", "nursery", "script", "worker")
 }
 
 
@@ -213,15 +213,17 @@ def _environment_violations(path: str, tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module in {"os", "posix"}:
             names = [alias.name for alias in node.names]
         for name in {"environ", "environb", "getenv", "getenvb", "putenv"} & set(names):
-            if path in WRITES_ENVIRONMENT and _is_update(tree, node):
+            if path in WRITES_ENVIRONMENT and _is_written(tree, node):
                 continue
             found.append(f"{path}:{node.lineno}: os.{name}: only {CORE_ENVIRONMENT} reads it")
     return found
 
 
-def _is_update(tree: ast.Module, environ: ast.AST) -> bool:
+def _is_written(tree: ast.Module, environ: ast.AST) -> bool:
     return any(
-        isinstance(node, ast.Attribute) and node.value is environ and node.attr == "update"
+        isinstance(node, ast.Attribute)
+        and node.value is environ
+        and node.attr in {"update", "clear"}
         for node in ast.walk(tree)
     )
 
