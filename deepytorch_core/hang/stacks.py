@@ -23,6 +23,8 @@ from deepytorch_core.hang import answer, evidence, processes, record
 _POLL_S = 0.01
 # Who has slept for so long will not get the GIL soon: Python hands it on every 5 ms.
 _MOST_NAPS = 75
+# A page fault is a wait in the kernel, too: it is over when one looks again.
+_MOST_FAULTS = 10
 # The signal's handler writes a line at a time; after so long without one it is through.
 _QUIET_S = 0.08
 _MOST_BYTES = 1 << 18
@@ -33,7 +35,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 def ask(pid: int, signal_number: int, *, limit_s: float) -> str:
     """The stacks of all threads of process `pid`; empty if it gives none within `limit_s`."""
-    if signal_number <= 0 or processes.state(pid)[0] != evidence.RUNNING:
+    if signal_number <= 0 or not _is_running(pid):
         return ""  # what is stopped would answer once it goes on
     if not processes.catches(pid, signal_number):
         return ""
@@ -64,6 +66,15 @@ def ask(pid: int, signal_number: int, *, limit_s: float) -> str:
         for each in (descriptor, question):
             if each is not None:
                 os.close(each)
+
+
+def _is_running(pid: int) -> bool:
+    for _ in range(_MOST_FAULTS):
+        state, _ = processes.state(pid)
+        if state != evidence.IN_KERNEL:
+            return state == evidence.RUNNING
+        time.sleep(_POLL_S)
+    return False
 
 
 def ask_all(signals: dict[int, int], *, limit_s: float) -> dict[int, str]:

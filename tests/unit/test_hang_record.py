@@ -364,6 +364,19 @@ def test_own_stacks() -> None:
     assert again.count("Current thread") == 1
 
 
+@pytest.mark.parametrize(("faults", "answers"), [(0, True), (3, True), (10**6, False)])
+def test_a_page_fault_is_no_wait_for_a_device(
+    faults: int, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = itertools.chain(
+        itertools.repeat((evidence.IN_KERNEL, "handle_mm_fault"), faults),
+        itertools.repeat((evidence.RUNNING, "")),
+    )
+    monkeypatch.setattr(processes, "state", lambda pid: next(states))
+    text = stacks.ask(os.getpid(), answer.register(), limit_s=20)
+    assert ("test_a_page_fault" in text) is answers
+
+
 def test_asking_harms_no_process_that_runs_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that walked the frames while they change would crash it after some ten times."""
     # Three threads hand the GIL on more often than a busy machine lets them run.
