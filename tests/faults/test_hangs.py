@@ -119,7 +119,13 @@ def test_every_script_is_as_it_was_when_its_changes_were_made() -> None:
         assert places(script.source(), "skipped")
 
 
-@pytest.mark.parametrize(("name", "how"), [("empty queue", "native"), ("exits", "delegated")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("empty queue", "native"),
+        pytest.param("exits", "delegated", marks=pytest.mark.extended),
+    ],
+)
 def test_a_script_of_others_that_hangs(name: str, how: str) -> None:
     (edit,) = [edit for edit in EDITS if edit.name == name]
     found = third_party.run_one(Case(edit, SCRIPTS[0], how, seed=5))
