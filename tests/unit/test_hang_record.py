@@ -299,8 +299,18 @@ def test_any_content_is_a_record_or_an_error(alone: _core.Communicator) -> None:
         try:
             seen = record.parse(bytes(data), now_ns=NOW_NS)
         except RecordError:
+            with pytest.raises(RecordError):
+                record.parse_calls(bytes(data))
             continue
         check_plain(seen)
+        brief = record.parse_calls(bytes(data))
+        assert (brief.rank, brief.job, brief.peers) == (seen.rank, seen.job, seen.peers)
+        assert brief.groups == {group.name for group in seen.groups}
+        assert {
+            (each.group, each.sequence, each.op)
+            for each in seen.operations
+            if not each.is_message and (each.on_device or each.how == "delegated")
+        } <= brief.begun_ns.keys()
 
 
 def check_plain(seen: Record) -> None:
@@ -322,6 +332,8 @@ def test_random_bytes_are_no_record() -> None:
     for length in (0, 8, 240, 5000, 500_000):
         with pytest.raises(RecordError):
             record.parse(chance.randbytes(length), now_ns=NOW_NS)
+        with pytest.raises(RecordError):
+            record.parse_calls(chance.randbytes(length))
 
 
 DUMP = """Thread 0x00007f21beffd6c0 (most recent call first):

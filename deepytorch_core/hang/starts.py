@@ -1,0 +1,79 @@
+"""Which rank of a node begins its collectives last, by the flight records of all of them.
+
+For what the core can't time: operations on GPUs and those of the stock backend. A record says when
+the program called an operation, so this tells a rank whose program comes late (its data, its
+processor) and says nothing of a GPU that is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from deepytorch_core.hang import record
+from deepytorch_core.hang.record import Calls, RecordError
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Who came last to the newest collectives of a group that ranks of one node have in common.
+
+    Attributes:
+        group: the group's name.
+        operations: how many were looked at.
+        latest: the global rank that began most of them last; of several, who held up longest.
+        times_last: how many.
+        lag_us: in those, how much later than the rank before it, in the median.
+    """
+
+    group: str
+    operations: int
+    latest: int
+    times_last: int
+    lag_us: float
+
+
+def of_this_node() -> tuple[Starts, ...]:
+    """Those of this process's groups, with the ranks of its node; takes some milliseconds for each.
+
+    Nothing where this process has no record, or others' can't be read.
+    """
+    found = []
+    with contextlib.suppress(OSError, RecordError):
+        own = record.calls(os.getpid())
+        found.append(own)
+        # Groups that never met in native code know no peers.
+        for pid in own.peers.values() if own.peers else record.find():
+            with contextlib.suppress(OSError, RecordError):  # it has ended
+                found.append(record.calls(pid))
+        # With `own` twice, perhaps: as it was then.
+        found = [one for one in found[1:] if one.job == own.job and one.rank != own.rank] + [own]
+    return of(found)
+
+
+def of(calls: Iterable[Calls]) -> tuple[Starts, ...]:
+    """The same of what these ranks called."""
+    begun: dict[tuple[str, int, str], list[tuple[int, int]]] = defaultdict(list)
+    members: Counter[str] = Counter()
+    for one in calls:
+        members.update(one.groups)
+        for what, at_ns in one.begun_ns.items():
+            begun[what].append((at_ns, one.rank))
+    last: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for (group, *_), times in begun.items():
+        if len(times) > 1 and len(times) == members[group]:
+            *_, (before_ns, _), (at_ns, latest) = sorted(times)
+            last[group].append((latest, (at_ns - before_ns) / 1e3))
+    return tuple(_starts(group, seen) for group, seen in sorted(last.items()))
+
+
+def _starts(group: str, seen: list[tuple[int, float]]) -> Starts:
+    times = Counter(rank for rank, _ in seen)
+    total = {rank: sum(lag for each, lag in seen if each == rank) for rank in times}
+    latest = max(times, key=lambda rank: (times[rank], total[rank]))
+    lag_us = median(lag for rank, lag in seen if rank == latest)
+    return Starts(group, len(seen), latest, times[latest], lag_us)
