@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Cycles of garbage are searched for rarely: among what torch and transformers consist of, that took
-# a fifth of the time of tests that compile. Who tests that something goes collects it.
+# a tenth of the time of tests that compile. Who tests that something goes collects it.
 gc.set_threshold(50_000, 20, 20)
 
 _SHARED_MEMORY = Path("/dev/shm")

@@ -1,7 +1,8 @@
 """Python's search for cycles of garbage, while something is compiled.
 
 A compiler makes objects by the hundred thousand, nearly all of which go as soon as nothing refers
-to them. To search for cycles after each 700 of them takes a tenth of its time and finds few.
+to them. To search for cycles after each 700 of them took 7 to 10% of what small models' compiles
+took, and of the tests of compiling; so it was 4%.
 """
 
 from __future__ import annotations
