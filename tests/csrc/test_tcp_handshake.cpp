@@ -336,7 +336,9 @@ TEST(TcpDialing, NamesPeerAndInterfaceWhenItFails) {
 
 // Answers one caller as a rank of another version does, having read so much of what it says.
 void answer_in_version(const Listener& listener, uint16_t version, size_t bytes_read) {
-  const UniqueFd fd(accept(listener.fd.get(), nullptr, nullptr));
+  pollfd called{listener.fd.get(), POLLIN, 0};
+  poll(&called, 1, 10000);  // the listener does not block
+  const UniqueFd fd(DPT_SYS_CHECK(accept(listener.fd.get(), nullptr, nullptr)));
   Hello hello;
   recv(fd.get(), &hello, bytes_read, MSG_WAITALL);
   hello.version = version;
