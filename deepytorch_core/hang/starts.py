@@ -42,17 +42,20 @@ def of_this_node() -> tuple[Starts, ...]:
 
     Nothing where this process has no record, or others' can't be read.
     """
-    found = []
-    with contextlib.suppress(OSError, RecordError):
+    try:
         own = record.calls(os.getpid())
-        found.append(own)
-        # Groups that never met in native code know no peers.
-        for pid in own.peers.values() if own.peers else record.find():
-            with contextlib.suppress(OSError, RecordError):  # it has ended
-                found.append(record.calls(pid))
-        # With `own` twice, perhaps: as it was then.
-        found = [one for one in found[1:] if one.job == own.job and one.rank != own.rank] + [own]
-    return of(found)
+    except (OSError, RecordError):
+        return ()
+    if not own.job:  # it has not said what it is part of
+        return ()
+    ranks = {own.rank: own}
+    # Groups that never met in native code know no peers.
+    for pid in own.peers.values() if own.peers else record.find():
+        with contextlib.suppress(OSError, RecordError):  # it has ended
+            one = record.calls(pid)
+            if one.job == own.job:
+                ranks.setdefault(one.rank, one)
+    return of(ranks.values())
 
 
 def of(calls: Iterable[Calls]) -> tuple[Starts, ...]:
