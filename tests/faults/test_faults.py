@@ -296,6 +296,12 @@ def test_the_page_is_made_of_several_machines() -> None:
     assert "adds +0.4% (-1.0 to +2.0) to an all_reduce of 256 bytes" in text
 
 
+def test_a_record_does_not_say_where_the_project_lies() -> None:
+    message = f"OSError: Too many open files: '{runner.__file__}'"
+    told = runner.Result(Case("SIGKILL", "shm", "init"), "error", [0.1], message).to_dict()
+    assert told["message"].endswith(": 'deepytorch_core/testing/faults/runner.py'")
+
+
 def test_the_page_counts_each_collective_once_where_the_soak_did() -> None:
     ran = {"machine": {"name": "2 GPUs"}, "versions": {"torch": "2.11"}}
     case = runner.Result(Case("SIGKILL", "shm", "init"), "error", [0.1], "gone").to_dict() | ran

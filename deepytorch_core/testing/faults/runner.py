@@ -32,6 +32,7 @@ from deepytorch_core.testing.faults.job import Settings, Told, survive
 from deepytorch_core.testing.pool import spawn_ranks
 from deepytorch_core.testing.worker import UncaughtError
 
+_PROJECT = f"{Path(__file__).parents[3]}/"
 _LIMIT_S = 100.0  # of a case; what runs longer hangs
 _LONG_S = 60.0  # a group's time limit where it must not be what ends the case
 _MOST_LETTERS = 500  # of what a process says at its end
@@ -64,7 +65,8 @@ class Result:
 def _without_case(result: Result) -> dict[str, Any]:
     fields = {entry.name: getattr(result, entry.name) for entry in dataclasses.fields(result)}
     fields.pop("case")
-    return fields
+    # Where the project lies on this machine is nobody's business.
+    return {**fields, "message": result.message.replace(_PROJECT, "")}
 
 
 def run(case: Case, slot: int | None = None) -> Result:
