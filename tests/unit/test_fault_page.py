@@ -60,6 +60,20 @@ def test_the_last_record_of_a_case_counts() -> None:
     assert "**WRONG** |" not in page
 
 
+def test_what_stock_leaves_as_well_counts_against_no_case() -> None:
+    stocks = ["left over: descriptors: pipe, socket (12)", "left over: threads: python (3)"]
+    found = [
+        record("no GPU memory", "cpu-reduce-4", "init", outcome="ends", wrong=stocks),
+        record("no GPU memory", "cpu-reduce-4", "between", wrong=[*stocks, "it hung"]),
+        record("no GPU memory", "cpu-reduce", "init", wrong=stocks[:1]),
+    ]
+    page = render(found)
+    assert "| no GPU memory | ends 0.3 s | **WRONG** | - | - |" in page
+    assert "| no GPU memory | **WRONG** | - | - | - |" in page
+    assert "* no GPU memory | cpu-reduce-4 | between: it hung\n" in page
+    assert "* no GPU memory, cpu-reduce-4: descriptors: pipe, socket (12), threads (3)" in page
+
+
 def test_unknown_cases_are_refused() -> None:
     with pytest.raises(ValueError, match="no such case: meteor"):
         render([record("meteor", "shm", "init")])

@@ -256,10 +256,11 @@ FAULTS = {
             timeout_s=10.0,
             alone=True,
             # Of a start that failed; of one that was NCCL's first in the process, on the victim of
-            # four ranks: 2.28.9 alone left the same. Without peer access that was not measured.
+            # four ranks: 2.28.9 alone left the same, without peer access, too.
             stock_leaves={
                 **dict.fromkeys(_BY_NCCL, ("descriptors: socket (6)",)),
                 "gpu-4": ("descriptors: pipe, socket (12)", "threads (1)"),
+                "cpu-reduce-4": ("descriptors: pipe, socket (12)", "threads (3)"),
             },
             in_start=("init",),
         ),
