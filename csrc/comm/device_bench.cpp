@@ -254,6 +254,9 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
          .divisible =
              options_.divides && can_be_divided(collective, kType, trial.request.reduce_op),
          .copies = group_->copies()});
+    // What all ranks of this group found together, so they leave out the same.
+    const auto smaller = measured_.find({collective, bucket - 1});
+    if (smaller != measured_.end()) racers = without_slow_variants(racers, smaller->second);
   } else if (has_stages) {
     racers.push_back(in_stages);
   } else {

@@ -38,7 +38,7 @@ class DeviceBench final : public Bench {
   const dpt_request& request_;
   const dpt_delegate* delegate_;
   Options options_;
-  // For ranges that are measured at the same, smaller one.
+  // For ranges that are measured at the same, smaller one, and for what is not tried at a larger.
   std::map<std::pair<Collective, int>, Entry> measured_;
   bool fails_in_stages_ = false;  // on any rank
 };

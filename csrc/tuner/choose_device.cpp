@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "tuner/choose_staged.hpp"
 
@@ -130,6 +132,16 @@ constexpr Algorithm kAlgorithms[] = {
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
 constexpr int kFewerChannels[] = {cuda::kUsualChannels, 16};
+
+// How far behind is too far to be tried at the next larger range. Through the host's memory times
+// spread more, and how many workers pay also depends on the size.
+constexpr double kFarBehind = 1.1;
+constexpr double kFarBehindStaged = 2;
+
+bool is_same(const Candidate& a, const Candidate& b) {
+  return std::strcmp(a.algorithm, b.algorithm) == 0 && a.chunk_bytes == b.chunk_bytes &&
+         a.channels == b.channels && a.threads == b.threads && a.delegated == b.delegated;
+}
 
 // All others touch every rank's memory.
 bool can_serve(const Algorithm& algorithm,
@@ -295,6 +307,31 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
         add(algorithm, {channels, usual.threads}, algorithm.chunks[0]);
       }
     }
+  }
+  return found;
+}
+
+std::vector<Candidate> without_slow_variants(const std::vector<Candidate>& candidates,
+                                             const Entry& smaller) {
+  const auto time_of = [&](const Candidate& candidate) {
+    const auto found = std::find_if(smaller.begin(), smaller.end(), [&](const Measurement& each) {
+      return is_same(each.candidate, candidate);
+    });
+    return found != smaller.end() ? found->median_us : std::numeric_limits<double>::infinity();
+  };
+  std::vector<Candidate> found;
+  for (const Candidate& candidate : candidates) {
+    double best_us = std::numeric_limits<double>::infinity();
+    for (const Candidate& each : candidates) {
+      if (std::strcmp(each.algorithm, candidate.algorithm) == 0) {
+        best_us = std::min(best_us, time_of(each));
+      }
+    }
+    const bool staged = std::strcmp(candidate.algorithm, kCpuReduce) == 0;
+    const double time_us = time_of(candidate);
+    const bool slow =
+        std::isfinite(time_us) && time_us > (staged ? kFarBehindStaged : kFarBehind) * best_us;
+    if (!slow) found.push_back(candidate);
   }
   return found;
 }

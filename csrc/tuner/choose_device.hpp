@@ -57,6 +57,12 @@ DevicePlan choose_device(const ChooseDeviceRequest& request);
 constexpr size_t kMostDeviceCandidates = 11;
 std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
 
+// Those worth a trial where `smaller` was measured at the next smaller range: without what was far
+// behind the best of its own algorithm there. Chunks that are too small for a message, or workers
+// that are too many, are so for a larger one. All ranks must bring the same.
+std::vector<Candidate> without_slow_variants(const std::vector<Candidate>& candidates,
+                                             const Entry& smaller);
+
 // What was chosen, or else the best of what was measured that serves; without any the delegate.
 Candidate best_of(const Decision& decision,
                   const std::function<bool(const Candidate& candidate)>& serves);

@@ -102,6 +102,7 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   if (threads > 1) add(usual, threads / 2);
   add(usual / 2, threads);
   add(usual * 2, threads);
+  if (threads > 1) add(usual * 2, threads / 2);
   if (can_divide(request) && request.bytes >= kLeastDivided) {
     for (const int delegated : kDelegatedParts) add(usual, threads, delegated);
   }

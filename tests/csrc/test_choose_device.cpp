@@ -370,6 +370,45 @@ TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
   EXPECT_EQ(offer_channels(132, 0, 5), 5);
 }
 
+TEST(DeviceCandidates, WhatWasSlowForItsAlgorithmIsNotTriedAtLargerSizes) {
+  const auto of = [](const char* name, size_t chunk, int channels) {
+    return Candidate{known_algorithm(name), chunk, channels, 512};
+  };
+  const auto took = [](const Candidate& candidate, double us) {
+    return Measurement{candidate, us, us, us};
+  };
+  const Candidate push = of("push", 16 << 10, 32);
+  const Candidate in_small_chunks = of("push", 8 << 10, 32);
+  const Candidate on_few_channels = of("push", 16 << 10, 16);
+  const Candidate ring = of("ring", 16 << 10, 32);
+  const Candidate stock{known_algorithm("delegate")};
+  const std::vector<Candidate> all{push, in_small_chunks, on_few_channels, ring, stock};
+  const Entry smaller{took(push, 20),
+                      took(in_small_chunks, 22.5),
+                      took(on_few_channels, 21.9),
+                      took(ring, 90),
+                      took(stock, 40)};
+  const auto names = [&](const Entry& entry) {
+    std::vector<size_t> found;
+    for (const Candidate& each : without_slow_variants(all, entry)) {
+      found.push_back(each.chunk_bytes * 100 + static_cast<size_t>(each.channels));
+    }
+    return found;
+  };
+  // The ring is slow, but there is no better one.
+  EXPECT_EQ(names(smaller),
+            (std::vector<size_t>{
+                (16 << 10) * 100 + 32, (16 << 10) * 100 + 16, (16 << 10) * 100 + 32, 0}));
+  EXPECT_EQ(names({}).size(), all.size());
+  // What was best there is no candidate here.
+  EXPECT_EQ(names({took(of("push", 64 << 10, 32), 5), took(in_small_chunks, 22.5)}).size(),
+            all.size());
+  const Candidate many{known_device_algorithm("cpu_reduce"), 1 << 20, 3, 12};
+  const Candidate few{many.algorithm, 1 << 20, 3, 6};
+  EXPECT_EQ(without_slow_variants({many, few}, {took(many, 19), took(few, 10)}).size(), 2);
+  EXPECT_EQ(without_slow_variants({many, few}, {took(many, 21), took(few, 10)})[0].threads, 6);
+}
+
 TEST(DeviceCandidates, BeginWithTheRuleOfThumbsAndDiffer) {
   for (int index = 0; index < kNumCollectives; ++index) {
     const auto collective = static_cast<Collective>(index);
