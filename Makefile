@@ -127,26 +127,30 @@ build-native: $(VENV)/.tools
 test-native: build-native ## GoogleTest of the torch-free core: ranks are threads
 	$(BIN)/ctest --test-dir build/native --output-on-failure --parallel 2
 
+# What the processes that tests start read first.
+STARTUP := PYTHONPATH=$(CURDIR)/tests/startup OMP_NUM_THREADS=1
+
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes tests/network tests/faults tests/docs \
-          tests/multiproc/test_padding_free_training.py \
-          tests/unit/test_compile_replay.py $(wildcard tests/unit/test_padding*.py)
+          tests/multiproc/test_padding_free_training.py tests/multiproc/test_run_compare.py \
+          tests/unit/test_compile_replay.py tests/unit/test_deepspeed_flag.py \
+          $(wildcard tests/unit/test_padding*.py)
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
 	@mkdir -p build
-	@export OMP_NUM_THREADS=1; pytest="$(BIN)/pytest $(PYTEST_FLAGS) -m 'not extended'"; \
+	@export $(STARTUP); pytest="$(BIN)/pytest $(PYTEST_FLAGS) -m 'not extended'"; \
 	  eval "$$pytest $(BESIDE)" > build/beside.log 2>&1 & beside=$$!; \
 	  eval "$$pytest $(addprefix --ignore=,$(BESIDE))"; status=$$?; \
 	  wait $$beside || status=1; cat build/beside.log; exit $$status
 
 test-extended: venv adapter $(OPERATORS) ## tests that make test leaves out because a sibling shows the same (some minutes)
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_FLAGS) -m extended
+	$(STARTUP) $(BIN)/pytest $(PYTEST_FLAGS) -m extended
 
 test-network: venv adapter $(OPERATORS) ## jobs over emulated nodes: fails where it may make no network namespaces (needs root)
 	@$(BIN)/python -c "import sys; from deepytorch_core.testing import emulation; \
 	  sys.exit(emulation.missing_privilege())"
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_FLAGS) tests/network
+	$(STARTUP) $(BIN)/pytest $(PYTEST_FLAGS) tests/network
 
 test-tensorflow: ## Horovod's API for TensorFlow, in an environment without torch (build/tensorflow)
 	@.ci/system python compiler

@@ -394,7 +394,9 @@ print("last line", flush=True)
 """
 
 
-@pytest.mark.parametrize("ending", ["waited", "not waited", "raised"])
+@pytest.mark.parametrize(
+    "ending", [pytest.param("waited", marks=pytest.mark.extended), "not waited", "raised"]
+)
 def test_interpreter_ends_with_groups_open(tmp_path: Path, ending: str) -> None:
     """No hang, no crash, no noise when a program doesn't say goodbye.
 

@@ -88,7 +88,7 @@ def activated(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("accelerate_cv_example.py", ["--cpu"]),
+        pytest.param("accelerate_cv_example.py", ["--cpu"], marks=pytest.mark.extended),
         pytest.param("accelerate_ddp.py", ["--cpu"], marks=pytest.mark.extended),
         ("transformers_trainer.py", ["--use_cpu", "--disable_tqdm", "True", "--output_dir"]),
     ],

@@ -37,7 +37,10 @@ def losses(printed: str) -> list[str]:
     return sorted(re.findall(r"rank \d.*?loss \d+\.\d{6}", printed))
 
 
-@pytest.mark.parametrize(("name", "start"), [("ddp", torchrun), ("fsdp", started)])
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [pytest.param("ddp", torchrun, marks=pytest.mark.extended), ("fsdp", started)],
+)
 def test_example(name: str, start: Any) -> None:
     printed, _ = start(EXAMPLES / f"{name}.py")
     values = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]

@@ -40,6 +40,7 @@ def run(*module_and_arguments: str, **variables: str) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.extended
 def test_the_getting_started_example_with_the_deepspeed_launcher() -> None:
     # As the command `deepspeed` does. Its launcher needs a port that it can't choose itself.
     launcher = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()))

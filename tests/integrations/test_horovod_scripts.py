@@ -65,6 +65,7 @@ def test_the_digits_example_learns() -> None:
     assert accuracies[1] > 90
 
 
+@pytest.mark.extended
 def test_the_synthetic_benchmark_counts_images(tmp_path: Path) -> None:
     sizes = ["--model", "resnet18", "--batch-size", "2", "--image-size", "32"]
     rounds = ["--num-warmup-batches", "1", "--num-iters", "2", "--num-batches-per-iter", "1"]
@@ -108,7 +109,10 @@ time.sleep(2 * hvd.rank())
 
 @pytest.mark.parametrize(
     ("launcher", "command"),
-    [(MPIRUN, [str(EXAMPLES / "horovod_short.py")]), (MPIEXEC, ["-c", EARLY])],
+    [
+        pytest.param(MPIRUN, [str(EXAMPLES / "horovod_short.py")], marks=pytest.mark.extended),
+        (MPIEXEC, ["-c", EARLY]),
+    ],
 )
 def test_other_launchers_variables(
     tmp_path: Path, launcher: dict[str, str], command: list[str]

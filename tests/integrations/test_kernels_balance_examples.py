@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from deepytorch_core import config
 from deepytorch_core.testing import run_program
 
@@ -29,6 +31,7 @@ def losses(printed: str) -> list[float]:
     return [float(value) for value in re.findall(r"loss (\d\S*)", printed)]
 
 
+@pytest.mark.extended
 def test_token_balance_example_learns_from_even_steps(tmp_path: Path) -> None:
     printed = run("token_balance.py", ranks=2, cache=tmp_path)
     before, after = (float(x) for x in re.findall(r"(\d\.\d+) times", printed))

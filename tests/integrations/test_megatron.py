@@ -117,7 +117,7 @@ def train_ours(
     ("layout", "distributed_optimizer", "native"),
     [
         ({"tensor": 2}, False, {"all_reduce"}),
-        ({"data": 2}, False, {"all_reduce"}),
+        pytest.param({"data": 2}, False, {"all_reduce"}, marks=pytest.mark.extended),
         ({"data": 2}, True, {"all_reduce", "all_gather", "reduce_scatter"}),
         ({"pipeline": 2}, False, {"send", "recv"}),
         pytest.param({"tensor": 2, "data": 2}, False, {"all_reduce"}, marks=pytest.mark.extended),
@@ -489,6 +489,7 @@ def run_script(rank: int, world_size: int, script: str) -> tuple[str, int]:
     return said.getvalue(), native
 
 
+@pytest.mark.extended
 def test_megatrons_simple_loop_differs_in_one_line(tmp_path: Path) -> None:
     ours = EXAMPLES / "megatron_simple_gpt.py"
     stock = tmp_path / "stock.py"

@@ -206,7 +206,7 @@ def fine_tune(rank: int, world_size: int, how: str, folder: Path, packing: bool)
         }
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_trls_sft_trainer_gives_the_losses_of_gloo(packing: bool, tmp_path: Path) -> None:
     stock = spawn_ranks(fine_tune, 2, "stock", tmp_path, packing)
     for how in ("mixin", "existing"):

@@ -194,10 +194,10 @@ def figures(trainer: Any) -> list[dict[str, float]]:
     [
         (sft, llama, True),
         (dpo, llama, True),
-        (dpo, qwen2, True),
+        pytest.param(dpo, qwen2, True, marks=pytest.mark.extended),
         (kto, llama, True),
         (grpo, llama, True),
-        (grpo, qwen2, True),
+        pytest.param(grpo, qwen2, True, marks=pytest.mark.extended),
         (rloo, llama, True),
         (rewards, judge, False),
     ],

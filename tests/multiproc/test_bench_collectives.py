@@ -35,6 +35,7 @@ def check(record, job):
     assert record["commit"]
 
 
+@pytest.mark.extended
 def test_every_operation_gloo_against_itself():
     job = Job(ops=OPERATIONS, **TINY, ours="gloo")
     records = list(launch.run(job))

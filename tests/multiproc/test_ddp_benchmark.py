@@ -40,15 +40,15 @@ def run(*arguments: str, ranks: int = 1, **env: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("arguments", "heading", "env"),
     [
         (["--model", "resnet18"], "torchvision resnet18 in fp32", {}),
-        pytest.param(
+        (
             ["--model", "timm/mobilenetv3_small_050", "--precision", "amp", "--bucket-cap-mb", "1"],
             "timm mobilenetv3_small_050 in amp",
             {"DEEPYTORCH_ENABLED": "0"},
-            marks=pytest.mark.extended,
         ),
     ],
     ids=["torchvision", "timm, stock"],

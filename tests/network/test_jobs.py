@@ -94,7 +94,7 @@ def test_collectives_equal_gloos_in_every_rank_order(network: Network, order: st
 
 
 # The nodes have no other addresses, and `results` sees that nothing is left to gloo.
-@pytest.mark.parametrize("order", ["block", "cyclic"])
+@pytest.mark.parametrize("order", ["block", pytest.param("cyclic", marks=pytest.mark.extended)])
 def test_collectives_equal_gloos_over_ipv6(order: str) -> None:
     with Network(2, SETTING, only_ipv6=True) as network:
         with pytest.raises(OSError, match="unreachable"):

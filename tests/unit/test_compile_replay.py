@@ -49,6 +49,9 @@ GPU_ONLY = (
 )
 
 
+LENT = ["lent", "copied"]
+
+
 def _load(name: str) -> Any:
     file = Path(__file__).parents[1] / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"emulated_{file.stem}", file)
@@ -72,6 +75,18 @@ for _module in (cases, masked, causal, users, layerdrop):
             if name == "lending" or (name.startswith("test_") and name not in GPU_ONLY)
         }
     )
+
+
+# What takes long and is as long with gradients that are copied.
+mostly_lent = pytest.mark.parametrize(
+    "emulated", [1, pytest.param(1 << 30, marks=pytest.mark.extended)], ids=LENT, indirect=True
+)
+for _name in (
+    "test_a_masked_language_model_trains_replayed",
+    "test_full_batches_are_replayed_too",
+    "test_positions_that_a_model_counts_itself_are_not_waited_for",
+):
+    globals()[_name] = mostly_lent(globals()[_name])
 
 
 class Again:
@@ -164,7 +179,7 @@ def _placed(module: nn.Module, leaf_of: dict[int, nn.Parameter]) -> Iterator[Non
             own.update(parameters)
 
 
-@pytest.fixture(autouse=True, params=[1, 1 << 30], ids=["lent", "copied"])
+@pytest.fixture(autouse=True, params=[1, 1 << 30], ids=LENT)
 def emulated(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -373,6 +388,7 @@ LAUNCHED, GRAPHS = (False, False), (False, True)
 COMPILED, BOTH = (True, False), (True, True)
 
 
+@mostly_lent
 @pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize(
     ("seconds", "later", "chosen", "waits"),

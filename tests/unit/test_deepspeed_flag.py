@@ -57,8 +57,14 @@ FLAGGED = "{'deepytorch': {'enabled': True}}"
     [
         "import deepspeed",
         "from deepytorch_core import autoload; autoload.register(); import deepspeed",
-        "import torch, deepspeed",
-        "import deepspeed; from deepytorch_core import deepspeed_flag as f; f.arm('again')",
+        pytest.param(
+            "import torch, deepspeed",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "import deepspeed; from deepytorch_core import deepspeed_flag as f; f.arm('again')",
+            marks=pytest.mark.extended,
+        ),
         "from deepspeed import initialize; import deepspeed; deepspeed.initialize is initialize",
     ],
 )
@@ -75,10 +81,19 @@ def test_the_section_leads_to_the_adapter_in_any_order_of_imports(
     [
         "deepspeed.initialize()",
         "deepspeed.initialize(None, 'model', {'zero_optimization': {'stage': 2}})",
-        "deepspeed.initialize(config='deepytorch')",
+        pytest.param(
+            "deepspeed.initialize(config='deepytorch')",
+            marks=pytest.mark.extended,
+        ),
         "deepspeed.initialize(config='/no/such/file')",
-        "deepspeed.initialize(config=17)",
-        "deepspeed.initialize(config='x' * 5000)",
+        pytest.param(
+            "deepspeed.initialize(config=17)",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "deepspeed.initialize(config='x' * 5000)",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_without_the_section_nothing_of_ours_is_loaded(installed: Path, call: str) -> None:
