@@ -1,7 +1,5 @@
 // The communicator's way to its ranks, once they have met: shared memory within nodes, the network
 // between them.
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "base/log.hpp"
@@ -11,12 +9,6 @@
 
 namespace dpt {
 namespace {
-
-void close_all(const std::vector<int>& fds) {
-  for (const int fd : fds) {
-    if (fd >= 0) close(fd);
-  }
-}
 
 // What is wrong between nodes all ranks of this one hear of.
 Connection::Host host_of(Segment& segment) {
@@ -89,14 +81,13 @@ void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait
     }
   }
   if (!no_transport_.empty()) {
-    close_all(connection.pidfds);
     no_messages_ = no_transport_;
     log(LogLevel::kWarning, "group " + group_name_ + " uses the stock backend: " + no_transport_);
     return;
   }
   cores_here_ = fabric.cores_together(local_peers);
   oversubscribed_ = static_cast<int>(local_peers.size()) > cores_here_;
-  fabric.attach(connection, local_peers);
+  fabric.attach(&connection, local_peers);
   arrivals_ = statistics_->start_arrivals(local_ranks);
   {
     std::lock_guard lock(state_mutex_);

@@ -90,27 +90,24 @@ size_t Fabric::offer_chunk_bytes(int size, size_t staging_bytes) {
   return chunk;
 }
 
-void Fabric::attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers) {
+void Fabric::attach(ShmConnection* connection, const std::vector<PeerInfo>& peers) {
   std::lock_guard lock(mutex_);
   if (!watchdog_) {
     watchdog_ = std::make_unique<Watchdog>(
         [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
   }
-  Segment* const segment = connection.segment.get();
-  groups_[segment] = {peers, connection.pools, {}};
+  Segment* const segment = connection->segment.get();
+  groups_[segment] = {peers, connection->pools, {}};
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
-    const int pidfd = connection.pidfds[rank];
     if (sees_same_processes(peers[rank])) {
       FlightRecord::instance().note_peer(segment->global_rank(static_cast<int>(rank)),
                                          peers[rank].pid);
     }
-    if (peers[rank].process == self_.process) {
-      if (pidfd >= 0) close(pidfd);
-    } else {
-      watchdog_->watch(peers[rank].process, pidfd, peers[rank].mark);
-    }
+    if (peers[rank].process == self_.process) continue;
+    watchdog_->watch(peers[rank].process, std::move(connection->pidfds[rank]), peers[rank].mark);
   }
+  connection->pidfds.clear();
   if (groups_.size() == 1) watchdog_->wake();
 }
 

@@ -49,9 +49,8 @@ class Fabric {
   size_t offer_chunk_bytes(int size, size_t staging_bytes);
 
   // From now on the death of any of `peers` (one per rank of the segment) aborts the segment.
-  // Takes ownership of the pidfds (-1: a rank has none) and keeps the peers' pools. Call detach
-  // before the segment goes away.
-  void attach(const ShmConnection& connection, const std::vector<PeerInfo>& peers);
+  // Takes the pidfds and keeps the peers' pools. Call detach before the segment goes away.
+  void attach(ShmConnection* connection, const std::vector<PeerInfo>& peers);
   void detach(Segment* segment);
 
   // `tick` runs in the watchdog's thread, several times a second and after each death; nullptr ends

@@ -15,10 +15,6 @@ namespace {
 
 constexpr int kTickMs = 200;
 
-void close_if_open(int fd) {
-  if (fd >= 0) close(fd);
-}
-
 }  // namespace
 
 Watchdog::Watchdog(OnDeath on_death, OnTick on_tick)
@@ -35,13 +31,10 @@ void Watchdog::wake() const {
   [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof one);
 }
 
-void Watchdog::watch(const std::string& process, int pidfd, const std::string& mark) {
+void Watchdog::watch(const std::string& process, UniqueFd pidfd, const std::string& mark) {
   {
     std::lock_guard lock(mutex_);
-    if (!peers_.emplace(process, Peer{pidfd, mark}).second) {
-      close_if_open(pidfd);
-      return;
-    }
+    if (!peers_.try_emplace(process, Peer{std::move(pidfd), mark}).second) return;
   }
   wake();
 }
@@ -49,17 +42,14 @@ void Watchdog::watch(const std::string& process, int pidfd, const std::string& m
 void Watchdog::forget(const std::string& process) {
   {
     std::lock_guard lock(mutex_);
-    const auto found = peers_.find(process);
-    if (found == peers_.end()) return;
-    close_if_open(found->second.pidfd);
-    peers_.erase(found);
+    if (peers_.erase(process) == 0) return;
   }
   wake();
 }
 
 void Watchdog::close_after_fork() {
   // No lock: only the forking thread exists here, and another may have held it.
-  for (const auto& [process, peer] : peers_) close_if_open(peer.pidfd);
+  for (auto& [process, peer] : peers_) peer.pidfd.reset();
   close(wake_fd_);
 }
 
@@ -72,7 +62,7 @@ void Watchdog::run() {
     {
       std::lock_guard lock(mutex_);
       for (const auto& [process, peer] : peers_) {
-        entries.push_back({peer.pidfd, POLLIN, 0});  // poll passes over negative ones
+        entries.push_back({peer.pidfd.get(), POLLIN, 0});  // poll passes over negative ones
         processes.push_back(process);
         marks.push_back(peer.mark);
       }
@@ -89,8 +79,7 @@ void Watchdog::run() {
         std::lock_guard lock(mutex_);
         const auto found = peers_.find(processes[i]);
         // Forgotten meanwhile, and its number perhaps reused: not this process's death.
-        if (found == peers_.end() || found->second.pidfd != entries[i].fd) continue;
-        close_if_open(found->second.pidfd);
+        if (found == peers_.end() || found->second.pidfd.get() != entries[i].fd) continue;
         peers_.erase(found);
       }
       on_death_(processes[i]);

@@ -11,6 +11,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include "base/unique_fd.hpp"
+
 namespace dpt {
 
 class Watchdog {
@@ -21,9 +23,9 @@ class Watchdog {
 
   Watchdog(OnDeath on_death, OnTick on_tick);
 
-  // Takes ownership of `pidfd`; -1: there is none, so `mark` (own_process_mark of that process)
-  // has to do. A process already watched keeps its first one.
-  void watch(const std::string& process, int pidfd, const std::string& mark);
+  // `pidfd`: none, and `mark` (own_process_mark of that process) has to do. A process already
+  // watched keeps its first one.
+  void watch(const std::string& process, UniqueFd pidfd, const std::string& mark);
   // No group shares this process any more.
   void forget(const std::string& process);
   // Ticks are needed from now on.
@@ -33,7 +35,7 @@ class Watchdog {
 
  private:
   struct Peer {
-    int pidfd;
+    UniqueFd pidfd;
     std::string mark;
   };
 

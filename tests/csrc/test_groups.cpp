@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <bit>
+#include <filesystem>
+#include <set>
 
 #include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
 #include "rank_threads.hpp"
+#include "transport/shm/shm_transport.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -35,6 +38,34 @@ TEST(Groups, RanksHaveTheCoresOfAllOfThem) {
   other.affinity.assign(self.affinity.size() + 1, 0);
   other.affinity.back() = 0b111;
   EXPECT_EQ(fabric.cores_together({self, other}), own + 3);
+}
+
+std::multiset<std::string> open_files() {
+  std::multiset<std::string> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;  // that of the iterator itself
+    found.insert(std::filesystem::read_symlink(entry.path(), gone));
+  }
+  return found;
+}
+
+// As where the store is lost after the ranks of a node have met.
+TEST(Groups, LeaveNothingOpenWhenTheyFailBetweenMeetingAndTheFirstOperation) {
+  Fabric& fabric = Fabric::instance();
+  HashStore store;
+  const std::vector<int64_t> ranks = {0};
+  const std::vector<PeerInfo> peers = {fabric.self(0)};
+  const WaitContext wait{
+      Deadline(std::chrono::seconds(5)), [] { return std::string("meeting"); }, nullptr};
+  fabric.memory().file();  // the process's own, which stays
+  const auto before = open_files();
+  {
+    const ShmConnection connection = connect_shm(
+        {store, "lost", 0, ranks, peers, 1 << 20, fabric.memory(), fabric.peer_pools()}, wait);
+    EXPECT_EQ(connection.why_not, "");
+    EXPECT_GT(open_files().size(), before.size());
+  }
+  EXPECT_EQ(open_files(), before);
 }
 
 TEST(Groups, WorkAtTheSameTimeInAnyOrder) {

@@ -89,8 +89,8 @@ TEST(Watchdog, WithoutPidfdsLearnsOfDeathsAndNotOfStops) {
   static Told* const told = new Told;
   static Watchdog* const watchdog = new Watchdog(
       [](const std::string& process) { told->death(process); }, [] { return told->tick(); });
-  watchdog->watch("stopped", -1, stopped.mark());
-  watchdog->watch("killed", -1, killed.mark());
+  watchdog->watch("stopped", {}, stopped.mark());
+  watchdog->watch("killed", {}, killed.mark());
   kill(stopped.pid(), SIGSTOP);
   told->wait_for_ticks(3);
   EXPECT_TRUE(told->deaths_so_far().empty());

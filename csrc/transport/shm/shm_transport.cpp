@@ -203,13 +203,6 @@ std::vector<char*> map_pools(const ShmGroup& group,
   return bases;
 }
 
-void close_all(ShmConnection* connection) {
-  for (const int fd : connection->pidfds) {
-    if (fd >= 0) close(fd);
-  }
-  *connection = ShmConnection();
-}
-
 }  // namespace
 
 const Transport kShmTransport{"shm", why_not};
@@ -234,7 +227,7 @@ ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
     }
     connection.segment =
         std::make_unique<Segment>(exchanged.memory.release(), group.rank, group.global_ranks);
-    for (Belongings& rank : exchanged.ranks) connection.pidfds.push_back(rank.pidfd.release());
+    for (Belongings& rank : exchanged.ranks) connection.pidfds.push_back(std::move(rank.pidfd));
     bases = map_pools(group, exchanged.ranks, &connection.pools);
     if (!bases.empty()) outcome = kWithPools;
   } catch (const Error& error) {
@@ -253,7 +246,7 @@ ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
     if (outcomes[rank] == kWithPools) continue;
     all_have_pools = false;
     if (outcomes[rank] == kWithoutPools) continue;
-    close_all(&connection);
+    connection = {};
     connection.why_not = "rank " + std::to_string(group.global_ranks[rank]) +
                          " has no shared memory with its group: " + outcomes[rank];
     return connection;

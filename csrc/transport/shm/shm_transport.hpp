@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "base/unique_fd.hpp"
 #include "base/wait.hpp"
 #include "bootstrap/store.hpp"
 #include "transport/shm/memory_pool.hpp"
@@ -18,8 +19,8 @@ extern const Transport kShmTransport;
 
 struct ShmConnection {
   std::unique_ptr<Segment> segment;  // nullptr: no shared memory here, see why_not
-  // One per rank, owned by the receiver; become readable at death. -1: that rank has none.
-  std::vector<int> pidfds;
+  // One per rank, which becomes readable at its death; some have none.
+  std::vector<UniqueFd> pidfds;
   // The peers' pools, already known to the segment; keep them as long as that. Empty when some rank
   // can't take part: then no rank of the group uses registered memory.
   std::vector<std::shared_ptr<const MappedPool>> pools;
