@@ -193,11 +193,8 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
          .nodes = by_nodes ? nodes_->num_nodes() : 1,
          .delegate = device_tuning_.delegate_competes(),
          .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
-         .devices_add =
-             !nodes_ && staged::Job::adds_on_device(request.collective,
-                                                    request.dtype,
-                                                    request.reduce_op,
-                                                    static_cast<int>(global_ranks_.size())),
+         .devices_add = !nodes_ && staged::Job::adds_on_device(
+                                       request.collective, request.dtype, request.reduce_op),
          .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
          .copies = tunes ? device_->group->copies() : cuda::Staging{},
          .replayed = copies && busy(),

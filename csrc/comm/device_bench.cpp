@@ -249,8 +249,8 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
          .not_native = "",
          .delegate = has_delegate,
          .staging = group_->staging(),
-         .devices_add = nodes == nullptr && staged::Job::adds_on_device(
-                                                collective, kType, trial.request.reduce_op, ranks),
+         .devices_add = nodes == nullptr &&
+                        staged::Job::adds_on_device(collective, kType, trial.request.reduce_op),
          .divisible =
              options_.divides && can_be_divided(collective, kType, trial.request.reduce_op),
          .copies = group_->copies()});

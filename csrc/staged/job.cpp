@@ -23,6 +23,7 @@ uint32_t describe(const dpt_request& request, const Job& job) {
   mix(request.dtype);
   mix(request.reduce_op);
   mix(static_cast<uint64_t>(request.root));
+  mix(request.count);
   mix(job.piece_bytes);
   mix(job.chunk_bytes);
   mix(static_cast<uint64_t>(job.kind));
@@ -66,17 +67,19 @@ void plan_travel(Job* job, Collective collective, const Membership& ranks) {
 }  // namespace
 
 // Sums of what models are trained in; the rest is rare in training, and kernels cost space.
-bool Job::adds_on_device(Collective collective, DataType dtype, ReduceOp op, int ranks) {
-  const bool pays =
-      collective == DPT_REDUCE_SCATTER || (collective == DPT_ALL_REDUCE && ranks == 2);
+bool Job::adds_on_device(Collective collective, DataType dtype, ReduceOp op) {
+  const bool pays = collective == DPT_REDUCE_SCATTER || collective == DPT_ALL_REDUCE;
   const bool floats = dtype == DPT_FLOAT32 || dtype == DPT_BFLOAT16 || dtype == DPT_FLOAT16;
   return pays && floats && (op == DPT_SUM || op == DPT_AVG);
 }
 
-Job Job::of(const dpt_request& request,
+namespace {
+
+Job one_job(const dpt_request& request,
             const Cut& cut,
             const Membership& ranks,
             const Shape& shape) {
+  using Kind = Job::Kind;
   const NodeLayout& layout = ranks.layout;
   const int rank = ranks.rank;
   const bool travels = shape.nodes > 1;
@@ -87,7 +90,8 @@ Job Job::of(const dpt_request& request,
   job.piece_bytes = request.count * size_of(request.dtype);
   job.num_pieces = 1;
   const bool on_device = cut.threads == 0 && !travels &&
-                         adds_on_device(request.collective, job.dtype, job.op, shape.ranks);
+                         Job::adds_on_device(request.collective, job.dtype, job.op) &&
+                         (request.collective != DPT_ALL_REDUCE || shape.ranks == 2);
   const Kind reduces = on_device ? Kind::kReduceOnDevice : Kind::kReduce;
   const auto input = [&](int index) { return static_cast<const char*>(request.inputs[index]); };
   const auto output = [&](int index) { return static_cast<char*>(request.outputs[index]); };
@@ -100,7 +104,7 @@ Job Job::of(const dpt_request& request,
         job.own = input(0);
         job.own_to = output(0);
       } else {
-        job.downloads = {{kResult, 0, output(0)}};
+        job.downloads = {{Job::kResult, 0, output(0)}};
       }
       break;
     case DPT_REDUCE_SCATTER:
@@ -109,7 +113,7 @@ Job Job::of(const dpt_request& request,
         for (const int to : node) {
           // Then its own part stays where it is, and slots are without their rank's.
           if (on_device && to == rank) continue;
-          if (to == rank) job.downloads = {{kResult, job.pieces.size(), output(0)}};
+          if (to == rank) job.downloads = {{Job::kResult, job.pieces.size(), output(0)}};
           job.pieces.push_back(input(to));
           if (!on_device) continue;
           job.downloads.push_back({to, static_cast<size_t>(rank - (rank > to ? 1 : 0)), nullptr});
@@ -150,7 +154,7 @@ Job Job::of(const dpt_request& request,
       break;
     default:
       throw Error(DPT_ERR_INTERNAL,
-                  why_not({request.collective, request.dtype, request.reduce_op}));
+                  Job::why_not({request.collective, request.dtype, request.reduce_op}));
   }
   if (travels) plan_travel(&job, request.collective, ranks);
   const size_t slot = shape.slot_bytes;
@@ -163,8 +167,68 @@ Job Job::of(const dpt_request& request,
   job.chunks = std::max<size_t>((job.piece_bytes + job.chunk_bytes - 1) / job.chunk_bytes, 1);
   const int threads = cut.threads == 0 ? shape.threads : std::min(cut.threads, shape.threads);
   job.threads = job.kind == Kind::kReduce ? threads : 0;
-  job.description = describe(request, job);
   return job;
+}
+
+// Every rank adds up its part of the whole and then gets the others'. What can't be divided, fewer
+// elements than ranks, workers reduce.
+std::vector<Job> scatter_and_gather(const dpt_request& request,
+                                    const Cut& cut,
+                                    const Membership& ranks,
+                                    const Shape& shape) {
+  const auto size = static_cast<size_t>(shape.ranks);
+  const size_t count = request.count / size;
+  const size_t part = count * size_of(request.dtype);
+  const auto* const input = static_cast<const char*>(request.inputs[0]);
+  auto* const output = static_cast<char*>(request.outputs[0]);
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (size_t rank = 0; rank < size; ++rank) {
+    inputs.push_back(input + rank * part);
+    outputs.push_back(output + rank * part);
+  }
+  void* own = outputs[ranks.rank];
+  const void* const added = own;
+  std::vector<Job> jobs;
+  if (request.count % size != 0) {
+    const void* const rest = input + size * part;
+    void* const to = output + size * part;
+    dpt_request of_rest = request;
+    of_rest.count = request.count % size;
+    of_rest.inputs = &rest;
+    of_rest.outputs = &to;
+    jobs.push_back(one_job(of_rest, cut, ranks, shape));
+  }
+  if (count == 0) return jobs;
+  dpt_request half = request;
+  half.count = count;
+  half.collective = DPT_REDUCE_SCATTER;
+  half.inputs = inputs.data();
+  half.outputs = &own;
+  jobs.push_back(one_job(half, cut, ranks, shape));
+  half.collective = DPT_ALL_GATHER;
+  half.reduce_op = DPT_NO_REDUCE;
+  half.inputs = &added;
+  half.outputs = outputs.data();
+  jobs.push_back(one_job(half, cut, ranks, shape));
+  return jobs;
+}
+
+}  // namespace
+
+std::vector<Job> Job::of(const dpt_request& request,
+                         const Cut& cut,
+                         const Membership& ranks,
+                         const Shape& shape) {
+  const bool in_parts = cut.threads == 0 && request.collective == DPT_ALL_REDUCE &&
+                        shape.ranks > 2 && shape.nodes == 1 && !shape.on_devices &&
+                        adds_on_device(request.collective, request.dtype, request.reduce_op);
+  std::vector<Job> jobs = in_parts ? scatter_and_gather(request, cut, ranks, shape)
+                                   : std::vector{one_job(request, cut, ranks, shape)};
+  if (jobs.empty()) jobs.push_back(one_job(request, cut, ranks, shape));  // of no elements
+  // All parts say what operation they are of.
+  for (Job& job : jobs) job.description = describe(request, job);
+  return jobs;
 }
 
 }  // namespace dpt::staged

@@ -44,9 +44,10 @@ struct Job {
 
   static constexpr int kResult = -1;
 
-  // Whether the devices of one node reduce with Cut::threads of 0. It pays where that is no more to
-  // copy down than a rank copies up: its own part alone, or the whole of one other rank.
-  static bool adds_on_device(Collective collective, DataType dtype, ReduceOp op, int ranks);
+  // Whether the devices of one node reduce with Cut::threads of 0. Then a rank copies down its own
+  // part alone, or the whole of one other rank; with more of them an all_reduce is a reduce_scatter
+  // and an all_gather, half as much again to copy down, and no worker.
+  static bool adds_on_device(Collective collective, DataType dtype, ReduceOp op);
   struct Wish {
     Collective collective;
     DataType dtype;
@@ -56,10 +57,11 @@ struct Job {
   };
   // Empty, or why a staged group can't serve such a request.
   static std::string why_not(const Wish& wish);
-  static Job of(const dpt_request& request,
-                const Cut& cut,
-                const Membership& ranks,
-                const Shape& shape);
+  // What the operation takes, one behind the other. At least one.
+  static std::vector<Job> of(const dpt_request& request,
+                             const Cut& cut,
+                             const Membership& ranks,
+                             const Shape& shape);
 
   Kind kind;
   DataType dtype;

@@ -68,47 +68,65 @@ Pipeline::~Pipeline() = default;
 
 // ---- What the device does ----
 
-void Pipeline::enqueue(const Job& job,
+void Pipeline::enqueue(const std::vector<Job>& parts,
                        std::chrono::milliseconds timeout,
                        Stream stream,
                        const StartHooks& hooks) {
   if (is_broken()) {
     throw Error(DPT_ERR_ABORTED, "the group's operations on GPUs were broken off");
   }
-  const Op& op = append(job, timeout);
-  try {
-    const std::shared_ptr<void> entered = engine_.enter();
-    engine_.fork(stream);
-    if (hooks.beside) hooks.beside();
-    const bool own_is_result = job.kind == Job::Kind::kExchange;
-    if (own_is_result && job.own != job.own_to) {
-      engine_.copy_local(job.own_to, job.own, job.piece_bytes);
-    }
-    // In an order in which each command could wait for the end of the one before: some devices'
-    // lanes share a queue, and a full queue holds up this thread.
-    const uint64_t lag = std::min<uint64_t>(board_.shape().depth, job.chunks);
-    for (uint64_t step = 0; step < job.chunks + lag; ++step) {
-      if (step >= lag) {
-        const uint64_t chunk = step - lag;
-        const bool keeps_arrival = chunk + Lane::kCount >= std::min(step, job.chunks);
-        if (keeps_arrival) engine_.submit({Lane::kUp, lane_of(op.first + chunk)});
-        put_down(op, chunk);
-      }
-      if (step < job.chunks) put_up(op, step);
-    }
-    close(op, stream);
-  } catch (...) {
-    tell_cause(hooks);
-    // Some of it is on its way, and the other ranks wait for the rest. Nor may the stream go on
-    // before what uses its buffers has ended.
-    break_off(Failure::kAborted, ranks_.rank);
+  const uint32_t number = last_number_.load(std::memory_order_relaxed) + 1;
+  last_number_.store(number, std::memory_order_release);
+  for (const Job& part : parts) {
+    const bool is_first = &part == &parts.front();
+    auto appended = std::make_unique<Op>();
+    appended->job = part;
+    appended->number = number;
+    appended->is_last = &part == &parts.back();
+    appended->timeout = timeout;
+    const Op& op = append(std::move(appended));
     try {
-      close(op, stream);
-    } catch (const Error&) {
-      // Then the device carries out nothing any more.
+      put_on_lanes(op, stream, is_first ? hooks : StartHooks{});
+    } catch (...) {
+      tell_cause(hooks);
+      // Some of it is on its way, and the other ranks wait for the rest. Nor may the stream go on
+      // before what uses its buffers has ended.
+      break_off(Failure::kAborted, ranks_.rank);
+      try {
+        close(op, stream);
+      } catch (const Error&) {
+        // Then the device carries out nothing any more.
+      }
+      throw;
     }
-    throw;
   }
+}
+
+void Pipeline::put_on_lanes(const Op& op, Stream stream, const StartHooks& hooks) {
+  const Job& job = op.job;
+  const std::shared_ptr<void> entered = engine_.enter();
+  engine_.fork(stream);
+  if (hooks.beside) hooks.beside();
+  const bool own_is_result = job.kind == Job::Kind::kExchange;
+  if (own_is_result && job.own != job.own_to) {
+    engine_.copy_local(job.own_to, job.own, job.piece_bytes);
+  }
+  // In an order in which each command could wait for the end of the one before: some devices'
+  // lanes share a queue, and a full queue holds up this thread.
+  const uint64_t lag = std::min<uint64_t>(board_.shape().depth, job.chunks);
+  for (uint64_t step = 0; step < job.chunks + lag; ++step) {
+    if (step >= lag) {
+      const uint64_t chunk = step - lag;
+      const bool keeps_arrival = chunk + Lane::kCount >= std::min(step, job.chunks);
+      if (keeps_arrival) engine_.submit({Lane::kUp, lane_of(op.first + chunk)});
+      put_down(op, chunk);
+    }
+    if (step < job.chunks) put_up(op, step);
+  }
+  if (op.is_last) return close(op, stream);
+  // The next part begins where all of this one has ended.
+  engine_.meet();
+  engine_.join(stream);
 }
 
 // Behind all of the operation comes the gate, and then the stream goes on.
@@ -121,18 +139,13 @@ void Pipeline::close(const Op& op, Stream stream) {
   engine_.join(stream);
 }
 
-Pipeline::Op& Pipeline::append(const Job& job, std::chrono::milliseconds timeout) {
+Pipeline::Op& Pipeline::append(std::unique_ptr<Op> op) {
   while (ops_.size() > 1 && ops_.front()->users.load(std::memory_order_acquire) == 0) {
     ops_.pop_front();
   }
-  auto op = std::make_unique<Op>();
-  op->job = job;
   op->first = next_chunk_.load(std::memory_order_relaxed);
-  op->number = last_number_.load(std::memory_order_relaxed) + 1;
-  op->timeout = timeout;
   op->users = workers_.size();
-  next_chunk_.store(op->first + job.chunks, std::memory_order_release);
-  last_number_.store(op->number, std::memory_order_release);
+  next_chunk_.store(op->first + op->job.chunks, std::memory_order_release);
   Op& appended = *op;
   ops_.push_back(std::move(op));
   ops_[ops_.size() - 2]->next.store(&appended, std::memory_order_release);
@@ -384,11 +397,24 @@ bool Pipeline::carry(Cursor& at) {
   }
 }
 
+// Of a part that others follow: every lane down has taken its last chunk.
+bool Pipeline::has_ended(const Op& op) const {
+  if (op.is_last) {
+    const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
+    return has_come_to(finished, op.number) && (!courier_ || courier_->is_through(op.first));
+  }
+  const uint64_t end = op.first + op.job.chunks;
+  for (uint64_t last = std::max(op.first, end - Lane::kCount); last < end; ++last) {
+    const Word& taken = board_.taken(rank_, slot_of(last));
+    if (!has_come_to(taken.load(std::memory_order_acquire), low(last))) return false;
+  }
+  return !is_broken();
+}
+
 void Pipeline::watch(Cursor& at) {
-  const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
-  if (has_come_to(finished, at.op->number) && (!courier_ || courier_->is_through(at.op->first))) {
+  if (has_ended(*at.op)) {
     at.is_over = true;
-    seen_to_the_end_.store(at.op->number, std::memory_order_release);
+    if (at.op->is_last) seen_to_the_end_.store(at.op->number, std::memory_order_release);
     return;
   }
   // It takes its time from when the device came to it.

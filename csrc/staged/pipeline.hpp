@@ -45,11 +45,12 @@ class Pipeline {
            std::unique_ptr<Courier> courier = nullptr);
   ~Pipeline();
 
-  // Starts the operation behind what is on `stream`, which from here on waits for its end.
+  // Starts the operation behind what is on `stream`, which from here on waits for its end. `parts`:
+  // one behind the other, of which the last one's end is the operation's.
   // What runs beside it is put there before anything of the operation is on a lane: on every rank
   // alike, so that nothing of the two waits for each other where a lane and `stream` share a queue.
   // Throws Error(DPT_ERR_ABORTED) when the group is broken; any other error breaks it.
-  void enqueue(const Job& job,
+  void enqueue(const std::vector<Job>& parts,
                std::chrono::milliseconds timeout,
                Stream stream,
                const StartHooks& hooks = {});
@@ -85,7 +86,8 @@ class Pipeline {
   struct Op {
     Job job;
     uint64_t first = 0;   // chunk
-    uint32_t number = 0;  // among the group's operations
+    uint32_t number = 0;  // among the group's operations; parts of one have the same
+    bool is_last = true;  // of its parts
     std::chrono::milliseconds timeout{0};
     std::atomic<Op*> next{nullptr};
     std::atomic<bool> begun{false};  // some rank's device came to it
@@ -102,7 +104,8 @@ class Pipeline {
     Clock::time_point waits_ended{};
   };
 
-  Op& append(const Job& job, std::chrono::milliseconds timeout);
+  Op& append(std::unique_ptr<Op> op);
+  void put_on_lanes(const Op& op, Stream stream, const StartHooks& hooks);
   void close(const Op& op, Stream stream);
   void put_up(const Op& op, uint64_t chunk);
   void copy_up(const Job& job, uint64_t chunk, int lane, char* to);
@@ -116,6 +119,7 @@ class Pipeline {
   bool check_alone(Cursor& at);
   bool carry(Cursor& at);
   void watch(Cursor& at);
+  bool has_ended(const Op& op) const;
   Progress leave_broken(Cursor& at, int worker);
   int who_is_late(uint64_t number) const;
   // Whether a chunk of `depth` before was in the same slot.

@@ -34,7 +34,7 @@ size_t usual_chunk(const ChooseDeviceRequest& request) {
   return std::min(std::clamp(chunk, kSmallestChunk, kUsualChunk), request.staging.slot_bytes);
 }
 
-// Where devices can add up no byte more is copied. With half of the workers a chunk is reduced no
+// Where devices add up, workers can't be what holds up. With half of them a chunk is reduced no
 // faster than it is copied (measured with two H200).
 int usual_threads(const ChooseDeviceRequest& request) {
   if (!reduces(request.collective)) return 1;
@@ -99,6 +99,9 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   const int threads = usual_threads(request);
   add(usual, threads);
   if (request.devices_add) add(usual, request.staging.threads);
+  if (request.devices_add && request.collective == DPT_ALL_REDUCE) {
+    add(usual, request.staging.threads / 2);
+  }
   if (threads > 1) add(usual, threads / 2);
   add(usual / 2, threads);
   add(usual * 2, threads);

@@ -75,7 +75,7 @@ class StagedRanks {
     pipelines_[rank].reset();
   }
 
-  staged::Job job(int rank, const dpt_request& request, const staged::Cut& cut) const {
+  std::vector<staged::Job> job(int rank, const dpt_request& request, const staged::Cut& cut) const {
     return staged::Job::of(request, cut, {layout_, rank}, shape_);
   }
   void enqueue(int rank,

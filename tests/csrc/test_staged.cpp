@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -126,6 +127,7 @@ TEST(Staged, InPlace) {
   };
   for (const Case& each : {Case{DPT_ALL_REDUCE, 3, 2},
                            Case{DPT_ALL_REDUCE, 2, 0},
+                           Case{DPT_ALL_REDUCE, 3, 0},
                            Case{DPT_REDUCE_SCATTER, 3, 2},
                            Case{DPT_REDUCE_SCATTER, 3, 0}}) {
     auto all = processes(each.size);
@@ -143,23 +145,61 @@ TEST(Staged, InPlace) {
 
 // What devices add up themselves: in rank order and rounded once, as workers do it.
 TEST(Staged, DevicesAddUp) {
-  for (const int size : {2, 3, 8}) {
-    EXPECT_EQ(Job::adds_on_device(DPT_ALL_REDUCE, DPT_BFLOAT16, DPT_SUM, size), size == 2);
-    EXPECT_TRUE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_FLOAT16, DPT_AVG, size));
-    EXPECT_FALSE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_BFLOAT16, DPT_MAX, size));
-    EXPECT_FALSE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_FLOAT64, DPT_SUM, size));
-    EXPECT_FALSE(Job::adds_on_device(DPT_ALL_GATHER, DPT_FLOAT32, DPT_NO_REDUCE, size));
-  }
+  EXPECT_TRUE(Job::adds_on_device(DPT_ALL_REDUCE, DPT_BFLOAT16, DPT_SUM));
+  EXPECT_TRUE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_FLOAT16, DPT_AVG));
+  EXPECT_FALSE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_BFLOAT16, DPT_MAX));
+  EXPECT_FALSE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_FLOAT64, DPT_SUM));
+  EXPECT_FALSE(Job::adds_on_device(DPT_ALL_GATHER, DPT_FLOAT32, DPT_NO_REDUCE));
   auto all = processes(4);
   Operation operation(DPT_REDUCE_SCATTER, DPT_FLOAT32, DPT_SUM, 5000, 4);
   const Shape shape{4, kStagedSlot, 3, 2};
-  const Job job = Job::of(operation.request(1), {0, 0}, {NodeLayout::one_node(4), 1}, shape);
+  const std::vector<Job> jobs =
+      Job::of(operation.request(1), {0, 0}, {NodeLayout::one_node(4), 1}, shape);
+  ASSERT_EQ(jobs.size(), 1U);
+  const Job& job = jobs[0];
   EXPECT_EQ(job.kind, Job::Kind::kReduceOnDevice);
   EXPECT_EQ(job.pieces.size(), 3U);  // its own is not copied
   EXPECT_EQ(job.threads, 0);
   // A rank's slot is without its own part: that for rank 1 is the first of rank 0's.
   EXPECT_EQ(job.downloads[0].piece, 0U);
   EXPECT_EQ(job.downloads[1].piece, 1U);
+}
+
+TEST(Staged, AnAllReduceThatDevicesAddUpIsAReduceScatterAndAnAllGather) {
+  auto all = processes(3);
+  const staged::Membership ranks{NodeLayout::one_node(3), 2};
+  const Shape shape{3, kStagedSlot, 3, 2};
+  const auto kinds = [&](size_t count, ReduceOp op, int threads) {
+    Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, op, count, 3);
+    std::vector<Job::Kind> found;
+    for (const Job& job : Job::of(operation.request(2), {0, threads}, ranks, shape)) {
+      found.push_back(job.kind);
+    }
+    return found;
+  };
+  using Kind = Job::Kind;
+  using Kinds = std::vector<Kind>;
+  EXPECT_EQ(kinds(6000, DPT_SUM, 0), (Kinds{Kind::kReduceOnDevice, Kind::kExchange}));
+  // What can't be divided first.
+  EXPECT_EQ(kinds(6001, DPT_AVG, 0),
+            (Kinds{Kind::kReduce, Kind::kReduceOnDevice, Kind::kExchange}));
+  for (const size_t count : {0, 1, 2}) EXPECT_EQ(kinds(count, DPT_SUM, 0), Kinds{Kind::kReduce});
+  EXPECT_EQ(kinds(6000, DPT_MAX, 0), Kinds{Kind::kReduce});
+  EXPECT_EQ(kinds(6000, DPT_SUM, 2), Kinds{Kind::kReduce});
+
+  // Nobody in another operation takes a part for it.
+  Operation whole(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 6001, 3);
+  const std::vector<Job> parts = Job::of(whole.request(2), {0, 0}, ranks, shape);
+  Operation rest(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 1, 3);
+  Operation scatter(DPT_REDUCE_SCATTER, DPT_FLOAT32, DPT_SUM, 2000, 3);
+  Operation gather(DPT_ALL_GATHER, DPT_FLOAT32, DPT_NO_REDUCE, 2000, 3);
+  const auto description = [&](Operation& operation) {
+    return Job::of(operation.request(2), {0, 0}, ranks, shape)[0].description;
+  };
+  EXPECT_NE(parts[0].description, description(rest));
+  EXPECT_NE(parts[1].description, description(scatter));
+  EXPECT_NE(parts[2].description, description(gather));
+  EXPECT_NE(parts[1].description, parts[2].description);
 }
 
 // One after the other without a pause, of all kinds, with devices and ranks of different speeds,
@@ -224,8 +264,8 @@ TEST(Staged, GroupsInOppositeOrders) {
 // one holds up all behind it, which is safe as long as ranks start operations in the same order.
 TEST(Staged, GroupsThatShareQueues) {
   constexpr int kGroups = 3;
-  for (const int queues : {1, 5, 8}) {
-    auto all = processes(2, 1);
+  for (const auto& [queues, size] : {std::pair{1, 2}, {5, 2}, {8, 2}, {1, 3}, {5, 3}}) {
+    auto all = processes(size, 1);
     for (auto& each : all) each->queues = std::make_unique<FakeQueues>(queues, 3);
     std::vector<std::unique_ptr<StagedRanks>> groups;
     for (int group = 0; group < kGroups; ++group) {
@@ -237,15 +277,16 @@ TEST(Staged, GroupsThatShareQueues) {
       const Collective collective = kCollectives[i * 3 % 4];
       const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
       operations.push_back(
-          std::make_unique<Operation>(collective, DPT_FLOAT32, op, 3001 + i, 2, i));
-      for (int rank = 0; rank < 2; ++rank) {
+          std::make_unique<Operation>(collective, DPT_FLOAT32, op, 3001 + i, size, i));
+      for (int rank = 0; rank < size; ++rank) {
         streams.push_back(std::make_unique<FakeLane>(i, 10));
-        const Job job = groups[i % kGroups]->job(rank, operations[i]->request(rank), {512, i % 2});
+        const std::vector<Job> job =
+            groups[i % kGroups]->job(rank, operations[i]->request(rank), {512, i % 2});
         (*groups[i % kGroups])[rank].enqueue(job, 60s, streams.back().get());
       }
     }
     for (auto& stream : streams) stream->synchronize();
-    for (int rank = 0; rank < 2; ++rank) {
+    for (int rank = 0; rank < size; ++rank) {
       for (const auto& operation : operations) operation->check(rank);
     }
   }
@@ -274,16 +315,20 @@ void expect_held_and_released(StagedRanks& ranks,
   stream.synchronize();
 }
 
-TEST(StagedFailure, ARankThatDoesNotComeIsNamed) {
+class ByWorkersOrDevices : public ::testing::TestWithParam<int> {};  // threads
+INSTANTIATE_TEST_SUITE_P(StagedFailure, ByWorkersOrDevices, ::testing::Values(2, 0));
+
+TEST_P(ByWorkersOrDevices, ARankThatDoesNotComeIsNamed) {
+  const int threads = GetParam();
   auto all = processes(3);
   StagedRanks ranks(all);
   for (const Collective collective : {DPT_ALL_REDUCE, DPT_BROADCAST}) {
     const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
     Operation operation(collective, DPT_FLOAT32, op, 5000, 3);
-    run(ranks, all, operation, {512, 2});
+    run(ranks, all, operation, {512, threads});
   }
   Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 3);
-  for (const int rank : {0, 2}) ranks.enqueue(rank, operation.request(rank), {512, 2}, 1s);
+  for (const int rank : {0, 2}) ranks.enqueue(rank, operation.request(rank), {512, threads}, 1s);
   for (const int rank : {0, 2}) {
     const auto failure = wait_for_failure(ranks[rank]);
     ASSERT_TRUE(failure.has_value());
@@ -330,10 +375,10 @@ TEST(StagedFailure, DifferentOperationsAreNoticed) {
 }
 
 // With one rank that is far behind, wherever the others are.
-TEST(StagedFailure, AbortedInTheMiddle) {
+TEST_P(ByWorkersOrDevices, AbortedInTheMiddle) {
+  const int threads = GetParam();
   for (const Collective collective : kCollectives) {
     for (const auto delay : {0ms, 3ms, 9ms}) {
-      const int threads = delay == 3ms ? 0 : 2;
       auto all = processes(3);
       StagedRanks ranks(all, {.slow_rank = 1});
       const ReduceOp op = is_reduction(collective) ? DPT_SUM : DPT_NO_REDUCE;
@@ -373,20 +418,57 @@ TEST(StagedFailure, WhatEndedBeforeKeepsItsResults) {
   }
 }
 
-TEST(StagedFailure, AnEngineThatFailsBreaksTheGroup) {
-  auto all = processes(2);
+TEST_P(ByWorkersOrDevices, AnEngineThatFailsBreaksTheGroup) {
+  const int threads = GetParam();
+  for (const int last : {0, 6, 50, 90}) {  // by devices, in each part
+    auto all = processes(3);
+    int copies = 0;
+    StagedRanks ranks(all, {.before_copy_of_rank_0 = [&] {
+                        if (copies++ == last) throw Error(DPT_ERR_SYSTEM, "a fake driver's error");
+                      }});
+    Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 7000, 3);
+    for (const int rank : {1, 2}) ranks.enqueue(rank, operation.request(rank), {512, threads});
+    EXPECT_THROW(ranks.enqueue(0, operation.request(0), {512, threads}), Error) << copies;
+    for (const int rank : {1, 2}) {
+      const auto failure = wait_for_failure(ranks[rank]);
+      ASSERT_TRUE(failure.has_value());
+      EXPECT_EQ(failure->kind, Failure::kAborted);
+      EXPECT_EQ(failure->peer, 0);
+      EXPECT_EQ(failure->sequence, 1U);
+    }
+    for (int rank = 0; rank < 3; ++rank) expect_held_and_released(ranks, all, rank);
+  }
+}
+
+// Workers have seen the end of the first part, and who waits in the second one is told of.
+TEST(StagedFailure, ARankThatStopsBetweenTheParts) {
+  auto all = processes(3);
+  std::promise<void> stopped;
+  std::shared_future<void> goes_on = stopped.get_future().share();
   int copies = 0;
-  StagedRanks ranks(all, {.before_copy_of_rank_0 = [&copies] {
-                      if (++copies == 7) throw Error(DPT_ERR_SYSTEM, "a fake driver's error");
+  int last = -1;
+  StagedRanks ranks(all, {.before_copy_of_rank_0 = [&] {
+                      if (copies++ == last) goes_on.wait();
                     }});
-  Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 2);
-  ranks.enqueue(1, operation.request(1), {512, 2});
-  EXPECT_THROW(ranks.enqueue(0, operation.request(0), {512, 2}), Error);
-  const auto failure = wait_for_failure(ranks[1]);
-  ASSERT_TRUE(failure.has_value());
-  EXPECT_EQ(failure->kind, Failure::kAborted);
-  EXPECT_EQ(failure->peer, 0);
-  for (int rank = 0; rank < 2; ++rank) expect_held_and_released(ranks, all, rank);
+  Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 6000, 3);
+  run(ranks, all, operation, {512, 0});
+  last = 2 * copies - 5;
+  std::thread first([&] {
+    try {
+      ranks.enqueue(0, operation.request(0), {512, 0}, 60s);
+    } catch (const Error&) {  // it may find the group broken
+    }
+  });
+  for (const int rank : {1, 2}) ranks.enqueue(rank, operation.request(rank), {512, 0}, 1s);
+  for (const int rank : {1, 2}) {
+    const auto failure = wait_for_failure(ranks[rank]);
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->kind, Failure::kTimeout);
+    EXPECT_EQ(failure->peer, 0);
+  }
+  stopped.set_value();
+  first.join();
+  for (int rank = 0; rank < 3; ++rank) expect_held_and_released(ranks, all, rank);
 }
 
 }  // namespace
