@@ -127,7 +127,7 @@ _ON_HOST = ("shm", "tcp", "hierarchical", "delegated")
 _NATIVE = ("shm", "tcp", "hierarchical")
 _ON_GPUS = tuple(path.name for path in PATHS.values() if path.device == "cuda")
 _BY_NCCL = tuple(name for name in _ON_GPUS if name.startswith("nccl"))
-_BETWEEN_NODES = ("tcp", "hierarchical")
+_BETWEEN_NODES = ("tcp", "hierarchical", "nccl-stages-4")
 _WHILE_RUNNING = ("between", "collective")
 
 
