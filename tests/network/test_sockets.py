@@ -83,6 +83,9 @@ def test_options_reach_every_connection() -> None:
             assert all(sent != 200 << 10 for sent, *_ in found)
 
 
+EXPLAINING_S = 4.0  # kExplaining in csrc/comm/end_process.cpp
+
+
 def reduce_until_told(
     rank: int, world_size: int, folder: Path, limit_s: float
 ) -> tuple[str, float]:
@@ -141,4 +144,5 @@ def test_a_connection_that_turns_silent_ends_in_an_error_that_names_the_peer(
             assert any(name in text for name in names), (rank, text)
             assert f" by {links.INTERFACE})" in text, (rank, text)
             assert "timed out after 4000 ms" in text, text
-            assert at - lost[0] < limit_s + 2.0, (rank, at - lost[0], text)
+            # At the limit; what the error begins with is looked for, EXPLAINING_S at most.
+            assert at - lost[0] < limit_s + EXPLAINING_S + 1.0, (rank, at - lost[0], text)
