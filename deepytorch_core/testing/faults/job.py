@@ -324,7 +324,7 @@ class Group:
                 self._index, data, (self._count,), check_invariants=False
             )
             dist.all_reduce(sparse)
-            data = sparse.to_dense()
+            data = sparse.values()  # of all indices, in order, and not copied
         else:
             dist.all_reduce(data)
         torch.ne(data, float(self.world_size), out=self._wrong)
