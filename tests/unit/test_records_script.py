@@ -15,7 +15,7 @@ import typer
 from deepytorch import cli
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "records"
-NAMES = ["collectives", "beside", "cpu-reduce", "network", "training"]
+NAMES = ["collectives", "beside", "cpu-reduce", "network", "training", "training-nodes"]
 
 
 def run(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
