@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "base/error.hpp"
 #include "host/reduce_for_device.hpp"
@@ -434,20 +435,38 @@ void Pipeline::watch(Cursor& at) {
   break_off(Failure::kTimeout, late);
 }
 
-int Pipeline::who_is_late(uint64_t number) const {
-  const size_t slot = slot_of(number);
-  const std::vector<int>& here = ranks_.layout.ranks[ranks_.node()];
-  const auto first_that_did_not = [&](Word& (Board::*word)(int, size_t) const) {
-    for (int rank = 0; rank < board_.shape().ranks; ++rank) {
+// Of the ranks that have not come to the chunk the one that is furthest behind: the others may wait
+// for its slots. -1: all have.
+int Pipeline::furthest_behind(Word& (Board::*word)(int, size_t) const, uint64_t number) const {
+  const auto lag_of = [&](int rank) {
+    int32_t least = std::numeric_limits<int32_t>::max();
+    for (int slot = 0; slot < board_.shape().depth; ++slot) {
       const uint32_t value = (board_.*word)(rank, slot).load(std::memory_order_acquire);
-      if (rank != rank_ && !has_come_to(value, low(number))) return here[rank];
+      least = std::min(least, static_cast<int32_t>(low(number) - value));
     }
-    return ranks_.rank;
+    return least;
   };
-  const int late = first_that_did_not(&Board::arrived);
-  if (late != ranks_.rank) return late;
+  int last = -1;
+  int32_t most = 0;
+  for (int step = 1; step <= board_.shape().ranks; ++step) {
+    const int rank = (rank_ + step) % board_.shape().ranks;  // itself only where no other is as far
+    const int32_t lag = lag_of(rank);
+    if (lag > most) {
+      most = lag;
+      last = rank;
+    }
+  }
+  return last;
+}
+
+int Pipeline::who_is_late(uint64_t number) const {
+  const std::vector<int>& here = ranks_.layout.ranks[ranks_.node()];
+  const int late = furthest_behind(&Board::arrived, number);
+  if (late >= 0) return here[late];
   const int awaited = courier_ ? courier_->awaited() : -1;
-  return awaited >= 0 ? awaited : first_that_did_not(&Board::taken);
+  if (awaited >= 0) return awaited;
+  const int slow = furthest_behind(&Board::taken, number);
+  return slow >= 0 ? here[slow] : ranks_.rank;
 }
 
 // ---- When it is broken ----

@@ -121,6 +121,7 @@ class Pipeline {
   void watch(Cursor& at);
   bool has_ended(const Op& op) const;
   Progress leave_broken(Cursor& at, int worker);
+  int furthest_behind(Word& (Board::*word)(int, size_t) const, uint64_t number) const;
   int who_is_late(uint64_t number) const;
   // Whether a chunk of `depth` before was in the same slot.
   bool has_predecessor(uint64_t number) const {
