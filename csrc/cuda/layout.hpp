@@ -22,7 +22,6 @@ namespace dpt::cuda {
 constexpr int kMaxRanks = 8;
 // A channel is one thread block and its counterparts on the peers; each works by itself.
 constexpr int kMaxChannels = 64;
-constexpr int kUsualChannels = 32;
 constexpr int kMostThreads = 512;
 // Queues of a channel. A kernel that sends results while it still receives inputs uses both of the
 // first; what goes round the ring has queues of its own.
@@ -85,7 +84,7 @@ struct Layout {
   // `packets`: whether the links deliver their lines whole.
   static constexpr Layout of(int size,
                              uint32_t slot_bytes,
-                             int channels = kUsualChannels,
+                             int channels = kMaxChannels,
                              bool packets = true) {
     // Messages in lines are small, those in packets end where chunks begin to pay.
     const uint32_t count = packets ? slot_bytes * 9 / 8 / kPacketBytes / 4 * 4 : 0;

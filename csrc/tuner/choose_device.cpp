@@ -131,7 +131,10 @@ constexpr Algorithm kAlgorithms[] = {
 };
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
-constexpr int kFewerChannels[] = {cuda::kUsualChannels, 16};
+constexpr int kFewerChannels[] = {32, 16};
+// Of one call that copy engines carry out, in chunks: each is some operations on every stream, and a
+// stream that holds about a thousand makes the calling thread wait until it has done some.
+constexpr size_t kMostCopies = 64;
 
 // How far behind is too far to be tried at the next larger range. Through the host's memory times
 // spread more, and how many workers pay also depends on the size.
@@ -245,8 +248,9 @@ int offer_channels(int num_sms, int used, int wanted) {
   constexpr int kLeast = 2;
   const int left = std::max(budget - used, kLeast);
   if (wanted != 0) return std::min({wanted, left, cuda::kMaxChannels});
-  const auto half = static_cast<unsigned>(left / 2);
-  return std::clamp(static_cast<int>(std::bit_floor(half)), kLeast, cuda::kUsualChannels);
+  // Of the whole device for the first group, which often is the only one; else of what is left.
+  const auto half = static_cast<unsigned>((used == 0 ? num_sms : left) / 2);
+  return std::clamp(static_cast<int>(std::bit_floor(half)), kLeast, cuda::kMaxChannels);
 }
 
 bool goes_by_nodes(Collective collective, size_t bytes, int ranks) {
@@ -300,7 +304,9 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
     const cuda::Grid usual = algorithm.grid(request);
     add(algorithm, usual, algorithm.chunks[0]);
     for (const size_t chunk : algorithm.chunks) {
-      if (chunk != 0 && chunk != algorithm.chunks[0]) add(algorithm, usual, chunk);
+      if (chunk == 0 || chunk == algorithm.chunks[0]) continue;
+      const bool copies = algorithm.name == cuda::kCopyEngine;
+      if (!copies || request.bytes <= kMostCopies * chunk) add(algorithm, usual, chunk);
     }
     for (const int channels : kFewerChannels) {
       if (channels < usual.channels) {

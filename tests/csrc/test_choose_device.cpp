@@ -42,7 +42,7 @@ TEST(ChooseDevice, LargeOnesArePushed) {
   const DevicePlan plan = choose_device(
       {.collective = DPT_ALL_GATHER, .bytes = large, .layout = kLayout, .not_native = ""});
   EXPECT_STREQ(plan.algorithm, "push");
-  EXPECT_EQ(plan.grid.channels, cuda::kUsualChannels);
+  EXPECT_EQ(plan.grid.channels, cuda::kMaxChannels);
 }
 
 // Ranks may not know each other's sizes, and those decide what goes in lines.
@@ -54,7 +54,7 @@ TEST(ChooseDevice, UnevenPartsGoAlikeWhateverTheirSize) {
                                            .layout = kLayout,
                                            .not_native = ""});
     EXPECT_STREQ(plan.algorithm, "push");
-    EXPECT_EQ(plan.grid.channels, cuda::kUsualChannels);
+    EXPECT_EQ(plan.grid.channels, cuda::kMaxChannels);
   }
 }
 
@@ -359,11 +359,11 @@ TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
     offers.push_back(offer_channels(132, used));
     used += offers.back();
   }
-  EXPECT_EQ(offers[0], 32);
-  EXPECT_EQ(offers[1], 32);
+  EXPECT_EQ(offers[0], 64);
+  EXPECT_EQ(offers[1], 16);
   EXPECT_TRUE(std::is_sorted(offers.rbegin(), offers.rend()));
   EXPECT_LT(used, 132);
-  EXPECT_EQ(offer_channels(20, 0), 4);
+  EXPECT_EQ(offer_channels(20, 0), 8);
   EXPECT_EQ(offer_channels(132, 0, /*wanted=*/64), 64);
   EXPECT_EQ(offer_channels(132, 64, 64), 35);  // three quarters of the device for all together
   EXPECT_EQ(offer_channels(132, 99, 64), 2);

@@ -69,7 +69,7 @@ def _without_case(result: Result) -> dict[str, Any]:
     return {**fields, "message": result.message.replace(_PROJECT, "")}
 
 
-def run(case: Case, slot: int | None = None) -> Result:
+def run(case: Case, slot: int | None = None, *, stock: bool = False) -> Result:
     """Runs one case in ranks of its own. What this machine can't do is skipped, with the reason.
 
     Args:
@@ -77,6 +77,7 @@ def run(case: Case, slot: int | None = None) -> Result:
         slot: of cases that run at the same time, each with another number; None: it runs alone,
             so that what is new in /dev/shm afterwards is its own. Beside others only what its ranks
             had mapped is.
+        stock: under gloo or NCCL alone, of which nothing is promised: to see what that leaves over.
     """
     missing = _why_not(case)
     if missing is not None:
@@ -89,7 +90,8 @@ def run(case: Case, slot: int | None = None) -> Result:
         with contextlib.ExitStack() as stack:
             store, address = _own_store(fault, stack)
             network = stack.enter_context(_network(fault, path))
-            settings = Settings(case, folder, address, fault.timeout_s or path.timeout_s or _LONG_S)
+            timeout_s = fault.timeout_s or path.timeout_s or _LONG_S
+            settings = Settings(case, folder, address, timeout_s, stock)
             outside = threading.Thread(
                 target=_from_outside, args=(settings, store, network), daemon=True
             )
