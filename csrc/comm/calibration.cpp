@@ -12,6 +12,7 @@
 #include "base/log.hpp"
 #include "comm/measure.hpp"
 #include "comm/muster.hpp"
+#include "tuner/choose_device.hpp"
 
 namespace dpt {
 namespace {
@@ -33,12 +34,12 @@ struct SharedEntry {
     int32_t channels;
     int32_t threads;
     int32_t delegated;
-    double median_us;
-    double low_us;
-    double high_us;
+    float median_us;
+    float low_us;
+    float high_us;
   };
   uint32_t size;
-  Time times[12];
+  Time times[kMostDeviceCandidates + 1];  // and the delegate
 };
 
 SharedEntry to_shared(const Entry& entry) {
@@ -51,9 +52,9 @@ SharedEntry to_shared(const Entry& entry) {
     time.channels = measurement.candidate.channels;
     time.threads = measurement.candidate.threads;
     time.delegated = measurement.candidate.delegated;
-    time.median_us = measurement.median_us;
-    time.low_us = measurement.low_us;
-    time.high_us = measurement.high_us;
+    time.median_us = static_cast<float>(measurement.median_us);
+    time.low_us = static_cast<float>(measurement.low_us);
+    time.high_us = static_cast<float>(measurement.high_us);
   }
   return shared;
 }

@@ -132,8 +132,8 @@ constexpr Algorithm kAlgorithms[] = {
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
 constexpr int kFewerChannels[] = {32, 16};
-// Of one call that copy engines carry out, in chunks: each is some operations on every stream, and a
-// stream that holds about a thousand makes the calling thread wait until it has done some.
+// Of one call that copy engines carry out, in chunks: each is some operations on every stream, and
+// a stream that holds about a thousand makes the calling thread wait until it has done some.
 constexpr size_t kMostCopies = 64;
 
 // How far behind is too far to be tried at the next larger range. Through the host's memory times

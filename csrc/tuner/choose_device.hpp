@@ -54,7 +54,7 @@ DevicePlan choose_device(const ChooseDeviceRequest& request);
 
 // The plans worth trying for an even request, without the delegate: first the rule of thumb's, then
 // smaller grids, which leave more of the device to others. At most kMostDeviceCandidates.
-constexpr size_t kMostDeviceCandidates = 11;
+constexpr size_t kMostDeviceCandidates = 14;
 std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
 
 // Those worth a trial where `smaller` was measured at the next smaller range: without what was far

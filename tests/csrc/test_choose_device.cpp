@@ -191,17 +191,18 @@ TEST(ChooseDevice, CopyEnginesServeWhatGoesToAll) {
   };
   const auto tries = [&](const ChooseDeviceRequest& request) {
     const std::vector<Candidate> found = device_candidates(request);
-    return std::any_of(found.begin(), found.end(), [](const Candidate& each) {
+    return std::count_if(found.begin(), found.end(), [](const Candidate& each) {
       return each.algorithm == cuda::kCopyEngine;
     });
   };
-  EXPECT_TRUE(tries(request_for(DPT_ALL_GATHER, kBytes)));
-  EXPECT_TRUE(tries(request_for(DPT_BROADCAST, kBytes)));
-  EXPECT_FALSE(tries(request_for(DPT_ALL_GATHER, 1 << 20)));
-  EXPECT_FALSE(tries(request_for(DPT_REDUCE_SCATTER, kBytes)));
+  EXPECT_EQ(tries(request_for(DPT_ALL_GATHER, kBytes)), 2);
+  EXPECT_EQ(tries(request_for(DPT_BROADCAST, kBytes)), 2);
+  EXPECT_EQ(tries(request_for(DPT_ALL_GATHER, 4 * kBytes)), 1);  // of small chunks it is too many
+  EXPECT_EQ(tries(request_for(DPT_ALL_GATHER, 1 << 20)), 0);
+  EXPECT_EQ(tries(request_for(DPT_REDUCE_SCATTER, kBytes)), 0);
   ChooseDeviceRequest request = request_for(DPT_ALL_GATHER, kBytes);
   request.copies = {};
-  EXPECT_FALSE(tries(request));
+  EXPECT_EQ(tries(request), 0);
 
   request = request_for(DPT_ALL_GATHER, kBytes);
   const Measurement copies{{cuda::kCopyEngine, 4 << 20, 0, 0}, 10, 9.9, 10.1};
@@ -231,10 +232,10 @@ TEST(ChooseDevice, LinesThatDoNotFitAreNotUsedWhateverWasSettledOn) {
                               .tuned = &lines};
   EXPECT_EQ(choose_device(request).grid.channels, 1);
   request.bytes = 64 << 10;
-  EXPECT_EQ(choose_device(request).grid.channels, 32);  // the rule of thumb's
+  EXPECT_EQ(choose_device(request).grid.channels, 64);  // the rule of thumb's
   const Decision no_grid = decided({known_algorithm("low_latency")});
   request.tuned = &no_grid;
-  EXPECT_EQ(choose_device(request).grid.channels, 32);
+  EXPECT_EQ(choose_device(request).grid.channels, 64);
 }
 
 TEST(ChooseDevice, WithoutNvlinkThereAreNoPackets) {
@@ -266,13 +267,13 @@ TEST(ChooseDevice, AlongTreesWhereLinksDiffer) {
     EXPECT_EQ(num_trees(alike), 0);
     const std::vector<Candidate> unequal =
         device_candidates(request_for(cuda::Wiring::kUnequal, bytes));
-    EXPECT_EQ(num_trees(unequal), 3);
-    EXPECT_EQ(unequal.size(), alike.size() + 3);
+    EXPECT_EQ(num_trees(unequal), 4);
+    EXPECT_EQ(unequal.size(), alike.size() + 4);
     EXPECT_STREQ(unequal[0].algorithm, alike[0].algorithm);
     const std::vector<Candidate> partial =
         device_candidates(request_for(cuda::Wiring::kPartial, bytes));
-    EXPECT_EQ(num_trees(partial), 3);
-    EXPECT_EQ(partial.size(), 3);
+    EXPECT_EQ(num_trees(partial), 4);
+    EXPECT_EQ(partial.size(), 4);
   }
   for (const Collective collective : {DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL}) {
     ChooseDeviceRequest request = request_for(cuda::Wiring::kUnequal, 4 << 20);
