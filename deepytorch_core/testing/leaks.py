@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 Holdings = dict[str, list[str]]
 
+_SOCKETS = "sockets"  # each by its number, to tell which of them are new
 _SETTLING_S = 4.0  # sockets between nodes say their farewell in the background
 
 
@@ -18,12 +20,10 @@ def holdings() -> Holdings:
     """Descriptors by kind, threads by name, children, shared memory mapped, names in /dev/shm."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
-    descriptors = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed since
-            descriptors.append(_kind(os.readlink(f"/proc/self/fd/{name}")))
+    links = _descriptors().values()
     return {
-        "descriptors": sorted(descriptors),
+        "descriptors": sorted(map(_kind, links)),
+        _SOCKETS: sorted(link for link in links if _kind(link) == "socket"),
         "threads": _threads(),
         "children": _children(),
         "shared memory mapped": [line for line in maps if "memfd" in line],
@@ -67,6 +67,8 @@ def _more(before: Mapping[str, list[str]], after: Holdings) -> list[str]:
     found = []
     for kind, held in after.items():
         previous = before[kind]
+        if kind == _SOCKETS:
+            continue  # they are among the descriptors
         if kind == "threads" and len(held) <= len(previous):
             continue  # they may change their names
         rest = list(held)
@@ -75,6 +77,42 @@ def _more(before: Mapping[str, list[str]], after: Holdings) -> list[str]:
                 rest.remove(each)
         if rest:
             found.append(f"{kind}: {', '.join(sorted(set(rest)))} ({len(rest)})")
+        if "socket" in rest:
+            found[-1] += f": {', '.join(_new_sockets(before[_SOCKETS]))}"
+    return found
+
+
+def _new_sockets(before: list[str]) -> list[str]:
+    """What they are: "listens at ...", or from where to where they go."""
+    found = []
+    for number, link in _descriptors().items():
+        if _kind(link) == "socket" and link not in before:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as each:
+                found.append(_describe(each))
+    return sorted(found)
+
+
+def _describe(each: socket.socket) -> str:
+    here = _address(each.getsockname())
+    if each.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+        if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return f"listens at {here}"
+        with contextlib.suppress(OSError):  # not connected
+            return f"{here} to {_address(each.getpeername())}"
+    return here
+
+
+def _address(address: object) -> str:
+    if isinstance(address, tuple):
+        return f"{address[0]}:{address[1]}"
+    return str(address) or "no name"
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 
 from deepytorch_core.testing.leaks import holdings, left_over
@@ -29,3 +30,17 @@ def test_descriptors_are_counted_by_kind() -> None:
         for descriptor in each:
             os.close(descriptor)
     assert left_over(before, settling_s=0.0) == []
+
+
+def test_a_socket_is_told_with_its_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as known:
+        before = holdings()
+        address = f"127.0.0.1:{known.getsockname()[1]}"
+        with socket.create_connection(known.getsockname()) as mine:
+            here = f"127.0.0.1:{mine.getsockname()[1]}"
+            (found,) = left_over(before, settling_s=0.0)
+            assert found == f"descriptors: socket (1): {here} to {address}"
+    before = holdings()
+    with socket.create_server(("127.0.0.1", 0)) as new:
+        (found,) = left_over(before, settling_s=0.0)
+        assert found.endswith(f"socket (1): listens at 127.0.0.1:{new.getsockname()[1]}")
