@@ -41,7 +41,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "DEEPYTORCH_TCP_CHECKSUM": "native core: 1 adds a checksum to every message that this "
         "process sends to other nodes; who receives it compares; default: 0",
         "DEEPYTORCH_GPU_CHANNELS": "native core: most thread blocks of a group's kernels on a GPU, "
-        "each on a multiprocessor that computing does without, 2 to 64; default: up to 32",
+        "each on a multiprocessor that computing does without, 2 to 64; default: up to 64",
         "DEEPYTORCH_NODE_ID": "native core, for tests and emulation: the node this process "
         "pretends to be on, or those of all global ranks, separated by commas",
         "DEEPYTORCH_EMULATE_LINKS": "native core, for tests and emulation: the links between the "
