@@ -7,10 +7,13 @@ metric, a custom loss, a model that scales them first. Where they can't be had a
 weights have changed since or are sharded, reading them is an error. Evaluation, generation and
 calls without labels run stock.
 
-The head is called as a module for the loss, so FSDP2 gathers its weights then; tied and
-LoRA-wrapped heads are differentiated as they are. ZeRO-3's hooks read whatever a module returns, so
-under it the stock loss stays; so it does, unless asked for, under FSDP2, where a look at the logits
-would need the other ranks.
+The head is called as a module for the loss, so FSDP2 and ZeRO-3 gather its weights then; tied and
+LoRA-wrapped heads are differentiated as they are. Unless asked for, the stock loss stays under
+both, as a look at the logits would need the other ranks.
+
+NOTE [Heads under ZeRO-3] DeepSpeed gathers weights before each call of a module, for its backward
+pass too, and counts these. So the call that leaves out the logits goes past the head's hooks, and
+the one for the loss is the only one that they see.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ _TOKENS = {"cpu": 256}
 _DEFAULT_TOKENS = 4096
 # Logits of the trial, in elements.
 _MOST_LOGITS = 1 << 28
+_SHARDED = "the head's parameters are sharded; kernels=on leaves their logits out"
 
 LossSum = Callable[[torch.Tensor, nn.Module, torch.Tensor, int], torch.Tensor]
 """(tokens, width), the head, (tokens,), what to ignore -> the summed loss."""
@@ -114,7 +118,7 @@ class _ProbeModel(nn.Module):
 
     def __init__(self, owner: Any) -> None:
         super().__init__()
-        self.head: Any = copy.deepcopy(owner.get_output_embeddings())
+        self.head: Any = _copy_of(owner.get_output_embeddings())
         self.loss_function = owner.loss_function
 
     def get_output_embeddings(self) -> nn.Module:
@@ -127,6 +131,14 @@ class _ProbeModel(nn.Module):
             logits=logits, labels=labels, vocab_size=self.head.out_features
         )
         return loss
+
+
+def _copy_of(head: Any) -> nn.Module:
+    if not is_partitioned(head):
+        return copy.deepcopy(head)
+    # Nobody has all of its weights, and whatever they are, kernels take as long.
+    has_bias, dtype = head.bias is not None, head.weight.dtype
+    return nn.Linear(head.in_features, head.out_features, bias=has_bias, dtype=dtype)
 
 
 class _LossKernel(Kernel):
@@ -143,10 +155,13 @@ class _LossKernel(Kernel):
         for one in head.parameters():
             if one.is_meta:
                 return "the head's weights are not loaded yet"
-            if hasattr(one, "ds_id"):
-                return "the head's weights are partitioned by zero.Init already"
             if hasattr(one, "device_mesh"):
                 return "the head's weights are a DTensor already"
+        if is_partitioned(head):
+            if setting.mode != "on":
+                return _SHARDED
+            if not is_linear(head):
+                return "the head's weights are partitioned by zero.Init, and it is no nn.Linear"
         return None
 
     def apply(self, target: Any, setting: Setting) -> Undo:
@@ -189,10 +204,30 @@ class HeadForward:
         self.loss_sum = loss_sum
         self.watches = watches
         self.weights = Weights(head)
-        self.armed = False
         self.dropped = False
         # When the last pass was watched.
         self._watched_at: Moment | None = None
+        self._armed = False
+
+    @property
+    def armed(self) -> bool:
+        """Whether a pass of training with labels is under way."""
+        return self._armed
+
+    @armed.setter
+    def armed(self, armed: bool) -> None:
+        self._armed = armed
+        own = vars(self.head)
+        if armed and is_partitioned(self.head) and own.get(_PAST_HOOKS) is None:
+            own[_PAST_HOOKS] = self._past_hooks
+        elif not armed and own.get(_PAST_HOOKS) == self._past_hooks:
+            del own[_PAST_HOOKS]
+
+    def _past_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the head as a module under ZeRO-3: see NOTE [Heads under ZeRO-3]."""
+        if len(args) == 1 and not kwargs and not self._stands_by() and not self._is_refused():
+            return self._deferred(*args)
+        return self.head._call_impl(*args, **kwargs)
 
     def __call__(
         self,
@@ -204,12 +239,17 @@ class HeadForward:
     ) -> Any:
         if targets is not None:
             return self.loss_sum(hidden, self.head, targets, ignore_index)
-        stands_by = not self.armed or self.dropped or torch.compiler.is_compiling()
-        if stands_by or args or kwargs or self._is_refused():
+        if self._stands_by() or args or kwargs or self._is_refused():
             return type(self.head).forward(self.head, hidden, *args, **kwargs)
         if self._is_watching():
             logits = type(self.head).forward(self.head, hidden)
             return WatchedLogits.watch(logits, self._drop_as_read)
+        return self._deferred(hidden)
+
+    def _stands_by(self) -> bool:
+        return not self.armed or self.dropped or torch.compiler.is_compiling()
+
+    def _deferred(self, hidden: torch.Tensor) -> DeferredLogits:
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
         weights, made_at = self.weights, self.weights.moment()
@@ -250,22 +290,21 @@ class HeadForward:
         now = list(self.head.parameters())
         if self.weights.are_others() and _are_whole(now):
             self.weights = Weights(self.head)  # replaced by hand, to untie them for example
-        if any(hasattr(one, "ds_id") for one in now):
-            self._drop("ZeRO-3 partitions the head, and its hooks read the logits")
-        elif len(now) != len(self.weights):
+        is_sharded = self.weights.are_others() or is_partitioned(self.head)
+        if len(now) != len(self.weights):
             self._drop("the head's parameters are parts of a flat one (FSDP1)")
-        elif self.weights.are_others() and self.watches > 0:
+        elif is_sharded and self.watches > 0:
             # Reading logits later would need the other ranks.
-            self._drop("the head's parameters are sharded; kernels=on leaves their logits out")
-        elif not self.weights.are_others() and is_hooked(self.head):
+            self._drop(_SHARDED)
+        elif not is_sharded and is_hooked(self.head):
             self._drop("somebody has a hook on the head, to see its logits")
         return self.dropped
 
     def logits(self, hidden: torch.Tensor, weights: Weights, made_at: Moment) -> torch.Tensor:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
-        late = weights.changed_since(made_at) or weights.are_others()
-        if late and not armed:
+        is_sharded = weights.are_others() or is_partitioned(self.head)
+        if not armed and (is_sharded or weights.changed_since(made_at)):
             raise too_late()
         try:
             found: torch.Tensor = self.head(hidden)
@@ -340,6 +379,13 @@ def is_hooked(module: nn.Module) -> bool:
     return any(vars(module).get(name) for name in names)
 
 
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether ZeRO-3 keeps a part of its weights on each rank."""
+    return any(hasattr(one, "ds_id") for one in module.parameters())
+
+
+# What torch calls in place of a module's hooks and forward, where there is one.
+_PAST_HOOKS = "_compiled_call_impl"
 Moment = tuple[int, list[int]]
 
 

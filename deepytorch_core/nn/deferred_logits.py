@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -75,6 +76,13 @@ def refuse_hooks(tensor: torch.Tensor, reason: str) -> None:
 def _is_wrappers(hook: Any) -> bool:
     function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", "")).startswith(_WRAPPERS)
+
+
+def _is_in_wrapper(frame: Any) -> bool:
+    """Whether a framework's own function runs there: ZeRO-3 hands all outputs through one, to be
+    told that the backward pass has begun."""
+    is_function = frame.f_code.co_name == "forward"
+    return is_function and str(frame.f_globals.get("__name__")).startswith(_WRAPPERS)
 
 
 class WatchedLogits(torch.Tensor):
@@ -238,6 +246,8 @@ class DeferredLogits(torch.Tensor):
                 _Refusal("retain_grad", args[0].bypassed)()
             if args[0].is_read:
                 return _on_plain(func, args, kwargs)
+            if func is torch.Tensor.detach and _is_in_wrapper(sys._getframe(1)):
+                return _derived(args[0], torch.Tensor.detach)
             if func is torch.Tensor.clone and len(args) == 1 and not kwargs:
                 # DDP clones all outputs where it looks for unused parameters.
                 return _derived(args[0], torch.Tensor.clone)

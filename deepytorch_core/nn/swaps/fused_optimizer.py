@@ -19,6 +19,7 @@ What a GradScaler found reaches the kernels without a wait: see `deepytorch_core
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -190,9 +191,11 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
     for group in optimizer.param_groups:
         own = []
         for parameter in group["params"]:
-            size = parameter.numel()
+            # Of one that ZeRO-3 keeps a part of on each rank the shape of the whole.
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            size = math.prod(shape)
             if size and (size <= left or not start):
-                shape = parameter.shape if size <= left else (left,)
+                shape = shape if size <= left else (left,)
                 left -= min(size, left)
                 values, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
                 start.append((0.02 * values).to(setting.device, parameter.dtype))
