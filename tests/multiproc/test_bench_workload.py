@@ -10,10 +10,11 @@ from deepytorch.workloads.headline.run import compare
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def test_arms_take_turns_and_train_alike() -> None:
+@pytest.mark.parametrize("workload", ["llama-1b-varlen", "llama-1b-fsdp2"])
+def test_arms_take_turns_and_train_alike(workload: str) -> None:
     told: list[str] = []
     record = compare(
-        ArmJob(workload="llama-1b-varlen", scale="tiny", world_size=2, steps=3),
+        ArmJob(workload=workload, scale="tiny", world_size=2, steps=3),
         rounds=1,
         split=True,
         say=told.append,

@@ -59,6 +59,7 @@ class Row:
     lengths: str = "full"
     precision: str = "bf16"
     zero_stage: int = 0
+    fsdp2: bool = False
     offload: bool = False
     recompute: bool = False
     dropout: float = 0.0
@@ -123,19 +124,29 @@ _ALL = (
         recompute=True,
         more={"family": "Llama"},
     ),
-    Row(
-        name="llama-1b-varlen",
-        title="Llama 1.1B, DDP, sequences of different lengths, micro-batch 4",
-        builder="language",
-        full={
-            **{"layers": 16, "hidden": 2048, "ffn": 5632, "heads": 16, "kv_heads": 16},
-            **{"vocabulary": 32000, "length": 1024},
-        },
-        tiny=_TINY_TEXT,
-        micro_batch=4,
-        tuned=("compile", "flatten"),
-        lengths="instructions",
-        more={"family": "Llama"},
+    *(
+        Row(
+            name=name,
+            title=f"Llama 1.1B, {framework}, sequences of different lengths, micro-batch 4",
+            builder="language",
+            full={
+                **{"layers": 16, "hidden": 2048, "ffn": 5632, "heads": 16, "kv_heads": 16},
+                **{"vocabulary": 32000, "length": 1024},
+            },
+            tiny=_TINY_TEXT,
+            micro_batch=4,
+            tuned=tuned,
+            lengths="instructions",
+            zero_stage=stage,
+            fsdp2=framework == "FSDP2",
+            more={"family": "Llama"},
+        )
+        for name, framework, stage, tuned in (
+            ("llama-1b-varlen", "DDP", 0, ("compile", "flatten")),
+            ("llama-1b-fsdp2", "FSDP2", 0, ("compile", "flatten")),
+            ("llama-1b-zero2", "ZeRO-2", 2, ("compile", "flatten")),
+            ("llama-1b-zero3", "ZeRO-3", 3, ("flatten",)),
+        )
     ),
     *(
         Row(

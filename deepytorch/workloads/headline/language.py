@@ -1,4 +1,4 @@
-"""Rows of language models: transformers' classes under DeepSpeed's ZeRO or DDP."""
+"""Rows of language models: transformers' classes under DeepSpeed's ZeRO, FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(job: ArmJob, device: torch.device) -> Trained:
     if row.zero_stage:
         step = _deepspeed_step(job, model)
     else:
-        step = _ddp_step(job, model, device, [loader] if ours else [])
+        step = _torch_step(job, model, device, [loader] if ours else [])
     if ours and row.zero_stage != 3:
         deepytorch.compile(model)
     batches = [{name: one.to(device) for name, one in batch.items()} for batch in loader]
@@ -187,19 +187,26 @@ def _deepspeed_step(job: ArmJob, model: nn.Module) -> Any:
     return step
 
 
-def _ddp_step(
+def _torch_step(
     job: ArmJob, model: nn.Module, device: torch.device, loaders: Sequence[DataLoader[Any]]
 ) -> Any:
-    """DDP, and ours in a loop of one's own where there are `loaders` to plan batches."""
+    """DDP or FSDP2, and ours in a loop of one's own where there are `loaders` to plan batches."""
     amp = job.row.precision == "fp16"
-    optimizer = _optimizer(job, model)
+    wrapped: Any = model
+    if job.row.fsdp2:
+        if loaders:
+            swap_kernels(model, [], device, autocast=amp)
+        _shard(model, device, ours=bool(loaders))
+        optimizer = _optimizer(job, model)
+    else:
+        optimizer = _optimizer(job, model)
+        if loaders:
+            swap_kernels(model, [optimizer], device, autocast=amp)
+        devices = [device] if device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
     if loaders:
         from deepytorch.integrations.transformers import pack_batches
 
-        swap_kernels(model, optimizer, device, autocast=amp)
-    devices = [device] if device.type == "cuda" else None
-    wrapped: Any = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    if loaders:
         pack_batches(wrapped, config.current().padding_free, loaders=loaders)
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     scaler = torch.amp.GradScaler(device.type, enabled=amp and device.type == "cuda")
@@ -214,3 +221,17 @@ def _ddp_step(
         return loss.detach()
 
     return step
+
+
+def _shard(model: nn.Module, device: torch.device, *, ours: bool) -> None:
+    """As torch's documentation does: every layer, then the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for each in (*_layers(model), model):
+        fully_shard(each, mesh=mesh)
+    if ours:
+        from deepytorch.integrations.fsdp import apply_fsdp2
+
+        apply_fsdp2(model)

@@ -123,7 +123,9 @@ def _ours_and_stock(
     """Plain and ours alone, under the names that records of other benchmarks have for them."""
     plain, ours = arms.get(headline.PLAIN), arms.get(headline.OURS)
     both = {"plain": plain, "ours": ours} if plain and ours else None
-    framework = f"DeepSpeed ZeRO-{row.zero_stage}" if row.zero_stage else "DistributedDataParallel"
+    framework = "FSDP2" if row.fsdp2 else "DistributedDataParallel"
+    if row.zero_stage:
+        framework = f"DeepSpeed ZeRO-{row.zero_stage}"
     return {
         "engine": "deepytorch",
         "stock": f"{framework}, {row.precision}, its own example unchanged",

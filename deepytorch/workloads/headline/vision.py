@@ -53,7 +53,7 @@ def build(job: ArmRun, device: torch.device) -> Trained:
         wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
     optimizer = _optimizer(job, model, is_unet, fused=layout)
     if ours:
-        swap_kernels(model, optimizer, device, autocast=precision.is_mixed)
+        swap_kernels(model, [optimizer], device, autocast=precision.is_mixed)
         deepytorch.compile(model)
 
     def train(number: int) -> torch.Tensor:

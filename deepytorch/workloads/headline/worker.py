@@ -116,12 +116,15 @@ def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
 
 
 def swap_kernels(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, autocast: bool
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    autocast: bool,
 ) -> None:
     """Fused kernels and optimizers where they are measured faster; option `kernels` decides."""
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     setting = Setting(
-        model=model, optimizers=[optimizer], device=device, autocast=dtype if autocast else None
+        model=model, optimizers=optimizers, device=device, autocast=dtype if autocast else None
     )
     apply_kernels(setting, config.current().kernels)
 
