@@ -135,7 +135,8 @@ class _ProbeModel(nn.Module):
 
 def _copy_of(head: Any) -> nn.Module:
     if not is_partitioned(head):
-        return copy.deepcopy(head)
+        copied: nn.Module = copy.deepcopy(head)
+        return copied
     # Nobody has all of its weights, and whatever they are, kernels take as long.
     has_bias, dtype = head.bias is not None, head.weight.dtype
     return nn.Linear(head.in_features, head.out_features, bias=has_bias, dtype=dtype)

@@ -14,14 +14,17 @@ from torch import nn
 from deepytorch_core import config
 from deepytorch_core.compile import policies, regions
 from deepytorch_core.compile.compilation import Compilation, Trial
+from deepytorch_core.compile.fixes import Fix, register_fix
 from deepytorch_core.compile.policies import AUTO, EAGER, OFF, Policy, register_policy
 
 __all__ = [
     "Compilation",
+    "Fix",
     "Policy",
     "Trial",
     "compile",
     "compilation_of",
+    "register_fix",
     "register_policy",
     "trials",
     "undo",

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
-from deepytorch_core.compile import graphs, known_waits, module_state
+from deepytorch_core.compile import fixes, graphs, module_state
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.compile.replay import Call, Replay, Token
 from deepytorch_core.console import say
@@ -319,7 +319,7 @@ class Capture:
                 guard.no_saved_tensor_hooks(),
                 contextlib.redirect_stdout(said),
             ):
-                forward = known_waits.without(self._root, self._forward)
+                forward = fixes.applied(self._root, self._forward)
                 replay = Replay(forward, self._root, call, self._recorder)
                 if self._states.now() != before:
                     raise NotCapturedError("a pass changes attributes of its modules")

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepytorch_core.compile import capture, known_waits
+from deepytorch_core.compile import capture
 from deepytorch_core.compile.capture import Capture
+from deepytorch_core.compile.fixes import packed_rows
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.testing import needs_gpus
 
@@ -256,7 +257,7 @@ def test_packed_rows_are_looked_for_again_after_two_captures_at_once() -> None:
     def one() -> None:
         both.wait(30)
         for _ in range(50):
-            with known_waits._without_look():
+            with packed_rows.without_look():
                 assert masks.find_packed_sequence_indices(torch.arange(3)[None]) is None
 
     threads = [threading.Thread(target=one) for _ in range(2)]

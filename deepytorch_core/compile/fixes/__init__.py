@@ -1,0 +1,96 @@
+"""Fixes: what keeps known models from being replayed, left out of captured passes, one file each.
+
+A pass that waits for the GPU can't be replayed as a CUDA graph (`capture`). Where it waits for an
+answer that is known, or makes what nobody uses, a fix has the captured pass do without. Passes that
+are not captured stay as they are, and so does the result of those that are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from deepytorch_core.compile.region import Forward
+from deepytorch_core.console import say
+
+# In the order in which they are entered.
+_FILES = ("unused_cache", "packed_rows", "ones_masks")
+
+Around = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+"""From a call's arguments, of which it may change the named ones, to what is open during it."""
+
+
+class Fix(ABC):
+    """One known case. `name` is what it is called in messages."""
+
+    name: str
+
+    @abstractmethod
+    def around(self, model: nn.Module) -> Around | None:
+        """What each captured pass of `model` runs in; None where the case can't arise.
+
+        What is changed for the pass outside the model must not reach other threads, and has to be
+        as before once it is closed.
+        """
+
+
+_Class = TypeVar("_Class", bound=type[Fix])
+_table: dict[str, Fix] = {}
+_is_loaded = False
+
+
+def register_fix(fix: _Class) -> _Class:
+    """Make a subclass of `Fix` known by its `name`; a class decorator.
+
+    Raises ValueError when it has no name, or the name is taken by another class.
+    """
+    name = getattr(fix, "name", "")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{fix.__qualname__}.name = {name!r} can't name a fix")
+    other = _table.get(name)
+    if other is not None and type(other).__qualname__ != fix.__qualname__:
+        raise ValueError(f"there is a fix {name!r} already: {type(other).__qualname__}")
+    _table[name] = fix()
+    return fix
+
+
+def names() -> list[str]:
+    """All fixes there are."""
+    _load()
+    return list(_table)
+
+
+def applied(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes as `forward`, the module's, does; `forward` itself where nothing is known."""
+    # Compiled code would be compiled anew for another function in the same place.
+    if isinstance(forward, Forward):
+        return forward
+    _load()
+    base_of = getattr(root, "get_base_model", None)  # peft's
+    model = base_of() if callable(base_of) else root
+    found = {name: around for name, fix in _table.items() if (around := fix.around(model))}
+    if not found:
+        return forward
+    say(f"captured passes of {type(model).__name__}: {', '.join(found)}", level="debug")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for around in found.values():
+                stack.enter_context(around(args, kwargs))
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _load() -> None:
+    global _is_loaded
+    if not _is_loaded:
+        _is_loaded = True
+        for file in _FILES:
+            importlib.import_module(f"{__name__}.{file}")

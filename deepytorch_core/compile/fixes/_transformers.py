@@ -1,0 +1,14 @@
+"""What fixes for transformers' models ask."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, which is not imported for that."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
