@@ -335,6 +335,11 @@ def test_kernels_with_lora(modules: Any) -> None:
     assert_same_training(ours, stock)
 
 
+class Scaled(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden)
+
+
 def test_kernels_refuse_heads_by_name() -> None:
     hooked, meta, replaced = build("llama"), build("llama"), build("llama")
     hooked.lm_head.register_forward_hook(lambda *_: None)
@@ -342,14 +347,18 @@ def test_kernels_refuse_heads_by_name() -> None:
     replaced.lm_head.forward = replaced.lm_head.forward
     partitioned = build("llama")
     partitioned.lm_head.weight.ds_id = 3
+    partitioned.lm_head.__class__ = Scaled
+    unasked = build("llama")
+    unasked.lm_head.weight.ds_id = 3
     reasons = {
-        "a hook on the head": hooked,
-        "not loaded yet": meta,
-        "replaced already": replaced,
-        "partitioned by zero.Init": partitioned,
+        "a hook on the head": (hooked, "on"),
+        "not loaded yet": (meta, "on"),
+        "replaced already": (replaced, "on"),
+        "partitioned by zero.Init": (partitioned, "on"),
+        "sharded; kernels=on": (unasked, "auto"),
     }
-    for reason, model in reasons.items():
-        assert not any("loss of" in what for what in swap(model).names)
+    for reason, (model, mode) in reasons.items():
+        assert not any("loss of" in what for what in swap(model, mode).names)
         (decision,) = (one for one in decisions.made() if one["what"].startswith("loss of"))
         assert reason in decision["reason"]
         decisions._made.clear()
