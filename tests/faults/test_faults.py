@@ -38,6 +38,15 @@ def test_case(case: Case) -> None:
     assert not result.wrong, "\n".join(result.wrong)
 
 
+def test_the_stock_backend_alone_takes_the_same_faults() -> None:
+    result = run(Case("exit(0)", "shm", "between"), stock=True)
+    assert result.outcome == "error"
+    assert any("it says none of ['rank 1'" in text for text in result.wrong)  # as gloo does
+    assert not any("left over" in text for text in result.wrong)
+    with pytest.raises(SystemExit):
+        command.main(["--stock", "--json", "file", "exit(0) | shm | between"])
+
+
 def test_the_table_is_consistent() -> None:
     for fault in FAULTS.values():
         assert set(fault.paths) <= set(PATHS)
