@@ -333,8 +333,7 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const size_t left = most - std::min(most, used);
   // Where ranks share a GPU the kernels of all of them may have to find room there.
   const int num_sms = devices.shared ? devices.num_sms / here.size() : devices.num_sms;
-  const int channels =
-      offer_channels(num_sms, fabric.device_channels_used(), env().gpu_channels);
+  const int channels = offer_channels(num_sms, fabric.device_channels_used(), env().gpu_channels);
   const std::shared_ptr<staged::Between> between = nodes_ ? connect_between(wait) : nullptr;
   const auto connect = [&](bool peer_access) {
     DeviceGroup::Setup setup{rank_,

@@ -144,7 +144,8 @@ def _ended(settings: Settings, rank: int) -> Told:
     with contextlib.suppress(OSError):
         lines = settings.stderr_of(rank).read_text(errors="replace").splitlines()
         telling = [line for line in lines if any(text in line for text in says)]
-        text = (telling or [line for line in lines if line.strip()] or [""])[-1]
+        ours = [line for line in telling if line.startswith("deepytorch: ")]  # not torch's log
+        text = (ours or telling or [line for line in lines if line.strip()] or [""])[-1]
         told.error = text[:_MOST_LETTERS] or told.error
     return told
 
