@@ -206,9 +206,10 @@ def test_a_process_that_ended_is_quoted(tmp_path: Path) -> None:
     settings = Settings(Case("SIGKILL", "nccl", "collective"), tmp_path, None, 1.0)
     settings.note_fault()
     assert runner._ended(settings, 0).error == "it said nothing"
-    settings.stderr_of(0).write_text("a\ndeepytorch: rank 1 (pid 3) died\n[rank1]:[E] rank 1 said so\n\nb\n")
+    ours = "deepytorch: rank 1 (pid 3) died"
+    settings.stderr_of(0).write_text(f"a\n{ours}\n[rank1]:[E] rank 1 said so\n\nb\n")
     told = runner._ended(settings, 0)
-    assert (told.error, told.ended) == ("deepytorch: rank 1 (pid 3) died", True)
+    assert (told.error, told.ended) == (ours, True)
     settings.stderr_of(0).write_text("a\nb\n\n")
     assert runner._ended(settings, 0).error == "b"
 
