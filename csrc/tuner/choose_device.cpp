@@ -22,6 +22,7 @@ constexpr int kWarp = 32;
 constexpr size_t kLine = 8;  // bytes of data
 // More threads than this go to one channel when all channels have that many.
 constexpr size_t kFewThreads = 128;
+constexpr size_t kUsualChannels = 32;  // of messages that these have threads enough for
 constexpr size_t kUsualChunk = 16 << 10;
 
 // Copy engines take longer to start than kernels; below this they are not tried.
@@ -52,20 +53,27 @@ bool goes_to_all(const ChooseDeviceRequest& request) {
   return request.collective == DPT_ALL_GATHER || request.collective == DPT_BROADCAST;
 }
 
-// A thread for each of `work`, on as many channels as that fills with some.
-cuda::Grid grid_for(size_t work, const cuda::Layout& layout) {
-  const size_t channels =
-      std::clamp(ceil_div(work, kFewThreads), size_t{1}, static_cast<size_t>(layout.channels));
+// A thread for each of `work`, on as many channels as that fills with some, and as `room` of one
+// channel asks for. All channels only where the usual number can't have enough threads: on four
+// H200 more of them were no faster below that.
+cuda::Grid grid_for(size_t work, size_t room, const cuda::Layout& layout) {
+  const auto most = static_cast<size_t>(layout.channels);
+  const size_t usual = std::min(kUsualChannels, most);
+  size_t channels = std::clamp(ceil_div(work, kFewThreads), size_t{1}, usual);
+  if (work > usual * cuda::kMostThreads) channels = most;
+  channels = std::max(channels, std::min(ceil_div(work, std::max(room, size_t{1})), most));
   const size_t threads = std::clamp(
       round_up(ceil_div(work, channels), kWarp), size_t{kWarp}, size_t{cuda::kMostThreads});
   return {static_cast<int>(channels), static_cast<int>(threads)};
 }
 cuda::Grid grid_in_lines(const ChooseDeviceRequest& request) {
-  return grid_for(ceil_div(request.bytes, kLine), request.layout);
+  return grid_for(
+      ceil_div(request.bytes, kLine), request.layout.line_bytes / kLine, request.layout);
 }
 cuda::Grid grid_in_packets(const ChooseDeviceRequest& request) {
   const size_t packets = ceil_div(part_of(request), cuda::kPacketData);
-  return grid_for(packets * cuda::kLanes, request.layout);
+  const size_t room = request.layout.packet_bytes / cuda::kPacketBytes;
+  return grid_for(packets * cuda::kLanes, room * cuda::kLanes, request.layout);
 }
 cuda::Grid full_grid(const ChooseDeviceRequest& request) {
   return {request.layout.channels, cuda::kMostThreads};
@@ -131,7 +139,7 @@ constexpr Algorithm kAlgorithms[] = {
 };
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
-constexpr int kFewerChannels[] = {32, 16};
+constexpr int kFewerChannels[] = {static_cast<int>(kUsualChannels), 16};
 // Of one call that copy engines carry out, in chunks: each is some operations on every stream, and
 // a stream that holds about a thousand makes the calling thread wait until it has done some.
 constexpr size_t kMostCopies = 64;

@@ -232,10 +232,28 @@ TEST(ChooseDevice, LinesThatDoNotFitAreNotUsedWhateverWasSettledOn) {
                               .tuned = &lines};
   EXPECT_EQ(choose_device(request).grid.channels, 1);
   request.bytes = 64 << 10;
-  EXPECT_EQ(choose_device(request).grid.channels, 64);  // the rule of thumb's
+  EXPECT_EQ(choose_device(request).grid.channels, 32);  // the rule of thumb's
   const Decision no_grid = decided({known_algorithm("low_latency")});
   request.tuned = &no_grid;
-  EXPECT_EQ(choose_device(request).grid.channels, 64);
+  EXPECT_EQ(choose_device(request).grid.channels, 32);
+}
+
+// Each is a multiprocessor less for computing.
+TEST(ChooseDevice, AllChannelsOnlyWhereTheUsualNumberIsTooFew) {
+  const auto grid = [](size_t bytes, int size, uint32_t slot) {
+    const DevicePlan plan = choose_device({.collective = DPT_ALL_REDUCE,
+                                           .bytes = bytes,
+                                           .layout = Layout::of(size, slot),
+                                           .not_native = ""});
+    return std::string(plan.algorithm) + " " + std::to_string(plan.grid.channels) + "x" +
+           std::to_string(plan.grid.threads);
+  };
+  EXPECT_EQ(grid(1 << 10, 4, 16 << 10), "low_latency 1x128");
+  EXPECT_EQ(grid(64 << 10, 4, 16 << 10), "low_latency 32x256");
+  EXPECT_EQ(grid(1 << 20, 4, 16 << 10), "packet 32x288");
+  EXPECT_EQ(grid(4 << 20, 4, 16 << 10), "packet 64x512");
+  EXPECT_EQ(grid(16 << 20, 4, 16 << 10), "two_shot 64x512");
+  EXPECT_EQ(grid(96 << 10, 8, 8 << 10), "low_latency 48x256");  // as many as its lines take
 }
 
 TEST(ChooseDevice, WithoutNvlinkThereAreNoPackets) {
