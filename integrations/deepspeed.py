@@ -9,7 +9,7 @@ Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
 ranks have it: then all have an error. With it the process groups that exist are upgraded in place,
 and bucket sizes that the configuration leaves open are filled in (`_deepspeed_buckets`); an
 engine's transformers model trains without padding (`_padding_free`, by hooks), fused kernels go
-into the model (`_kernels`), and it is compiled as option `compile` says, except under ZeRO-3.
+into the model (`_kernels`), and it is compiled as option `compile` says, of ZeRO-3 leaf modules.
 DeepSpeed's monitor, where one is configured, also writes figures of deepytorch's (`_live`). Left
 alone: ZeRO's own code, checkpoints, launchers, the accelerator object.
 """

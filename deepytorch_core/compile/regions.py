@@ -96,7 +96,7 @@ def signature(module: nn.Module) -> object:
             name,
             type(one),
             tuple(
-                (key, tuple(value.shape), value.dtype, value.requires_grad)
+                (key, _shape_of(value), value.dtype, value.requires_grad)
                 for key, value in one._parameters.items()
                 if value is not None
             ),
@@ -108,6 +108,11 @@ def signature(module: nn.Module) -> object:
         )
         for name, one in module.named_modules()
     )
+
+
+def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of the whole, where ZeRO-3 has a part of it here."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -133,8 +138,10 @@ def _can_be_region(module: nn.Module) -> bool:
         return False
     if not isinstance(getattr(type(module), "forward", None), types.FunctionType):
         return False
-    # ZeRO-3 takes parameters away between forward and backward, in a way compiled code can't see.
-    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
+    # ZeRO-3 gathers the parameters of each module as that is called, which compiled code is not;
+    # but of its leaf modules all together, before the forward pass and before the backward pass.
+    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in module.parameters())
+    if is_partitioned and not getattr(module, "_z3_leaf", False):
         return False
     if any(_is_of_framework(one) for one in module.modules() if one is not module):
         return False

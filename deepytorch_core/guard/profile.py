@@ -48,7 +48,8 @@ def fingerprint(module: nn.Module) -> str:
     for name, one in module.named_modules():
         found.update(f"{name}:{type(one).__module__}.{type(one).__qualname__}\n".encode())
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.update(f"{name}:{parameter.dtype}{tuple(parameter.shape)}\n".encode())
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 has a part of it here
+        found.update(f"{name}:{parameter.dtype}{tuple(shape)}\n".encode())
     return found.hexdigest()[:16]
 
 
