@@ -31,7 +31,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import decisions
-from deepytorch_core.nn.deferred_logits import BYPASSED, DeferredLogits, WatchedLogits
+from deepytorch_core.nn.deferred_logits import (
+    BYPASSED,
+    DeferredLogits,
+    WatchedLogits,
+    is_wrappers,
+)
 from deepytorch_core.nn.kernels import (
     STOCK,
     Kernel,
@@ -297,7 +302,7 @@ class HeadForward:
         elif is_sharded and self.watches > 0:
             # Reading logits later would need the other ranks.
             self._drop(_SHARDED)
-        elif not is_sharded and is_hooked(self.head):
+        elif is_hooked(self.head, by_framework=not is_sharded):
             self._drop("somebody has a hook on the head, to see its logits")
         return self.dropped
 
@@ -374,10 +379,14 @@ def _mean(loss: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
     return torch.where(num_targets > 0, loss / num_targets.clamp(min=1), math.nan)
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody sees what goes in or comes out, or its gradients."""
+def is_hooked(module: nn.Module, *, by_framework: bool = True) -> bool:
+    """Whether somebody sees what goes in or comes out, or its gradients.
+
+    Without `by_framework`, somebody else than what shards it.
+    """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(vars(module).get(name) for name in names)
+    hooks = [hook for name in names for hook in (vars(module).get(name) or {}).values()]
+    return any(by_framework or not is_wrappers(hook) for hook in hooks)
 
 
 def is_partitioned(module: nn.Module) -> bool:

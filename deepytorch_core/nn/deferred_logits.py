@@ -62,7 +62,7 @@ class _Refusal:
         self.reason = reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and _is_wrappers(args[0]):
+        if args and is_wrappers(args[0]):
             return RemovableHandle(OrderedDict())  # of hooks; a dict knows no weak reference
         raise RuntimeError(f"{self.what}: {self.reason}")
 
@@ -73,7 +73,8 @@ def refuse_hooks(tensor: torch.Tensor, reason: str) -> None:
         vars(tensor)[what] = _Refusal(what, reason)
 
 
-def _is_wrappers(hook: Any) -> bool:
+def is_wrappers(hook: Any) -> bool:
+    """Whether a hook is of a framework that shards or replicates models."""
     function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", "")).startswith(_WRAPPERS)
 
@@ -114,7 +115,7 @@ class WatchedLogits(torch.Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], WatchedLogits):
-            hooks = func is torch.Tensor.register_hook and _is_wrappers(args[1])
+            hooks = func is torch.Tensor.register_hook and is_wrappers(args[1])
             if func in _DESCRIPTIONS or hooks:
                 return _plain(*args[:1], func, *args[1:], **kwargs)
             clones = func is torch.Tensor.clone and len(args) == 1 and not kwargs
@@ -239,7 +240,7 @@ class DeferredLogits(torch.Tensor):
             if func in _DESCRIPTIONS:
                 return _plain(args[0], func, *args[1:], **kwargs)
             if func is torch.Tensor.register_hook:
-                if args[0].bypassed is not None and not _is_wrappers(args[1]):
+                if args[0].bypassed is not None and not is_wrappers(args[1]):
                     _Refusal("register_hook", args[0].bypassed)()
                 return _plain(args[0], func, *args[1:])
             if func is torch.Tensor.retain_grad and args[0].bypassed is not None:
