@@ -53,8 +53,8 @@ bool goes_to_all(const ChooseDeviceRequest& request) {
   return request.collective == DPT_ALL_GATHER || request.collective == DPT_BROADCAST;
 }
 
-// A thread for each of `work`, on as many channels as that fills with some, and as `room` of one
-// channel asks for. All channels only where the usual number can't have enough threads: on four
+// A thread for each of `work`, of which one channel's memory holds `room`, on as many channels as
+// that fills with some. All channels only where the usual number can't have enough threads: on four
 // H200 more of them were no faster below that.
 cuda::Grid grid_for(size_t work, size_t room, const cuda::Layout& layout) {
   const auto most = static_cast<size_t>(layout.channels);

@@ -215,7 +215,7 @@ def test_kernels_wrong_on_one_rank_are_dropped_on_all(mode: str, tmp_path: Path)
 
 
 def under_zero(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
-    """Losses, the sum of logits where they can be had, and whether the optimizer is fused.
+    """Losses, the sum of a training step's logits where that can be had, and of an evaluation's.
 
     Of each stage stock's and ours; "3, partitioned" has its weights on both ranks from the start.
     """

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from deepytorch_core.compile import registry
 from deepytorch_core.compile.region import Forward
 from deepytorch_core.console import say
 
@@ -50,13 +51,7 @@ def register_fix(fix: _Class) -> _Class:
 
     Raises ValueError when it has no name, or the name is taken by another class.
     """
-    name = getattr(fix, "name", "")
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{fix.__qualname__}.name = {name!r} can't name a fix")
-    other = _table.get(name)
-    if other is not None and type(other).__qualname__ != fix.__qualname__:
-        raise ValueError(f"there is a fix {name!r} already: {type(other).__qualname__}")
-    _table[name] = fix()
+    registry.add(_table, fix, "fix")
     return fix
 
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule
 
+from deepytorch_core.compile import registry
+
 EAGER = "eager"
 AUTO = "auto"
 OFF = "off"
@@ -66,13 +68,7 @@ def register_policy(policy: _Class) -> _Class:
 
     Raises ValueError when the name is taken by another class.
     """
-    name = getattr(policy, "name", "")
-    if not isinstance(name, str) or not name or name in (AUTO, OFF, EAGER):
-        raise ValueError(f"{policy.__qualname__}.name = {name!r} can't name a policy")
-    other = _table.get(name)
-    if other is not None and type(other).__qualname__ != policy.__qualname__:
-        raise ValueError(f"there is a policy {name!r} already: {type(other).__qualname__}")
-    _table[name] = policy()
+    registry.add(_table, policy, "policy", taken=(AUTO, OFF, EAGER))
     return policy
 
 
