@@ -80,7 +80,8 @@ def render(
 
     Args:
         files: the records by file name.
-        kinds: of "collectives" (on CPUs or emulated), "gpu", "ddp", "train", "compile", "workload".
+        kinds: of "collectives" (on CPUs or emulated), "gpu", "ddp", "train", "compile", "workload",
+            "parts" (workloads without the arm that has all of ours).
         folder: where links find the files.
 
     Raises ValueError for a record of another kind than `bench` writes: a record that no table shows
@@ -94,6 +95,7 @@ def render(
         "train": (NEEDED_OF_TRAIN, _render_train),
         "compile": (NEEDED_OF_COMPILE, _render_compile),
         "workload": (NEEDED_OF_WORKLOAD, _render_workload),
+        "parts": (NEEDED_OF_WORKLOAD, _render_parts),
     }
     unknown = [kind for kind in kinds if kind not in renderers]
     if unknown:
@@ -148,6 +150,8 @@ def main(arguments: Sequence[str]) -> int:
 def _kind(record: Record) -> str:
     """Which table shows the record: that of its benchmark, and of its machine for collectives."""
     on_gpus = record.get("device") == "cuda" and not record.get("emulated")
+    if record.get("bench") == "workload" and "ours" not in record.get("arms", ("ours",)):
+        return "parts"
     return str(record.get("bench") or ("gpu" if on_gpus else "collectives"))
 
 
@@ -318,36 +322,61 @@ def _render_train(name: str, records: Sequence[Record]) -> str:
 
 
 def _render_workload(name: str, records: Sequence[Record]) -> str:
-    case = ("workload", "scale", "world_size", "device")
-    latest = {
-        (*(record[field] for field in case), str(record["emulated"])): {
-            **record,
-            "baseline": "the plain and the tuned arm",
-        }
-        for record in records
-    }
+    latest = _latest_workloads(records, "the plain and the tuned arm")
     lines = [
-        _caption(name, list(latest.values()), wrong="runs with differing losses"),
+        _caption(name, latest, wrong="runs with differing losses"),
         "",
         _line(["workload", "ranks", "plain", "ours", "against plain", "against tuned", "claim"]),
         _line(["---", "---:", "---:", "---:", "---:", "---:", "---:"]),
     ]
-    for record in latest.values():
-        title = record["title"] + ("" if record["scale"] == "full" else f" ({record['scale']})")
-        if record["layers"] != record["all_layers"]:
-            title += f", {record['layers']} of {record['all_layers']} layers"
-        if record["emulated"]:
-            title += f"; emulated: {describe_emulated(record['emulated'])}"
-        rates = [
-            f"{record['arms'][arm]['units_per_s']:,.0f} {record['unit']}/s"
-            if arm in record["arms"]
-            else ""
-            for arm in ("plain", "ours")
-        ]
+    for record in latest:
         claim = f"{record['claim']:.2f}x" if record["claim"] else ""
         ratios = [_ratio_cell(record[key]) for key in ("against_plain", "against_tuned")]
-        lines.append(_line([title, str(record["world_size"]), *rates, *ratios, claim]))
+        rates = [_rate_cell(record, arm) for arm in ("plain", "ours")]
+        lines.append(_line([_title(record), str(record["world_size"]), *rates, *ratios, claim]))
     return "\n".join(lines)
+
+
+def _render_parts(name: str, records: Sequence[Record]) -> str:
+    latest = _latest_workloads(records, "the plain arm")
+    lines = [
+        _caption(name, latest, wrong="runs with differing losses"),
+        "",
+        _line(["workload", "ranks", "plain", "our collectives only", "our compute only"]),
+        _line(["---", "---:", "---:", "---:", "---:"]),
+    ]
+    for record in latest:
+        ratios = [_ratio_cell(record[key]) for key in ("collectives_only", "compute_only")]
+        cells = [_title(record), str(record["world_size"]), _rate_cell(record, "plain"), *ratios]
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _latest_workloads(records: Sequence[Record], baseline: str) -> list[Record]:
+    case = ("workload", "scale", "world_size", "device")
+    latest = {
+        (*(record[field] for field in case), str(record["emulated"])): {
+            **record,
+            "baseline": baseline,
+        }
+        for record in records
+    }
+    return list(latest.values())
+
+
+def _title(record: Record) -> str:
+    title = str(record["title"]) + ("" if record["scale"] == "full" else f" ({record['scale']})")
+    if record["layers"] != record["all_layers"]:
+        title += f", {record['layers']} of {record['all_layers']} layers"
+    if record["emulated"]:
+        title += f"; {describe_emulated(record['emulated'])}"
+    return title
+
+
+def _rate_cell(record: Record, arm: str) -> str:
+    if arm not in record["arms"]:
+        return ""
+    return f"{record['arms'][arm]['units_per_s']:,.0f} {record['unit']}/s"
 
 
 def _ratio_cell(ratio: Sequence[float] | None) -> str:

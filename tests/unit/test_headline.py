@@ -168,6 +168,21 @@ def test_ours_and_stock_are_left_empty_where_an_arm_was_left_out() -> None:
     assert set(OURS_AND_STOCK) - empty == {"engine", "stock", "ours_per_s", "ours_peak_gib"}
 
 
+def test_a_record_of_parts_alone_has_a_table_of_its_own() -> None:
+    samples = {
+        "plain": [measured([300.0, 500.0], [2.0, 1.0])],
+        "ours-collectives": [measured([250.0, 390.0], [2.0, 1.0])],
+    }
+    record = run._record(job(), samples, rounds=1)
+    network = {"nodes": 2, "ranks_per_node": [1, 1], "order": "block", "link_mbit": 1000.0}
+    network |= {"flow_cap_mbit": None, "delay_ms": 0.0, "separate_processes": False}
+    files = {"f.jsonl": [record, {**record, "emulated": network}]}
+    assert tables.render(files, kinds=["workload"]) == ""
+    first, second = tables.render(files, kinds=["parts"]).splitlines()[-2:]
+    assert first.endswith("| 2 | 1,250,000 tokens/s | 1.25x (1.18-1.30) |  |")
+    assert "(tiny); emulated 2 nodes of 1 ranks, 1000 Mbit/s |" in second
+
+
 @pytest.mark.parametrize("losses", [[2.0, 1.1], [2.0, float("nan")]])
 def test_differing_losses_are_wrong(losses: list[float]) -> None:
     samples = {
