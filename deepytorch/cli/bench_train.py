@@ -31,8 +31,9 @@ def train(
     framework: Annotated[
         str,
         typer.Option(
-            help="ddp, fsdp1, fsdp2, deepspeed-zero1, -zero2, -zero3, accelerate-ddp, "
-            "accelerate-fsdp2 or megatron."
+            help="ddp, ddp-small-buckets, fsdp1, fsdp2, deepspeed-zero1, -zero2, -zero3, "
+            "accelerate-ddp, accelerate-fsdp2, megatron, tensor-parallel or "
+            "tensor-parallel-decode."
         ),
     ] = "ddp",
     workload: Annotated[

@@ -24,6 +24,7 @@ Step = Callable[[], "torch.Tensor"]
 
 WORKLOADS = {
     "ddp": "ddp",
+    "ddp-small-buckets": "ddp",
     "fsdp1": "fsdp",
     "fsdp2": "fsdp",
     "deepspeed-zero1": "deepspeed",
@@ -32,6 +33,8 @@ WORKLOADS = {
     "accelerate-ddp": "accelerate",
     "accelerate-fsdp2": "accelerate",
     "megatron": "megatron",
+    "tensor-parallel": "tensor_parallel",
+    "tensor-parallel-decode": "tensor_parallel_decode",
 }
 """Workload -> the module here that builds it."""
 ON_GPUS_ONLY = {
@@ -103,8 +106,12 @@ class TrainJob(TrainingRun):
 def version(framework: str) -> str:
     """The installed version of the package that the workload is about."""
     module = WORKLOADS[framework]
-    distribution = {"ddp": "torch", "fsdp": "torch", "megatron": "megatron-core"}.get(module)
-    return metadata.version(distribution or module)
+    distributions = {
+        "accelerate": "accelerate",
+        "deepspeed": "deepspeed",
+        "megatron": "megatron-core",
+    }
+    return metadata.version(distributions.get(module, "torch"))
 
 
 def load(framework: str) -> Workload:

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel."""
+"""torch's DistributedDataParallel, with its buckets or with small ones (ddp-small-buckets)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch.workloads import Step, TrainJob, _model
 
+_SMALL_MIB = 1  # as torch's first bucket is, and as people set who want all of them to start early
+
 
 def build(job: TrainJob, device: torch.device, *, ours: bool) -> Step:
     dist.init_process_group(job.baseline)
     model: torch.nn.Module = _model.make_model(job).to(device)
+    buckets = {"bucket_cap_mb": _SMALL_MIB} if job.framework == "ddp-small-buckets" else {}
     if ours:
         from deepytorch.integrations.ddp import prepare_ddp
 
-        model = prepare_ddp(model)
+        model = prepare_ddp(model, **buckets)
     else:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, **buckets)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_model.LEARNING_RATE)
     return _model.plain_step(model, optimizer, _model.batches(job, device, dist.get_rank()))

@@ -62,6 +62,8 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
         "accelerate-ddp",
         "accelerate-fsdp2",
         "megatron",
+        "tensor-parallel",
+        "tensor-parallel-decode",
     ],
 )
 def test_losses_are_nccls(framework: str) -> None:

@@ -217,7 +217,18 @@ def train_workload(rank: int, world_size: int, framework: str, ours: bool) -> di
     return {"losses": losses, "native": deepytorch.report().native_calls}
 
 
-@pytest.mark.parametrize("framework", ["ddp", "fsdp1", "accelerate-ddp", "deepspeed-zero2"])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "ddp",
+        "ddp-small-buckets",
+        "fsdp1",
+        "accelerate-ddp",
+        "deepspeed-zero2",
+        "tensor-parallel",
+        "tensor-parallel-decode",
+    ],
+)
 def test_what_bench_train_compares_has_the_same_losses(
     framework: str, deepspeeds_ranks: dict[str, Any]
 ) -> None:

@@ -17,7 +17,7 @@ from deepytorch_core.bench.timing import BASELINE, OURS
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"framework": "keras"}, "unknown framework 'keras'; known: ddp, fsdp1"),
+        ({"framework": "keras"}, "unknown framework 'keras'; known: ddp, ddp-small-buckets, fsdp1"),
         ({"framework": "megatron"}, "megatron on CPUs: Megatron's models are for GPUs"),
         ({"framework": "accelerate-fsdp2"}, "use --framework fsdp2"),
         ({"device": "cuda"}, "over nccl: --baseline nccl"),
