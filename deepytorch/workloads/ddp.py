@@ -14,12 +14,12 @@ _SMALL_MIB = 1  # as torch's first bucket is, and as people set who want all of 
 def build(job: TrainJob, device: torch.device, *, ours: bool) -> Step:
     dist.init_process_group(job.baseline)
     model: torch.nn.Module = _model.make_model(job).to(device)
-    buckets = {"bucket_cap_mb": _SMALL_MIB} if job.framework == "ddp-small-buckets" else {}
+    bucket_mib = _SMALL_MIB if job.framework == "ddp-small-buckets" else None  # None: torch's own
     if ours:
         from deepytorch.integrations.ddp import prepare_ddp
 
-        model = prepare_ddp(model, **buckets)
+        model = prepare_ddp(model, bucket_cap_mb=bucket_mib)
     else:
-        model = DistributedDataParallel(model, **buckets)
+        model = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_model.LEARNING_RATE)
     return _model.plain_step(model, optimizer, _model.batches(job, device, dist.get_rank()))

@@ -90,6 +90,9 @@ class _Decoder(nn.Module):
 class _Layer(nn.Module):
     """Attention over a cache, then a gated unit, as in a Llama."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, width: int, columns: int, batch_size: int) -> None:
         super().__init__()
         between = 8 * columns // 3
