@@ -10,8 +10,9 @@ ranks have it: then all have an error. With it the process groups that exist are
 and bucket sizes that the configuration leaves open are filled in (`_deepspeed_buckets`); an
 engine's transformers model trains without padding (`_padding_free`, by hooks), fused kernels go
 into the model (`_kernels`), and it is compiled as option `compile` says, of ZeRO-3 leaf modules.
+Weights that ZeRO-3 keeps on the host are rounded before they get there (`_offloaded_weights`).
 DeepSpeed's monitor, where one is configured, also writes figures of deepytorch's (`_live`). Left
-alone: ZeRO's own code, checkpoints, launchers, the accelerator object.
+alone: the rest of ZeRO's code, checkpoints, launchers, the accelerator object.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from deepytorch_core.config import Options
 from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
 from deepytorch_core.patching import original_of
 
-from . import _compile, _kernels, _live, _padding_free
+from . import _compile, _kernels, _live, _offloaded_weights, _padding_free
 from ._contract import Changes, Joined, join, require
 from ._deepspeed_buckets import fill_bucket_sizes
 
@@ -125,6 +126,7 @@ def _initialize(
     if in_force is None:
         return result
     engine, _, loader, *_ = result
+    _offloaded_weights.attach(getattr(engine, "optimizer", None), _changes)
     _compile.start(engine, in_force, _changes)
     _live.write_figures(getattr(engine, "monitor", None), _changes)
     loaders = [] if loader is None else [loader]

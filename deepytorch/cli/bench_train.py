@@ -32,7 +32,7 @@ def train(
         str,
         typer.Option(
             help="ddp, ddp-small-buckets, fsdp1, fsdp2, deepspeed-zero1, -zero2, -zero3, "
-            "accelerate-ddp, accelerate-fsdp2, megatron, tensor-parallel or "
+            "-zero3-offload, accelerate-ddp, accelerate-fsdp2, megatron, tensor-parallel or "
             "tensor-parallel-decode."
         ),
     ] = "ddp",

@@ -1,4 +1,8 @@
-"""DeepSpeed's ZeRO stages; ours is the flag in the configuration."""
+"""DeepSpeed's ZeRO stages; ours is the flag in the configuration.
+
+With parameters on the host (deepspeed-zero3-offload) they are bfloat16; the optimizer stays on the
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,33 @@ from typing import Any
 import deepspeed
 import torch
 
-from deepytorch.workloads import Step, TrainJob, _model
+from deepytorch.workloads import OFFLOAD, Step, TrainJob, _model
 
 
 def build(job: TrainJob, device: torch.device, *, ours: bool) -> Step:
+    stage = job.framework.removesuffix(OFFLOAD)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch_size,
-        "zero_optimization": {"stage": int(job.framework[-1])},
+        "zero_optimization": {"stage": int(stage[-1])},
         "zero_allow_untested_optimizer": True,
     }
+    if stage != job.framework:
+        pinned = device.type == "cuda"
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+        config["zero_force_ds_cpu_optimizer"] = False
+        config["bf16"] = {"enabled": True}
     if ours:
         config["deepytorch"] = {"enabled": True}
     model = _model.make_model(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_model.LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    dtype = torch.bfloat16 if "bf16" in config else torch.float32
     next_batch = _model.batches(job, device, engine.global_rank)
 
     def step() -> torch.Tensor:
         inputs, targets = next_batch()
-        loss = _model.loss_of(engine(inputs), targets)
+        output = engine(inputs.to(dtype))
+        loss = _model.loss_of(output.float(), targets)
         engine.backward(loss)
         engine.step()
         return loss.detach()

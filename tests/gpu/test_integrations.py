@@ -41,9 +41,11 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
     )
     step = workloads.load(framework).build(job, rank_gpu(rank), ours=ours)
     losses = [step().item() for _ in range(STEPS)]
-    rows = deepytorch.report().rows
+    report = deepytorch.report()
+    rows = report.rows
     return {
         "losses": losses,
+        "choices": [one["chosen"] for one in report.decisions if "what" in one],
         "backend": dist.get_backend(),
         "calls": sum(row.calls for row in rows),
         "delegated": sum(row.calls for row in rows if row.algorithm == "delegate"),
@@ -56,6 +58,7 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
         "deepspeed-zero1",
         "deepspeed-zero2",
         "deepspeed-zero3",
+        "deepspeed-zero3-offload",
         "fsdp1",
         "fsdp2",
         "ddp",
@@ -76,6 +79,8 @@ def test_losses_are_nccls(framework: str) -> None:
         assert "deepytorch" in ours[rank]["backend"]
         _assert_equal(ours[rank]["losses"], stock[rank]["losses"])
         assert len(set(ours[rank]["losses"])) == STEPS
+        on_host = framework.endswith("-offload")
+        assert ("rounded on the GPU" in ours[rank]["choices"]) == on_host
 
 
 def _run_trainer(rank: int, world_size: int, folder: str, ours: bool) -> dict[str, Any]:

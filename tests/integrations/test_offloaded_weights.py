@@ -1,0 +1,92 @@
+"""Weights of ZeRO-3 on the host: rounded before they get there, to the same bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepytorch.integrations import _offloaded_weights
+from deepytorch.integrations._contract import Changes
+
+SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 65520.0, 3.4e38)
+TIES = (1.00390625, 1.01171875, 1.0 + 2**-11, 1.0 + 3 * 2**-11)  # half a last place of either type
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [12, 13, 1001])
+def test_the_bits_are_those_of_torchs_own_copy(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_offloaded_weights, "_PIECE", 13)
+    generator = torch.Generator().manual_seed(size)
+    exact = torch.randn(size, generator=generator) * 100
+    exact[:12] = torch.tensor(SPECIAL + TIES)
+    stock, ours = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+    stock.copy_(exact)
+    _offloaded_weights.copy_rounded(ours, exact)
+    assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
+
+
+class Optimizer:
+    """What is used of DeepSpeed's; on "meta" stands for on a GPU."""
+
+    def __init__(self, host: list[Any], exact: list[torch.Tensor]) -> None:
+        self.fp16_partitioned_groups_flat = host
+        self.fp32_partitioned_groups_flat = exact
+        self.done: list[tuple[str, int]] = []
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None:
+        self.done.append(("stock", sub_group))
+
+    def _unflatten_partitioned_parameters(self, sub_group: int) -> None:
+        self.done.append(("unflatten", sub_group))
+
+
+def updates(optimizer: Optimizer) -> list[tuple[str, int]]:
+    optimizer.done.clear()
+    for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+    return list(optimizer.done)
+
+
+def test_only_what_would_be_rounded_on_the_host_is_taken_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(_offloaded_weights, "copy_rounded", lambda *pair: copied.append(pair))
+    on_gpu, half = torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.bfloat16)
+    optimizer = Optimizer(
+        # As with parameters on the host; on the GPU; in NVMe; under autocast; updated on the host.
+        [half, on_gpu.bfloat16(), None, torch.zeros(4), half],
+        [on_gpu, on_gpu, on_gpu, on_gpu, torch.zeros(4)],
+    )
+    changes = Changes()
+    _offloaded_weights.attach(optimizer, changes)
+    assert updates(optimizer) == [("unflatten", 0), *(("stock", number) for number in range(1, 5))]
+    assert [(host.dtype, exact.device.type) for host, exact in copied] == [(half.dtype, "meta")]
+    changes.undo()
+    assert updates(optimizer) == [("stock", number) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        None,
+        SimpleNamespace(),
+        Optimizer([torch.zeros(4, dtype=torch.bfloat16)], [torch.zeros(4)]),
+        Optimizer([], []),
+    ],
+)
+def test_others_stay_as_they_are(optimizer: Any) -> None:
+    before = dict(vars(optimizer)) if optimizer is not None else None
+    _offloaded_weights.attach(optimizer, Changes())
+    assert optimizer is None or vars(optimizer) == before
+
+
+def test_deepspeed_has_what_is_replaced() -> None:
+    stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
+    for name in (_offloaded_weights._UPDATE, "_unflatten_partitioned_parameters"):
+        assert callable(getattr(stage3.DeepSpeedZeroOptimizer_Stage3, name))
