@@ -73,12 +73,8 @@ def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
         counted += not _is_waiting(trained.model)
         trained.train(done)
         done += 1
-    if job.row.offload:  # a step takes seconds, and no arm compiles: every batch once will do
-        while done < len(trained.units):
-            trained.train(done)
-            done += 1
-    else:
-        done += _meet_all_shapes(trained, device)
+    if not job.row.offload:  # a step takes seconds there, and no arm compiles
+        done += _meet_all_shapes(job, trained, device)
     warmup_s = time.perf_counter() - begin
     warmup_memory_gb = _memory_gb(device)
     if job.device == "cuda":
@@ -142,9 +138,10 @@ def _is_waiting(model: nn.Module) -> bool:
     return compilation is not None and compilation.is_waiting
 
 
-def _meet_all_shapes(trained: Trained, device: torch.device) -> int:
+def _meet_all_shapes(job: ArmRun, trained: Trained, device: torch.device) -> int:
     """Train on each batch again until no rank makes new code for one; returns the steps."""
-    for repeat in range(_MOST_REPEATS):
+    compiles = job.arm.startswith("tuned") or compilation_of(trained.model) is not None
+    for repeat in range(_MOST_REPEATS if compiles else 1):
         before = _num_made(trained.model)
         for number in range(len(trained.units)):
             trained.train(number)
