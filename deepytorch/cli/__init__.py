@@ -7,6 +7,7 @@ import typer
 from deepytorch.cli import (
     bench,
     bench_ddp,
+    bench_nccl,
     bench_train,
     build,
     console,
@@ -39,6 +40,7 @@ app = typer.Typer(
 for command in (doctor, build, run, train, tune, topology, explain, report):
     command.add_to(app)
 bench_ddp.add_to(bench.app)
+bench_nccl.add_to(bench.app)
 bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")
 version.add_to(app)

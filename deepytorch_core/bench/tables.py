@@ -62,6 +62,8 @@ GPU_FIELDS = (
     "baseline_cpu_us",
 )
 
+NEEDED_OF_NCCL = ("world_size", "rows", "choices", "machine", "versions", "commit")
+
 _Row = tuple[str, str, int, str]  # label, dtype, world_size, baseline
 
 
@@ -81,7 +83,7 @@ def render(
     Args:
         files: the records by file name.
         kinds: of "collectives" (on CPUs or emulated), "gpu", "ddp", "train", "compile", "workload",
-            "parts" (workloads without the arm that has all of ours).
+            "parts" (workloads without the arm that has all of ours), "nccl".
         folder: where links find the files.
 
     Raises ValueError for a record of another kind than `bench` writes: a record that no table shows
@@ -96,6 +98,7 @@ def render(
         "compile": (NEEDED_OF_COMPILE, _render_compile),
         "workload": (NEEDED_OF_WORKLOAD, _render_workload),
         "parts": (NEEDED_OF_WORKLOAD, _render_parts),
+        "nccl": (NEEDED_OF_NCCL, _render_nccl),
     }
     unknown = [kind for kind in kinds if kind not in renderers]
     if unknown:
@@ -410,6 +413,34 @@ def _render_compile(name: str, records: Sequence[Record]) -> str:
                 ]
             )
         )
+    return "\n".join(lines)
+
+
+def _render_nccl(name: str, records: Sequence[Record]) -> str:
+    latest = {
+        (record["world_size"], str(record.get("emulated"))): {
+            **record,
+            **{"baseline": "NCCL's own choice", "wrong": 0},  # wrong results end the measurement
+        }
+        for record in records
+    }
+    lines = [
+        _caption(name, list(latest.values())),
+        "",
+        _line(["operation", "ranks", "size", "NCCL's own", "the fastest other", "chosen"]),
+        _line(["---", "---:", "---:", "---:", "---", "---"]),
+    ]
+    for record in latest.values():
+        place = f" ({describe_emulated(record['emulated'])})" if record.get("emulated") else ""
+        chosen = {(one["collective"], one["first_bytes"]) for one in record["choices"]}
+        for case in dict.fromkeys((row["op"], row["bytes"]) for row in record["rows"]):
+            rows = [row for row in record["rows"] if (row["op"], row["bytes"]) == case]
+            best = max(rows, key=lambda row: float(row["speedup"]))
+            own = min(float(row["baseline_time_us"]) for row in rows)
+            ratio = _ratio_cell([best["speedup"], *best["speedup_spread"]])
+            cells = [case[0] + place, str(record["world_size"]), format_size(case[1])]
+            cells += [f"{own:,.0f} us", f"{best['algorithm']} {best['protocol']} {ratio}"]
+            lines.append(_line([*cells, "yes" if case in chosen else "no"]))
     return "\n".join(lines)
 
 

@@ -23,11 +23,11 @@ ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_t
 PROTOCOLS = ("ll", "ll128", "simple")
 VERSION = 1
 FILE = "nccl_tuner.json"  # in the cache folder
-# Whoever sets one of these chooses by hand.
-_BY_HAND = {
+BY_HAND = {
     *("NCCL_TUNER_PLUGIN", "NCCL_TUNER_CONFIG_FILE", "NCCL_ALGO", "NCCL_PROTO"),
     "DEEPYTORCH_NCCL_TABLE",
 }
+"""Whoever sets one of these chooses by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def choose(path: Path, user_set: Collection[str]) -> Choice:
 
     `DEEPYTORCH_NCCL_TABLE` among them is for the plugin. `user_set` are variables that are set.
     """
-    if _BY_HAND & set(user_set) or not path.exists():
+    if BY_HAND & set(user_set) or not path.exists():
         return Choice()
     if (untrusted := why_not_believed(path)) is not None:
         raise ValueError(f"the table for NCCL is ignored: {untrusted}")

@@ -203,6 +203,18 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--timeout-s": 3600.0,
         "--json": None,
     },
+    "bench nccl": {
+        "--world-size": 2,
+        "--ops": "all_reduce,all_gather,reduce_scatter",
+        "--sizes": "16K:64M",
+        "--nodes": 0,
+        "--ranks-per-node": "1",
+        "--link": "",
+        "--flow-cap": "",
+        "--delay": "",
+        "--write": None,
+        "--json": None,
+    },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
 }
 INTEGRATIONS = {
