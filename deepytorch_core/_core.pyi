@@ -8,6 +8,7 @@ from typing_extensions import Buffer
 __version__: str
 abi_version: int
 gpu_architectures: str
+staged_bytes: int
 
 class StatisticsRow(TypedDict):
     group: str

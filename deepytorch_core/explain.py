@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deepytorch_core.bench.job import DTYPES, BenchError, Nodes, format_size
 from deepytorch_core.console import say_once
 from deepytorch_core.explain_nodes import BetweenNodes
+from deepytorch_core.explain_stages import Stages
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +107,8 @@ class DeviceAnswer:
 class Answer:
     """`source` says where the times are from; sizes in bytes of one rank's buffer or share.
 
-    On emulated nodes `emulated` is their setting, and `between_nodes` what a native plan does.
+    On emulated nodes `emulated` is their setting, `between_nodes` what a native plan does, and
+    `stages` what GPUs on such nodes may do.
     """
 
     op: str
@@ -123,6 +125,7 @@ class Answer:
     devices: tuple[DeviceAnswer, ...] = ()
     emulated: dict[str, Any] | None = None
     between_nodes: BetweenNodes | None = None
+    stages: Stages | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -166,7 +169,8 @@ def ask(question: Question) -> Answer:
     if nodes is None:
         return dataclasses.replace(found, devices=device_answers(question, _device_plans(profile)))
     between = BetweenNodes.of(found.op, found.algorithm, groups)
-    return dataclasses.replace(found, emulated=emulated, between_nodes=between)
+    stages = Stages.of(question.op, question.bytes, nodes.ranks_per_node)
+    return dataclasses.replace(found, emulated=emulated, between_nodes=between, stages=stages)
 
 
 def _device_plans(profile: Path | None) -> Sequence[Mapping[str, Any]]:

@@ -11,6 +11,7 @@
 #include "comm/flight_record.hpp"
 #include "comm/statistics.hpp"
 #include "cuda/device_group.hpp"
+#include "tuner/choose_device.hpp"
 #include "tuner/profile.hpp"
 
 namespace py = pybind11;
@@ -198,6 +199,8 @@ void register_comm(py::module_& m) {
       "flight_record_fd",
       [] { return FlightRecord::instance().fd(); },
       "Descriptor of this process's flight record; -1: it has none.");
+  // From so many bytes in all NCCL may go through nodes in stages.
+  m.attr("staged_bytes") = kStagedBytes;
   m.def("plans",
         &plans,
         "What the tuner settled on in this process: one row per op, group shape and range of "

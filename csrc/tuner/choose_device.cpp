@@ -171,9 +171,6 @@ const Algorithm* find(const char* name) {
 
 DevicePlan delegated(std::string reason) { return {"delegate", {0, 0}, 0, std::move(reason)}; }
 
-// Between nodes fewer bytes then count for more than the stages' latency.
-constexpr size_t kStagedBytes = 4 << 20;
-
 DevicePlan delegated_in_stages(const ChooseDeviceRequest& request, std::string reason) {
   if (request.nodes == 1 || !request.even ||
       !goes_by_nodes(request.collective, request.bytes, request.ranks)) {

@@ -46,6 +46,9 @@ std::string why_not_wired(cuda::Wiring wiring, Collective collective, bool large
 // part.
 bool goes_by_nodes(Collective collective, size_t bytes, int ranks);
 
+// From so many bytes in all fewer bytes between nodes count for more than the stages' latency.
+inline constexpr size_t kStagedBytes = 4 << 20;
+
 // On the device the delegate in stages is a candidate of this name, beside the delegate itself.
 inline constexpr char kInStages[] = "hierarchical";
 bool is_in_stages(const Candidate& candidate);

@@ -11,6 +11,7 @@ from deepytorch.cli import bench, console, help, shared
 if TYPE_CHECKING:
     from deepytorch_core.explain import Answer, Candidate, DeviceAnswer
     from deepytorch_core.explain_nodes import BetweenNodes
+    from deepytorch_core.explain_stages import Stages
 
 
 _WHAT = (
@@ -133,6 +134,8 @@ def show(answer: "Answer") -> None:
         out.print(_table(answer.candidates, stock="gloo", column="chunk"))
     if answer.between_nodes is not None:
         out.print(console.fields("the plan, step by step", _steps(answer.between_nodes)))
+    if answer.stages is not None:
+        out.print(console.fields("on GPUs of such nodes", _stages(answer.stages)))
     for device in answer.devices:
         title = f"on {device.ranks} GPUs: {device.device}"
         out.print(console.fields(title, _device_summary(device)))
@@ -190,6 +193,21 @@ def _steps(plan: "BetweenNodes") -> list[tuple[str, str]]:
     for number, phase in enumerate(plan.phases, 1):
         what = f"{phase.what}, {_size(phase.bytes)} at a time"
         rows.append((f"{number}. {phase.where}", what))
+    return rows
+
+
+def _stages(stages: "Stages") -> list[tuple[str, str]]:
+    if stages.why_not:
+        return [("plan", f"NCCL in one piece: {stages.why_not}")]
+    rows = [
+        ("plan", "NCCL in stages where the ranks measure that to be faster, else in one piece"),
+        (
+            "over the network",
+            f"a node sends {_size(stages.sent_bytes)}, in one ring {_size(stages.ring_bytes)}",
+        ),
+    ]
+    for number, phase in enumerate(stages.phases, 1):
+        rows.append((f"{number}. {phase.where}", f"{phase.what}, {_size(phase.bytes)}"))
     return rows
 
 

@@ -14,6 +14,7 @@ from deepytorch import cli
 from deepytorch_core import explain
 from deepytorch_core.bench.job import BenchError, Nodes
 from deepytorch_core.explain_nodes import BetweenNodes, Phase
+from deepytorch_core.explain_stages import Stages
 from deepytorch_core.testing.emulation import EmulationError, namespaces
 
 
@@ -311,6 +312,7 @@ def test_the_command_prints_a_plan_between_nodes_step_by_step(
             algorithm="hierarchical",
             emulated={**question.nodes.to_dict(), **network},
             between_nodes=BetweenNodes.of("all_reduce", "hierarchical", [GROUP]),
+            stages=Stages.of("all_reduce", 4 << 20, (2, 2)),
         )
 
     monkeypatch.setattr(explain, "ask", ask)
@@ -332,12 +334,51 @@ def test_the_command_prints_a_plan_between_nodes_step_by_step(
         "over the network a node sends up to 4M",
         "1. within nodes ranks add up their share, 256K at a time",
         "2. between nodes ranks of a rail swap sums, 1023 bytes at a time",
+        "on GPUs of such nodes plan NCCL in stages where",
+        "over the network a node sends 4M, in one ring 6M",
+        "2. between nodes all_reduce of ranks in the same place, 2M",
     ):
         assert text in words, text
     result = CliRunner().invoke(cli.app, ["explain", "all_reduce", "4M", *nodes, "--json"])
     found = json.loads(result.output)
     assert found["emulated"]["order"] == "cyclic"
     assert found["between_nodes"]["phases"][0]["where"] == "within nodes"
+
+
+@pytest.mark.parametrize(
+    ("op", "phases", "sent", "ring"),
+    [
+        ("all_gather", [("between", 4), ("within", 8)], 8, 12),
+        ("reduce_scatter", [("within", 8), ("between", 4)], 8, 12),
+        ("all_reduce", [("within", 16), ("between", 4), ("within", 16)], 16, 24),
+    ],
+)
+def test_stages_of_gpus_send_less_than_a_ring(
+    op: str, phases: list[tuple[str, int]], sent: int, ring: int
+) -> None:
+    # 2 nodes of 4 ranks; a ring of 8 sends 7/8.
+    stages = Stages.of(op, 16 << 20, (4, 4))
+    assert [(phase.where.split()[0], phase.bytes >> 20) for phase in stages.phases] == phases
+    assert (stages.sent_bytes >> 20, stages.why_not) == (sent, "")
+    assert stages.ring_bytes == (2 if op == "all_reduce" else 1) * 14 << 20
+    assert Stages.of(op, 16 << 20, (2, 2)).ring_bytes >> 20 == ring
+
+
+@pytest.mark.parametrize(
+    ("op", "num_bytes", "nodes", "said"),
+    [
+        ("broadcast", 16 << 20, (2, 2), "all_reduce, all_gather and reduce_scatter"),
+        ("all_reduce", 16 << 20, (4, 2), "equally many ranks"),
+        ("all_reduce", 16 << 20, (1, 1), "nothing can be done within nodes"),
+        ("all_reduce", (4 << 20) - 1, (2, 2), "4 MiB or more in all"),
+    ],
+)
+def test_why_gpus_have_no_stages(
+    op: str, num_bytes: int, nodes: tuple[int, ...], said: str
+) -> None:
+    stages = Stages.of(op, num_bytes, nodes)
+    assert said in stages.why_not
+    assert stages.phases == ()
 
 
 def test_long_lists_of_ranks_are_cut() -> None:

@@ -1,0 +1,69 @@
+"""What the stages are in which GPUs of several nodes may go through NCCL (csrc/c10d/hierarchy.hpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from deepytorch_core.explain_nodes import Phase
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of one collective; `phases` have a rank's bytes in each of NCCL's operations.
+
+    A node sends `sent_bytes` over the network, and as one ring through all ranks `ring_bytes`.
+    `why_not` is "" where stages are possible: then option `collectives` and the tuner decide.
+    """
+
+    phases: tuple[Phase, ...]
+    sent_bytes: int
+    ring_bytes: int
+    why_not: str
+
+    @classmethod
+    def of(cls, op: str, num_bytes: int, ranks_per_node: Sequence[int]) -> Self:
+        """The stages of `num_bytes`, as nccl-tests counts them, on nodes of so many ranks."""
+        nodes, local, ranks = len(ranks_per_node), ranks_per_node[0], sum(ranks_per_node)
+        reason = why_not(op, num_bytes, ranks_per_node)
+        if reason:
+            return cls((), 0, 0, reason)
+        within = {
+            "all_gather": f"an all_gather of each node's parts, {nodes} in all",
+            "reduce_scatter": f"a reduce_scatter of each node's parts, {nodes} in all",
+        }
+        rail = Phase("between nodes", f"{op} of ranks in the same place", num_bytes // local)
+        phases: tuple[Phase, ...]
+        if op == "all_gather":
+            phases = (rail, Phase("within nodes", within[op], num_bytes // nodes))
+        elif op == "reduce_scatter":
+            phases = (Phase("within nodes", within[op], num_bytes // nodes), rail)
+        else:
+            phases = (
+                Phase("within nodes", "reduce_scatter", num_bytes),
+                rail,
+                Phase("within nodes", "all_gather", num_bytes),
+            )
+        times = 2 if op == "all_reduce" else 1
+        return cls(
+            phases,
+            sent_bytes=times * num_bytes * (nodes - 1) // nodes,
+            ring_bytes=times * num_bytes * (ranks - 1) // ranks,
+            why_not="",
+        )
+
+
+def why_not(op: str, num_bytes: int, ranks_per_node: Sequence[int]) -> str:
+    """Why GPUs of these nodes leave the collective to NCCL in one piece; "" where they may not."""
+    from deepytorch_core import _core
+
+    if op not in ("all_reduce", "all_gather", "reduce_scatter"):
+        return "stages are for all_reduce, all_gather and reduce_scatter"
+    if len(set(ranks_per_node)) > 1:
+        return "stages need equally many ranks on each node"
+    if ranks_per_node[0] < 2:
+        return "one rank on each node: nothing can be done within nodes"
+    if num_bytes < _core.staged_bytes:
+        return f"stages are for {_core.staged_bytes >> 20} MiB or more in all"
+    return ""
