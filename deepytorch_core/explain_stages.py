@@ -1,4 +1,4 @@
-"""What the stages are in which GPUs of several nodes may go through NCCL (csrc/c10d/hierarchy.hpp)."""
+"""The stages in which GPUs of several nodes may go through NCCL (csrc/c10d/hierarchy.hpp)."""
 
 from __future__ import annotations
 
