@@ -1,9 +1,15 @@
-"""ZeRO-3 with parameters in host memory and the optimizer on the GPU: weights are rounded there.
+"""ZeRO-3 with weights or the optimizer on the host: how updated weights get to the other side.
 
-After each update DeepSpeed copies the float32 weights into the 16-bit ones on the host. torch
-converts such a copy on the CPU: float32 travels, twice the bytes, into pageable memory that is new
-every time, and one pass of the CPU rounds it. Rounded on the GPU first, the copy goes straight into
-DeepSpeed's pinned memory. All numbers get the same bits: both round to the nearest, ties to even.
+After each update DeepSpeed copies float32 weights into 16-bit ones. Where one of the two is on the
+host and the other on the GPU, torch converts on the CPU, through memory that is new every time and
+not pinned:
+
+* From the GPU to the host (`offload_param` alone) float32 travels, twice the bytes. Here the GPU
+  rounds first, and the copy goes straight into DeepSpeed's pinned memory.
+* From the host to the GPU (`offload_optimizer` alone) all is rounded before any of it travels. Here
+  pieces are rounded into two pinned ones in turn: one travels while the next is rounded.
+
+All numbers get the same bits: rounding is to the nearest everywhere, ties to even.
 """
 
 from __future__ import annotations
@@ -18,11 +24,15 @@ from deepytorch_core import decisions
 from ._contract import Changes
 
 _UPDATE = "_reassign_or_swap_out_partitioned_parameters"
-_PIECE = 1 << 25  # elements; what is rounded needs GPU memory, but for no more than so many
+_WHAT = "ZeRO-3's weights after an update"
+_ROUNDED = 1 << 25  # elements: what is rounded needs GPU memory, but for no more than so many
+_STAGED = 1 << 23  # elements of a pinned piece
+
+_Copy = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def attach(optimizer: Any, changes: Changes) -> None:
-    """Have a ZeRO-3 optimizer round on the GPU; nothing for one whose copies stay as they are.
+    """Have a ZeRO-3 optimizer copy weights our way; nothing for one whose copies stay as they are.
 
     Args:
         optimizer: the engine's, of any kind.
@@ -34,39 +44,76 @@ def attach(optimizer: Any, changes: Changes) -> None:
         getattr(optimizer, "fp32_partitioned_groups_flat", ()),
         strict=False,
     )
-    if stock is None or not any(_is_rounded_on_host(*group) for group in groups):
+    if stock is None or all(_way(*group) is None for group in groups):
         return
+    staging = Staging()
 
     def update(sub_group: int) -> None:
-        host = optimizer.fp16_partitioned_groups_flat[sub_group]
+        rounded = optimizer.fp16_partitioned_groups_flat[sub_group]
         exact = optimizer.fp32_partitioned_groups_flat[sub_group]
-        if not _is_rounded_on_host(host, exact):  # DeepSpeed may move states between steps
+        way = _way(rounded, exact)  # DeepSpeed may move states between steps
+        if way is None:
             stock(sub_group)
             return
-        copy_rounded(host.data, exact.data)
+        copy: _Copy = staging.copy_to_device if way == _UP else copy_to_host
+        copy(rounded.data, exact.data)
         optimizer._unflatten_partitioned_parameters(sub_group)
 
     setattr(optimizer, _UPDATE, update)
     changes.on_undo_of(optimizer, lambda one: delattr(one, _UPDATE))
-    decisions.record("ZeRO-3's offloaded weights", "rounded on the GPU", "half the bytes to copy")
+    decisions.record(_WHAT, "ours", "rounded on the GPU, or piece by piece into pinned memory")
 
 
-def _is_rounded_on_host(host: torch.Tensor | None, exact: torch.Tensor) -> bool:
-    return (
-        host is not None
-        and host.device.type == "cpu"
-        and exact.device.type != "cpu"
-        and host.dtype != exact.dtype
-    )
+_UP, _DOWN = "to the GPU", "to the host"
 
 
-def copy_rounded(host: torch.Tensor, exact: torch.Tensor) -> None:
+def _way(rounded: torch.Tensor | None, exact: torch.Tensor) -> str | None:
+    """Where a conversion on the CPU would travel; None for any other copy, and without memory."""
+    if rounded is None or rounded.dtype == exact.dtype:
+        return None
+    from_host, to_host = (one.device.type == "cpu" for one in (exact, rounded))
+    if from_host == to_host:
+        return None
+    return _UP if from_host else _DOWN
+
+
+def copy_to_host(host: torch.Tensor, exact: torch.Tensor) -> None:
     """Copy flat `exact` into flat `host` of as many elements, converted where `exact` is.
 
     On return `host` may be read.
     """
-    for begin in range(0, exact.numel(), _PIECE):
-        piece = slice(begin, begin + _PIECE)
+    for begin in range(0, exact.numel(), _ROUNDED):
+        piece = slice(begin, begin + _ROUNDED)
         host[piece].copy_(exact[piece].to(host.dtype), non_blocking=True)
     if exact.is_cuda:
         torch.cuda.current_stream(exact.device).synchronize()
+
+
+class Staging:
+    """Two pieces of pinned memory, made when they are first needed."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+
+    def copy_to_device(self, target: torch.Tensor, exact: torch.Tensor) -> None:
+        """Copy flat `exact` on the host into flat `target`, converted on the way.
+
+        On return `exact` may be changed, and `target` used on any stream.
+        """
+        if not self._pieces:
+            pinned = torch.cuda.is_available()
+            self._pieces = [
+                torch.empty(_STAGED, dtype=target.dtype, pin_memory=pinned) for _ in range(2)
+            ]
+        left: list[Any] = [None, None]
+        for number, begin in enumerate(range(0, exact.numel(), _STAGED)):
+            source = exact[begin : begin + _STAGED]
+            piece = self._pieces[number % 2][: source.numel()]
+            if left[number % 2] is not None:
+                left[number % 2].synchronize()
+            piece.copy_(source)
+            target[begin : begin + _STAGED].copy_(piece, non_blocking=True)
+            if target.is_cuda:
+                left[number % 2] = torch.cuda.current_stream(target.device).record_event()
+        if target.is_cuda:
+            torch.cuda.current_stream(target.device).synchronize()

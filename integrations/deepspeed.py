@@ -10,7 +10,8 @@ ranks have it: then all have an error. With it the process groups that exist are
 and bucket sizes that the configuration leaves open are filled in (`_deepspeed_buckets`); an
 engine's transformers model trains without padding (`_padding_free`, by hooks), fused kernels go
 into the model (`_kernels`), and it is compiled as option `compile` says, of ZeRO-3 leaf modules.
-Weights that ZeRO-3 keeps on the host are rounded before they get there (`_offloaded_weights`).
+Where ZeRO-3 keeps weights or the optimizer on the host, updated weights are copied another way
+(`_offloaded_weights`).
 DeepSpeed's monitor, where one is configured, also writes figures of deepytorch's (`_live`). Left
 alone: the rest of ZeRO's code, checkpoints, launchers, the accelerator object.
 """

@@ -32,8 +32,8 @@ def train(
         str,
         typer.Option(
             help="ddp, ddp-small-buckets, fsdp1, fsdp2, deepspeed-zero1, -zero2, -zero3, "
-            "-zero3-offload, accelerate-ddp, accelerate-fsdp2, megatron, tensor-parallel or "
-            "tensor-parallel-decode."
+            "-zero3-offload_param, -zero3-offload_optimizer, accelerate-ddp, accelerate-fsdp2, "
+            "megatron, tensor-parallel or tensor-parallel-decode."
         ),
     ] = "ddp",
     workload: Annotated[

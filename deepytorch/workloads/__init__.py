@@ -30,7 +30,8 @@ WORKLOADS = {
     "deepspeed-zero1": "deepspeed",
     "deepspeed-zero2": "deepspeed",
     "deepspeed-zero3": "deepspeed",
-    "deepspeed-zero3-offload": "deepspeed",
+    "deepspeed-zero3-offload_param": "deepspeed",
+    "deepspeed-zero3-offload_optimizer": "deepspeed",
     "accelerate-ddp": "accelerate",
     "accelerate-fsdp2": "accelerate",
     "megatron": "megatron",
@@ -38,8 +39,8 @@ WORKLOADS = {
     "tensor-parallel-decode": "tensor_parallel_decode",
 }
 """Workload -> the module here that builds it."""
-OFFLOAD = "-offload"
-"""Ends the name of one whose parameters are on the host, in bfloat16."""
+OFFLOAD = "-offload_"
+"""Before what of ZeRO's is on the host, in names; parameters are then in bfloat16."""
 ON_GPUS_ONLY = {
     "accelerate-fsdp2": "accelerate leaves FSDP out on CPUs: use --framework fsdp2",
     "megatron": "Megatron's models are for GPUs",

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO stages; ours is the flag in the configuration.
 
-With parameters on the host (deepspeed-zero3-offload) they are bfloat16; the optimizer stays on the
-GPU.
+Parameters are bfloat16 where they (deepspeed-zero3-offload_param) or the optimizer
+(deepspeed-zero3-offload_optimizer) are on the host; the other one stays on the GPU.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from deepytorch.workloads import OFFLOAD, Step, TrainJob, _model
 
 
 def build(job: TrainJob, device: torch.device, *, ours: bool) -> Step:
-    stage = job.framework.removesuffix(OFFLOAD)
+    stage, _, offloaded = job.framework.partition(OFFLOAD)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch_size,
         "zero_optimization": {"stage": int(stage[-1])},
         "zero_allow_untested_optimizer": True,
     }
-    if stage != job.framework:
-        pinned = device.type == "cuda"
-        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    if offloaded:
+        place = {"device": "cpu", "pin_memory": device.type == "cuda"}
+        config["zero_optimization"][f"offload_{offloaded}"] = place
         config["zero_force_ds_cpu_optimizer"] = False
         config["bf16"] = {"enabled": True}
     if ours:

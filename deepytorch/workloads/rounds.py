@@ -81,7 +81,7 @@ def record(job: TrainJob, found: Sequence[Record]) -> Record:
         "framework": job.framework,
         "framework_version": workloads.version(job.framework),
         "parameters": job.parameters,
-        "dtype": "bfloat16" if job.framework.endswith(workloads.OFFLOAD) else "float32",
+        "dtype": "bfloat16" if workloads.OFFLOAD in job.framework else "float32",
         "batch_size": job.batch_size,
         "world_size": job.world_size,
         "device": job.device,

@@ -1,4 +1,4 @@
-"""Weights of ZeRO-3 on the host: rounded before they get there, to the same bits."""
+"""Updated weights of ZeRO-3 between host and GPU: which copies are ours, and to which bits."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ TIES = (1.00390625, 1.01171875, 1.0 + 2**-11, 1.0 + 3 * 2**-11)  # half a last p
 def test_the_bits_are_those_of_torchs_own_copy(
     dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_offloaded_weights, "_PIECE", 13)
+    for name in ("_ROUNDED", "_STAGED"):
+        monkeypatch.setattr(_offloaded_weights, name, 13)
     generator = torch.Generator().manual_seed(size)
     exact = torch.randn(size, generator=generator) * 100
     exact[:12] = torch.tensor(SPECIAL + TIES)
-    stock, ours = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+    stock = torch.empty(size, dtype=dtype)
     stock.copy_(exact)
-    _offloaded_weights.copy_rounded(ours, exact)
-    assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
+    for copy in (_offloaded_weights.copy_to_host, _offloaded_weights.Staging().copy_to_device):
+        ours = torch.empty(size, dtype=dtype)
+        copy(ours, exact)
+        assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
 
 
 class Optimizer:
     """What is used of DeepSpeed's; on "meta" stands for on a GPU."""
 
-    def __init__(self, host: list[Any], exact: list[torch.Tensor]) -> None:
-        self.fp16_partitioned_groups_flat = host
+    def __init__(self, rounded: list[Any], exact: list[torch.Tensor]) -> None:
+        self.fp16_partitioned_groups_flat = rounded
         self.fp32_partitioned_groups_flat = exact
         self.done: list[tuple[str, int]] = []
 
@@ -52,23 +55,27 @@ def updates(optimizer: Optimizer) -> list[tuple[str, int]]:
     return list(optimizer.done)
 
 
-def test_only_what_would_be_rounded_on_the_host_is_taken_over(
+def test_only_conversions_between_host_and_gpu_are_taken_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-    monkeypatch.setattr(_offloaded_weights, "copy_rounded", lambda *pair: copied.append(pair))
-    on_gpu, half = torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.bfloat16)
+    copied: list[str] = []
+    monkeypatch.setattr(_offloaded_weights, "copy_to_host", lambda *_: copied.append("down"))
+    monkeypatch.setattr(
+        _offloaded_weights.Staging, "copy_to_device", lambda *_: copied.append("up")
+    )
+    on_gpu, on_host = torch.zeros(4, device="meta"), torch.zeros(4)
     optimizer = Optimizer(
-        # As with parameters on the host; on the GPU; in NVMe; under autocast; updated on the host.
-        [half, on_gpu.bfloat16(), None, torch.zeros(4), half],
-        [on_gpu, on_gpu, on_gpu, on_gpu, torch.zeros(4)],
+        # Parameters on the host, the optimizer there, none or both; in NVMe, and under autocast.
+        [on_host.bfloat16(), on_gpu.half(), on_gpu.half(), on_host.half(), None, on_host],
+        [on_gpu, on_host, on_gpu, on_host, on_gpu, on_gpu],
     )
     changes = Changes()
     _offloaded_weights.attach(optimizer, changes)
-    assert updates(optimizer) == [("unflatten", 0), *(("stock", number) for number in range(1, 5))]
-    assert [(host.dtype, exact.device.type) for host, exact in copied] == [(half.dtype, "meta")]
+    ours = [("unflatten", number) for number in range(2)]
+    assert updates(optimizer) == [*ours, *(("stock", number) for number in range(2, 6))]
+    assert copied == ["down", "up"]
     changes.undo()
-    assert updates(optimizer) == [("stock", number) for number in range(5)]
+    assert updates(optimizer) == [("stock", number) for number in range(6)]
 
 
 @pytest.mark.parametrize(
