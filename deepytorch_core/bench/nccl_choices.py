@@ -82,12 +82,23 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
-    """How a candidate compares with NCCL's own choice for `op` of `num_bytes`."""
+class Trial:
+    """A candidate for `op` of `num_bytes`, as nccl-tests counts them."""
 
     op: str
     num_bytes: int
     candidate: Candidate
+
+    @property
+    def case(self) -> tuple[str, int]:
+        return self.op, self.num_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a candidate compares with NCCL's own choice."""
+
+    trial: Trial
     comparison: timing.Comparison
 
     @property
@@ -110,62 +121,88 @@ class Communicators(Protocol):
         ...
 
 
+def trials(cases: Sequence[tuple[str, int]]) -> list[Trial]:
+    """Every candidate of every case (operation, bytes)."""
+    return [
+        Trial(op, num_bytes, Candidate(algorithm, protocol))
+        for op, num_bytes in cases
+        for algorithm in CANDIDATES[op]
+        for protocol in nccl_table.PROTOCOLS
+    ]
+
+
 def measure(
-    cases: Sequence[tuple[str, int]],
+    tried: Sequence[Trial],
     communicators: Communicators,
     clock: timing.Clock,
     ranks: timing.Agreement,
 ) -> list[Found]:
-    """Every candidate of every case (operation, bytes) against NCCL's own choice.
+    """Each trial against NCCL's own choice, in turns.
 
-    Runs on every rank with equal cases; what it returns is equal too.
+    Runs on every rank with equal trials; what it returns is equal too.
     """
     found: list[Found] = []
-    algorithms = dict.fromkeys(name for op, _ in cases for name in CANDIDATES[op])
-    for algorithm in algorithms:
-        for protocol in nccl_table.PROTOCOLS:
-            candidate = Candidate(algorithm, protocol)
-            with communicators.choosing(candidate) as bind:
-                for name, num_bytes in cases:
-                    if algorithm not in CANDIDATES[name]:
-                        continue
-                    op = OPERATIONS[name]
-                    calls = (bind(op, num_bytes), communicators.own(op, num_bytes))
-                    blocks = timing.sample(calls, clock=clock, ranks=ranks, budget_s=_BUDGET_S)
-                    found.append(Found(name, num_bytes, candidate, timing.compare(blocks)))
+    for candidate in dict.fromkeys(trial.candidate for trial in tried):
+        with communicators.choosing(candidate) as bind:
+            for trial in tried:
+                if trial.candidate != candidate:
+                    continue
+                op = OPERATIONS[trial.op]
+                calls = (bind(op, trial.num_bytes), communicators.own(op, trial.num_bytes))
+                blocks = timing.sample(calls, clock=clock, ranks=ranks, budget_s=_BUDGET_S)
+                found.append(Found(trial, timing.compare(blocks)))
     return found
 
 
-def best(found: Iterable[Found]) -> dict[tuple[str, int], Found | None]:
-    """The fastest of each case that is worth it, None where NCCL's own choice is to stay."""
-    chosen: dict[tuple[str, int], Found | None] = {}
+def best(found: Iterable[Found]) -> list[Found]:
+    """The fastest of each case that is worth it, none where NCCL's own choice is to stay."""
+    chosen: dict[tuple[str, int], Found] = {}
     for one in found:
-        case = one.op, one.num_bytes
-        before = chosen.setdefault(case, None)
+        before = chosen.get(one.trial.case)
         if one.is_worth_it and (before is None or _gain(one) > _gain(before)):
-            chosen[case] = one
-    return chosen
+            chosen[one.trial.case] = one
+    return list(chosen.values())
 
 
 def _gain(found: Found) -> float:
     return found.comparison.speedup
 
 
-def entries(chosen: dict[tuple[str, int], Found | None], *, nodes: int, ranks: int) -> list[Entry]:
+def settle(
+    cases: Sequence[tuple[str, int]],
+    communicators: Communicators,
+    clock: timing.Clock,
+    ranks: timing.Agreement,
+) -> tuple[list[Found], list[Found]]:
+    """What all trials gave, and the best of each case that a second measurement confirms.
+
+    The best of many is often the luckiest. Runs on every rank with equal cases.
+    """
+    found = measure(trials(cases), communicators, clock, ranks)
+    again = measure([one.trial for one in best(found)], communicators, clock, ranks)
+    return found, best(again)
+
+
+def entries(
+    cases: Iterable[tuple[str, int]], chosen: Iterable[Found], *, nodes: int, ranks: int
+) -> list[Entry]:
     """The table: a choice holds from its size up to the next one measured, the last up to twice."""
+    choices = {one.trial.case: one.trial.candidate for one in chosen}
     table: list[Entry] = []
-    for op in dict.fromkeys(op for op, _ in chosen):
-        sizes = sorted(size for other, size in chosen if other == op)
-        for size, following in zip(sizes, [*sizes[1:], 2 * sizes[-1]], strict=True):
-            one = chosen[op, size]
-            if one is None:
+    sizes: dict[str, list[int]] = {}
+    for op, size in sorted(cases):
+        sizes.setdefault(op, []).append(size)
+    for op, measured in sizes.items():
+        for size, following in zip(measured, [*measured[1:], 2 * measured[-1]], strict=True):
+            candidate = choices.get((op, size))
+            if candidate is None:
                 continue
             entry = Entry(
                 collective=op,
                 first_bytes=size,
                 last_bytes=following - 1,
-                algorithm=one.candidate.algorithm,
-                protocol=one.candidate.protocol,
+                algorithm=candidate.algorithm,
+                protocol=candidate.protocol,
                 nodes=nodes,
                 ranks=ranks,
             )
@@ -173,19 +210,20 @@ def entries(chosen: dict[tuple[str, int], Found | None], *, nodes: int, ranks: i
     return table
 
 
-def record(found: Sequence[Found], *, nodes: int, ranks: int) -> Record:
-    """What was found, and the table that follows from it."""
-    table = entries(best(found), nodes=nodes, ranks=ranks)
+def record(found: Sequence[Found], chosen: Sequence[Found], *, nodes: int, ranks: int) -> Record:
+    """What was found, and the table of what was chosen."""
+    cases = dict.fromkeys(one.trial.case for one in found)
+    table = entries(cases, chosen, nodes=nodes, ranks=ranks)
     return {
         "bench": "nccl",
         "world_size": ranks,
         "nodes": nodes,
         "rows": [
             {
-                "op": one.op,
-                "bytes": one.num_bytes,
-                "algorithm": one.candidate.algorithm,
-                "protocol": one.candidate.protocol,
+                "op": one.trial.op,
+                "bytes": one.trial.num_bytes,
+                "algorithm": one.trial.candidate.algorithm,
+                "protocol": one.trial.candidate.protocol,
                 "time_us": round(one.comparison.time_us, 2),
                 "baseline_time_us": round(one.comparison.baseline_time_us, 2),
                 "speedup": round(one.comparison.speedup, 3),

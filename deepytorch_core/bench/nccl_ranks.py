@@ -39,8 +39,8 @@ from deepytorch_core.bench.nccl_choices import (
     ChoicesJob,
     check_ops,
     lines,
-    measure,
     record,
+    settle,
 )
 from deepytorch_core.bench.ops import Operation, make_buffers, share_of
 from deepytorch_core.network import nccl_table, prepare
@@ -139,8 +139,8 @@ def serve(job: ChoicesJob, rank: int, store: Store, emit: worker.Emit) -> None:
         prepare_nccl(table, PrefixStore("prepare", store), rank=rank, size=job.world_size)
         groups = worker.Groups.of_one(job, rank, PrefixStore("ranks", store), "nccl")
         communicators = PluginCommunicators(table, groups.device)
-        found = measure(cases, communicators, groups.clock, groups.ranks)
-    result = record(found, nodes=_num_nodes(), ranks=job.world_size)
+        found, chosen = settle(cases, communicators, groups.clock, groups.ranks)
+    result = record(found, chosen, nodes=_num_nodes(), ranks=job.world_size)
     if rank == 0:
         emit({"record": result})
 
@@ -178,8 +178,8 @@ def main(arguments: Sequence[str]) -> int:
             raise BenchError("this is about NCCL alone: start it with DEEPYTORCH_ENABLED=0")
         ranks = worker.Ranks(dist.new_group(backend="gloo", timeout=limit))
         communicators = PluginCommunicators(table, device)
-        found = measure(cases, communicators, worker.cuda_clock, ranks)
-    result = record(found, nodes=_num_nodes(), ranks=dist.get_world_size())
+        found, chosen = settle(cases, communicators, worker.cuda_clock, ranks)
+    result = record(found, chosen, nodes=_num_nodes(), ranks=dist.get_world_size())
     if launched.local_rank == 0:
         nccl_table.write(options.write, [Entry(**choice) for choice in result["choices"]])
     if dist.get_rank() == 0:

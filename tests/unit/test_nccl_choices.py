@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from deepytorch.cli import app
 from deepytorch_core.bench import launch, nccl_choices, tables, timing
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.nccl_choices import Candidate, ChoicesJob, Found
+from deepytorch_core.bench.nccl_choices import Candidate, ChoicesJob, Found, Trial
 from deepytorch_core.bench.ops import Operation
 from deepytorch_core.network import nccl_table
 
@@ -57,10 +57,14 @@ class Ranks:
 
 
 class Fake:
-    """Communicators on which trees take half as long from 1 MiB on, and all else as long."""
+    """Communicators on which trees take half as long from 1 MiB on, and all else as long.
+
+    The first time rings with LL at 64 KiB do so too.
+    """
 
     def __init__(self) -> None:
         self.open: list[Candidate] = []
+        self.lucky = True
 
     def own(self, op: Operation, num_bytes: int) -> Call:
         return Call(num_bytes / 100)
@@ -72,6 +76,8 @@ class Fake:
 
         def bind(op: Operation, num_bytes: int) -> Call:
             is_faster = candidate == TREE and num_bytes >= 1 << 20
+            if candidate == RING and num_bytes == 1 << 16 and op.name == "all_reduce":
+                is_faster, self.lucky = self.lucky, False
             return Call(self.own(op, num_bytes).us / (2 if is_faster else 1))
 
         yield bind
@@ -81,12 +87,11 @@ class Fake:
 def test_every_candidate_is_measured_and_the_best_ones_become_the_table(tmp_path: Path) -> None:
     sizes = (1 << 16, 1 << 20, 1 << 22)
     cases = [(op, size) for op in ("all_reduce", "all_gather") for size in sizes]
-    found = nccl_choices.measure(cases, Fake(), clock, Ranks())
-    of_reduce = {(one.candidate.algorithm, one.candidate.protocol) for one in found[:9]}
-    assert of_reduce <= {(a, p) for a in ("tree", "ring") for p in ("ll", "ll128", "simple")}
+    found, chosen = nccl_choices.settle(cases, Fake(), clock, Ranks())
     assert len(found) == 3 * (2 + 1) * 3  # sizes, algorithms of both operations, protocols
-    assert not [one for one in found if one.op == "all_gather" and one.candidate == TREE]
-    result = nccl_choices.record(found, nodes=2, ranks=4)
+    assert {one.trial.op for one in found if one.trial.candidate == TREE} == {"all_reduce"}
+    assert [one.trial.num_bytes >> 16 for one in nccl_choices.best(found)] == [16, 64, 1]
+    result = nccl_choices.record(found, chosen, nodes=2, ranks=4)  # without the lucky one
     expected = {
         **{"collective": "all_reduce", "algorithm": "tree", "protocol": "simple"},
         **{"nodes": 2, "ranks": 4, "channels": 0},
@@ -100,7 +105,7 @@ def test_every_candidate_is_measured_and_the_best_ones_become_the_table(tmp_path
     assert nccl_table.read(tmp_path / "table.json") == table
     origin = {"machine": {"name": "m"}, "versions": {"torch": "2"}, "commit": "c"}
     shown = tables.render({"f.jsonl": [{**result, **origin}]}).splitlines()
-    assert shown[-6].startswith("| all_reduce | 4 | 64K | 655 us | tree ll 1.00x (1.00-1.00) | no")
+    assert shown[-6].startswith("| all_reduce | 4 | 64K | 655 us | ring ll 2.00x (2.00-2.00) | no")
     assert shown[-5].endswith("| 10,486 us | tree simple 2.00x (2.00-2.00) | yes |")
     text = list(nccl_choices.lines(result))
     assert len(text) == len(cases)
@@ -123,29 +128,30 @@ def test_only_what_is_faster_beyond_the_noise_is_chosen(
     speedup: float, spread: tuple[float, float], is_chosen: bool
 ) -> None:
     comparison = timing.Comparison(1.0, speedup, speedup, spread, 8)
-    found = [Found("all_reduce", 1024, TREE, comparison)]
-    assert bool(nccl_choices.record(found, nodes=1, ranks=2)["choices"]) == is_chosen
+    found = [Found(Trial("all_reduce", 1024, TREE), comparison)]
+    assert bool(nccl_choices.best(found)) == is_chosen
 
 
 def test_the_fastest_is_chosen_in_any_order() -> None:
     found = [
-        Found("all_reduce", 1024, candidate, timing.Comparison(1.0, gain, gain, (gain, gain), 8))
+        Found(
+            Trial("all_reduce", 1024, candidate),
+            timing.Comparison(1.0, gain, gain, (gain, gain), 8),
+        )
         for candidate, gain in ((TREE, 1.2), (RING, 1.4))
     ]
     for order in (found, found[::-1]):
-        (best,) = nccl_choices.best(order).values()
-        assert best is not None
-        assert best.candidate == RING
+        (best,) = nccl_choices.best(order)
+        assert best.trial.candidate == RING
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [("all_reduce", 1 << 20)]
-    found = nccl_choices.measure(cases, Fake(), clock, Ranks())
+    found, chosen = nccl_choices.settle([("all_reduce", 1 << 20)], Fake(), clock, Ranks())
     jobs: list[ChoicesJob] = []
 
     def run(job: ChoicesJob) -> Iterator[dict[str, Any]]:
         jobs.append(job)
-        yield nccl_choices.record(found, nodes=2, ranks=4)
+        yield nccl_choices.record(found, chosen, nodes=2, ranks=4)
 
     monkeypatch.setattr(launch, "run", run)
     table, record = tmp_path / "table.json", tmp_path / "out.jsonl"
