@@ -91,7 +91,7 @@ DPT_DEVICE void store_relaxed(uint32_t* to, uint32_t value) {
 }
 // Puts 0 in place of `old`, unless there is something else by now.
 DPT_DEVICE void clear_relaxed(uint64_t* at, uint64_t old) {
-  uint64_t found;
+  [[maybe_unused]] uint64_t found;
   asm volatile("atom.cas.relaxed.sys.global.b64 %0, [%1], %2, %3;"
                : "=l"(found)
                : "l"(at), "l"(old), "l"(uint64_t{0})
