@@ -236,6 +236,7 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
   entry.how.store(how, std::memory_order_relaxed);
   entry.place.store(place, std::memory_order_relaxed);
   entry.number.store(number, std::memory_order_release);
+  __builtin_prefetch(&entries_[number % kEntries], /*for writing*/ 1);  // the next one's
   return number;
 }
 
