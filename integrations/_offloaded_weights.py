@@ -90,25 +90,25 @@ def copy_to_host(host: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 class Staging:
-    """Two pieces of pinned memory, made when they are first needed."""
+    """Two pieces of pinned memory for each dtype, made when they are first needed."""
 
     def __init__(self) -> None:
-        self._pieces: list[torch.Tensor] = []
+        self._pieces: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def copy_to_device(self, target: torch.Tensor, exact: torch.Tensor) -> None:
         """Copy flat `exact` on the host into flat `target`, converted on the way.
 
         On return `exact` may be changed, and `target` used on any stream.
         """
-        if not self._pieces:
+        pieces = self._pieces.get(target.dtype)
+        if pieces is None:
             pinned = torch.cuda.is_available()
-            self._pieces = [
-                torch.empty(_STAGED, dtype=target.dtype, pin_memory=pinned) for _ in range(2)
-            ]
+            pieces = [torch.empty(_STAGED, dtype=target.dtype, pin_memory=pinned) for _ in range(2)]
+            self._pieces[target.dtype] = pieces
         left: list[Any] = [None, None]
         for number, begin in enumerate(range(0, exact.numel(), _STAGED)):
             source = exact[begin : begin + _STAGED]
-            piece = self._pieces[number % 2][: source.numel()]
+            piece = pieces[number % 2][: source.numel()]
             if left[number % 2] is not None:
                 left[number % 2].synchronize()
             piece.copy_(source)
