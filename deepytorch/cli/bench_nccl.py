@@ -10,8 +10,8 @@ from deepytorch.cli import bench, console, help, shared
 
 def add_to(app: typer.Typer) -> None:
     examples = help.examples(
-        "deepytorch bench nccl --world-size 4",
-        "deepytorch bench nccl --nodes 2 --ranks-per-node 2 --link 24gbit --write table.json",
+        "deepytorch bench nccl --world-size 4 --write table.json",
+        "deepytorch bench nccl --nodes 2 --ranks-per-node 2 --link 24gbit",
     )
     app.command(epilog=examples)(nccl)
 

@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,15 +139,15 @@ def serve(job: ChoicesJob, rank: int, store: Store, emit: worker.Emit) -> None:
         groups = worker.Groups.of_one(job, rank, PrefixStore("ranks", store), "nccl")
         communicators = PluginCommunicators(table, groups.device)
         found, chosen = settle(cases, communicators, groups.clock, groups.ranks)
-    result = record(found, chosen, nodes=_num_nodes(), ranks=job.world_size)
+    num_nodes = _num_nodes(PrefixStore("nodes", store), rank=rank, size=job.world_size)
+    result = record(found, chosen, nodes=num_nodes, ranks=job.world_size)
     if rank == 0:
         emit({"record": result})
 
 
-def _num_nodes() -> int:
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, prepare.node_name())
-    return len(set(names))
+def _num_nodes(store: Store, *, rank: int, size: int) -> int:
+    store.set(str(rank), prepare.node_name())
+    return len(set(store.multi_get([str(other) for other in range(size)])))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -179,10 +178,11 @@ def main(arguments: Sequence[str]) -> int:
         ranks = worker.Ranks(dist.new_group(backend="gloo", timeout=limit))
         communicators = PluginCommunicators(table, device)
         found, chosen = settle(cases, communicators, worker.cuda_clock, ranks)
-    result = record(found, chosen, nodes=_num_nodes(), ranks=dist.get_world_size())
+    num_nodes = _num_nodes(PrefixStore("nodes", store), rank=rank, size=size)
+    result = record(found, chosen, nodes=num_nodes, ranks=size)
     if launched.local_rank == 0:
         nccl_table.write(options.write, [Entry(**choice) for choice in result["choices"]])
-    if dist.get_rank() == 0:
+    if rank == 0:
         for line in lines(result):
             sys.stdout.write(f"{line}\n")
         sys.stdout.write(f"written on every node: {options.write}\n")
