@@ -29,16 +29,15 @@ class Stages:
         reason = why_not(op, num_bytes, ranks_per_node)
         if reason:
             return cls((), 0, 0, reason)
-        within = {
-            "all_gather": f"an all_gather of each node's parts, {nodes} in all",
-            "reduce_scatter": f"a reduce_scatter of each node's parts, {nodes} in all",
-        }
+        parts = Phase(
+            "within nodes", f"{op} of each node's parts, {nodes} in all", num_bytes // nodes
+        )
         rail = Phase("between nodes", f"{op} of ranks in the same place", num_bytes // local)
         phases: tuple[Phase, ...]
         if op == "all_gather":
-            phases = (rail, Phase("within nodes", within[op], num_bytes // nodes))
+            phases = (rail, parts)
         elif op == "reduce_scatter":
-            phases = (Phase("within nodes", within[op], num_bytes // nodes), rail)
+            phases = (parts, rail)
         else:
             phases = (
                 Phase("within nodes", "reduce_scatter", num_bytes),

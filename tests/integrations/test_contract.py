@@ -221,11 +221,11 @@ def train_workload(rank: int, world_size: int, framework: str, ours: bool) -> di
     "framework",
     [
         "ddp",
-        "ddp-small-buckets",
+        pytest.param("ddp-small-buckets", marks=pytest.mark.extended),
         "fsdp1",
         "accelerate-ddp",
         "deepspeed-zero2",
-        "tensor-parallel",
+        pytest.param("tensor-parallel", marks=pytest.mark.extended),
         "tensor-parallel-decode",
     ],
 )
