@@ -28,7 +28,8 @@ _WHAT = "ZeRO-3's weights after an update"
 _ROUNDED = 1 << 25  # elements: what is rounded needs GPU memory, but for no more than so many
 _STAGED = 1 << 23  # elements of a pinned piece
 
-_Copy = Callable[[torch.Tensor, torch.Tensor], None]
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Gets flat 16-bit and flat exact weights, of as many elements."""
 
 
 def attach(optimizer: Any, changes: Changes) -> None:
@@ -44,18 +45,17 @@ def attach(optimizer: Any, changes: Changes) -> None:
         getattr(optimizer, "fp32_partitioned_groups_flat", ()),
         strict=False,
     )
-    if stock is None or all(_way(*group) is None for group in groups):
-        return
     staging = Staging()
+    if stock is None or all(_copy_of(*group, staging) is None for group in groups):
+        return
 
     def update(sub_group: int) -> None:
         rounded = optimizer.fp16_partitioned_groups_flat[sub_group]
         exact = optimizer.fp32_partitioned_groups_flat[sub_group]
-        way = _way(rounded, exact)  # DeepSpeed may move states between steps
-        if way is None:
+        copy = _copy_of(rounded, exact, staging)  # DeepSpeed may move states between steps
+        if copy is None:
             stock(sub_group)
             return
-        copy: _Copy = staging.copy_to_device if way == _UP else copy_to_host
         copy(rounded.data, exact.data)
         optimizer._unflatten_partitioned_parameters(sub_group)
 
@@ -64,17 +64,12 @@ def attach(optimizer: Any, changes: Changes) -> None:
     decisions.record(_WHAT, "ours", "rounded on the GPU, or piece by piece into pinned memory")
 
 
-_UP, _DOWN = "to the GPU", "to the host"
-
-
-def _way(rounded: torch.Tensor | None, exact: torch.Tensor) -> str | None:
-    """Where a conversion on the CPU would travel; None for any other copy, and without memory."""
-    if rounded is None or rounded.dtype == exact.dtype:
+def _copy_of(rounded: torch.Tensor | None, exact: torch.Tensor, staging: Staging) -> Copy | None:
+    """Our copy, where torch would convert on the CPU what goes to a GPU or comes from one."""
+    if rounded is None or rounded.dtype == exact.dtype:  # in NVMe; or under autocast
         return None
-    from_host, to_host = (one.device.type == "cpu" for one in (exact, rounded))
-    if from_host == to_host:
-        return None
-    return _UP if from_host else _DOWN
+    places = exact.device.type, rounded.device.type
+    return {("cpu", "cuda"): staging.copy_to_device, ("cuda", "cpu"): copy_to_host}.get(places)
 
 
 def copy_to_host(host: torch.Tensor, exact: torch.Tensor) -> None:

@@ -32,10 +32,17 @@ def test_the_bits_are_those_of_torchs_own_copy(size: int, monkeypatch: pytest.Mo
             assert torch.equal(ours.view(torch.int16), stock.view(torch.int16))
 
 
-class Optimizer:
-    """What is used of DeepSpeed's; on "meta" stands for on a GPU."""
+class Flat(SimpleNamespace):
+    """What is asked of flat weights before they are copied."""
 
-    def __init__(self, rounded: list[Any], exact: list[torch.Tensor]) -> None:
+    def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(device=torch.device(device), dtype=dtype, data=None)
+
+
+class Optimizer:
+    """What is used of DeepSpeed's."""
+
+    def __init__(self, rounded: list[Any], exact: list[Any]) -> None:
         self.fp16_partitioned_groups_flat = rounded
         self.fp32_partitioned_groups_flat = exact
         self.done: list[tuple[str, int]] = []
@@ -62,19 +69,24 @@ def test_only_conversions_between_host_and_gpu_are_taken_over(
     monkeypatch.setattr(
         _offloaded_weights.Staging, "copy_to_device", lambda *_: copied.append("up")
     )
-    on_gpu, on_host = torch.zeros(4, device="meta"), torch.zeros(4)
-    optimizer = Optimizer(
-        # Parameters on the host, the optimizer there, none or both; in NVMe, and under autocast.
-        [on_host.bfloat16(), on_gpu.half(), on_gpu.half(), on_host.half(), None, on_host],
-        [on_gpu, on_host, on_gpu, on_host, on_gpu, on_gpu],
-    )
+    half = torch.float16
+    pairs = [
+        (Flat("cpu", torch.bfloat16), Flat("cuda")),  # parameters on the host
+        (Flat("cuda", half), Flat("cpu")),  # the optimizer
+        (Flat("cuda", half), Flat("cuda")),
+        (Flat("cpu", half), Flat("cpu")),
+        (None, Flat("cuda")),  # in NVMe
+        (Flat("cpu"), Flat("cuda")),  # under autocast
+        (Flat("xpu", half), Flat("cpu")),
+    ]
+    optimizer = Optimizer(*map(list, zip(*pairs, strict=True)))
     changes = Changes()
     _offloaded_weights.attach(optimizer, changes)
     ours = [("unflatten", number) for number in range(2)]
-    assert updates(optimizer) == [*ours, *(("stock", number) for number in range(2, 6))]
+    assert updates(optimizer) == [*ours, *(("stock", number) for number in range(2, 7))]
     assert copied == ["down", "up"]
     changes.undo()
-    assert updates(optimizer) == [("stock", number) for number in range(6)]
+    assert updates(optimizer) == [("stock", number) for number in range(7)]
 
 
 @pytest.mark.parametrize(
