@@ -49,7 +49,7 @@ def nccl(
     """Measure NCCL's algorithms and protocols against its own choice, in turns.
 
     Prints for each size what NCCL's own choice takes and how much faster each other one is. What
-    is faster by 3% and beyond the noise becomes a table for NCCL's tuner plugin.
+    is faster by 3% and beyond the noise, twice, becomes a table for NCCL's tuner plugin.
     """
     from deepytorch_core.bench import launch, nccl_choices
     from deepytorch_core.bench.job import parse_names, parse_sizes
@@ -61,8 +61,10 @@ def nccl(
     emulated = bench.emulated_nodes(
         context, nodes, ranks_per_node=ranks_per_node, link=link, flow_cap=flow_cap, delay=delay
     )
+    if emulated is not None and not bench.was_given(context, "world_size"):
+        world_size = sum(emulated.ranks_per_node)
     job = nccl_choices.ChoicesJob(
-        world_size=sum(emulated.ranks_per_node) if emulated else world_size,
+        world_size=world_size,
         device="cuda",
         baseline="nccl",
         ops=parse_names(ops),

@@ -164,3 +164,5 @@ def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert "tree simple 2.00x" in done.output
     assert [entry.algorithm for entry in nccl_table.read(table)] == ["tree"]
     assert '"bench": "nccl"' in record.read_text()
+    done = CliRunner().invoke(app, ["bench", "nccl", *options, "--world-size", "3"])
+    assert "--world-size 3 is not what the nodes have, 2 + 2" in str(done.exception)
