@@ -4,6 +4,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -262,7 +263,8 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
       submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device));
       return DPT_OK;
     }
-    submitted->delegated = backend.start_on_device(device, *submitted->replay, node_of);
+    submitted->delegated =
+        backend.start_on_device(device, *submitted->replay, node_of, submitted->call.asynchronous);
     return DPT_OK;
   } catch (...) {
     // The delegate's own exception is what the caller gets; the core only needs to know.
@@ -273,9 +275,13 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
 
 [[gnu::hot]] WorkPtr Backend::start_on_device(const at::Device& device,
                                               const Replay& replay,
-                                              const int* node_of) {
-  const c10::Stream current = streams_.hold_current(device);
+                                              const int* node_of,
+                                              bool asynchronous) {
+  // What is coalesced starts where its end does: on the caller's stream.
+  const auto [current, from] = streams_.before_delegated(device, asynchronous && !coalescing_);
   const DelegatedStream::Call starting(delegated_, current);
+  c10::OptionalStreamGuard there;
+  if (from != current) there.reset_stream(from);
   // What belongs together for NCCL stays in one piece.
   const bool staged = node_of != nullptr && !coalescing_;
   return start(replay,

@@ -235,7 +235,10 @@ class Backend : public c10d::Backend {
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
   WorkPtr start(const Replay& replay, const BackendPtr& delegate);
   // On the caller's stream. `node_of`: see dpt_delegate.
-  WorkPtr start_on_device(const at::Device& device, const Replay& replay, const int* node_of);
+  WorkPtr start_on_device(const at::Device& device,
+                          const Replay& replay,
+                          const int* node_of,
+                          bool asynchronous);
   // Throws what an operation that was submitted failed with.
   [[noreturn]] void throw_failure(dpt_status status,
                                   const std::exception_ptr& delegates,

@@ -52,13 +52,17 @@ bool DeviceStreams::is_capturing(const c10::Device& device) const {
   return api_->stream_capture(guard_of(device).getStream(device).native_handle()) != 0;
 }
 
-[[gnu::hot]] c10::Stream DeviceStreams::hold_current(const c10::Device& device) {
+[[gnu::hot]] DeviceStreams::Start DeviceStreams::before_delegated(const c10::Device& device,
+                                                                  bool asynchronous) {
   const c10::Stream current = guard_of(device).getStream(device);
-  if (can_follow_last(current)) {
-    done_->block(current);
-    last_ = current;  // all that follows on it is behind: wait once
+  if (!can_follow_last(current)) return {current, current};
+  if (asynchronous && last_ == own_ && last_capture_ == 0) {
+    event_on(current).block(*own_);
+    return {current, *own_};
   }
-  return current;
+  done_->block(current);
+  last_ = current;  // all that follows on it is behind: wait once
+  return {current, current};
 }
 
 [[gnu::hot]] DelegatedStream::Call::Call(DelegatedStream& of, const c10::Stream& current)

@@ -31,8 +31,14 @@ class DeviceStreams {
   void end(const c10::Stream& stream);
   // Whether a graph captures the caller's stream.
   bool is_capturing(const c10::Device& device) const;
-  // Before the stock backend's operations: behind the native ones. Returns the caller's stream.
-  c10::Stream hold_current(const c10::Device& device);
+  struct Start {
+    c10::Stream current;  // the caller's
+    c10::Stream from;     // behind the native operations, and behind what `current` holds
+  };
+  // Where the stock backend is to start its next operation from. An asynchronous one does not make
+  // the caller's stream wait for native ones: gradients' products would stand still for the bucket
+  // before. Graphs are captured on the caller's stream alone.
+  Start before_delegated(const c10::Device& device, bool asynchronous);
 
  private:
   // Whether the last operation and what comes on `stream` can be ordered by an event.

@@ -83,7 +83,7 @@ int Backend::is_busy(void* call) {
     if (!is_known) return;
     recorded = begun.recorded;
     try {
-      *work = start_on_device(device, replay, begun.node_of);
+      *work = start_on_device(device, replay, begun.node_of, call.asynchronous);
       setup_.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
     } catch (...) {
       failure = std::current_exception();
@@ -117,7 +117,7 @@ Backend::Places Backend::start_together(
     if (places.empty()) return;
     try {
       const auto start = [&](c10d::Backend& stock) { return together(stock, places); };
-      *work = start_on_device(device, replaying(start), nullptr);
+      *work = start_on_device(device, replaying(start), nullptr, /*asynchronous=*/false);
     } catch (...) {
       failure = std::current_exception();
       status = describe_caught(device, &error);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -44,6 +46,43 @@ def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
     dist.barrier()
     torch.cuda.synchronize()
     return {name: result.tolist() for name, result in results.items()}
+
+
+def _computes_on(rank: int, world_size: int) -> bool:
+    """Whether what rank 0 computes goes on while asynchronous operations wait for the others."""
+    from deepytorch_core import _core
+
+    device = rank_gpu(rank)
+    small, large = torch.ones(1 << 10, device=device), torch.ones(1 << 24, device=device)
+    store = dist.distributed_c10d._get_default_store()
+
+    def reduce_both() -> list[dist.Work | None]:
+        native = dist.all_reduce(small, async_op=True)
+        return [native, dist.reduce(large, 0, async_op=True)]  # NCCL's: there is no kernel for it
+
+    for work in reduce_both():  # connections, and what serves which
+        assert work is not None
+        work.wait()
+    torch.cuda.synchronize()
+    if rank > 0:
+        store.wait(["computed"], timedelta(seconds=30))
+    works = reduce_both()
+    computed = torch.cuda.current_stream().record_event()
+    end = time.monotonic() + 5
+    while rank == 0 and not computed.query() and time.monotonic() < end:
+        time.sleep(0.01)
+    went_on = computed.query()
+    if rank == 0:
+        store.set("computed", "")
+    for work in works:
+        assert work is not None
+        work.wait()
+    torch.cuda.synchronize()
+    assert small[-1].item() == 4.0
+    assert rank > 0 or large[-1].item() == 3.0
+    rows = [row for row in _core.statistics() if row["op"] in ("all_reduce", "reduce")]
+    assert {row["algorithm"] == "delegate" for row in rows} == {True, False}
+    return went_on
 
 
 def _lists(rank: int, world_size: int) -> list[list[float]]:
@@ -144,6 +183,12 @@ def test_results_are_nccls() -> None:
     ours = spawn_ranks(_collectives, 2, backend="deepytorch")
     stock = spawn_ranks(_collectives, 2, backend="nccl")
     assert ours == stock
+
+
+def test_a_program_computes_on_beside_native_and_nccls_operations() -> None:
+    """Its stream waits for neither, though NCCL's operation comes behind the native one."""
+    native = {"DEEPYTORCH_COLLECTIVES": "native"}
+    assert spawn_ranks(_computes_on, 2, backend="deepytorch", env=native)[0]
 
 
 def test_what_is_delegated_says_why() -> None:
