@@ -14,6 +14,7 @@ from deepytorch_core.testing import spawn_ranks
 from deepytorch_core.testing.soak import __main__ as command
 from deepytorch_core.testing.soak import job
 from deepytorch_core.testing.soak.operations import draw
+from deepytorch_core.testing.soak.watch import Held
 
 RANKS = 3
 ASKED_EVERY = 50  # operations, so a round is a multiple of it
@@ -24,26 +25,27 @@ def test_each_collective_counts_once_and_none_of_a_single_rank() -> None:
     told = spawn_ranks(
         job.operations, RANKS, seed, 1.0, backend="deepytorch", env={"DEEPYTORCH_TUNE": "off"}
     )
+    counts = [each for each, _ in told]
     groups = job._groups(RANKS, seed)
     took_part = [Counter[str]() for _ in range(RANKS)]
     collectives: Counter[str] = Counter()
     number = 0
-    while number == 0 or took_part[0].total() < told[0].participations.total():
+    while number == 0 or took_part[0].total() < counts[0].participations.total():
         for step in (draw(seed, number + each, groups) for each in range(ASKED_EVERY)):
             for rank in step.members:
                 took_part[rank][step.op] += 1
             collectives[step.op] += len(step.members) > 1
         number += ASKED_EVERY
-    assert [each.participations for each in told] == took_part, f"seed {seed}"
-    assert sum((each.collectives for each in told), Counter()) == +collectives, f"seed {seed}"
+    assert [each.participations for each in counts] == took_part, f"seed {seed}"
+    assert sum((each.collectives for each in counts), Counter()) == +collectives, f"seed {seed}"
     assert collectives.total() <= number
 
 
 def test_cycles_tell_how_much_memory_each_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     count, kept = 50, random.randrange(1000, 9000)
     resident = iter((10_000, 20_000, 20_000 + 45 * kept))  # at the start, a tenth later, at the end
-    monkeypatch.setattr(job, "_cycle", lambda rank, world_size, number: None)
-    monkeypatch.setattr(job, "_resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(job, "_cycle", lambda *_: None)
+    monkeypatch.setattr(job, "resident_bytes", lambda: next(resident))
     assert job.cycles(0, 2, count)["bytes_per_cycle"] == kept
 
 
@@ -64,7 +66,7 @@ def test_the_record_has_both_figures_and_the_growth(
             told[rank].add(step, rank)
         told[0].add(draw(1, 1, [(0,)]), 0)
         rounds.append(args)
-        return told
+        return [(each, Held([], [], 0, 0)) for each in told]
 
     monkeypatch.setattr(command, "spawn_ranks", spawn)
     file = tmp_path / "soak.jsonl"

@@ -112,7 +112,8 @@ def _repeated(repeated: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> lis
 def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for record in (each for each in records if each.get("bench") == "soak"):
-        lines.append(f"* `make soak`: {_of_soak(record)}; {record['machine']['name']}.")
+        how = f"`{record['command']}`" if "held" in record else "`make soak`"
+        lines.append(f"* {how}: {_of_soak(record)}; {record['machine']['name']}.")
     lines += _of_fuzzing([each for each in records if each.get("bench") == "fuzz"])
     hangs: dict[str, list[bool]] = {}
     for record in (each for each in records if "plant" in each):
@@ -147,11 +148,27 @@ def _of_soak(record: Mapping[str, Any]) -> str:
             f"{total:,} participations of ranks in random operations of {kinds} kinds (each rank's "
             "counts, and so do groups of one rank)"
         )
-    cycles = f"{record['cycles']} cycles of making and destroying groups"
+    if held := record.get("held"):
+        what += _of_second_half(held)
+    if record["cycles"]:
+        what += f" and {record['cycles']} cycles of making and destroying groups"
     if record.get("bytes_per_cycle"):
         most = max(record["bytes_per_cycle"])
-        cycles += f", which grew a rank's memory by at most {max(0, most):,.0f} bytes each"
-    return f"{what} and {cycles}; {len(record['failures'])} failures"
+        what += f", which grew a rank's memory by at most {max(0, most):,.0f} bytes each"
+    return f"{what}; {len(record['failures'])} failures"
+
+
+def _of_second_half(held: Sequence[Mapping[str, Any]]) -> str:
+    speeds = held[0]["per_s"]
+    host, gpu = (
+        max(0, *(each[name] for each in held)) / 2**20
+        for name in ("grown_bytes", "gpu_grown_bytes")
+    )
+    return (
+        f", {min(speeds):.0f} to {max(speeds):.0f} a second in each tenth of the time, the last "
+        f"{speeds[-1]:.0f}; in its second half a rank grew by at most {host:.1f} MiB, its GPU's "
+        f"memory by {gpu:.1f} MiB,"
+    )
 
 
 def _of_fuzzing(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import math
 import operator
 import random
 import sys
@@ -16,12 +18,14 @@ from deepytorch_core.bench import record
 from deepytorch_core.testing.failures import RankError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
 from deepytorch_core.testing.soak.job import Counts, cycles, operations
+from deepytorch_core.testing.soak.watch import Held
 
 _ROUND_S = 60.0
 _PATIENCE_S = 120.0  # beyond a round's time, for what is under way
 _CYCLES_PER_S = 5.0  # at least, on a busy machine
 # Stock gloo keeps 2.5 KB of each of its groups, of which a cycle has three; the rest is room.
 _MOST_BYTES_PER_CYCLE = 16384
+_MOST_BYTES_PER_ROUND = 64 << 20  # from its middle on: caches of the interpreter and of drivers
 _MOST_MAPPINGS = 20  # the allocator's own come and go
 
 
@@ -30,29 +34,36 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m deepytorch_core.testing.soak")
     parser.add_argument("--minutes", type=float, default=30.0, help="of random operations")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one round")
     parser.add_argument("--cycles", type=int, default=1000, help="of making groups, at the end")
     parser.add_argument("--seed", type=int, help="run the round with this seed alone")
     parser.add_argument("--nodes", default="", help="with --seed: a letter per rank, such as aabb")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to FILE")
     options = parser.parse_args(arguments)
-    nodes = ["", _two_nodes(options.ranks)]
+    on_gpus = options.device == "cuda"
+    nodes = [""] if on_gpus else ["", _two_nodes(options.ranks)]
     done = Counts()
+    held: list[Held] = []
     bad: list[str] = []
     deadline = time.monotonic() + options.minutes * 60
     number = 0
     while time.monotonic() < deadline and (options.seed is None or number == 0):
         seed = random.randrange(1 << 30) if options.seed is None else options.seed
         place = options.nodes if options.seed is not None else nodes[number % len(nodes)]
-        seconds = min(_ROUND_S, deadline - time.monotonic())
+        seconds = min(math.inf if on_gpus else _ROUND_S, deadline - time.monotonic())
         number += 1
         try:
-            done += _round(options.ranks, seed, seconds, place)
+            told = _round(options.ranks, seed, seconds, place, options.device)
+            done = functools.reduce(operator.add, (counts for counts, _ in told), done)
+            held = [each for _, each in told]
         except RankError as error:
             bad.append(f"--seed {seed} --nodes {place or 'none'}: {error}")
             _say(bad[-1])
         _say(f"round {number}, seed {seed}, nodes {place or 'one'}: {_in_words(done)}")
-    told = _cycles(options.ranks, options.cycles)
-    bad += _failures(told, options.cycles)
+    if on_gpus:
+        bad += _leaks(held)
+    left = _cycles(options.ranks, options.cycles, options.device)
+    bad += _failures(left, options.cycles)
     close_idle_workers()
     _say(f"{_in_words(done)}, {len(bad)} failures: {dict(sorted(done.collectives.items()))}")
     if options.json:
@@ -61,9 +72,12 @@ def main(arguments: Sequence[str]) -> int:
             "collectives": dict(done.collectives),
             "participations": dict(done.participations),
             "cycles": options.cycles,
-            "bytes_per_cycle": [round(each["bytes_per_cycle"], 1) for each in told],
+            "bytes_per_cycle": [round(each["bytes_per_cycle"], 1) for each in left],
             "failures": bad,
         }
+        if on_gpus:
+            result["device"] = options.device
+            result["held"] = [dataclasses.asdict(each) for each in held]
         record.write_record(options.json, {"bench": "soak", **result, **record.provenance()})
     return int(bool(bad))
 
@@ -79,30 +93,44 @@ def _in_words(done: Counts) -> str:
     )
 
 
-def _round(ranks: int, seed: int, seconds: float, nodes: str) -> Counts:
+def _round(
+    ranks: int, seed: int, seconds: float, nodes: str, device: str
+) -> list[tuple[Counts, Held]]:
+    """What each rank tells; see `job.operations`."""
     env = {"DEEPYTORCH_TUNE": "off"}
     if nodes:
         env["DEEPYTORCH_NODE_ID"] = ",".join(nodes)
-    told = spawn_ranks(
+    return spawn_ranks(
         operations,
         ranks,
         seed,
         seconds,
+        device,
         backend="deepytorch",
         timeout_s=seconds + _PATIENCE_S,
         env=env,
         fresh=True,
     )
-    return functools.reduce(operator.add, told, Counts())
 
 
-def _cycles(ranks: int, count: int) -> list[dict[str, Any]]:
+def _leaks(held: Sequence[Held]) -> list[str]:
+    """What the second half of a round added to what its ranks hold, if too much."""
+    bad = []
+    for rank, each in enumerate(held):
+        _say(f"rank {rank}, operations per second in each tenth, and from the middle on: {each}")
+        grown = max(each.grown_bytes, each.gpu_grown_bytes)
+        if each.left or grown > _MOST_BYTES_PER_ROUND:
+            bad.append(f"half a round left on rank {rank}: {each}")
+    return bad
+
+
+def _cycles(ranks: int, count: int, device: str) -> list[dict[str, Any]]:
     """What each rank tells; see `job.cycles`."""
     if count == 0:
         return []
     limit_s = _PATIENCE_S + count / _CYCLES_PER_S
     return spawn_ranks(
-        cycles, ranks, count, fresh=True, timeout_s=limit_s, env={"DEEPYTORCH_TUNE": "off"}
+        cycles, ranks, count, device, fresh=True, timeout_s=limit_s, env={"DEEPYTORCH_TUNE": "off"}
     )
 
 

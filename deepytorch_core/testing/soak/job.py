@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import random
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.testing.leaks import holdings, left_over, num_mappings
 from deepytorch_core.testing.soak.operations import Performance, Step, draw
+from deepytorch_core.testing.soak.watch import Held, Watch, resident_bytes
+from deepytorch_core.testing.tensors import rank_gpu
 from deepytorch_core.testing.worker import rank_store
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_UNDER_WAY = 6
 _ASK_EVERY = 50  # operations between two looks at the clock, together
+_NUM_SPANS = 10  # of a round, in each of which operations are counted
 _NUM_GROUPS = 6
 _PARALLEL = 2  # groups of a cycle
 _LOG2_IN_A_CYCLE = 11  # elements at most: it is not about these
@@ -46,25 +49,31 @@ class Counts:
         )
 
 
-def operations(rank: int, world_size: int, seed: int, seconds: float) -> Counts:
-    """Random operations for `seconds`, and how many there were.
+def operations(
+    rank: int, world_size: int, seed: int, seconds: float, device: str = "cpu"
+) -> tuple[Counts, Held]:
+    """Random operations for `seconds`: how many there were, and whether they went on as they began.
 
     Raises AssertionError for a wrong result, naming the operation and the seed.
     """
     import torch.distributed as dist
 
+    place = _place(rank, device)
     members = _groups(world_size, seed)
     groups = [dist.new_group(list(ranks)) for ranks in members]
     under_way: deque[Performance] = deque()
     done = Counts()
+    watch = Watch(seconds, place)
     deadline = time.monotonic() + seconds
     number = 0
     while number % _ASK_EVERY != 0 or not _all_over(under_way, rank, deadline):
-        step = draw(seed, number, members)
+        if number % _ASK_EVERY == 0:
+            watch.look(number)
+        step = draw(seed, number, members, device=device)
         number += 1
         if rank not in step.members:
             continue
-        performance = Performance(step, rank, groups[step.group])
+        performance = Performance(step, rank, groups[step.group], place)
         if step.op == "sparse":  # see there
             _finish(under_way, 0)
         performance.start()
@@ -72,7 +81,14 @@ def operations(rank: int, world_size: int, seed: int, seconds: float) -> Counts:
         if step.asynchronous:
             under_way.append(performance)
             _finish(under_way, _MOST_UNDER_WAY)
-    return done
+    watch.look(number)
+    return done, watch.held()
+
+
+def _place(rank: int, device: str) -> torch.device:
+    import torch
+
+    return torch.device("cpu") if device == "cpu" else rank_gpu(rank)
 
 
 def _all_over(under_way: deque[Performance], rank: int, deadline: float) -> bool:
@@ -101,7 +117,7 @@ def _groups(world_size: int, seed: int) -> list[tuple[int, ...]]:
     return found
 
 
-def cycles(rank: int, world_size: int, count: int) -> dict[str, Any]:
+def cycles(rank: int, world_size: int, count: int, device: str = "cpu") -> dict[str, Any]:
     """`count` times: groups are made, used and destroyed. What the later nine tenths left behind.
 
     Returns descriptors, threads and the like that are left, how many more mappings there are, and
@@ -110,20 +126,21 @@ def cycles(rank: int, world_size: int, count: int) -> dict[str, Any]:
     from deepytorch_core import backend
 
     backend.register()
+    place = _place(rank, device)
     warm_up = max(1, count // 10)
-    before, mappings, resident = holdings(), num_mappings(), _resident_bytes()
+    before, mappings, resident = holdings(), num_mappings(), resident_bytes()
     for number in range(count):
         if number == warm_up:
-            before, mappings, resident = holdings(), num_mappings(), _resident_bytes()
-        _cycle(rank, world_size, number)
+            before, mappings, resident = holdings(), num_mappings(), resident_bytes()
+        _cycle(rank, world_size, number, place)
     return {
         "left": left_over(before),
         "mappings": num_mappings() - mappings,
-        "bytes_per_cycle": (_resident_bytes() - resident) / max(1, count - warm_up),
+        "bytes_per_cycle": (resident_bytes() - resident) / max(1, count - warm_up),
     }
 
 
-def _cycle(rank: int, world_size: int, number: int) -> None:
+def _cycle(rank: int, world_size: int, number: int, place: torch.device) -> None:
     import torch.distributed as dist
 
     store = rank_store(f"cycle{number}")
@@ -132,19 +149,11 @@ def _cycle(rank: int, world_size: int, number: int) -> None:
     groups = [dist.new_group(list(ranks)) for ranks in members]
     for index in range(2 * _PARALLEL):
         performance = Performance(
-            draw(number, index, members, most_log2=_LOG2_IN_A_CYCLE),
+            draw(number, index, members, most_log2=_LOG2_IN_A_CYCLE, device=place.type),
             rank,
             groups[index % _PARALLEL],
+            place,
         )
         performance.start()
         performance.finish()
     dist.destroy_process_group()
-
-
-def _resident_bytes() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory is no leak, wherever the allocator keeps it
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/self/status has no line RssAnon")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 DTYPES = (
@@ -24,6 +25,7 @@ OPERATIONS = (
     *("gather", "scatter", "barrier", "shift", "sparse"),
 )
 REDUCE_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+_NOT_NCCLS = ("int16", "sparse")  # it carries out what has no kernel, but not with these
 _MOST_LOG2 = 18  # elements of one part
 
 
@@ -52,14 +54,23 @@ class Step:
 
 
 def draw(
-    seed: int, number: int, groups: list[tuple[int, ...]], *, most_log2: int = _MOST_LOG2
+    seed: int,
+    number: int,
+    groups: list[tuple[int, ...]],
+    *,
+    most_log2: int = _MOST_LOG2,
+    device: str = "cpu",
 ) -> Step:
-    """The operation with this number, the same on every rank."""
+    """The operation with this number, the same on every rank; of those that `device` has."""
+    dtypes, kinds = (
+        [each for each in these if device == "cpu" or each not in _NOT_NCCLS]
+        for these in (DTYPES, OPERATIONS)
+    )
     dice = random.Random(seed * 1_000_003 + number)
     index = dice.randrange(len(groups))
     members = groups[index]
     size = len(members)
-    dtype = dice.choice(DTYPES)
+    dtype = dice.choice(dtypes)
     reduce_op = dice.choice(REDUCE_OPS)
     if reduce_op == "AVG" and (not dtype.startswith(("float", "bfloat")) or size == 3):
         reduce_op = "SUM"  # an average that no reference has exactly
@@ -69,7 +80,7 @@ def draw(
         number,
         members,
         index,
-        dice.choice(OPERATIONS),
+        dice.choice(kinds),
         dtype,
         reduce_op,
         count,
@@ -84,7 +95,7 @@ def draw(
 class Performance:
     """One rank's part in a step: starts it, and checks what came of it once it has ended."""
 
-    def __init__(self, step: Step, rank: int, group: Any) -> None:
+    def __init__(self, step: Step, rank: int, group: Any, device: torch.device) -> None:
         import torch
         import torch.distributed as dist
 
@@ -92,6 +103,7 @@ class Performance:
         self._me = step.members.index(rank)
         self._size = len(step.members)
         self._group = group
+        self._device = device
         self._dtype = getattr(torch, step.dtype)
         self._op = getattr(dist.ReduceOp, step.reduce_op)
         self._dice = random.Random(step.layout + 7 * rank)
@@ -133,16 +145,21 @@ class Performance:
         return self._placed(torch.full((count,), 77).to(self._dtype))
 
     def _placed(self, data: Tensor) -> Tensor:
-        """A copy in memory of one kind or another: plain, registered, or not aligned."""
+        """A copy on the device, in memory of one kind or another.
+
+        Plain, not aligned, or on the host registered; on GPUs tests/gpu/test_registered_device.py
+        is about that.
+        """
         import torch
 
         from deepytorch_core import registered
 
         kind = self._dice.randrange(3)
         if kind == 0:
-            return data.clone()
-        make = registered.empty if kind == 1 else torch.empty
-        memory = make(data.numel() + 1, dtype=data.dtype)
+            return data.to(self._device, copy=True)
+        on_host = self._device.type == "cpu"
+        make = registered.empty if kind == 1 and on_host else torch.empty
+        memory = make(data.numel() + 1, dtype=data.dtype, device=self._device)
         place = memory[:-1] if kind == 1 else memory[1:]
         return place.copy_(data)
 
@@ -171,7 +188,8 @@ class Performance:
         import torch
 
         def check() -> None:
-            for index, (found, right) in enumerate(pairs):
+            for index, (result, right) in enumerate(pairs):
+                found = result.cpu()
                 if not torch.equal(found, right):
                     where = (found != right).nonzero()
                     raise AssertionError(
@@ -312,8 +330,15 @@ class Performance:
         arriving = self._empty(self.step.count)
         leaving = self._mine()
         tag = self.step.number % 1000
-        self._works = [
-            dist.isend(leaving, group=self._group, group_dst=target, tag=tag),
-            dist.irecv(arriving, group=self._group, group_src=source, tag=tag),
-        ]
+        if self._device.type == "cpu":
+            self._works = [
+                dist.isend(leaving, group=self._group, group_dst=target, tag=tag),
+                dist.irecv(arriving, group=self._group, group_src=source, tag=tag),
+            ]
+        else:  # together: two ranks' NCCL would begin both receives behind both sends
+            both = [
+                dist.P2POp(dist.isend, leaving, group=self._group, group_peer=target),
+                dist.P2POp(dist.irecv, arriving, group=self._group, group_peer=source),
+            ]
+            self._works = dist.batch_isend_irecv(both)
         self._expect((arriving, self._data(source)))
