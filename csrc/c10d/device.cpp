@@ -56,6 +56,11 @@ bool DeviceStreams::is_capturing(const c10::Device& device) const {
                                                                   bool asynchronous) {
   const c10::Stream current = guard_of(device).getStream(device);
   if (!can_follow_last(current)) return {current, current};
+  // Asked until it has, or each operation from here on would cost the events below.
+  if (last_capture_ == 0 && api_->event_ended(done_->eventId()) != 0) {
+    last_.reset();
+    return {current, current};
+  }
   if (asynchronous && last_ == own_ && last_capture_ == 0) {
     event_on(current).block(*own_);
     return {current, *own_};

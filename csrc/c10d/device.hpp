@@ -46,7 +46,7 @@ class DeviceStreams {
 
   const dpt_api* api_;
   std::optional<c10::Stream> own_;
-  std::optional<c10::Stream> last_;  // what comes on it is behind the last operation
+  std::optional<c10::Stream> last_;  // what comes on it is behind the last one; none: that ended
   uint64_t last_capture_ = 0;
   std::optional<c10::Event> done_;
 };

@@ -99,6 +99,8 @@ void record_place(uint64_t recorded, const dpt_place* place) {
   FlightRecord::instance().note_place(recorded, *place);
 }
 
+int event_ended(void* event) { return DeviceGroup::has_ended(event) ? 1 : 0; }
+
 [[gnu::hot]] int begin_known(dpt_comm* comm, const dpt_request* request, dpt_known* begun) {
   return comm->communicator.begin_known(*request, begun) ? 1 : 0;
 }
@@ -137,6 +139,7 @@ const dpt_api* api() {
                              memory_allocate,
                              memory_free,
                              DeviceGroup::capture_of,
+                             event_ended,
                              record_end,
                              begin_known,
                              fail_known,

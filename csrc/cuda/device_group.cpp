@@ -471,6 +471,13 @@ uint64_t DeviceGroup::capture_of(cuda::Stream stream) {
   return id;
 }
 
+bool DeviceGroup::has_ended(void* event) {
+  const cuda::RelaxedCapture relaxed;
+  if (cudaEventQuery(static_cast<cudaEvent_t>(event)) == cudaSuccess) return true;
+  cudaGetLastError();  // "not ready" is no failure of anything
+  return false;
+}
+
 void DeviceGroup::outside_capture(int device, const std::function<void()>& task) {
   const cuda::RelaxedCapture relaxed;
   const cuda::DeviceScope scope(device);

@@ -63,6 +63,8 @@ class DeviceGroup {
   static std::string why_absent();
   // The capture of a graph that the stream is part of; 0: none.
   static uint64_t capture_of(cuda::Stream stream);
+  // Whether a cudaEvent_t that no graph captured has come; false also where CUDA can't say.
+  static bool has_ended(void* event);
   // Runs with that GPU what has nothing to do with a graph that any thread captures.
   static void outside_capture(int device, const std::function<void()>& task);
   // In a forked child: closes what it inherited.

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 14
+#define DPT_ABI_VERSION 15
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -267,6 +267,9 @@ typedef struct dpt_api {
   void (*memory_free)(void* address);
   /* Which capture of a graph a stream (see dpt_request.stream) is part of; 0: none. */
   uint64_t (*stream_capture)(void* stream);
+  /* Whether all that was on the stream has ended where this cudaEvent_t, which no graph captured,
+   * was recorded. Whatever other threads capture. */
+  int (*event_ended)(void* event);
   /* The flight record: a delegated operation has ended; `on_stream`: it only began, on a stream,
    * and nobody will tell of its end. */
   void (*record_end)(uint64_t recorded, dpt_status status, int on_stream);

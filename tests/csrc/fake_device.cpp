@@ -138,6 +138,7 @@ std::string DeviceGroup::why_absent() { return testing::fake_devices().why_absen
 void DeviceGroup::outside_capture(int, const std::function<void()>& task) { task(); }
 
 uint64_t DeviceGroup::capture_of(cuda::Stream) { return 0; }
+bool DeviceGroup::has_ended(void*) { return true; }
 
 void DeviceGroup::after_fork() {}
 

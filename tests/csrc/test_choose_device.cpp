@@ -428,6 +428,26 @@ TEST(DeviceCandidates, WhatWasSlowForItsAlgorithmIsNotTriedAtLargerSizes) {
   EXPECT_EQ(without_slow_variants({many, few}, {took(many, 21), took(few, 10)})[0].threads, 6);
 }
 
+// A large sum runs beside computing more often than not.
+TEST(DeviceCandidates, LargeSumsTakeNoMoreMultiprocessorsThanNcclsDo) {
+  const auto most_channels = [](Collective collective, size_t bytes, bool delegate) {
+    int most = 0;
+    for (const Candidate& each : device_candidates({.collective = collective,
+                                                    .bytes = bytes,
+                                                    .layout = Layout::of(4, 64 << 10, 64),
+                                                    .not_native = "",
+                                                    .delegate = delegate})) {
+      most = std::max(most, each.channels);
+    }
+    return most;
+  };
+  EXPECT_EQ(most_channels(DPT_ALL_REDUCE, 4 << 20, true), 64);
+  EXPECT_EQ(most_channels(DPT_ALL_REDUCE, 16 << 20, true), 32);
+  EXPECT_EQ(most_channels(DPT_ALL_REDUCE, 64 << 20, true), 32);
+  EXPECT_EQ(most_channels(DPT_ALL_REDUCE, 16 << 20, false), 64);  // nobody else's is at hand
+  EXPECT_EQ(most_channels(DPT_REDUCE_SCATTER, 16 << 20, true), 64);
+}
+
 TEST(DeviceCandidates, BeginWithTheRuleOfThumbsAndDiffer) {
   for (int index = 0; index < kNumCollectives; ++index) {
     const auto collective = static_cast<Collective>(index);
