@@ -198,6 +198,20 @@ _ALL = (
         precision="fp16",
         more={"family": "unet"},
     ),
+    Row(
+        name="sd21-dreambooth-loop",
+        title="Stable Diffusion 2.1 DreamBooth with its encoders, 512 px, AMP, batch 5",
+        builder="vision",
+        full={"image": 64, "width": 320, "text": 1024, "length": 77, "vocabulary": 49408},
+        tiny={"image": 8, "width": 32, "text": 32, "length": 8, "vocabulary": 512},
+        micro_batch=5,
+        world_size=1,
+        claim=1.22,
+        tuned=("channels_last", "channels_last-compile"),
+        unit="images",
+        precision="fp16",
+        more={"family": "pipeline"},
+    ),
 )
 ROWS: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ALL})
 
