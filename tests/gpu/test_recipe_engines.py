@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deepytorch_core import config
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2), pytest.mark.timeout(300)]
@@ -34,7 +34,8 @@ def _losses(folder: Path, *settings: str) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--module", "deepytorch.recipes.llama_sft"]
     command += [f"steps={STEPS}", f"output_dir={folder}", "sample_tokens=1", *settings]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPYTORCH_PROFILE": str(folder / "profile.json")}
+    profile = str(folder / "profile.json")
+    env = config.child_environment(OMP_NUM_THREADS="1", DEEPYTORCH_PROFILE=profile)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(each) for each in _LINE.findall(done.stdout)]
