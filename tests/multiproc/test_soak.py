@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepytorch_core.testing import spawn_ranks
+from deepytorch_core.testing.faults import page
 from deepytorch_core.testing.soak import __main__ as command
-from deepytorch_core.testing.soak import job
+from deepytorch_core.testing.soak import job, watch
 from deepytorch_core.testing.soak.operations import draw
 from deepytorch_core.testing.soak.watch import Held
 
@@ -82,3 +85,50 @@ def test_the_record_has_both_figures_and_the_growth(
         "20 cycles left 30000 bytes each on rank 2",
     ]
     assert "1 collectives of two or more ranks (4 participations)" in capsys.readouterr().out
+
+
+def test_a_round_tells_its_speed_and_what_its_second_half_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(0, 10_000))
+    sizes = iter((5 << 20, 12 << 20))  # in the middle, at the end
+    monkeypatch.setattr(watch.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(watch, "resident_bytes", lambda: next(sizes))
+    looking = watch.Watch(20.0, torch.device("cpu"))  # tenths of two seconds
+    descriptor = -1
+    for number in range(1, 21):  # two looks at the clock make a tenth
+        looking.look(50 * number)
+        if len(looking._per_s) == 7 and descriptor < 0:
+            descriptor = os.memfd_create("left")
+    try:
+        found = looking.held()
+    finally:
+        os.close(descriptor)
+    assert len(found.per_s) == 10
+    assert found.grown_bytes == 7 << 20
+    assert found.gpu_grown_bytes == 0
+    assert len(found.left) == 1
+    assert "memfd" in found.left[0]
+
+
+def test_too_short_a_round_tells_of_no_growth() -> None:
+    looking = watch.Watch(3600.0, torch.device("cpu"))
+    looking.look(50)
+    assert looking.held() == Held([], [], 0, 0)
+
+
+def test_the_page_tells_of_the_second_half() -> None:
+    held = [
+        {"per_s": [80.0, 75.0, 78.0], "left": [], "grown_bytes": 3 << 19, "gpu_grown_bytes": 0},
+        {"per_s": [80.0, 75.0, 78.0], "left": [], "grown_bytes": -5, "gpu_grown_bytes": 2 << 20},
+    ]
+    record = {
+        **{"collectives": {"barrier": 7}, "participations": {"barrier": 14}, "held": held},
+        **{"cycles": 0, "bytes_per_cycle": [], "failures": []},
+    }
+    assert page._of_soak(record) == (
+        "7 random collectives of 1 kinds, each of two or more ranks and counted once (14 "
+        "participations, with groups of one rank); 75 to 80 a second in each tenth of the time, "
+        "the last 78; in its second half a rank grew by at most 1.5 MiB, its GPU's memory by 2.0 "
+        "MiB; 0 failures"
+    )

@@ -148,13 +148,13 @@ def _of_soak(record: Mapping[str, Any]) -> str:
             f"{total:,} participations of ranks in random operations of {kinds} kinds (each rank's "
             "counts, and so do groups of one rank)"
         )
-    if held := record.get("held"):
-        what += _of_second_half(held)
     if record["cycles"]:
         what += f" and {record['cycles']} cycles of making and destroying groups"
     if record.get("bytes_per_cycle"):
         most = max(record["bytes_per_cycle"])
         what += f", which grew a rank's memory by at most {max(0, most):,.0f} bytes each"
+    if held := record.get("held"):
+        what += f"; {_of_second_half(held)}"
     return f"{what}; {len(record['failures'])} failures"
 
 
@@ -165,9 +165,9 @@ def _of_second_half(held: Sequence[Mapping[str, Any]]) -> str:
         for name in ("grown_bytes", "gpu_grown_bytes")
     )
     return (
-        f", {min(speeds):.0f} to {max(speeds):.0f} a second in each tenth of the time, the last "
+        f"{min(speeds):.0f} to {max(speeds):.0f} a second in each tenth of the time, the last "
         f"{speeds[-1]:.0f}; in its second half a rank grew by at most {host:.1f} MiB, its GPU's "
-        f"memory by {gpu:.1f} MiB,"
+        f"memory by {gpu:.1f} MiB"
     )
 
 
