@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _MOST_UNDER_WAY = 6
 _ASK_EVERY = 50  # operations between two looks at the clock, together
-_NUM_SPANS = 10  # of a round, in each of which operations are counted
 _NUM_GROUPS = 6
 _PARALLEL = 2  # groups of a cycle
 _LOG2_IN_A_CYCLE = 11  # elements at most: it is not about these
