@@ -132,3 +132,9 @@ def test_the_page_tells_of_the_second_half() -> None:
         "the last 78; in its second half a rank grew by at most 1.5 MiB, its GPU's memory by 2.0 "
         "MiB; 0 failures"
     )
+
+
+def test_more_ranks_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--device", "cuda", "--ranks", "99"])
+    assert "NCCL takes one rank per GPU" in capsys.readouterr().err

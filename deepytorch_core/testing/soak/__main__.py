@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepytorch_core.bench import record
 from deepytorch_core.testing.failures import RankError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
@@ -41,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to FILE")
     options = parser.parse_args(arguments)
     on_gpus = options.device == "cuda"
+    if on_gpus and options.ranks > (found := torch.cuda.device_count()):
+        parser.error(f"NCCL takes one rank per GPU: use --ranks {found} or fewer")
     nodes = [""] if on_gpus else ["", _two_nodes(options.ranks)]
     done = Counts()
     held: list[Held] = []
