@@ -14,6 +14,7 @@ from deepytorch.cli import app, bench_ddp, bench_table
 from deepytorch.examples import vision_models
 from deepytorch.workloads.headline import ddp as vision
 from deepytorch.workloads.headline import vision as builder
+from deepytorch.workloads.headline.precision import Precision
 from deepytorch_core.bench import ddp, launch, percentiles
 from deepytorch_core.bench.job import BenchError, Nodes
 from deepytorch_core.bench.record import DDP_FIELDS
@@ -304,7 +305,7 @@ def test_differing_losses_of_a_vision_model_end_with_status_1(monkeypatch, resne
     ],
 )
 def test_a_rows_precision_is_what_is_computed_in(name, dtype, mixed):
-    precision = builder._Precision(name, torch.device("cpu"))
+    precision = Precision(name, torch.device("cpu"))
     weight = torch.ones(2, 2, dtype=precision.dtype)
     assert (weight.dtype, precision.is_mixed) == (dtype, mixed is not None)
     with precision.autocast():
@@ -331,9 +332,9 @@ def test_auxiliary_classifiers_count_and_dropout_does_not():
     network = Network()
     builder._switch_dropout_off(network)
     x, y = torch.eye(2), torch.tensor([0, 1])
-    alone = builder._loss(network, {"x": x, "y": y}, False)
+    alone = builder._cross_entropy(network, {"x": x, "y": y})
     assert alone == torch.nn.functional.cross_entropy(x, y)
-    both = builder._loss(lambda x: Outputs(x, x.clone()), {"x": x, "y": y}, False)
+    both = builder._cross_entropy(lambda x: Outputs(x, x.clone()), {"x": x, "y": y})
     assert both.item() == pytest.approx(1.3 * alone.item())
-    of_transformers = builder._loss(lambda x: SimpleNamespace(logits=x), {"x": x, "y": y}, False)
+    of_transformers = builder._cross_entropy(lambda x: SimpleNamespace(logits=x), {"x": x, "y": y})
     assert of_transformers == alone

@@ -127,18 +127,7 @@ class Classifier:
         return self._batches[number % NUM_BATCHES]
 
     def loss(self, model: Any, batch: Batch) -> torch.Tensor:
-        output: Any = model(batch["x"])
-
-        def loss_of(logits: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(logits.float(), batch["y"])
-
-        logits = output if isinstance(output, torch.Tensor) else output.logits
-        loss = loss_of(logits)
-        # Auxiliary classifiers (GoogLeNet's, Inception's) train too: DDP awaits their gradients.
-        for other in output if isinstance(output, tuple) else ():
-            if other is not logits:
-                loss = loss + _WEIGHT_OF_AUXILIARY * loss_of(other)
-        return loss
+        return _cross_entropy(model, batch)
 
     def optimizer(self, **more: Any) -> torch.optim.Optimizer:
         weights = self.model.parameters()
@@ -159,6 +148,21 @@ def _classifier(job: ArmRun) -> nn.Module:
     settings: Any = ResNetConfig
     small = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]}
     return ResNetForImageClassification(settings(num_labels=job.shape["classes"], **small))
+
+
+def _cross_entropy(model: Any, batch: Batch) -> torch.Tensor:
+    output: Any = model(batch["x"])
+
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.float(), batch["y"])
+
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    loss = loss_of(logits)
+    # Auxiliary classifiers (GoogLeNet's, Inception's) train too: DDP awaits their gradients.
+    for other in output if isinstance(output, tuple) else ():
+        if other is not logits:
+            loss = loss + _WEIGHT_OF_AUXILIARY * loss_of(other)
+    return loss
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
