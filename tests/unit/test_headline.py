@@ -16,6 +16,7 @@ from deepytorch.workloads import headline
 from deepytorch.workloads.headline import diffusion, page, run
 from deepytorch.workloads.headline.job import ArmJob, layers_that_fit, lengths
 from deepytorch.workloads.headline.precision import Precision
+from deepytorch.workloads.headline.vision import Arm
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import WORKLOAD_FIELDS
@@ -212,7 +213,7 @@ def test_a_cache_saves_the_encoders_and_changes_nothing_else(
     for arm in ("plain", "ours"):
         torch.manual_seed(0)
         one = job("sd21-dreambooth-loop", world_size=1, arm=arm)
-        loops.append(diffusion.Pipeline(one, device, Precision("fp32", device), layout=False))
+        loops.append(diffusion.Pipeline(Arm(one, device, Precision("fp32", device), layout=False)))
     first = loops[0].batch(0)
     encoded: list[list[int]] = [[], []]
     for loop, counted in zip(loops, encoded, strict=True):

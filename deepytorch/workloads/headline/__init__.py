@@ -183,34 +183,26 @@ _ALL = (
         precision="fp16",
         more={"family": "resnet", "model": "torchvision/resnet50"},
     ),
-    Row(
-        name="sd21-dreambooth",
-        title="Stable Diffusion 2.1 DreamBooth, 512 px, AMP, batch 5",
-        builder="vision",
-        # The pipeline's UNet on latents that were encoded before, in every arm.
-        full={"image": 64, "width": 320, "text": 1024, "length": 77},
-        tiny={"image": 8, "width": 32, "text": 32, "length": 8},
-        micro_batch=5,
-        world_size=1,
-        claim=1.22,
-        tuned=("channels_last", "channels_last-compile"),
-        unit="images",
-        precision="fp16",
-        more={"family": "unet"},
-    ),
-    Row(
-        name="sd21-dreambooth-loop",
-        title="Stable Diffusion 2.1 DreamBooth with its encoders, 512 px, AMP, batch 5",
-        builder="vision",
-        full={"image": 64, "width": 320, "text": 1024, "length": 77, "vocabulary": 49408},
-        tiny={"image": 8, "width": 32, "text": 32, "length": 8, "vocabulary": 512},
-        micro_batch=5,
-        world_size=1,
-        claim=1.22,
-        tuned=("channels_last", "channels_last-compile"),
-        unit="images",
-        precision="fp16",
-        more={"family": "pipeline"},
+    *(
+        Row(
+            name=f"sd21-dreambooth{suffix}",
+            title=f"Stable Diffusion 2.1 DreamBooth{words}, 512 px, AMP, batch 5",
+            builder="vision",
+            full={"image": 64, "width": 320, "text": 1024, "length": 77, "vocabulary": 49408},
+            tiny={"image": 8, "width": 32, "text": 32, "length": 8, "vocabulary": 512},
+            micro_batch=5,
+            world_size=1,
+            claim=1.22,
+            tuned=("channels_last", "channels_last-compile"),
+            unit="images",
+            precision="fp16",
+            more={"family": family},
+        )
+        for suffix, words, family in (
+            # The pipeline's UNet on latents that were encoded before, in every arm.
+            ("", "", "unet"),
+            ("-loop", " with its encoders", "pipeline"),
+        )
     ),
 )
 ROWS: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ALL})

@@ -11,8 +11,7 @@ from torch import nn
 
 from deepytorch.workloads.headline import OURS
 from deepytorch.workloads.headline.job import ArmRun
-from deepytorch.workloads.headline.precision import Precision
-from deepytorch.workloads.headline.vision import NUM_BATCHES, Batch, laid_out, place
+from deepytorch.workloads.headline.vision import NUM_BATCHES, Arm, Batch
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.data.cache import Encoded as Outputs
 from deepytorch_core.data.cache import EncoderCache
@@ -27,12 +26,10 @@ class _Unet:
 
     max_norm: float | None = 1.0
 
-    def __init__(
-        self, job: ArmRun, device: torch.device, precision: Precision, *, layout: bool
-    ) -> None:
-        with torch.device(device):
-            model = _unet(job)
-        self.model = place(model, device, precision.dtype, layout=layout)
+    def __init__(self, arm: Arm) -> None:
+        with torch.device(arm.device):
+            model = _unet(arm.job)
+        self.model = arm.place(model)
 
     def loss(self, model: Any, batch: Batch) -> torch.Tensor:
         given = {name: value for name, value in batch.items() if name != "target"}
@@ -46,17 +43,9 @@ class _Unet:
 class Encoded(_Unet):
     """Latents and embeddings that every arm has from before."""
 
-    def __init__(
-        self, job: ArmRun, device: torch.device, precision: Precision, *, layout: bool
-    ) -> None:
-        super().__init__(job, device, precision, layout=layout)
-        self._batches = [
-            {
-                name: laid_out(value) if layout else value
-                for name, value in _encoded(job, device, precision.dtype, number).items()
-            }
-            for number in range(NUM_BATCHES)
-        ]
+    def __init__(self, arm: Arm) -> None:
+        super().__init__(arm)
+        self._batches = [arm.laid_out(_encoded(arm, number)) for number in range(NUM_BATCHES)]
 
     def batch(self, number: int) -> Batch:
         return self._batches[number % NUM_BATCHES]
@@ -69,21 +58,16 @@ class Pipeline(_Unet):
     others do. What is drawn depends on the step alone, so all arms train on the same.
     """
 
-    def __init__(
-        self, job: ArmRun, device: torch.device, precision: Precision, *, layout: bool
-    ) -> None:
+    def __init__(self, arm: Arm) -> None:
         from diffusers import DDPMScheduler
 
-        super().__init__(job, device, precision, layout=layout)
-        self._size, self._device, self._layout = job.micro_batch, device, layout
-        self._dtype = precision.dtype
-        frozen = precision.frozen_dtype
+        super().__init__(arm)
+        job, device, frozen = arm.job, arm.device, arm.precision.frozen_dtype
+        self._arm, self._size, self._device = arm, job.micro_batch, device
         with torch.device(device):
             vae, text_encoder = _vae(job), _text_encoder(job)
-        self._vae: Any = place(vae, device, frozen, layout=False).requires_grad_(False).eval()
-        self._text_encoder: Any = (
-            place(text_encoder, device, frozen, layout=False).requires_grad_(False).eval()
-        )
+        self._vae: Any = vae.to(device, frozen).requires_grad_(False).eval()
+        self._text_encoder: Any = text_encoder.to(device, frozen).requires_grad_(False).eval()
         scheduler: Any = DDPMScheduler
         self._schedule = scheduler(
             beta_start=0.00085,
@@ -125,13 +109,15 @@ class Pipeline(_Unet):
             0, _TRAINED_STEPS, (self._size,), generator=generator, device=self._device
         )
         noise = normal()
-        sample = self._schedule.add_noise(latents, noise, steps).to(self._dtype)
-        return {
-            "sample": laid_out(sample) if self._layout else sample,
-            "timestep": steps,
-            "encoder_hidden_states": text["hidden"],
-            "target": self._schedule.get_velocity(latents, noise, steps),
-        }
+        sample = self._schedule.add_noise(latents, noise, steps)
+        return self._arm.laid_out(
+            {
+                "sample": sample.to(self._arm.precision.dtype),
+                "timestep": steps,
+                "encoder_hidden_states": text["hidden"],
+                "target": self._schedule.get_velocity(latents, noise, steps),
+            }
+        )
 
     def _encode(self, places: Sequence[int]) -> tuple[Outputs, Outputs]:
         if self._caches is None:
@@ -227,17 +213,17 @@ def _text_encoder(job: ArmRun) -> nn.Module:
     return model
 
 
-def _encoded(job: ArmRun, device: torch.device, dtype: torch.dtype, number: int) -> Batch:
-    shape, size, side = job.shape, job.micro_batch, job.shape["image"]
+def _encoded(arm: Arm, number: int) -> Batch:
+    shape, size, side = arm.job.shape, arm.job.micro_batch, arm.job.shape["image"]
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
 
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator).to(device, dtype)
+        return torch.randn(sizes, generator=generator).to(arm.device, arm.precision.dtype)
 
     steps = torch.randint(0, _TRAINED_STEPS, (size,), generator=generator)
     return {
         "sample": normal(size, _LATENT_CHANNELS, side, side),
-        "timestep": steps.to(device),
+        "timestep": steps.to(arm.device),
         "encoder_hidden_states": normal(size, shape["length"], shape["text"]),
         "target": normal(size, _LATENT_CHANNELS, side, side),
     }

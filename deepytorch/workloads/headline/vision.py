@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,33 @@ _WEIGHT_OF_AUXILIARY = 0.3
 Batch = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Arm:
+    """What a family needs to know of the arm; `layout`: in channels_last."""
+
+    job: ArmRun
+    device: torch.device
+    precision: Precision
+    layout: bool
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model on the device, as the arm lays it out."""
+        given: Any = model.to(self.device, self.precision.dtype)
+        if not self.layout:
+            return model
+        placed: nn.Module = given.to(memory_format=torch.channels_last)
+        return placed
+
+    def laid_out(self, batch: Batch) -> Batch:
+        if not self.layout:
+            return batch
+        last = torch.channels_last
+        return {
+            name: value.contiguous(memory_format=last) if value.dim() == 4 else value
+            for name, value in batch.items()
+        }
+
+
 class Family(Protocol):
     """What a row trains, of one arm: the model, and what its loop does with it in a step."""
 
@@ -44,7 +72,7 @@ def build(job: ArmRun, device: torch.device) -> Trained:
     torch.manual_seed(0)
     precision = Precision(job.row.precision, device)
     layout, ours = "channels_last" in job.arm, job.arm.startswith(OURS)
-    family = _family(job, device, precision, layout=layout)
+    family = _family(Arm(job, device, precision, layout))
     model = family.model
     if ours:
         mode = config.current().kernels
@@ -81,27 +109,13 @@ def build(job: ArmRun, device: torch.device) -> Trained:
     return Trained(model, train, [job.micro_batch] * NUM_BATCHES, parameters)
 
 
-def _family(job: ArmRun, device: torch.device, precision: Precision, *, layout: bool) -> Family:
-    name = job.row.more["family"]
+def _family(arm: Arm) -> Family:
+    name = arm.job.row.more["family"]
     if name in ("unet", "pipeline"):
         from deepytorch.workloads.headline import diffusion
 
-        kind = diffusion.Encoded if name == "unet" else diffusion.Pipeline
-        return kind(job, device, precision, layout=layout)
-    return Classifier(job, device, precision, layout=layout)
-
-
-def place(model: nn.Module, device: torch.device, dtype: torch.dtype, *, layout: bool) -> nn.Module:
-    """The model there; with `layout` in channels_last."""
-    if not layout:
-        return model.to(device, dtype)
-    given: Any = model  # this use of `to` is not typed
-    placed: nn.Module = given.to(device, dtype).to(memory_format=torch.channels_last)
-    return placed
-
-
-def laid_out(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
+        return diffusion.Encoded(arm) if name == "unet" else diffusion.Pipeline(arm)
+    return Classifier(arm)
 
 
 class Classifier:
@@ -109,19 +123,11 @@ class Classifier:
 
     max_norm: float | None = None
 
-    def __init__(
-        self, job: ArmRun, device: torch.device, precision: Precision, *, layout: bool
-    ) -> None:
-        with torch.device(device):
-            model = _classifier(job)
-        self.model = place(model, device, precision.dtype, layout=layout)
-        self._batches = [
-            _images(job, device, precision.dtype, number) for number in range(NUM_BATCHES)
-        ]
-        if layout:
-            self._batches = [
-                {name: laid_out(value) for name, value in batch.items()} for batch in self._batches
-            ]
+    def __init__(self, arm: Arm) -> None:
+        with torch.device(arm.device):
+            model = _classifier(arm.job)
+        self.model = arm.place(model)
+        self._batches = [arm.laid_out(_images(arm, number)) for number in range(NUM_BATCHES)]
 
     def batch(self, number: int) -> Batch:
         return self._batches[number % NUM_BATCHES]
@@ -175,9 +181,9 @@ def _switch_dropout_off(model: nn.Module) -> None:
                     setattr(one, chance, 0.0)
 
 
-def _images(job: ArmRun, device: torch.device, dtype: torch.dtype, number: int) -> Batch:
-    side, size = job.shape["image"], job.micro_batch
+def _images(arm: Arm, number: int) -> Batch:
+    shape, size = arm.job.shape, arm.job.micro_batch
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    classes = torch.randint(0, job.shape["classes"], (size,), generator=generator)
-    images = torch.randn((size, 3, side, side), generator=generator)
-    return {"x": images.to(device, dtype), "y": classes.to(device)}
+    classes = torch.randint(0, shape["classes"], (size,), generator=generator)
+    images = torch.randn((size, 3, shape["image"], shape["image"]), generator=generator)
+    return {"x": images.to(arm.device, arm.precision.dtype), "y": classes.to(arm.device)}
