@@ -1,4 +1,7 @@
-"""A recipe under each engine on GPUs: the losses of stock DDP."""
+"""A recipe's command under each engine on GPUs: the losses of stock DDP.
+
+On CPUs, and across checkpoints: tests/multiproc/test_recipe_engines.py.
+"""
 
 from __future__ import annotations
 

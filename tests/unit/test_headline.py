@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from deepytorch.cli import app
 from deepytorch.workloads import headline
-from deepytorch.workloads.headline import diffusion, page, run
+from deepytorch.workloads.headline import diffusion, page, run, vision
 from deepytorch.workloads.headline.job import ArmJob, layers_that_fit, lengths
 from deepytorch.workloads.headline.precision import Precision
 from deepytorch.workloads.headline.vision import Arm
@@ -226,3 +226,30 @@ def test_a_cache_saves_the_encoders_and_changes_nothing_else(
         # Of the same images the posterior is the same, what is drawn from it is not.
         assert torch.equal(plain["sample"], first["sample"]) == (number == 0)
     assert [len(counted) for counted in encoded] == [6, 2]  # two batches of images
+
+
+class _Watched(vision.Classifier):
+    """Says where its batches are asked for, as encoders would compute otherwise there."""
+
+    def __init__(self, arm: Arm) -> None:
+        super().__init__(arm)
+        self.under_autocast: list[bool] = []
+
+    def batch(self, number: int) -> vision.Batch:
+        self.under_autocast.append(torch.is_autocast_enabled("cpu"))
+        return super().batch(number)
+
+
+@pytest.mark.usefixtures("quiet_profile")
+def test_batches_are_made_outside_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    made: list[_Watched] = []
+
+    def family(arm: Arm) -> _Watched:
+        made.append(_Watched(arm))
+        return made[0]
+
+    monkeypatch.setattr(vision, "_family", family)
+    one = job("resnet50-amp", world_size=1, arm="ours")
+    vision.build(one, torch.device("cpu")).train(0)
+    assert made[0].under_autocast == [False, False]  # the one that decides, and the step's

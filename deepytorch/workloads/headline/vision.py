@@ -77,9 +77,10 @@ def build(job: ArmRun, device: torch.device) -> Trained:
     if ours:
         mode = config.current().kernels
         channels_last.choose(model, mode=mode)
+        batch = family.batch(0)
         with precision.autocast():  # decided before DDP lays its buckets out like the weights
-            loss = family.loss(model, family.batch(0))
-        del loss
+            loss = family.loss(model, batch)
+        del batch, loss
     if job.arm.endswith("compile"):
         model.compile()
     wrapped: Any = model
