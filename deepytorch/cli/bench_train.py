@@ -53,6 +53,14 @@ def train(
     arms: Annotated[
         str, typer.Option(help="Of a workload: only these arms, such as plain,ours.")
     ] = "",
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="Of a workload under DDP: plain and ours-collectives in the same processes, in "
+            "turns, without what processes differ by.",
+        ),
+    ] = False,
     layers: Annotated[
         int, typer.Option(help="Of a workload: layers; default: as many as fit, up to all.")
     ] = 0,
@@ -103,6 +111,8 @@ def train(
     shared.check_place("--report", report)
     if trace is not None:
         shared.check_place("--trace", trace / "round1")
+    if together and not workload:
+        raise jobs.BenchError("--together is of a workload; bench ddp does so with a small model")
     if report is not None:
         _check_report(report, workload, json)
     if workload == "list":
@@ -114,10 +124,11 @@ def train(
         if trace is not None:
             raise jobs.BenchError("--trace is of a framework: leave --workload out")
         from deepytorch.workloads import headline
-        from deepytorch.workloads.headline.job import ArmJob
-        from deepytorch.workloads.headline.run import compare, lines
+        from deepytorch.workloads.headline.job import ArmJob, TogetherJob
+        from deepytorch.workloads.headline.run import compare, compare_together, lines
 
-        job = ArmJob(
+        kind = TogetherJob if together else ArmJob
+        job = kind(
             workload=workload,
             scale=scale,
             device=device,
@@ -130,8 +141,13 @@ def train(
         if not bench.was_given(context, "world_size") and scale == "full":
             job = dataclasses.replace(job, world_size=headline.ROWS[workload].world_size)
         job = dataclasses.replace(job, nodes=_nodes(nodes, job.world_size, link))
-        only = jobs.parse_names(arms)
-        row = compare(job, rounds=rounds, split=split, only=only, say=_say)
+        if isinstance(job, TogetherJob):
+            if arms or split:
+                raise jobs.BenchError("--together has its own arms: leave --arms and --split out")
+            row = compare_together(job, rounds=rounds, say=_say)
+        else:
+            only = jobs.parse_names(arms)
+            row = compare(job, rounds=rounds, split=split, only=only, say=_say)
         shown = lines(row)
     else:
         from deepytorch.workloads import TrainJob

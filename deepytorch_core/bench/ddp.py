@@ -15,7 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from deepytorch_core.bench import timing, worker
-from deepytorch_core.bench.job import MIN_BLOCKS, DdpJob
+from deepytorch_core.bench.job import MIN_BLOCKS, DdpJob, Run
 from deepytorch_core.bench.percentiles import percentiles
 from deepytorch_core.bench.record import Record
 
@@ -95,8 +95,8 @@ def loss_difference(ours: Sequence[float], baseline: Sequence[float]) -> float:
 def measure(job: DdpJob, rank: int, store: Store, emit: worker.Emit) -> None:
     """Trains both arms on this rank; rank 0 gives the record to `emit`."""
     groups = worker.Groups(job, rank, store)
-    registered_buckets = _has_registered_buckets(job, groups)
-    with _as_users_get_it(registered_buckets):
+    registered_buckets = has_registered_buckets(job, groups)
+    with as_users_get_it(registered_buckets):
         ours = Trainer(job, groups, groups.ours)
     baseline = Trainer(job, groups, groups.baseline)
     before = worker.calls_by_algorithm(job.ours, "all_reduce")
@@ -112,14 +112,14 @@ def measure(job: DdpJob, rank: int, store: Store, emit: worker.Emit) -> None:
         emit({"record": {**record, "registered": registered_buckets, "algorithm": algorithm}})
 
 
-def _has_registered_buckets(job: DdpJob, groups: worker.Groups) -> bool:
+def has_registered_buckets(job: Run, groups: worker.Groups) -> bool:
     """Whether `import deepytorch` puts the buckets of DDP modules on our group into its memory."""
     if job.ours != "deepytorch" or job.device != "cpu":
         return False
     return bool(groups.ours._get_backend(groups.device).supports_tensor_alloc(groups.device))
 
 
-def _as_users_get_it(registered_buckets: bool) -> AbstractContextManager[None]:
+def as_users_get_it(registered_buckets: bool) -> AbstractContextManager[None]:
     """What `import deepytorch` does to the construction of a DDP module."""
     if not registered_buckets:
         return nullcontext()

@@ -230,7 +230,8 @@ losses; `tuned` is the fastest arm of the documentation's; a speed-up is [all st
 ours', lower and upper quartile of the steps], None where an arm was left out; `claim` is the
 modelled product's. Losses are compared over the first steps, relative, between all arms. From
 `engine` to `ours_peak_gib` it is plain and ours alone, named as in other records: units per second,
-GiB, None where the arm was left out; older records don't have them."""
+GiB, None where the arm was left out; older records don't have them. `together` is there, and true,
+where both arms were in each process; their memory is then that of both."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 _PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside", "--fuzz-record")

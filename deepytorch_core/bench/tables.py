@@ -358,7 +358,7 @@ def _render_parts(name: str, records: Sequence[Record]) -> str:
 def _latest_workloads(records: Sequence[Record], baseline: str) -> list[Record]:
     case = ("workload", "scale", "world_size", "device")
     latest = {
-        (*(record[field] for field in case), str(record["emulated"])): {
+        (*(record[field] for field in case), str(record["emulated"]), record.get("together")): {
             **record,
             "baseline": baseline,
         }
@@ -371,6 +371,8 @@ def _title(record: Record) -> str:
     title = str(record["title"]) + ("" if record["scale"] == "full" else f" ({record['scale']})")
     if record["layers"] != record["all_layers"]:
         title += f", {record['layers']} of {record['all_layers']} layers"
+    if record.get("together"):
+        title += "; both arms in each process"
     if record["emulated"]:
         title += f"; {describe_emulated(record['emulated'])}"
     return title

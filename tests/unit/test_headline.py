@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from deepytorch.cli import app
 from deepytorch.workloads import headline
 from deepytorch.workloads.headline import diffusion, page, run, vision
-from deepytorch.workloads.headline.job import ArmJob, layers_that_fit, lengths
+from deepytorch.workloads.headline.job import ArmJob, TogetherJob, layers_that_fit, lengths
 from deepytorch.workloads.headline.precision import Precision
 from deepytorch.workloads.headline.vision import Arm
 from deepytorch_core.bench import tables
-from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.job import BenchError, Nodes
 from deepytorch_core.bench.record import WORKLOAD_FIELDS
 
 # The names that records of other benchmarks have for the two arms.
@@ -93,6 +93,34 @@ def test_arms_differ_by_their_variables_alone() -> None:
 def test_what_cannot_run_says_why(words: dict[str, Any], message: str) -> None:
     with pytest.raises(BenchError, match=message):
         job(**words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"workload": "llama-1b-zero2"}, "for what DDP trains, and llama-1b-zero2 is not"),
+        ({"workload": "llama-1b-fsdp2"}, "for what DDP trains, and llama-1b-fsdp2 is not"),
+        ({"world_size": 1}, "one rank reduces nothing: --world-size 1"),
+        ({"nodes": Nodes(ranks_per_node=(1, 1), link="1gbit")}, "leave --nodes out"),
+    ],
+)
+def test_arms_in_one_process_are_for_ddp_on_one_machine(
+    words: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BenchError, match=message):
+        TogetherJob(**{"workload": "bert-amp", "scale": "tiny", "world_size": 2, **words})
+
+
+def test_arms_in_one_process_are_neither_switched_off_nor_chosen() -> None:
+    together = TogetherJob(workload="bert-amp", scale="tiny", world_size=2)
+    assert "DEEPYTORCH_ENABLED" not in together.environment(0, [])
+    for words, message in (
+        (["--workload", "bert-amp", "--scale", "tiny", "--split"], "has its own arms"),
+        (["--workload", "bert-amp", "--scale", "tiny", "--arms", "plain"], "has its own arms"),
+        (["--framework", "ddp"], "--together is of a workload"),
+    ):
+        done = CliRunner().invoke(app, ["bench", "train", "--together", *words])
+        assert message in str(done.exception)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="full scale would train here")
@@ -184,6 +212,20 @@ def test_a_record_of_parts_alone_has_a_table_of_its_own() -> None:
     first, second = tables.render(files, kinds=["parts"]).splitlines()[-2:]
     assert first.endswith("| 2 | 1,250,000 tokens/s | 1.25x (1.18-1.30) |  |")
     assert "(tiny); emulated 2 nodes of 1 ranks, 1000 Mbit/s |" in second
+
+
+def test_a_record_of_arms_in_one_process_stands_beside_that_of_arms_apart(tmp_path: Path) -> None:
+    samples = {
+        "plain": [measured([300.0, 500.0], [2.0, 1.0])],
+        "ours-collectives": [measured([250.0, 390.0], [2.0, 1.0])],
+    }
+    apart = run._record(job(), samples, rounds=1)
+    both = {**apart, "together": True}
+    rows = tables.render({"f.jsonl": [apart, both, both]}, kinds=["parts"]).splitlines()[-2:]
+    assert ["both arms in each process" in row for row in rows] == [False, True]
+    assert ["both arms" in line for line in run.lines(both)].count(True) == 1
+    page.write([apart, both, both], tmp_path / "table.html")
+    assert (tmp_path / "table.html").read_text().count("llama-1b-varlen (tiny") == 2
 
 
 @pytest.mark.parametrize("losses", [[2.0, 1.1], [2.0, float("nan")]])

@@ -182,6 +182,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--rounds": 2,
         "--split": False,
         "--arms": "",
+        "--together": False,
         "--layers": 0,
         "--nodes": 0,
         "--link": "",

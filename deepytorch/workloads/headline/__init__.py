@@ -20,7 +20,8 @@ from types import MappingProxyType
 
 SCALES = ("full", "tiny")
 PLAIN, OURS, COLLECTIVES, COMPUTE = "plain", "ours", "ours-collectives", "ours-compute"
-_STOCK = {"DEEPYTORCH_ENABLED": "0"}
+SWITCH = "DEEPYTORCH_ENABLED"
+_STOCK = {SWITCH: "0"}
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         OURS: {},
@@ -127,25 +128,28 @@ _ALL = (
     *(
         Row(
             name=name,
-            title=f"Llama 1.1B, {framework}, sequences of different lengths, micro-batch 4",
+            title=f"Llama 1.1B, {framework}, sequences of different lengths, "
+            f"micro-batch {micro_batch}",
             builder="language",
             full={
                 **{"layers": 16, "hidden": 2048, "ffn": 5632, "heads": 16, "kv_heads": 16},
                 **{"vocabulary": 32000, "length": 1024},
             },
             tiny=_TINY_TEXT,
-            micro_batch=4,
+            micro_batch=micro_batch,
             tuned=tuned,
             lengths="instructions",
             zero_stage=stage,
             fsdp2=framework == "FSDP2",
             more={"family": "Llama"},
         )
-        for name, framework, stage, tuned in (
-            ("llama-1b-varlen", "DDP", 0, ("compile", "flatten")),
-            ("llama-1b-fsdp2", "FSDP2", 0, ("compile", "flatten")),
-            ("llama-1b-zero2", "ZeRO-2", 2, ("compile", "flatten")),
-            ("llama-1b-zero3", "ZeRO-3", 3, ("flatten",)),
+        for name, framework, stage, micro_batch, tuned in (
+            ("llama-1b-varlen", "DDP", 0, 4, ("compile", "flatten")),
+            # Computes little for the gradients it reduces.
+            ("llama-1b-small-batch", "DDP", 0, 1, ("compile", "flatten")),
+            ("llama-1b-fsdp2", "FSDP2", 0, 4, ("compile", "flatten")),
+            ("llama-1b-zero2", "ZeRO-2", 2, 4, ("compile", "flatten")),
+            ("llama-1b-zero3", "ZeRO-3", 3, 4, ("flatten",)),
         )
     ),
     *(

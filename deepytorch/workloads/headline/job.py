@@ -95,6 +95,32 @@ class ArmJob(ArmRun):
         return shape
 
 
+@dataclass(frozen=True, kw_only=True)
+class TogetherJob(ArmJob):
+    """Plain and ours' collectives, both in each process: see `together`."""
+
+    WORKER: ClassVar[str] = "deepytorch.workloads.headline.together"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        row = self.row
+        if row.zero_stage or row.fsdp2:
+            raise BenchError(
+                f"--together is for what DDP trains, and {row.name} is not: leave it out"
+            )
+        if self.world_size < 2:
+            raise BenchError(f"one rank reduces nothing: --world-size {self.world_size}")
+        if self.nodes is not None:
+            raise BenchError(
+                "--together: arms in one process share NCCL's settings: leave --nodes out"
+            )
+
+    def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
+        found = super().environment(process, store_ports)
+        del found[headline.SWITCH]  # `together` undoes what the import of deepytorch does
+        return found
+
+
 def lengths(kind: str, number: int, longest: int, *, seed: int = 0) -> list[int]:
     """How many tokens each of `number` sequences has, the same for every arm.
 

@@ -24,8 +24,11 @@ _IGNORED = -100
 _NUM_BATCHES = 8
 
 
-def build(job: ArmJob, device: torch.device) -> Trained:
-    """The arm's model, and a function that trains it on a batch of a number."""
+def build(job: ArmJob, device: torch.device, group: dist.ProcessGroup | None = None) -> Trained:
+    """The arm's model, and a function that trains it on a batch of a number.
+
+    DDP reduces over `group`, by default over the default one.
+    """
     row, ours = job.row, job.arm.startswith(OURS)
     torch.manual_seed(0)
     with _zero3(job), torch.device(device):
@@ -40,7 +43,7 @@ def build(job: ArmJob, device: torch.device) -> Trained:
     if row.zero_stage:
         step = _deepspeed_step(job, model)
     else:
-        step = _torch_step(job, model, device, [loader] if ours else [])
+        step = _torch_step(job, model, device, [loader] if ours else [], group)
     if ours and row.zero_stage != 3:
         deepytorch.compile(model)
     batches = [{name: one.to(device) for name, one in batch.items()} for batch in loader]
@@ -188,7 +191,11 @@ def _deepspeed_step(job: ArmJob, model: nn.Module) -> Any:
 
 
 def _torch_step(
-    job: ArmJob, model: nn.Module, device: torch.device, loaders: Sequence[DataLoader[Any]]
+    job: ArmJob,
+    model: nn.Module,
+    device: torch.device,
+    loaders: Sequence[DataLoader[Any]],
+    group: dist.ProcessGroup | None,
 ) -> Any:
     """DDP or FSDP2, and ours in a loop of one's own where there are `loaders` to plan batches."""
     amp = job.row.precision == "fp16"
@@ -203,7 +210,9 @@ def _torch_step(
         if loaders:
             swap_kernels(model, [optimizer], device, autocast=amp)
         devices = [device] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(
+            model, device_ids=devices, process_group=group, gradient_as_bucket_view=True
+        )
     if loaders:
         from deepytorch.integrations.transformers import pack_batches
 

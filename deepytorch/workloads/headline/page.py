@@ -14,6 +14,7 @@ from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import Record
 
 SUFFIXES = (".md", ".png", ".html")
+_CASE = ("workload", "scale", "world_size")
 _COLUMNS = ("workload", "ranks", "ours", "against plain", "against tuned", "claim", "losses")
 
 
@@ -27,7 +28,7 @@ def write(records: Sequence[Record], path: Path) -> None:
     """Write the table of `records`, the latest of each case, in the format that the name says."""
     check(path)
     latest = {
-        (one["workload"], one["scale"], one["world_size"], str(one["emulated"])): one
+        (*(one[name] for name in _CASE), str(one["emulated"]), one.get("together")): one
         for one in records
     }
     shown = list(latest.values())
@@ -93,6 +94,7 @@ def page(records: Sequence[Record]) -> str:
 def _name(record: Record) -> str:
     name = str(record["workload"])
     name += "" if record["scale"] == "full" else f" ({record['scale']})"
+    name += " (both arms in each process)" if record.get("together") else ""
     return name + (" (emulated nodes)" if record["emulated"] else "")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepytorch.workloads import headline
-from deepytorch.workloads.headline.job import ArmJob, ArmRun, layers_that_fit
+from deepytorch.workloads.headline.job import ArmJob, ArmRun, TogetherJob, layers_that_fit
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import Record, describe_emulated
@@ -37,22 +37,47 @@ def compare(job: ArmJob, *, rounds: int, split: bool, say: Say, only: Sequence[s
     return _record(job, take_turns(job, arms, rounds, say), rounds)
 
 
+def compare_together(job: TogetherJob, *, rounds: int, say: Say) -> Record:
+    """Train plain and ours' collectives in the same processes, `rounds` times; the row's record.
+
+    `say` is told what happens. Raises BenchError for what can't run here, WorkerError for a rank
+    that failed.
+    """
+    _check_rounds(rounds)
+    samples: dict[str, list[Record]] = {headline.PLAIN: [], headline.COLLECTIVES: []}
+    with launch.scratch_folder() as folder:
+        for number in range(rounds):
+            for found in launch.run(dataclasses.replace(job, scratch=folder)):
+                samples[found["arm"]].append(found)
+                _say_step(say, f"round {number + 1}/{rounds}", found)
+    steps = len(samples[headline.PLAIN][0]["step_time_us"])
+    return {**_record(dataclasses.replace(job, steps=steps), samples, rounds), "together": True}
+
+
 def take_turns(job: ArmRun, arms: Sequence[str], rounds: int, say: Say) -> dict[str, list[Record]]:
     """What each arm measured in each round: first one after the other, then backwards, and so on.
 
     Raises BenchError for what can't run here, WorkerError for a rank that failed.
     """
-    if rounds < 1:
-        raise BenchError(f"--rounds must be at least 1, not {rounds}")
+    _check_rounds(rounds)
     samples: dict[str, list[Record]] = {arm: [] for arm in arms}
     with launch.scratch_folder() as folder:
         for number in range(rounds):
             for arm in arms if number % 2 == 0 else tuple(reversed(arms)):
                 (found,) = launch.run(dataclasses.replace(job, arm=arm, scratch=folder))
                 samples[arm].append(found)
-                median = statistics.median(found["step_time_us"]) / 1e3
-                say(f"round {number + 1}/{rounds}  {arm:<28} {median:10.2f} ms a step")
+                _say_step(say, f"round {number + 1}/{rounds}", found)
     return samples
+
+
+def _check_rounds(rounds: int) -> None:
+    if rounds < 1:
+        raise BenchError(f"--rounds must be at least 1, not {rounds}")
+
+
+def _say_step(say: Say, when: str, found: Record) -> None:
+    median = statistics.median(found["step_time_us"]) / 1e3
+    say(f"{when}  {found['arm']:<28} {median:10.2f} ms a step")
 
 
 def _fitted(job: ArmJob, say: Say) -> ArmJob:
@@ -200,6 +225,8 @@ def lines(record: Record) -> list[str]:
         f"{record['device']}, {record['parameters'] / 1e6:.1f} M parameters{layers}, "
         f"{record['rounds']} rounds of {record['steps']} steps"
     ]
+    if record.get("together"):
+        found.append("both arms in each process: memory is that of both")
     if record["emulated"]:
         found.append(f"emulated: {describe_emulated(record['emulated'])}")
     for name, arm in record["arms"].items():

@@ -67,8 +67,11 @@ class Family(Protocol):
     def optimizer(self, **more: Any) -> torch.optim.Optimizer: ...
 
 
-def build(job: ArmRun, device: torch.device) -> Trained:
-    """The arm's model, and a function that trains it on a batch of a number."""
+def build(job: ArmRun, device: torch.device, group: dist.ProcessGroup | None = None) -> Trained:
+    """The arm's model, and a function that trains it on a batch of a number.
+
+    DDP reduces over `group`, by default over the default one.
+    """
     torch.manual_seed(0)
     precision = Precision(job.row.precision, device)
     layout, ours = "channels_last" in job.arm, job.arm.startswith(OURS)
@@ -86,7 +89,9 @@ def build(job: ArmRun, device: torch.device) -> Trained:
     wrapped: Any = model
     if job.world_size > 1:
         devices = [device] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(
+            model, device_ids=devices, process_group=group, gradient_as_bucket_view=True
+        )
     optimizer = family.optimizer(**({"fused": True} if layout else {}))
     if ours:
         swap_kernels(model, [optimizer], device, autocast=precision.is_mixed)

@@ -76,7 +76,7 @@ def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
     if not job.row.offload:  # a step takes seconds there, and no arm compiles
         done += _meet_all_shapes(job, trained, device)
     warmup_s = time.perf_counter() - begin
-    warmup_memory_gb = _memory_gb(device)
+    warmup_memory_gb = memory_gb(device)
     if job.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -93,22 +93,28 @@ def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
         "times_us": times,
         "units": sum(units),
         "losses": [float(loss) for loss in losses],
-        "memory_gb": _memory_gb(device),
+        "memory_gb": memory_gb(device),
         "warmup_memory_gb": warmup_memory_gb,
         "warmup_s": warmup_s,
     }
-    store.set(f"share/{rank}", json.dumps(share))
-    if rank == 0:
-        keys = [f"share/{one}" for one in range(job.world_size)]
-        store.wait(keys, timedelta(seconds=job.timeout_s))
-        shares = [json.loads(value) for value in store.multi_get(keys)]
+    if shares := gather(job, rank, store, share):
         after = worker.calls_by_algorithm(job.ours, "all_reduce")
         found = {
             "algorithm": worker.main_algorithm(before, after),
             "registered": job.arm.startswith(OURS) and _registers_buckets(device),
         }
-        emit({"record": {**_record(job, trained, done, shares), **found}})
+        emit({"record": {**record(job, trained, done, shares), **found}})
     dist.barrier()
+
+
+def gather(job: ArmRun, rank: int, store: Store, share: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's `share` on rank 0, in order; [] on the others. Once in a process."""
+    store.set(f"share/{rank}", json.dumps(share))
+    if rank != 0:
+        return []
+    keys = [f"share/{one}" for one in range(job.world_size)]
+    store.wait(keys, timedelta(seconds=job.timeout_s))
+    return [json.loads(value) for value in store.multi_get(keys)]
 
 
 def swap_kernels(
@@ -162,16 +168,17 @@ def _is_settled(model: nn.Module) -> bool:
     return compilation is None or compilation.is_settled
 
 
-def _memory_gb(device: torch.device) -> float:
+def memory_gb(device: torch.device) -> float:
     """At most taken so far; of a GPU what torch holds, as graphs' memory is never free."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def _record(
+def record(
     job: ArmRun, trained: Trained, warmup_steps: int, shares: list[dict[str, Any]]
 ) -> Record:
+    """What an arm measured, of what each rank did: "times_us", "units", "losses", and the rest."""
     report = deepytorch.report()
     steps = zip(*(share["times_us"] for share in shares), strict=True)
     curves = zip(*(share["losses"] for share in shares), strict=True)
