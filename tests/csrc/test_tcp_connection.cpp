@@ -376,7 +376,8 @@ TEST(TcpFarewell, LetsWhatWasSentArriveAndThenSaysWhoLeft) {
 TEST(TcpAbort, CarriesItsReason) {
   Played peer(1);
   peer.say(ControlHeader::kAbort, DPT_ERR_PEER_LOST, "rank 7 died elsewhere");
-  EXPECT_THAT(peer.trouble.wait(), HasSubstr("rank 7 died elsewhere"));
+  EXPECT_THAT(peer.trouble.wait(),
+              HasSubstr("rank 7 died elsewhere, told by rank 1 (its address)"));
   EXPECT_EQ(peer.trouble.status, DPT_ERR_PEER_LOST);
   peer.connection->abort(DPT_ERR_TIMEOUT, "my own reason");
   std::string heard;

@@ -547,9 +547,10 @@ void Connection::read_control() {
       left_ = true;
       changed_.notify_all();
     } else if (header.kind == ControlHeader::kAbort && !failure_) {
-      // A timeout or an interrupt belongs to the rank it happened on; here it is an abort.
+      // A timeout or an interrupt belongs to the rank it happened on; here it is an abort. Of a
+      // process on its node the peer knows no address, so its own says where that was.
       failure_.emplace(header.status == DPT_ERR_PEER_LOST ? DPT_ERR_PEER_LOST : DPT_ERR_ABORTED,
-                       text);
+                       text + ", told by " + peer_name_);
       reported_ = false;
       changed_.notify_all();
     }
