@@ -3,7 +3,8 @@
 A bucket that is too small pays latency again and again; one that is too big starts late, so it
 can't overlap, and costs memory. So the smallest size is chosen with which the buckets of a step
 take nearly as little time as with the best size. The ranks measure together, and rank 0's times
-decide.
+decide. Where the backward pass waits for buckets anyway DeepSpeed's own size, or one for all of the
+model, is a candidate too: a job must not have more of them than stock for nothing.
 
 ZeRO-1 and 2 by default sum gradients on all ranks, though each is kept by one. Reducing them to
 that owner alone (`use_multi_rank_bucket_allreduce` false) sends half as much through a ring, in as
@@ -20,6 +21,7 @@ since torch has `all_gather_into_tensor`, and reads the size no more.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -38,6 +40,9 @@ Kind = tuple[torch.dtype, torch.device]
 
 # In elements, as DeepSpeed counts.
 CANDIDATES = (1 << 22, 1 << 24, 1 << 26)
+# DeepSpeed's own for reductions. Not measured, as it would take gigabytes and, on slow links,
+# seconds: at such sizes what an element takes more is known from smaller ones.
+DEFAULT = 500_000_000
 # What DeepSpeed's own Python and its launches take for a bucket, which can't be measured before
 # there is an engine: 0.2 to 0.3 ms on a CPU, 0.6 to 0.7 ms on an H100's host, ZeRO-2.
 PER_BUCKET_S = 0.5e-3
@@ -64,10 +69,11 @@ _KNOBS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A size in elements, and why."""
+    """A size in elements, why, and which one if buckets run beside the backward pass."""
 
     elements: int
     reason: str
+    beside: int
 
 
 def fill_bucket_sizes(
@@ -110,23 +116,26 @@ def fill_bucket_sizes(
         return configuration
     total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in _trained(model))
     kind = _dtype(configuration, model), device
-    choices = {key: _choose(_operation(key, stage), total, kind) for key in open_sizes}
-    for key, choice in choices.items():
-        say_once(f"{key} is {choice.elements} elements: {choice.reason}")
+    waits = stage < 3 and not zero.get(_OVERLAP)
+    choices = {key: _choose(_operation(key, stage), total, kind, waits=waits) for key in open_sizes}
     filled: dict[str, Any] = {**zero, **{key: one.elements for key, one in choices.items()}}
     size = filled["reduce_bucket_size"]
     # DeepSpeed says what is wrong with a size that is no number.
     if (is_way_open or is_overlap_open) and isinstance(size, (int, float)):
+        choice = choices.get("reduce_bucket_size", Choice(int(size), "", int(size)))
         bucket = _Bucket(max(1, min(int(size), total)), max(1, total), kind)
         to_all = to_owners = bucket.measure_to_all()
         if is_way_open:
             to_owners = bucket.measure_to_owners()
-        # The last bucket has nothing to overlap with.
-        is_overlap_open = is_overlap_open and total > bucket.elements
-        if is_overlap_open and bucket.is_faster_beside(min(to_all, to_owners), to_all):
-            filled[_OVERLAP] = True
+        beside = dataclasses.replace(bucket, elements=max(1, min(choice.beside, total)))
+        # The last bucket has nothing to overlap with, and of two the first has little.
+        is_overlap_open = is_overlap_open and total >= 2 * beside.elements
+        if is_overlap_open and beside.is_faster_beside(min(to_all, to_owners), to_all):
+            filled |= {_OVERLAP: True, "reduce_bucket_size": choice.beside}
         elif is_way_open:
             filled[_ALL_REDUCE] = not bucket.is_faster_to_owners(to_owners, to_all)
+    for key, choice in choices.items():
+        say_once(f"{key} is {filled[key]} elements: {choice.reason}")
     return {**configuration, "zero_optimization": filled}
 
 
@@ -194,11 +203,18 @@ def _is_overlap_open(configuration: Mapping[str, Any], device: torch.device) -> 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A full bucket of gradients, of `total` elements of the model; times are in seconds."""
+    """A full bucket of gradients, of `total` elements of the model; times are in seconds.
+
+    Of more elements than any candidate has, as many as the largest are measured.
+    """
 
     elements: int
     total: int
     kind: Kind
+
+    @property
+    def measured(self) -> int:
+        return min(self.elements, CANDIDATES[-1])
 
     @property
     def num_owners(self) -> int:
@@ -207,10 +223,10 @@ class _Bucket:
         return min(math.ceil(self.elements * num_ranks / self.total), num_ranks)
 
     def measure_to_all(self) -> float:
-        return _measure(_call("all_reduce", self.elements, self.kind), self.kind[1])[0]
+        return _measure(_call("all_reduce", self.measured, self.kind), self.kind[1])[0]
 
     def measure_to_owners(self) -> float:
-        call = _reduce_to(self.num_owners, self.elements, self.kind)
+        call = _reduce_to(self.num_owners, self.measured, self.kind)
         return _measure(call, self.kind[1])[0]
 
     def is_faster_to_owners(self, to_owners: float, to_all: float) -> bool:
@@ -218,7 +234,7 @@ class _Bucket:
         is_faster = NEARLY * to_owners <= to_all
         if is_faster:
             say_once(
-                f"{_ALL_REDUCE} is false: {self.elements} elements take {1e3 * to_owners:.3g} ms "
+                f"{_ALL_REDUCE} is false: {self.measured} elements take {1e3 * to_owners:.3g} ms "
                 f"to their {self.num_owners} owner(s), {1e3 * to_all:.3g} ms to all ranks"
             )
         return is_faster
@@ -236,7 +252,7 @@ class _Bucket:
         product, _ = _measure(lambda: torch.mm(square, square, out=out), device)
         num_products = max(1, math.ceil(_NUM_BESIDE * to_all / product))
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        reduce = _call("all_reduce", self.elements, self.kind)
+        reduce = _call("all_reduce", self.measured, self.kind)
 
         def compute() -> None:
             for _ in range(num_products):
@@ -256,39 +272,54 @@ class _Bucket:
         is_faster = NEARLY * added <= alone
         if is_faster:
             say_once(
-                f"{_OVERLAP} is true: beside matrix products a bucket of {self.elements} elements "
+                f"{_OVERLAP} is true: beside matrix products a bucket of {self.measured} elements "
                 f"adds {1e3 * added:.3g} ms, alone it takes {1e3 * alone:.3g} ms"
             )
         return is_faster
 
 
-def _choose(op: str, total: int, kind: Kind) -> Choice:
-    """Measure `op` at the candidate sizes that a model of `total` elements can fill."""
+def _choose(op: str, total: int, kind: Kind, *, waits: bool = False) -> Choice:
+    """Measure `op` at the candidate sizes that a model of `total` elements can fill.
+
+    `waits`: the backward pass does, so that larger buckets cost it no overlap.
+    """
     sizes = [size for size in CANDIDATES if size < total]
     if len(sizes) < len(CANDIDATES):
         sizes.append(CANDIDATES[len(sizes)])  # it holds the whole model
     if len(sizes) == 1:
-        return Choice(sizes[0], f"that holds all {total} of the model")
+        return Choice(sizes[0], f"that holds all {total} of the model", sizes[0])
     times: dict[int, float] = {}
+    calls: dict[int, float] = {}
     spent = 0.0
     for size in sizes:
         elements = min(size, total)
         fastest, took = _measure(_call(op, elements, kind), kind[1])
+        calls[elements] = fastest
         times[size] = step_s(total, size, fastest)
         spent += took
         if spent > _LIMIT_S:
             break
-    chosen = smallest_good(times)
+    beside = smallest_good(times)
+    if waits and min(DEFAULT, total) > CANDIDATES[-1] in calls:
+        size = min(DEFAULT, total)
+        times[size] = step_s(total, size, further(calls, size))
     seen = ", ".join(f"{1e3 * took:.3g} ms with {size}" for size, took in times.items())
-    return Choice(chosen, f"a step's buckets for {op} take {seen}")
+    return Choice(smallest_good(times), f"a step's buckets for {op} take {seen}", beside)
 
 
 def step_s(total: int, size: int, call_s: float) -> float:
     """Seconds of a step for the buckets of `size` that `total` elements fill, one after the other.
 
-    `call_s` is what the collective takes for a full one, DeepSpeed's own work comes on top.
+    `call_s` is what the collective takes for a full one, or for all if there are fewer. DeepSpeed's
+    own work comes on top for each, full or not.
     """
-    return math.ceil(total / size) * (call_s + PER_BUCKET_S)
+    return math.ceil(total / size) * PER_BUCKET_S + max(1.0, total / size) * call_s
+
+
+def further(calls: Mapping[int, float], elements: int) -> float:
+    """Seconds of a call for more elements than those of `calls`, by the largest two of them."""
+    (fewer, less_s), (most, most_s) = sorted(calls.items())[-2:]
+    return most_s + max(0.0, most_s - less_s) / (most - fewer) * (elements - most)
 
 
 def smallest_good(times: Mapping[int, float]) -> int:

@@ -37,6 +37,43 @@ def test_a_second_bucket_for_a_few_elements_is_not_worth_its_own_cost() -> None:
     assert _deepspeed_buckets.smallest_good(times) == 1 << 24
 
 
+def test_what_a_larger_call_takes_goes_on_like_the_largest_two() -> None:
+    further = _deepspeed_buckets.further
+    assert further({10: 9.0, 100: 2.0, 200: 3.0}, 400) == pytest.approx(5.0)
+    assert further({100: 3.0, 200: 2.0}, 400) == pytest.approx(2.0)  # noise: no faster than seen
+
+
+def sizes_of_a_model(total: int, call_us: float) -> list[list[int]]:
+    """What is chosen, waiting and beside, where an element takes `call_us` / 2**26, stock apart."""
+    kind = torch.float32, torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_deepspeed_buckets, "_call", lambda _, elements, kind: elements)
+        took = lambda elements, _: (elements / (1 << 26) * call_us * 1e-6, 0.0)  # noqa: E731
+        patch.setattr(_deepspeed_buckets, "_measure", took)
+        found = [
+            _deepspeed_buckets._choose("all_reduce", total, kind, waits=waits)
+            for waits in (True, False)
+        ]
+    return [[one.elements, one.beside] for one in found]
+
+
+@pytest.mark.parametrize(
+    ("total", "call_us", "waiting", "beside"),
+    [
+        # Stock has one bucket: a second one for the last thousands would cost as much as the first.
+        ((1 << 26) + 8832, 1000.0, (1 << 26) + 8832, 1 << 26),
+        (13 * 10**9, 1000.0, _deepspeed_buckets.DEFAULT, 1 << 26),
+        # A link so slow that a bucket's own cost is lost in it: small ones take less memory.
+        (13 * 10**9, 60_000.0, 1 << 24, 1 << 24),
+        (50_000_000, 1000.0, 1 << 26, 1 << 26),
+    ],
+)
+def test_stocks_size_is_a_candidate_where_the_backward_pass_waits(
+    total: int, call_us: float, waiting: int, beside: int
+) -> None:
+    assert sizes_of_a_model(total, call_us) == [[waiting, beside], [beside, beside]]
+
+
 def sizes_after_slow_starts(rank: int, world_size: int) -> str:
     """The reason of a choice where a collective's first call takes longer than is measured."""
     _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
@@ -163,10 +200,14 @@ def ways_where_an_overlap_is_open(rank: int, world_size: int) -> list[Any]:
         keys = ("overlap_comm", "use_multi_rank_bucket_allreduce")
         return [*asked, *(zero.get(key) for key in keys)]
 
-    return [outcome(4096, wins=True), outcome(4096, wins=False), outcome(1 << 20, wins=True)]
+    return [
+        *(outcome(2048, wins=wins) for wins in (True, False)),
+        *(outcome(size, wins=True) for size in (4096, 1 << 20)),  # of 6500: two, one not full; one
+    ]
 
 
 def test_gradients_overlap_or_go_to_their_owners() -> None:
     tune = {"DEEPYTORCH_TUNE": "auto"}
     seen = spawn_ranks(ways_where_an_overlap_is_open, 2, backend="deepytorch", env=tune, fresh=True)
-    assert seen == [[[1.0, 2.0, True, None], [1.0, 2.0, None, False], [None, False]]] * 2
+    waiting = [None, False]
+    assert seen == [[[1.0, 2.0, True, None], [1.0, 2.0, *waiting], waiting, waiting]] * 2
