@@ -122,16 +122,18 @@ def fill_bucket_sizes(
     size = filled["reduce_bucket_size"]
     # DeepSpeed says what is wrong with a size that is no number.
     if (is_way_open or is_overlap_open) and isinstance(size, (int, float)):
-        choice = choices.get("reduce_bucket_size", Choice(int(size), "", int(size)))
+        size_beside = (
+            choices["reduce_bucket_size"].beside if "reduce_bucket_size" in choices else size
+        )
         bucket = _Bucket(max(1, min(int(size), total)), max(1, total), kind)
         to_all = to_owners = bucket.measure_to_all()
         if is_way_open:
             to_owners = bucket.measure_to_owners()
-        beside = dataclasses.replace(bucket, elements=max(1, min(choice.beside, total)))
+        beside = dataclasses.replace(bucket, elements=max(1, min(int(size_beside), total)))
         # The last bucket has nothing to overlap with, and of two the first has little.
         is_overlap_open = is_overlap_open and total >= 2 * beside.elements
         if is_overlap_open and beside.is_faster_beside(min(to_all, to_owners), to_all):
-            filled |= {_OVERLAP: True, "reduce_bucket_size": choice.beside}
+            filled |= {_OVERLAP: True, "reduce_bucket_size": size_beside}
         elif is_way_open:
             filled[_ALL_REDUCE] = not bucket.is_faster_to_owners(to_owners, to_all)
     for key, choice in choices.items():
@@ -300,7 +302,8 @@ def _choose(op: str, total: int, kind: Kind, *, waits: bool = False) -> Choice:
         if spent > _LIMIT_S:
             break
     beside = smallest_good(times)
-    if waits and min(DEFAULT, total) > CANDIDATES[-1] in calls:
+    largest = CANDIDATES[-1]
+    if waits and total > largest and largest in calls:
         size = min(DEFAULT, total)
         times[size] = step_s(total, size, further(calls, size))
     seen = ", ".join(f"{1e3 * took:.3g} ms with {size}" for size, took in times.items())
