@@ -44,11 +44,14 @@ def test_what_a_larger_call_takes_goes_on_like_the_largest_two() -> None:
 
 
 def sizes_of_a_model(total: int, call_us: float) -> list[list[int]]:
-    """What is chosen, waiting and beside, where an element takes `call_us` / 2**26, stock apart."""
+    """[chosen, beside the backward pass], if that waits and if not; 2**26 take `call_us`."""
     kind = torch.float32, torch.device("cpu")
+
+    def took(elements: int, device: torch.device) -> tuple[float, float]:
+        return elements / (1 << 26) * call_us * 1e-6, 0.0
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_deepspeed_buckets, "_call", lambda _, elements, kind: elements)
-        took = lambda elements, _: (elements / (1 << 26) * call_us * 1e-6, 0.0)  # noqa: E731
         patch.setattr(_deepspeed_buckets, "_measure", took)
         found = [
             _deepspeed_buckets._choose("all_reduce", total, kind, waits=waits)

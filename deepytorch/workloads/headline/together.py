@@ -73,7 +73,7 @@ def measure(job: TogetherJob, rank: int, store: Store, emit: worker.Emit) -> Non
     if not (shares := gather(job, rank, store, share)):
         return
     for index, name in enumerate(ARMS):
-        times = [time for block in blocks[index] for time in block]
+        times = [step_us for block in blocks[index] for step_us in block]
         of_arm = [{**one, "losses": one["losses"][index], "times_us": times} for one in shares]
         found = record(job, arms[index].trained, first, of_arm)
         if name == headline.PLAIN:  # what is counted is ours'
