@@ -63,7 +63,7 @@ def sizes_of_a_model(total: int, call_us: float) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("total", "call_us", "waiting", "beside"),
     [
-        # Stock has one bucket: a second one for the last thousands would cost as much as the first.
+        # Stock has one bucket: a second one, for want of some thousands, would cost as much again.
         ((1 << 26) + 8832, 1000.0, (1 << 26) + 8832, 1 << 26),
         (13 * 10**9, 1000.0, _deepspeed_buckets.DEFAULT, 1 << 26),
         # A link so slow that a bucket's own cost is lost in it: small ones take less memory.

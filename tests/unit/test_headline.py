@@ -113,7 +113,7 @@ def test_arms_in_one_process_are_for_ddp_on_one_machine(
 
 def test_arms_in_one_process_are_neither_switched_off_nor_chosen() -> None:
     together = TogetherJob(workload="bert-amp", scale="tiny", world_size=2)
-    assert "DEEPYTORCH_ENABLED" not in together.environment(0, [])
+    assert together.environment(0, [])["DEEPYTORCH_ENABLED"] == "1"
     for words, message in (
         (["--workload", "bert-amp", "--scale", "tiny", "--split"], "has its own arms"),
         (["--workload", "bert-amp", "--scale", "tiny", "--arms", "plain"], "has its own arms"),

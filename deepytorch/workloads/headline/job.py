@@ -116,9 +116,8 @@ class TogetherJob(ArmJob):
             )
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
-        found = super().environment(process, store_ports)
-        del found[headline.SWITCH]  # `together` undoes what the import of deepytorch does
-        return found
+        # On, also where the caller has it off: `together` undoes what the import of it does.
+        return {**super().environment(process, store_ports), headline.SWITCH: "1"}
 
 
 def lengths(kind: str, number: int, longest: int, *, seed: int = 0) -> list[int]:
