@@ -14,11 +14,12 @@ using staged::Lane;
 using staged::Rows;
 using staged::Word;
 
-struct StreamFunctions {
+struct Functions {
   decltype(&::cuStreamBatchMemOp) batch = DPT_DRIVER(cuStreamBatchMemOp);
+  decltype(&::cuPointerGetAttributes) attributes = DPT_DRIVER(cuPointerGetAttributes);
 
-  static const StreamFunctions& get() {
-    static const StreamFunctions instance;
+  static const Functions& get() {
+    static const Functions instance;
     return instance;
   }
 };
@@ -32,7 +33,7 @@ class OrderedStream {
   void flush() {
     if (words_.empty()) return;
     const auto count = static_cast<unsigned>(words_.size());
-    const CUresult result = StreamFunctions::get().batch(stream_, count, words_.data(), 0);
+    const CUresult result = Functions::get().batch(stream_, count, words_.data(), 0);
     words_.clear();
     check(result, "cuStreamBatchMemOp");
   }
@@ -115,6 +116,17 @@ class CudaCopyEngine final : public staged::CopyEngine {
     joined_.hold(static_cast<cudaStream_t>(stream));
   }
 
+  // cudaMemcpy2DAsync refuses rows of which one lies in another allocation.
+  bool is_one(const char* memory, size_t bytes) override {
+    CUdeviceptr begin = 0;
+    size_t size = 0;
+    CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+    void* found[] = {&begin, &size};
+    const auto first = reinterpret_cast<CUdeviceptr>(memory);
+    const CUresult result = Functions::get().attributes(2, wanted, found, first);
+    return result == CUDA_SUCCESS && first >= begin && first + bytes <= begin + size;
+  }
   void copy_up(int index, char* host, const char* device, const Rows& rows) override {
     if (rows.count == 1) {
       DPT_CUDA_CHECK(
@@ -218,7 +230,7 @@ std::unique_ptr<staged::CopyEngine> make_copy_engine(int device, Slots slots) {
   const RelaxedCapture relaxed;
   const DeviceScope scope(device);
   DPT_CUDA_CHECK(cudaFree(nullptr));  // the device's context, if nothing has made it yet
-  StreamFunctions::get();             // found, or an error now
+  Functions::get();                   // found, or an error now
   load_sum_pieces();
   return std::make_unique<CudaCopyEngine>(device, slots);
 }

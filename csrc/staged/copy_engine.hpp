@@ -77,7 +77,9 @@ class CopyEngine {
   // `stream` waits for the first lane down.
   virtual void join(Stream stream) = 0;
 
-  // On a lane of that direction.
+  // Whether one command may copy several rows of this memory of the device. Within enter().
+  virtual bool is_one(const char* memory, size_t bytes) = 0;
+  // On a lane of that direction; up, several rows only of what is_one.
   virtual void copy_up(int index, char* host, const char* device, const Rows& rows) = 0;
   virtual void copy_down(int index, char* device, const char* host, const Rows& rows) = 0;
   // That lane's memory on the device, of whole cache lines.

@@ -85,6 +85,7 @@ void Pipeline::enqueue(const std::vector<Job>& parts,
     appended->number = number;
     appended->is_last = &part == &parts.back();
     appended->timeout = timeout;
+    appended->rows = rows_of(part);
     const Op& op = append(std::move(appended));
     try {
       put_on_lanes(op, stream, is_first ? hooks : StartHooks{});
@@ -188,25 +189,47 @@ void Pipeline::put_up(const Op& op, uint64_t chunk) {
       engine_.write(lane, board_.factor_high(rank_, slot), low(factor >> 32));
     }
   }
-  copy_up(job, chunk, lane.index, board_.input(rank_, slot));
+  copy_up(op, chunk, board_.input(rank_, slot));
   engine_.write(lane, board_.arrived(rank_, slot), low(number));
   if (job.pieces.empty()) engine_.submit(lane);  // no copy to come takes it along
 }
 
-void Pipeline::copy_up(const Job& job, uint64_t chunk, int lane, char* to) {
+// Pieces of one tensor lie at equal distances, and then one command copies them. So may tensors of
+// their own, which some devices' commands refuse: those ask for one allocation.
+std::vector<size_t> Pipeline::rows_of(const Job& job) {
+  const std::vector<const char*>& pieces = job.pieces;
+  const std::shared_ptr<void> entered = engine_.enter();
+  std::vector<size_t> rows;
+  for (size_t first = 0, end = 0; first < pieces.size(); first = end) {
+    end = first + 1;
+    if (end < pieces.size()) {
+      const ptrdiff_t distance = pieces[end] - pieces[first];
+      while (end < pieces.size() && pieces[end] - pieces[end - 1] == distance) ++end;
+      const size_t bytes = pieces[end - 1] - pieces[first] + job.piece_bytes;
+      const bool fits = distance >= static_cast<ptrdiff_t>(job.piece_bytes) &&
+                        distance <= kMostPitch && engine_.is_one(pieces[first], bytes);
+      if (!fits) end = first + 1;
+    }
+    rows.push_back(end - first);
+  }
+  return rows;
+}
+
+void Pipeline::copy_up(const Op& op, uint64_t chunk, char* to) {
+  const Job& job = op.job;
   const size_t bytes = job.bytes(chunk);
   if (bytes == 0) return;
   const size_t pitch = job.pitch(chunk);
-  const std::vector<const char*>& pieces = job.pieces;
-  // Pieces of one tensor lie at equal distances, and then one command copies them.
-  for (size_t first = 0, end = 0; first < pieces.size(); first = end) {
-    const ptrdiff_t distance = first + 1 < pieces.size() ? pieces[first + 1] - pieces[first] : 0;
-    const bool fits = distance >= static_cast<ptrdiff_t>(bytes) && distance <= kMostPitch;
-    end = first + 1;
-    while (fits && end < pieces.size() && pieces[end] - pieces[end - 1] == distance) ++end;
-    const Rows rows{end - first, bytes, pitch, static_cast<size_t>(distance)};
+  size_t first = 0;
+  for (const size_t count : op.rows) {
+    const char* const from = job.pieces[first];
+    const size_t distance = count > 1 ? job.pieces[first + 1] - from : bytes;
     char* const place = to + (job.first_piece + first) * pitch;
-    engine_.copy_up(lane, place, pieces[first] + job.offset(chunk), rows);
+    engine_.copy_up(lane_of(op.first + chunk),
+                    place,
+                    from + job.offset(chunk),
+                    {count, bytes, pitch, distance});
+    first += count;
   }
 }
 

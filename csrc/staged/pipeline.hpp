@@ -85,9 +85,10 @@ class Pipeline {
 
   struct Op {
     Job job;
-    uint64_t first = 0;   // chunk
-    uint32_t number = 0;  // among the group's operations; parts of one have the same
-    bool is_last = true;  // of its parts
+    uint64_t first = 0;        // chunk
+    uint32_t number = 0;       // among the group's operations; parts of one have the same
+    bool is_last = true;       // of its parts
+    std::vector<size_t> rows;  // how many pieces one command copies up, from the first one on
     std::chrono::milliseconds timeout{0};
     std::atomic<Op*> next{nullptr};
     std::atomic<bool> begun{false};  // some rank's device came to it
@@ -108,7 +109,8 @@ class Pipeline {
   void put_on_lanes(const Op& op, Stream stream, const StartHooks& hooks);
   void close(const Op& op, Stream stream);
   void put_up(const Op& op, uint64_t chunk);
-  void copy_up(const Job& job, uint64_t chunk, int lane, char* to);
+  std::vector<size_t> rows_of(const Job& job);
+  void copy_up(const Op& op, uint64_t chunk, char* to);
   void put_down(const Op& op, uint64_t chunk);
   void wait_for_slot(uint64_t number, Job::Kind kind);
 

@@ -141,7 +141,16 @@ void FakeCopyEngine::join(staged::Stream stream) {
   if (stream != nullptr) order(last, *static_cast<FakeLane*>(stream));
 }
 
+bool FakeCopyEngine::is_one(const char* memory, size_t bytes) {
+  const auto holds = [&](std::span<const char> each) {
+    return memory >= each.data() && memory + bytes <= each.data() + each.size();
+  };
+  const auto& all = options_.allocations;
+  return all.empty() || std::any_of(all.begin(), all.end(), holds);
+}
+
 void FakeCopyEngine::copy_up(int index, char* host, const char* device, const Rows& rows) {
+  DPT_CHECK(rows.count == 1 || is_one(device, (rows.count - 1) * rows.device_pitch + rows.bytes));
   check_mapped(host, rows);
   flushed(lane({staged::Lane::kUp, index})).push([=, this] {
     if (!is_broken()) copy_rows(host, rows.host_pitch, device, rows.device_pitch, rows);

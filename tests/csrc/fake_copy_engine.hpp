@@ -6,6 +6,7 @@
 #include <functional>
 #include <mutex>
 #include <random>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -60,6 +61,8 @@ class FakeCopyEngine final : public staged::CopyEngine {
     bool on_devices = false;       // slots are: nothing but words is mapped
     // Ranks see the memory at an address each: segment.cpp, NOTE [Thread sanitizer].
     bool aliased = false;
+    // A command copies several rows of one of these at most; none: of any memory.
+    std::vector<std::span<const char>> allocations = {};
     // Called at the begin of each operation.
     std::function<void()> on_fork = {};
     // Called before each copy; what it throws `enqueue` throws.
@@ -73,6 +76,7 @@ class FakeCopyEngine final : public staged::CopyEngine {
   void fork(staged::Stream stream) override;
   void meet() override;
   void join(staged::Stream stream) override;
+  bool is_one(const char* memory, size_t bytes) override;
   void copy_up(int index, char* host, const char* device, const staged::Rows& rows) override;
   void copy_down(int index, char* device, const char* host, const staged::Rows& rows) override;
   char* buffer(int index) override { return buffers_[index].data(); }

@@ -94,6 +94,7 @@ StagedRanks::StagedRanks(std::vector<std::unique_ptr<Process>>& processes,
     engine.one_queue = options.one_queue;
     engine.queues = processes[rank]->queues.get();
     engine.on_devices = options.on_devices;
+    engine.allocations = options.allocations;
     if (rank == 0) engine.before_copy = options.before_copy_of_rank_0;
     engines_.push_back(std::make_unique<FakeCopyEngine>(7 * rank + 1, engine));
     engines_.back()->map(memory_[layout_.node_of[rank]].get(), Board::bytes(shape_), kStagedSlot);

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,7 @@ struct StagedOptions {
   bool on_devices = false;
   std::vector<int> node_of = {};  // of each rank; empty: one node
   std::function<void()> before_copy_of_rank_0 = {};
+  std::vector<std::span<const char>> allocations = {};  // as FakeCopyEngine has them
 };
 
 // The ends of connections between partners, which are all connected.

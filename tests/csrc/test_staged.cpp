@@ -109,6 +109,44 @@ TEST(Staged, SlotsOnDevices) {
   }
 }
 
+// One command copies parts of one tensor. Where each has an allocation of its own, which may lie
+// just as far from the next, a device would refuse that.
+TEST(Staged, PartsOfOneTensorAndTensorsOfTheirOwn) {
+  constexpr int kRanks = 3;
+  constexpr size_t kCount = 900;
+  constexpr size_t kPart = kCount * sizeof(float);
+  for (const int threads : {0, 2}) {
+    int copies[2] = {};
+    for (const bool apart : {false, true}) {
+      std::vector<char> memory(kRanks * kRanks * kPart);
+      StagedOptions options{.before_copy_of_rank_0 = [&] { ++copies[apart ? 1 : 0]; }};
+      const size_t allocation = apart ? kPart : kRanks * kPart;
+      for (size_t first = 0; first < memory.size(); first += allocation) {
+        options.allocations.emplace_back(memory.data() + first, allocation);
+      }
+      auto all = processes(kRanks);
+      StagedRanks ranks(all, options);
+      Operation operation(DPT_REDUCE_SCATTER, DPT_FLOAT32, DPT_SUM, kCount, kRanks);
+      std::vector<const void*> parts[kRanks];
+      for (int rank = 0; rank < kRanks; ++rank) {
+        dpt_request request = operation.request(rank);
+        for (int part = 0; part < kRanks; ++part) {
+          char* const place = memory.data() + (rank * kRanks + part) * kPart;
+          std::memcpy(place, request.inputs[part], kPart);
+          parts[rank].push_back(place);
+        }
+        request.inputs = parts[rank].data();
+        ranks.enqueue(rank, request, {512, threads});
+      }
+      for (int rank = 0; rank < kRanks; ++rank) {
+        all[rank]->stream.synchronize();
+        operation.check(rank);
+      }
+    }
+    EXPECT_LT(copies[0], copies[1]) << threads;
+  }
+}
+
 TEST(Staged, EmptyTensors) {
   auto all = processes(2);
   StagedRanks ranks(all);

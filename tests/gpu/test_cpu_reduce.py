@@ -102,6 +102,29 @@ def _results(rank: int, world_size: int, num_nodes: int = 1) -> None:
     _assert_only_cpu_reduce()
 
 
+def _lists(rank: int, world_size: int) -> None:
+    """Tensors of an allocation each, upwards and downwards in memory, and views of one."""
+    device = rank_gpu(rank)
+    count = (4 << 20) + 3  # PyTorch's allocator gives each such tensor memory of its own
+    inputs = rank_inputs(count, world_size, torch.float32, device)
+    parts = sorted((torch.empty_like(each) for each in inputs), key=torch.Tensor.data_ptr)
+    one = torch.empty(count * world_size, device=device)
+    layouts = {"upwards": parts, "downwards": parts[::-1], "views": list(one.chunk(world_size))}
+    for turn, (layout, places) in enumerate(layouts.items(), 1):
+        for part, value in zip(places, inputs, strict=True):
+            part.copy_(value * (turn + rank))
+        share = torch.empty(count, device=device)
+        dist.reduce_scatter(share, places)
+        factor = sum(turn + peer for peer in range(world_size))
+        exact = inputs[rank].double() * factor
+        assert_close(share, exact, f"reduce_scatter of {layout} on rank {rank}")
+        dist.all_gather(places, inputs[rank] * turn)
+        for part, value in zip(places, inputs, strict=True):
+            assert torch.equal(part, value * turn), f"all_gather of {layout} on rank {rank}"
+    torch.cuda.synchronize()
+    _assert_only_cpu_reduce()
+
+
 def _groups(rank: int, world_size: int, rounds: int, num_groups: int) -> None:
     """Groups on streams of their own, issued in opposite orders, beside matrix products."""
     device = rank_gpu(rank)
@@ -279,6 +302,11 @@ def test_one_chunk(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_results(world_size: int) -> None:
     _spawn(_results, world_size, timeout_s=120.0)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_lists(world_size: int) -> None:
+    _spawn(_lists, world_size)
 
 
 @pytest.mark.parametrize("nodes", ["a,b", "a,a,b,b", "a,b,a,b", "a,b,c,d"])
