@@ -99,6 +99,18 @@ DeviceWork::DeviceWork(int rank,
                        std::vector<at::Tensor> results)
     : c10d::Work(rank, op_type, title), sequence_(sequence), results_(std::move(results)) {}
 
+// Nobody waited, and PyTorch's allocator would give the memory to the caller's stream while the
+// operation is under way. Told of the operation's stream, it holds it back for that.
+DeviceWork::~DeviceWork() {
+  for (const at::Tensor& tensor : tensors_) {
+    try {
+      guard_of(tensor.device()).recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
+    } catch (const std::exception&) {
+      // Memory of another allocator's: whoever has it knows when to take it back.
+    }
+  }
+}
+
 void DeviceWork::started(const c10::Stream& stream, std::vector<at::Tensor> tensors) {
   const c10::impl::VirtualGuardImpl guard = guard_of(stream.device());
   // On the caller's own stream everything after it is behind it already.

@@ -89,6 +89,8 @@ class DeviceWork : public c10d::Work {
              const char* title,
              uint64_t sequence,
              std::vector<at::Tensor> results);
+  // Also before anybody waited: a hook may keep the future alone, a program nothing at all.
+  ~DeviceWork() override;
 
   // The operation's kernels are on `stream`; `tensors` are what they use.
   void started(const c10::Stream& stream, std::vector<at::Tensor> tensors);

@@ -16,7 +16,7 @@ using staged::Word;
 
 struct Functions {
   decltype(&::cuStreamBatchMemOp) batch = DPT_DRIVER(cuStreamBatchMemOp);
-  decltype(&::cuPointerGetAttributes) attributes = DPT_DRIVER(cuPointerGetAttributes);
+  decltype(&::cuMemGetAddressRange) range = DPT_DRIVER(cuMemGetAddressRange);
 
   static const Functions& get() {
     static const Functions instance;
@@ -116,15 +116,14 @@ class CudaCopyEngine final : public staged::CopyEngine {
     joined_.hold(static_cast<cudaStream_t>(stream));
   }
 
-  // cudaMemcpy2DAsync refuses rows of which one lies in another allocation.
+  // cudaMemcpy2DAsync refuses rows of which one lies in another allocation. Of memory that is
+  // mapped piece by piece (expandable segments) one piece counts: the pointer's attributes would
+  // say all of the addresses reserved for it.
   bool is_one(const char* memory, size_t bytes) override {
     CUdeviceptr begin = 0;
     size_t size = 0;
-    CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE};
-    void* found[] = {&begin, &size};
     const auto first = reinterpret_cast<CUdeviceptr>(memory);
-    const CUresult result = Functions::get().attributes(2, wanted, found, first);
+    const CUresult result = Functions::get().range(&begin, &size, first);
     return result == CUDA_SUCCESS && first >= begin && first + bytes <= begin + size;
   }
   void copy_up(int index, char* host, const char* device, const Rows& rows) override {

@@ -85,9 +85,9 @@ void Pipeline::enqueue(const std::vector<Job>& parts,
     appended->number = number;
     appended->is_last = &part == &parts.back();
     appended->timeout = timeout;
-    appended->rows = rows_of(part);
-    const Op& op = append(std::move(appended));
+    Op& op = append(std::move(appended));
     try {
+      op.rows = rows_of(part);
       put_on_lanes(op, stream, is_first ? hooks : StartHooks{});
     } catch (...) {
       tell_cause(hooks);

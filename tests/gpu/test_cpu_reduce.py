@@ -125,6 +125,25 @@ def _lists(rank: int, world_size: int) -> None:
     _assert_only_cpu_reduce()
 
 
+def _dropped(rank: int, world_size: int) -> None:
+    """Nobody keeps the work, and its input's memory is asked for again while others are late."""
+    device = rank_gpu(rank)
+    count = 16 << 20
+    dist.all_reduce(torch.ones(1000, device=device))  # connects
+    part = torch.full((count,), rank + 1.0, device=device)
+    gathered = torch.empty(world_size, count, device=device)
+    torch.cuda.synchronize()
+    if rank > 0:
+        time.sleep(0.5)
+    dist.all_gather_into_tensor(gathered, part, async_op=True)
+    del part
+    other = torch.full((count,), -1.0, device=device)
+    torch.cuda.synchronize()
+    assert other.eq(-1).all()
+    for peer in range(world_size):
+        assert gathered[peer].eq(peer + 1).all(), f"of rank {peer} on rank {rank}"
+
+
 def _groups(rank: int, world_size: int, rounds: int, num_groups: int) -> None:
     """Groups on streams of their own, issued in opposite orders, beside matrix products."""
     device = rank_gpu(rank)
@@ -307,6 +326,17 @@ def test_results(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_lists(world_size: int) -> None:
     _spawn(_lists, world_size)
+
+
+def test_lists_in_memory_mapped_piece_by_piece() -> None:
+    env = {**NATIVE, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    _spawn(_lists, 4, env=env, fresh=True)
+
+
+@pytest.mark.parametrize("through", ["the host's memory", "peers' memory"])
+def test_a_work_that_nobody_keeps(through: str) -> None:
+    env = {**NATIVE, "NCCL_P2P_DISABLE": "0" if through.startswith("peers") else "1"}
+    _spawn(_dropped, 2, env=env, fresh=True)
 
 
 @pytest.mark.parametrize("nodes", ["a,b", "a,a,b,b", "a,b,a,b", "a,b,c,d"])
