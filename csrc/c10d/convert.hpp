@@ -49,6 +49,7 @@ class Contiguous {
   enum class Direction { kInput, kOutput, kInPlace };
   Contiguous(at::TensorList tensors, Direction direction);
 
+  at::TensorList tensors() const { return contiguous_; }
   std::vector<void*> pointers() const;
   bool has_stand_ins() const { return has_stand_ins_; }
   // After the operation: copies stand-ins back (outputs and in-place tensors).

@@ -1,5 +1,6 @@
 // The road of operations on an accelerator: Call -> dpt_request -> a kernel on a stream, or the
 // delegate's Work.
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
@@ -26,15 +27,33 @@ Pointers pointers_of(at::TensorList tensors, size_t count) {
 }
 
 // What only the stock backend can take, or refuse in its own words.
-[[gnu::hot]] const char* why_not_plain(at::TensorList tensors, const at::Device& device) {
+[[gnu::hot]] const char* why_not_plain(at::TensorList tensors,
+                                       const at::Device& device,
+                                       bool any_strides = false) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.device() != device) return "tensors on several devices";
     if (tensor.layout() != at::kStrided) return "sparse tensors";
+    if (any_strides) continue;
     if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
       return "tensors that are not contiguous";
     }
   }
   return nullptr;
+}
+
+// Operations on lists. How one rank's list lies in memory the others don't know, the root's of a
+// gather for one, and they have to choose as it does.
+bool takes_lists(c10d::OpType op_type) {
+  switch (op_type) {
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::REDUCE_SCATTER:
+    case c10d::OpType::GATHER:
+    case c10d::OpType::SCATTER:
+    case c10d::OpType::ALLTOALL:
+      return true;
+    default:
+      return false;
+  }
 }
 
 }  // namespace
@@ -139,14 +158,28 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const bool takes_parts = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER;
   const bool exchanges = call.collective == DPT_ALL_TO_ALL;
+  const bool lists = takes_lists(call.op_type);
   const char* not_native = call.not_native;
-  if (not_native == nullptr) not_native = why_not_plain(call.inputs, device);
-  if (not_native == nullptr && !call.in_place) not_native = why_not_plain(call.outputs, device);
+  if (not_native == nullptr) not_native = why_not_plain(call.inputs, device, lists);
+  if (not_native == nullptr && !call.in_place) {
+    not_native = why_not_plain(call.outputs, device, lists);
+  }
   Pointers inputs;
   Pointers outputs;
-  if (not_native == nullptr) {  // sparse ones, for one, have none
-    inputs = pointers_of(call.inputs, gives_parts || exchanges ? parts : 1);
-    outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
+  std::optional<Contiguous> given;  // what stands in for them, if anything has to
+  std::optional<Contiguous> taken;
+  if (not_native == nullptr) {  // sparse ones, for one, have no pointers
+    using Direction = Contiguous::Direction;
+    if (why_not_plain(call.inputs, device) != nullptr) {
+      given.emplace(call.inputs, Direction::kInput);
+    }
+    if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) {
+      taken.emplace(call.outputs, Direction::kOutput);
+    }
+    inputs =
+        pointers_of(given ? given->tensors() : call.inputs, gives_parts || exchanges ? parts : 1);
+    outputs =
+        pointers_of(taken ? taken->tensors() : call.outputs, takes_parts || exchanges ? parts : 1);
   }
   std::vector<size_t> input_counts;
   std::vector<size_t> output_counts;
@@ -168,9 +201,18 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   submit_to_core(request, submitted, nullptr, &outcome);
   note_place(request, submitted.recorded);
   if (outcome == DPT_DELEGATED) return watched(submitted);
+  if (taken) {
+    const c10::StreamGuard behind(*submitted.stream);
+    taken->copy_back();
+  }
   streams_.end(*submitted.stream);
   std::vector<at::Tensor> tensors = call.inputs.vec();
   if (!call.in_place) tensors.insert(tensors.end(), call.outputs.begin(), call.outputs.end());
+  for (const auto* const each : {&given, &taken}) {
+    if (!*each) continue;
+    const at::TensorList used = (*each)->tensors();
+    tensors.insert(tensors.end(), used.begin(), used.end());
+  }
   auto work = c10::make_intrusive<DeviceWork>(
       rank_, call.op_type, call.title, sequence, call.results.vec());
   work->started(*submitted.stream, std::move(tensors));

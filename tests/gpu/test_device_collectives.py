@@ -130,6 +130,45 @@ def _exchanges(rank: int, world_size: int) -> None:
     _assert_all_native()
 
 
+def _lists_that_differ(rank: int, world_size: int) -> None:
+    """Columns of a tensor on rank 0, which is also the root, and tensors in one piece elsewhere."""
+    device = rank_gpu(rank)
+
+    def of(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        together = torch.stack(inputs, 1 if rank == 0 else 0)
+        return list(together.unbind(1 if rank == 0 else 0))
+
+    for count in (5, 4099, 300_000):
+        inputs = rank_inputs(count, world_size, torch.float32, device)
+        mine = inputs[rank]
+        for asynchronous in (False, True):
+
+            def run(call: Any, *arguments: Any, on: bool = asynchronous) -> None:
+                work = call(*arguments, async_op=on)
+                if work is not None:
+                    work.wait()
+
+            what = f"{count}, async {asynchronous}, rank {rank}"
+            nothing = [torch.zeros_like(mine) for _ in inputs]
+            places = of(nothing)
+            run(dist.all_gather, places, mine)
+            assert all(map(torch.equal, places, inputs)), f"all_gather {what}"
+            places = of(nothing)
+            run(dist.all_to_all, places, of([mine + peer for peer in range(world_size)]))
+            exact = [each + rank for each in inputs]
+            assert all(map(torch.equal, places, exact)), f"all_to_all {what}"
+            share = torch.empty_like(mine)
+            run(dist.reduce_scatter, share, of(inputs))
+            assert_close(share, mine.double() * world_size, f"reduce_scatter {what}")
+            places = of(nothing)
+            run(dist.gather, mine, places if rank == 0 else None)
+            assert rank or all(map(torch.equal, places, inputs)), f"gather {what}"
+            run(dist.scatter, share, of(inputs) if rank == 0 else None)
+            assert torch.equal(share, mine), f"scatter {what}"
+    torch.cuda.synchronize()
+    _assert_all_native()
+
+
 def _same_bits(rank: int, world_size: int) -> list[int]:
     device = rank_gpu(rank)
     sums = []
@@ -253,7 +292,7 @@ def _spawn(function: Any, world_size: int, *arguments: Any, **more: Any) -> list
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("what", [_reductions, _small_types, _exchanges])
+@pytest.mark.parametrize("what", [_reductions, _small_types, _exchanges, _lists_that_differ])
 def test_results(what: Any, world_size: int) -> None:
     _spawn(what, world_size)
 
