@@ -13,7 +13,8 @@ from deepytorch_core.explain_nodes import Phase
 class Stages:
     """The stages of one collective; `phases` have a rank's bytes in each of NCCL's operations.
 
-    A node sends `sent_bytes` over the network, and as one ring through all ranks `ring_bytes`.
+    A node sends `sent_bytes` over the network, and in one piece, which for all but an all_to_all is
+    one ring through all ranks, `ring_bytes`.
     `why_not` is "" where stages are possible: then option `collectives` and the tuner decide.
     """
 
@@ -34,6 +35,14 @@ class Stages:
         )
         rail = Phase("between nodes", f"{op} of ranks in the same place", num_bytes // local)
         phases: tuple[Phase, ...]
+        if op == "all_to_all":
+            # As many bytes, but each rank sends one message to each node instead of `local`.
+            sent = local * num_bytes * (nodes - 1) // nodes
+            phases = (
+                Phase("within nodes", "all_to_all: what is for a place goes there", num_bytes),
+                Phase("between nodes", "all_to_all of ranks in the same place", num_bytes),
+            )
+            return cls(phases, sent_bytes=sent, ring_bytes=sent, why_not="")
         if op == "all_gather":
             phases = (rail, parts)
         elif op == "reduce_scatter":
@@ -57,8 +66,8 @@ def why_not(op: str, num_bytes: int, ranks_per_node: Sequence[int]) -> str:
     """Why GPUs of these nodes leave the collective to NCCL in one piece; "" where they may not."""
     from deepytorch_core import _core
 
-    if op not in ("all_reduce", "all_gather", "reduce_scatter"):
-        return "stages are for all_reduce, all_gather and reduce_scatter"
+    if op not in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        return "stages are for all_reduce, all_gather, reduce_scatter and all_to_all"
     if len(set(ranks_per_node)) > 1:
         return "stages need equally many ranks on each node"
     if ranks_per_node[0] < 2:

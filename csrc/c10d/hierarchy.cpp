@@ -168,6 +168,41 @@ Hierarchy::WorkPtr Hierarchy::allreduce(std::vector<at::Tensor>& tensors,
   });
 }
 
+Hierarchy::WorkPtr Hierarchy::alltoall_base(at::Tensor& output,
+                                            at::Tensor& input,
+                                            std::vector<int64_t>& output_splits,
+                                            std::vector<int64_t>& input_splits,
+                                            const c10d::AllToAllOptions& options) {
+  TORCH_CHECK_VALUE(output_splits.empty() && input_splits.empty(), "parts of different sizes");
+  const int64_t count = input.numel() / size_;
+  return run(c10d::OpType::ALLTOALL_BASE, options.asyncOp, {output, input}, {output}, [&, this] {
+    const auto inner = stage(options);
+    std::vector<int64_t> even;
+    const auto exchange = [&](const BackendPtr& ranks, at::Tensor sent) {
+      at::Tensor received = at::empty_like(sent);
+      finish(ranks->alltoall_base(received, sent, even, even, inner));
+      return received;
+    };
+    // By place there, then by node.
+    const at::Tensor given = input.view({size_, count});
+    std::vector<at::Tensor> parts;
+    for (int place = 0; place < num_local(); ++place) {
+      for (const std::vector<int>& node : ranks_) parts.push_back(given[node[place]]);
+    }
+    const at::Tensor here = exchange(setup_.local, at::cat(parts));
+    // By node, then by who of this one gave it.
+    const at::Tensor by_node =
+        here.view({num_local(), num_nodes(), count}).transpose(0, 1).reshape({-1});
+    const at::Tensor arrived = exchange(setup_.rail, by_node).view({size_, count});
+    parts.resize(size_);
+    for (int i = 0; i < size_; ++i) {
+      parts[ranks_[i / num_local()][i % num_local()]] = arrived[i];
+    }
+    at::Tensor whole = output.view({-1});
+    at::cat_out(whole, parts);
+  });
+}
+
 void Hierarchy::setTimeout(std::chrono::milliseconds timeout) {
   setup_.local->setTimeout(timeout);
   setup_.rail->setTimeout(timeout);

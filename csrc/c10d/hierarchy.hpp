@@ -9,6 +9,8 @@
 //                   local all_gather
 //   reduce_scatter  for each node's parts a local reduce_scatter; then a rail reduce_scatter
 //   all_reduce      local reduce_scatter, rail all_reduce, local all_gather
+//   all_to_all      local all_to_all: what is for a place goes to the rank that has it here; then a
+//                   rail all_to_all, of as many bytes in one message to each node instead of L
 //
 // Thread safety: as c10d asks: any thread, operations in call order.
 #pragma once
@@ -52,6 +54,12 @@ class Hierarchy : public c10d::Backend {
   WorkPtr _reduce_scatter_base(at::Tensor& output,
                                at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override;
+  // Of equal parts.
+  WorkPtr alltoall_base(at::Tensor& output,
+                        at::Tensor& input,
+                        std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override;
 
  private:
   int num_nodes() const { return static_cast<int>(ranks_.size()); }

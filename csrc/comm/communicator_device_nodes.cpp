@@ -6,6 +6,7 @@
 #include "comm/device_bench.hpp"
 #include "comm/device_class.hpp"
 #include "comm/measure.hpp"
+#include "comm/race.hpp"
 #include "tuner/choose_device.hpp"
 
 namespace dpt {
@@ -61,29 +62,32 @@ void Communicator::settle_between_nodes(const dpt_request& request, const WaitCo
   const Plan plan;
   const void* no_input = nullptr;  // the trials have their own
   void* no_output = nullptr;
-  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
+  const auto settle = [&](Collective collective, int bucket) {
     const size_t bytes = range_of(bucket).nominal;
+    const bool serves = group != nullptr ? collective != DPT_ALL_TO_ALL
+                                         : goes_by_nodes(collective, bytes, nodes_->layout.size());
+    if (!serves || !device_tuning_.is_open(collective, bytes)) return;
+    const Operation operation{.collective = collective,
+                              .dtype = DPT_BFLOAT16,
+                              .reduce_op = trial_reduce_op(collective),
+                              .premul_factor = 1,
+                              .root = 0,
+                              .count = bytes / size_of(DPT_BFLOAT16),
+                              .inputs = &no_input,
+                              .outputs = &no_output,
+                              .sequence = next_sequence_++};
+    WaitContext own_time = wait;
+    own_time.deadline = Deadline(wait.deadline.timeout());
+    device_tuning_.settle(
+        {*segment_, operation, plan, own_time, WaitStyle::kBackground, nodes_.get()}, bytes, bench);
+  };
+  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
     for (const Collective collective : {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER}) {
-      const bool serves =
-          group != nullptr || goes_by_nodes(collective, bytes, nodes_->layout.size());
-      if (!serves || !device_tuning_.is_open(collective, bytes)) continue;
-      const Operation operation{.collective = collective,
-                                .dtype = DPT_BFLOAT16,
-                                .reduce_op = collective == DPT_ALL_GATHER ? DPT_NO_REDUCE : DPT_SUM,
-                                .premul_factor = 1,
-                                .root = 0,
-                                .count = bytes / size_of(DPT_BFLOAT16),
-                                .inputs = &no_input,
-                                .outputs = &no_output,
-                                .sequence = next_sequence_++};
-      WaitContext own_time = wait;
-      own_time.deadline = Deadline(wait.deadline.timeout());
-      device_tuning_.settle(
-          {*segment_, operation, plan, own_time, WaitStyle::kBackground, nodes_.get()},
-          bytes,
-          bench);
+      settle(collective, bucket);
     }
   }
+  // What fewer programs call has what is left of the time.
+  for (int bucket = 0; bucket < kNumBuckets; ++bucket) settle(DPT_ALL_TO_ALL, bucket);
 }
 
 }  // namespace dpt

@@ -188,7 +188,12 @@ DevicePlan delegated_in_stages(const ChooseDeviceRequest& request, std::string r
     return delegated(std::move(reason));
   }
   if (!request.delegate) {
-    return {kInStages, {0, 0}, 0, "fewer bytes between nodes than in one ring"};
+    const bool exchanges = request.collective == DPT_ALL_TO_ALL;
+    return {kInStages,
+            {0, 0},
+            0,
+            exchanges ? "fewer messages between nodes than in one piece"
+                      : "fewer bytes between nodes than in one ring"};
   }
   // Against a delegate that competes its stages have to be measured.
   const bool known = request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr;
@@ -270,7 +275,8 @@ int offer_channels(int num_sms, int used, int wanted) {
 }
 
 bool goes_by_nodes(Collective collective, size_t bytes, int ranks) {
-  const bool parts = collective == DPT_ALL_GATHER || collective == DPT_REDUCE_SCATTER;
+  const bool parts = collective == DPT_ALL_GATHER || collective == DPT_REDUCE_SCATTER ||
+                     collective == DPT_ALL_TO_ALL;
   const size_t whole = bytes * static_cast<size_t>(parts ? ranks : 1);
   return (parts || collective == DPT_ALL_REDUCE) && whole >= kStagedBytes;
 }

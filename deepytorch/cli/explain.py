@@ -199,12 +199,14 @@ def _steps(plan: "BetweenNodes") -> list[tuple[str, str]]:
 def _stages(stages: "Stages") -> list[tuple[str, str]]:
     if stages.why_not:
         return [("plan", f"NCCL in one piece: {stages.why_not}")]
+    sent = f"a node sends {_size(stages.sent_bytes)}"
+    if stages.sent_bytes == stages.ring_bytes:
+        sent += " either way, in stages with fewer messages"
+    else:
+        sent += f", in one ring {_size(stages.ring_bytes)}"
     rows = [
         ("plan", "NCCL in stages where the ranks measure that to be faster, else in one piece"),
-        (
-            "over the network",
-            f"a node sends {_size(stages.sent_bytes)}, in one ring {_size(stages.ring_bytes)}",
-        ),
+        ("over the network", sent),
     ]
     for number, phase in enumerate(stages.phases, 1):
         rows.append((f"{number}. {phase.where}", f"{phase.what}, {_size(phase.bytes)}"))

@@ -342,6 +342,16 @@ TEST(ChooseDevice, ADelegateThatCompetesGoesInStagesOnlyByADecision) {
                               .ranks = 4,
                               .nodes = 2};
   EXPECT_STREQ(choose_device(request).algorithm, "hierarchical");
+  for (const Collective collective :
+       {DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL, DPT_BROADCAST}) {
+    ChooseDeviceRequest other = request;
+    other.collective = collective;
+    other.bytes = 1 << 20;  // of each rank, if that is what a part is
+    const bool in_stages = collective != DPT_BROADCAST;
+    EXPECT_STREQ(choose_device(other).algorithm, in_stages ? "hierarchical" : "delegate");
+    other.bytes -= 2;
+    EXPECT_STREQ(choose_device(other).algorithm, "delegate");
+  }
   request.delegate = true;
   EXPECT_STREQ(choose_device(request).algorithm, "delegate");
   EXPECT_EQ(choose_device(request).reason, "no kernels");

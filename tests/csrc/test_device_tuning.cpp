@@ -352,7 +352,7 @@ TEST_F(DevicesOnNodes, ADelegateThatCompetesGoesInStagesWhereThatIsFaster) {
              .tune = DPT_TUNE_AUTO,
              .execute = stock_by_nodes(1000, faster_from_16_mib)});
   // Of 4 and 16 MiB, and of 4 to 64 MiB in four parts.
-  ASSERT_EQ(rows().size(), 2 + 3 + 3);
+  ASSERT_EQ(rows().size(), 2 + 3 + 3 + 3);
   for (const DecisionRow& row : rows()) {
     EXPECT_EQ(row.group.nodes, 2);
     EXPECT_THAT(std::string(row.group.device), EndsWith(", in stages of NCCL"));
@@ -373,7 +373,7 @@ TEST_F(DevicesOnNodes, ADelegateThatCompetesStaysFlatWhereStagesAreNotClearlyFas
   run_ranks(4,
             [](Rank& rank) { EXPECT_EQ(way_of(rank, 16 * kMiB), "flat"); },
             {.tune = DPT_TUNE_AUTO, .execute = stock_by_nodes(100, [](size_t) { return 98.0; })});
-  ASSERT_EQ(rows().size(), 8);
+  ASSERT_EQ(rows().size(), 11);
   EXPECT_EQ(rows()[0].decision.reason, "stages are not clearly faster, measured");
 }
 

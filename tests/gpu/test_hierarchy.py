@@ -11,7 +11,7 @@ from deepytorch_core.testing import needs_gpus, spawn_ranks
 pytestmark = [pytest.mark.gpu, needs_gpus(4)]
 
 BACKEND = "cuda:deepytorch,cpu:deepytorch"
-OPS = ("all_reduce", "all_gather", "reduce_scatter")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # bf16: 8 MiB and a bit, which goes by nodes, and a small one, which doesn't.
 COUNTS = [(4 << 20) + 5, 1000]
 
@@ -41,6 +41,13 @@ def _stages(rank: int, world_size: int) -> set[tuple[str, str]]:
             if work is not None:
                 work.wait()
             assert torch.equal(gathered, torch.cat([each[:count] for each in whole]))
+
+            work = dist.all_to_all_single(gathered, whole[rank], async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert torch.equal(
+                gathered, torch.cat([each.chunk(world_size)[rank] for each in whole])
+            )
 
             work = dist.reduce_scatter_tensor(part, whole[rank].clone(), async_op=asynchronous)
             if work is not None:

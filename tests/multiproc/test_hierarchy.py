@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 from deepytorch_core import adapter
 from deepytorch_core.delegates import GroupSpec, StockFactory
@@ -63,6 +68,12 @@ def everything(rank: int, world_size: int, node_of: list[int]) -> str:
         gathered = torch.empty(RANKS, count)
         staged._allgather_base(gathered, inputs[rank], AllgatherOptions()).wait()
         assert torch.equal(gathered, torch.stack(inputs)), count
+
+        sent = [_numbers(seed, count * RANKS) for seed in range(RANKS)]
+        received = torch.empty(count * RANKS)
+        staged.alltoall_base(received, sent[rank], [], [], AllToAllOptions()).wait()
+        mine = torch.cat([each.chunk(RANKS)[rank] for each in sent])
+        assert torch.equal(received, mine), count
 
         whole = [_numbers(RANKS + seed, count * RANKS) for seed in range(RANKS)]
         part = torch.empty(count)

@@ -364,10 +364,19 @@ def test_stages_of_gpus_send_less_than_a_ring(
     assert Stages.of(op, 16 << 20, (2, 2)).ring_bytes >> 20 == ring
 
 
+def test_stages_of_an_all_to_all_send_as_much() -> None:
+    stages = Stages.of("all_to_all", 16 << 20, (4, 4))
+    assert [(phase.where.split()[0], phase.bytes >> 20) for phase in stages.phases] == [
+        ("within", 16),
+        ("between", 16),
+    ]
+    assert stages.sent_bytes == stages.ring_bytes == 32 << 20  # half of what four ranks have
+
+
 @pytest.mark.parametrize(
     ("op", "num_bytes", "nodes", "said"),
     [
-        ("broadcast", 16 << 20, (2, 2), "all_reduce, all_gather and reduce_scatter"),
+        ("broadcast", 16 << 20, (2, 2), "all_gather, reduce_scatter and all_to_all"),
         ("all_reduce", 16 << 20, (4, 2), "equally many ranks"),
         ("all_reduce", 16 << 20, (1, 1), "nothing can be done within nodes"),
         ("all_reduce", (4 << 20) - 1, (2, 2), "4 MiB or more in all"),
