@@ -100,13 +100,15 @@ DeviceWork::DeviceWork(int rank,
     : c10d::Work(rank, op_type, title), sequence_(sequence), results_(std::move(results)) {}
 
 // Nobody waited, and PyTorch's allocator would give the memory to the caller's stream while the
-// operation is under way. Told of the operation's stream, it holds it back for that.
+// operation is under way. Told of the operation's stream, it holds it back for that. It does
+// nothing for memory of other libraries (DLPack): who lends such has to wait.
 DeviceWork::~DeviceWork() {
   for (const at::Tensor& tensor : tensors_) {
     try {
       guard_of(tensor.device()).recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
-    } catch (const std::exception&) {
-      // Memory of another allocator's: whoever has it knows when to take it back.
+    } catch (const std::exception& error) {
+      TORCH_WARN_ONCE("deepytorch: PyTorch's allocator did not take word of memory in use: ",
+                      error.what());
     }
   }
 }

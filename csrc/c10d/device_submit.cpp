@@ -4,6 +4,10 @@
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
+#include <exception>
+#include <utility>
+
 #include "backend.hpp"
 #include "device.hpp"
 #include "python_bridge.hpp"
@@ -62,6 +66,7 @@ void* Backend::start_stream(void* call) {
   auto* const submitted = static_cast<Submitted*>(call);
   Backend& backend = submitted->backend;
   const at::Device device = submitted->device();
+  if (const auto make = std::exchange(submitted->make_stand_ins, nullptr)) make();
   submitted->stream = backend.streams_.begin(device, submitted->call.asynchronous);
   return submitted->stream->native_handle();
 }
@@ -166,20 +171,22 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   }
   Pointers inputs;
   Pointers outputs;
-  std::optional<Contiguous> given;  // what stands in for them, if anything has to
+  std::optional<Contiguous> given;
   std::optional<Contiguous> taken;
-  if (not_native == nullptr) {  // sparse ones, for one, have no pointers
-    using Direction = Contiguous::Direction;
-    if (why_not_plain(call.inputs, device) != nullptr) {
-      given.emplace(call.inputs, Direction::kInput);
+  if (not_native == nullptr) {  // sparse ones, for one, have none
+    inputs = pointers_of(call.inputs, gives_parts || exchanges ? parts : 1);
+    outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
+    const bool gives_rows = why_not_plain(call.inputs, device) != nullptr;
+    const bool takes_rows = !call.in_place && why_not_plain(call.outputs, device) != nullptr;
+    // What the stock backend carries out needs none. The request has these arrays' addresses.
+    if (gives_rows || takes_rows) {
+      submitted.make_stand_ins = [&, gives_rows, takes_rows] {
+        if (gives_rows) given.emplace(call.inputs, Contiguous::Direction::kInput);
+        if (takes_rows) taken.emplace(call.outputs, Contiguous::Direction::kOutput);
+        if (given) std::ranges::copy(given->pointers(), inputs.begin());
+        if (taken) std::ranges::copy(taken->pointers(), outputs.begin());
+      };
     }
-    if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) {
-      taken.emplace(call.outputs, Direction::kOutput);
-    }
-    inputs =
-        pointers_of(given ? given->tensors() : call.inputs, gives_parts || exchanges ? parts : 1);
-    outputs =
-        pointers_of(taken ? taken->tensors() : call.outputs, takes_parts || exchanges ? parts : 1);
   }
   std::vector<size_t> input_counts;
   std::vector<size_t> output_counts;
@@ -201,9 +208,14 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   submit_to_core(request, submitted, nullptr, &outcome);
   note_place(request, submitted.recorded);
   if (outcome == DPT_DELEGATED) return watched(submitted);
+  std::exception_ptr failure;
   if (taken) {
     const c10::StreamGuard behind(*submitted.stream);
-    taken->copy_back();
+    try {
+      taken->copy_back();
+    } catch (...) {
+      failure = std::current_exception();  // as of outputs that overlap themselves
+    }
   }
   streams_.end(*submitted.stream);
   std::vector<at::Tensor> tensors = call.inputs.vec();
@@ -216,6 +228,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   auto work = c10::make_intrusive<DeviceWork>(
       rank_, call.op_type, call.title, sequence, call.results.vec());
   work->started(*submitted.stream, std::move(tensors));
+  if (failure) std::rethrow_exception(failure);  // the work holds back what is in use
   return work;
 }
 

@@ -87,29 +87,75 @@ Hierarchy::WorkPtr Hierarchy::run(c10d::OpType op_type,
   return work;
 }
 
+void Hierarchy::gather(const at::Tensor& output,
+                       const at::Tensor& input,
+                       const c10d::AllgatherOptions& options) {
+  const auto inner = stage(options);
+  const at::Tensor mine = input.reshape({-1});
+  at::Tensor of_nodes = at::empty({num_nodes(), mine.numel()}, mine.options());
+  at::Tensor rails = of_nodes.view({-1});
+  at::Tensor part = mine;
+  finish(setup_.rail->_allgather_base(rails, part, inner));
+  const at::Tensor all = output.view({size_, mine.numel()});
+  for (int node = 0; node < num_nodes(); ++node) {
+    at::Tensor from = of_nodes[node];
+    if (is_one_piece(node)) {
+      at::Tensor to = all.narrow(0, ranks_[node][0], num_local()).view({-1});
+      finish(setup_.local->_allgather_base(to, from, inner));
+      continue;
+    }
+    at::Tensor to = at::empty({num_local() * mine.numel()}, mine.options());
+    finish(setup_.local->_allgather_base(to, from, inner));
+    for (int i = 0; i < num_local(); ++i) {
+      all[ranks_[node][i]].copy_(to.view({num_local(), -1})[i]);
+    }
+  }
+}
+
+void Hierarchy::reduce(const at::Tensor& output,
+                       const at::Tensor& input,
+                       const c10d::ReduceScatterOptions& options) {
+  const auto inner = stage(options);
+  // Factors are applied once.
+  auto outer = inner;
+  if (options.reduceOp == c10d::ReduceOp::PREMUL_SUM) outer.reduceOp = c10d::ReduceOp::SUM;
+  const at::Tensor all = input.view({size_, output.numel()});
+  at::Tensor of_nodes = at::empty({num_nodes(), output.numel()}, output.options());
+  for (int node = 0; node < num_nodes(); ++node) {
+    at::Tensor from;
+    if (is_one_piece(node)) {
+      from = all.narrow(0, ranks_[node][0], num_local()).view({-1});
+    } else {
+      std::vector<at::Tensor> parts;
+      for (const int rank : ranks_[node]) parts.push_back(all[rank]);
+      from = at::cat(parts);
+    }
+    at::Tensor to = of_nodes[node];
+    finish(setup_.local->_reduce_scatter_base(to, from, inner));
+  }
+  at::Tensor rails = of_nodes.view({-1});
+  at::Tensor to = output.view({-1});
+  finish(setup_.rail->_reduce_scatter_base(to, rails, outer));
+}
+
 Hierarchy::WorkPtr Hierarchy::_allgather_base(at::Tensor& output,
                                               at::Tensor& input,
                                               const c10d::AllgatherOptions& options) {
   return run(c10d::OpType::_ALLGATHER_BASE, options.asyncOp, {output, input}, {output}, [&, this] {
-    const auto inner = stage(options);
-    const at::Tensor mine = input.reshape({-1});
-    at::Tensor of_nodes = at::empty({num_nodes(), mine.numel()}, mine.options());
-    at::Tensor rails = of_nodes.view({-1});
-    at::Tensor part = mine;
-    finish(setup_.rail->_allgather_base(rails, part, inner));
-    const at::Tensor all = output.view({size_, mine.numel()});
-    for (int node = 0; node < num_nodes(); ++node) {
-      at::Tensor from = of_nodes[node];
-      if (is_one_piece(node)) {
-        at::Tensor to = all.narrow(0, ranks_[node][0], num_local()).view({-1});
-        finish(setup_.local->_allgather_base(to, from, inner));
-        continue;
-      }
-      at::Tensor to = at::empty({num_local() * mine.numel()}, mine.options());
-      finish(setup_.local->_allgather_base(to, from, inner));
-      for (int i = 0; i < num_local(); ++i) {
-        all[ranks_[node][i]].copy_(to.view({num_local(), -1})[i]);
-      }
+    gather(output, input, options);
+  });
+}
+
+Hierarchy::WorkPtr Hierarchy::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                        std::vector<at::Tensor>& inputs,
+                                        const c10d::AllgatherOptions& options) {
+  std::vector<at::Tensor> tensors = outputs[0];
+  tensors.push_back(inputs[0]);
+  return run(c10d::OpType::ALLGATHER, options.asyncOp, tensors, outputs[0], [&, this] {
+    const at::Tensor whole = at::empty({size_, inputs[0].numel()}, inputs[0].options());
+    gather(whole, inputs[0], options);
+    for (int rank = 0; rank < size_; ++rank) {
+      outputs[0][rank].copy_(whole[rank].view(outputs[0][rank].sizes()));
     }
   });
 }
@@ -119,28 +165,20 @@ Hierarchy::WorkPtr Hierarchy::_reduce_scatter_base(at::Tensor& output,
                                                    const c10d::ReduceScatterOptions& options) {
   return run(
       c10d::OpType::_REDUCE_SCATTER_BASE, options.asyncOp, {output, input}, {output}, [&, this] {
-        const auto inner = stage(options);
-        // Factors are applied once.
-        auto outer = inner;
-        if (options.reduceOp == c10d::ReduceOp::PREMUL_SUM) outer.reduceOp = c10d::ReduceOp::SUM;
-        const at::Tensor all = input.view({size_, output.numel()});
-        at::Tensor of_nodes = at::empty({num_nodes(), output.numel()}, output.options());
-        for (int node = 0; node < num_nodes(); ++node) {
-          at::Tensor from;
-          if (is_one_piece(node)) {
-            from = all.narrow(0, ranks_[node][0], num_local()).view({-1});
-          } else {
-            std::vector<at::Tensor> parts;
-            for (const int rank : ranks_[node]) parts.push_back(all[rank]);
-            from = at::cat(parts);
-          }
-          at::Tensor to = of_nodes[node];
-          finish(setup_.local->_reduce_scatter_base(to, from, inner));
-        }
-        at::Tensor rails = of_nodes.view({-1});
-        at::Tensor to = output.view({-1});
-        finish(setup_.rail->_reduce_scatter_base(to, rails, outer));
+        reduce(output, input, options);
       });
+}
+
+Hierarchy::WorkPtr Hierarchy::reduce_scatter(std::vector<at::Tensor>& outputs,
+                                             std::vector<std::vector<at::Tensor>>& inputs,
+                                             const c10d::ReduceScatterOptions& options) {
+  std::vector<at::Tensor> tensors = inputs[0];
+  tensors.push_back(outputs[0]);
+  return run(c10d::OpType::REDUCE_SCATTER, options.asyncOp, tensors, outputs, [&, this] {
+    std::vector<at::Tensor> parts;
+    for (const at::Tensor& each : inputs[0]) parts.push_back(each.reshape({-1}));
+    reduce(outputs[0], at::cat(parts), options);
+  });
 }
 
 Hierarchy::WorkPtr Hierarchy::allreduce(std::vector<at::Tensor>& tensors,

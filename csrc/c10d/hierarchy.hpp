@@ -48,13 +48,19 @@ class Hierarchy : public c10d::Backend {
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override;
+  // Of equal parts, as everything here.
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                    std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output,
                           at::Tensor& input,
                           const c10d::AllgatherOptions& options) override;
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs,
+                         std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output,
                                at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override;
-  // Of equal parts.
   WorkPtr alltoall_base(at::Tensor& output,
                         at::Tensor& input,
                         std::vector<int64_t>& output_splits,
@@ -66,6 +72,13 @@ class Hierarchy : public c10d::Backend {
   int num_local() const { return static_cast<int>(ranks_[0].size()); }
   // Whether the node's ranks follow each other, so that their parts are one piece of a tensor.
   bool is_one_piece(int node) const;
+  // The stages of an all_gather and of a reduce_scatter of one tensor.
+  void gather(const at::Tensor& output,
+              const at::Tensor& input,
+              const c10d::AllgatherOptions& options);
+  void reduce(const at::Tensor& output,
+              const at::Tensor& input,
+              const c10d::ReduceScatterOptions& options);
   // Runs the stages one after the other, on a stream behind the caller's, or for host memory here.
   WorkPtr run(c10d::OpType op_type,
               bool asynchronous,

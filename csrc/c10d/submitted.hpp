@@ -18,8 +18,9 @@ struct Backend::Submitted {
   const Replay* replay;
   WorkPtr delegated;  // the delegate's work, when it was the one to carry out the call
   std::exception_ptr failure;
-  uint64_t recorded = 0;              // the call's number in the flight record
-  std::optional<c10::Stream> stream;  // of a native operation on an accelerator
+  uint64_t recorded = 0;                 // the call's number in the flight record
+  std::optional<c10::Stream> stream;     // of a native operation on an accelerator
+  std::function<void()> make_stand_ins;  // for that, before the stream is asked for; once
 
   // From here on it may outlive the call that it was made for.
   void keep() {

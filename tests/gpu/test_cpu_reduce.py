@@ -105,19 +105,21 @@ def _results(rank: int, world_size: int, num_nodes: int = 1) -> None:
 def _lists(rank: int, world_size: int) -> None:
     """Tensors of an allocation each, upwards and downwards in memory, and views of one."""
     device = rank_gpu(rank)
+    torch.cuda.empty_cache()
     count = (4 << 20) + 3  # PyTorch's allocator gives each such tensor memory of its own
     inputs = rank_inputs(count, world_size, torch.float32, device)
     parts = sorted((torch.empty_like(each) for each in inputs), key=torch.Tensor.data_ptr)
     one = torch.empty(count * world_size, device=device)
     layouts = {"upwards": parts, "downwards": parts[::-1], "views": list(one.chunk(world_size))}
     for turn, (layout, places) in enumerate(layouts.items(), 1):
-        for part, value in zip(places, inputs, strict=True):
-            part.copy_(value * (turn + rank))
-        share = torch.empty(count, device=device)
-        dist.reduce_scatter(share, places)
-        factor = sum(turn + peer for peer in range(world_size))
-        exact = inputs[rank].double() * factor
-        assert_close(share, exact, f"reduce_scatter of {layout} on rank {rank}")
+        # The own part of a sum stays on the GPU, so that of two ranks one is left.
+        for name, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+            for part, value in zip(places, inputs, strict=True):
+                part.copy_(value * (turn + rank))
+            share = torch.empty(count, device=device)
+            dist.reduce_scatter(share, places, op=op)
+            given = [inputs[rank] * (turn + peer) for peer in range(world_size)]
+            assert_close(share, reduced(given, name), f"{name} of {layout} on rank {rank}")
         dist.all_gather(places, inputs[rank] * turn)
         for part, value in zip(places, inputs, strict=True):
             assert torch.equal(part, value * turn), f"all_gather of {layout} on rank {rank}"
@@ -125,7 +127,7 @@ def _lists(rank: int, world_size: int) -> None:
     _assert_only_cpu_reduce()
 
 
-def _dropped(rank: int, world_size: int) -> None:
+def _dropped(rank: int, world_size: int, through_host: bool) -> None:
     """Nobody keeps the work, and its input's memory is asked for again while others are late."""
     device = rank_gpu(rank)
     count = 16 << 20
@@ -142,6 +144,11 @@ def _dropped(rank: int, world_size: int) -> None:
     assert other.eq(-1).all()
     for peer in range(world_size):
         assert gathered[peer].eq(peer + 1).all(), f"of rank {peer} on rank {rank}"
+    from deepytorch_core import _core
+
+    used = {str(row["algorithm"]) for row in _core.statistics() if row["calls"]}
+    assert "delegate" not in used
+    assert ("cpu_reduce" in used) == through_host, used
 
 
 def _groups(rank: int, world_size: int, rounds: int, num_groups: int) -> None:
@@ -325,7 +332,7 @@ def test_results(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_lists(world_size: int) -> None:
-    _spawn(_lists, world_size)
+    _spawn(_lists, world_size, fresh=True)
 
 
 def test_lists_in_memory_mapped_piece_by_piece() -> None:
@@ -333,10 +340,10 @@ def test_lists_in_memory_mapped_piece_by_piece() -> None:
     _spawn(_lists, 4, env=env, fresh=True)
 
 
-@pytest.mark.parametrize("through", ["the host's memory", "peers' memory"])
-def test_a_work_that_nobody_keeps(through: str) -> None:
-    env = {**NATIVE, "NCCL_P2P_DISABLE": "0" if through.startswith("peers") else "1"}
-    _spawn(_dropped, 2, env=env, fresh=True)
+@pytest.mark.parametrize("through_host", [True, False])
+def test_a_work_that_nobody_keeps(through_host: bool) -> None:
+    env = {**NATIVE, "NCCL_P2P_DISABLE": "1" if through_host else "0"}
+    _spawn(_dropped, 2, through_host, env=env, fresh=True)
 
 
 @pytest.mark.parametrize("nodes", ["a,b", "a,a,b,b", "a,b,a,b", "a,b,c,d"])

@@ -42,6 +42,17 @@ def _stages(rank: int, world_size: int) -> set[tuple[str, str]]:
                 work.wait()
             assert torch.equal(gathered, torch.cat([each[:count] for each in whole]))
 
+            places = [torch.empty_like(part) for _ in range(world_size)]
+            work = dist.all_gather(places, part, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert torch.equal(torch.cat(places), gathered)
+            share = torch.empty_like(part)
+            work = dist.reduce_scatter(share, places, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert torch.equal(share, (wide[rank][:count] * world_size).to(torch.bfloat16))
+
             work = dist.all_to_all_single(gathered, whole[rank], async_op=asynchronous)
             if work is not None:
                 work.wait()

@@ -69,6 +69,16 @@ def everything(rank: int, world_size: int, node_of: list[int]) -> str:
         staged._allgather_base(gathered, inputs[rank], AllgatherOptions()).wait()
         assert torch.equal(gathered, torch.stack(inputs)), count
 
+        # Lists, also of what is not in one piece.
+        columns = torch.empty(count, RANKS)
+        parts = [[torch.empty(count) for _ in range(RANKS)], list(columns.unbind(1))]
+        for places in parts:
+            staged.allgather([places], [inputs[rank]], AllgatherOptions()).wait()
+            assert all(map(torch.equal, places, inputs)), count
+            share = torch.empty(count)
+            staged.reduce_scatter([share], [places], ReduceScatterOptions()).wait()
+            assert torch.equal(share, inputs[rank] * RANKS), count
+
         sent = [_numbers(seed, count * RANKS) for seed in range(RANKS)]
         received = torch.empty(count * RANKS)
         staged.alltoall_base(received, sent[rank], [], [], AllToAllOptions()).wait()
