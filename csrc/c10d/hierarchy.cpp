@@ -87,9 +87,9 @@ Hierarchy::WorkPtr Hierarchy::run(c10d::OpType op_type,
   return work;
 }
 
-void Hierarchy::gather(const at::Tensor& output,
-                       const at::Tensor& input,
-                       const c10d::AllgatherOptions& options) {
+void Hierarchy::gather_in_stages(const at::Tensor& output,
+                                 const at::Tensor& input,
+                                 const c10d::AllgatherOptions& options) {
   const auto inner = stage(options);
   const at::Tensor mine = input.reshape({-1});
   at::Tensor of_nodes = at::empty({num_nodes(), mine.numel()}, mine.options());
@@ -112,9 +112,9 @@ void Hierarchy::gather(const at::Tensor& output,
   }
 }
 
-void Hierarchy::reduce(const at::Tensor& output,
-                       const at::Tensor& input,
-                       const c10d::ReduceScatterOptions& options) {
+void Hierarchy::reduce_in_stages(const at::Tensor& output,
+                                 const at::Tensor& input,
+                                 const c10d::ReduceScatterOptions& options) {
   const auto inner = stage(options);
   // Factors are applied once.
   auto outer = inner;
@@ -142,7 +142,7 @@ Hierarchy::WorkPtr Hierarchy::_allgather_base(at::Tensor& output,
                                               at::Tensor& input,
                                               const c10d::AllgatherOptions& options) {
   return run(c10d::OpType::_ALLGATHER_BASE, options.asyncOp, {output, input}, {output}, [&, this] {
-    gather(output, input, options);
+    gather_in_stages(output, input, options);
   });
 }
 
@@ -153,7 +153,7 @@ Hierarchy::WorkPtr Hierarchy::allgather(std::vector<std::vector<at::Tensor>>& ou
   tensors.push_back(inputs[0]);
   return run(c10d::OpType::ALLGATHER, options.asyncOp, tensors, outputs[0], [&, this] {
     const at::Tensor whole = at::empty({size_, inputs[0].numel()}, inputs[0].options());
-    gather(whole, inputs[0], options);
+    gather_in_stages(whole, inputs[0], options);
     for (int rank = 0; rank < size_; ++rank) {
       outputs[0][rank].copy_(whole[rank].view(outputs[0][rank].sizes()));
     }
@@ -165,7 +165,7 @@ Hierarchy::WorkPtr Hierarchy::_reduce_scatter_base(at::Tensor& output,
                                                    const c10d::ReduceScatterOptions& options) {
   return run(
       c10d::OpType::_REDUCE_SCATTER_BASE, options.asyncOp, {output, input}, {output}, [&, this] {
-        reduce(output, input, options);
+        reduce_in_stages(output, input, options);
       });
 }
 
@@ -177,7 +177,7 @@ Hierarchy::WorkPtr Hierarchy::reduce_scatter(std::vector<at::Tensor>& outputs,
   return run(c10d::OpType::REDUCE_SCATTER, options.asyncOp, tensors, outputs, [&, this] {
     std::vector<at::Tensor> parts;
     for (const at::Tensor& each : inputs[0]) parts.push_back(each.reshape({-1}));
-    reduce(outputs[0], at::cat(parts), options);
+    reduce_in_stages(outputs[0], at::cat(parts), options);
   });
 }
 

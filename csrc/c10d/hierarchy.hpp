@@ -72,13 +72,13 @@ class Hierarchy : public c10d::Backend {
   int num_local() const { return static_cast<int>(ranks_[0].size()); }
   // Whether the node's ranks follow each other, so that their parts are one piece of a tensor.
   bool is_one_piece(int node) const;
-  // The stages of an all_gather and of a reduce_scatter of one tensor.
-  void gather(const at::Tensor& output,
-              const at::Tensor& input,
-              const c10d::AllgatherOptions& options);
-  void reduce(const at::Tensor& output,
-              const at::Tensor& input,
-              const c10d::ReduceScatterOptions& options);
+  // An all_gather and a reduce_scatter of one tensor.
+  void gather_in_stages(const at::Tensor& output,
+                        const at::Tensor& input,
+                        const c10d::AllgatherOptions& options);
+  void reduce_in_stages(const at::Tensor& output,
+                        const at::Tensor& input,
+                        const c10d::ReduceScatterOptions& options);
   // Runs the stages one after the other, on a stream behind the caller's, or for host memory here.
   WorkPtr run(c10d::OpType op_type,
               bool asynchronous,
