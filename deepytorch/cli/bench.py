@@ -110,6 +110,14 @@ def collectives(
             "NCCL_... ones; for emulated nodes on GPUs, where each arm has its own processes."
         ),
     ] = "",
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="On GPUs of emulated nodes: both arms in the same processes, without what "
+            "processes differ by and without what deepytorch sets for NCCL.",
+        ),
+    ] = False,
     forecast: Annotated[
         str,
         typer.Option(
@@ -150,14 +158,21 @@ def collectives(
         world_size = sum(emulated.ranks_per_node)
     baseline = baseline or ("nccl" if device == "cuda" else "gloo")
     make_job: Callable[..., jobs.Job] = jobs.Job
-    if nodes and device == "cuda":
+    can_be_apart = nodes > 0 and device == "cuda"
+    if together and not can_be_apart:
+        raise jobs.BenchError(
+            "--together: both arms share their processes anyway, but for --device cuda with "
+            "--nodes: leave it out"
+        )
+    if can_be_apart and not together:
         from deepytorch_core.bench.collectives_apart import ApartJob
 
         variables = jobs.parse_variables(baseline_env)
         make_job = functools.partial(ApartJob, baseline_environment=variables)
     elif baseline_env:
         raise jobs.BenchError(
-            "--baseline-env needs processes of the baseline's own: --device cuda with --nodes"
+            "--baseline-env needs processes of the baseline's own: --device cuda with --nodes, "
+            "without --together"
         )
     job = make_job(
         ops=jobs.parse_names(ops),

@@ -287,6 +287,13 @@ def describe_emulated(emulated: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _is_setting(variable: str) -> bool:
+    # NVIDIA's images name the NCCL they bring in NCCL_VERSION, which nothing reads.
+    return variable == "CUDA_DEVICE_MAX_CONNECTIONS" or (
+        variable.startswith(("DEEPYTORCH_", "NCCL_")) and variable != "NCCL_VERSION"
+    )
+
+
 def command() -> str:
     """How to call this process again: settings in the environment, program, arguments.
 
@@ -296,7 +303,7 @@ def command() -> str:
     settings = [
         f"{name}={value}"
         for name, value in sorted(environment.items())
-        if name.startswith(("DEEPYTORCH_", "NCCL_")) and "/" not in value
+        if _is_setting(name) and "/" not in value
     ]
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = Path(sys.argv[0]).name

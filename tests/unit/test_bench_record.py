@@ -38,6 +38,8 @@ def test_a_record_says_how_it_was_made_and_names_no_place(tmp_path, monkeypatch)
     environment = {
         "NCCL_P2P_DISABLE": "1",
         "DEEPYTORCH_PROFILE": "/home/x/p.json",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "NCCL_VERSION": "2.28.3-1",
         "HOME": "/home/x",
     }
     monkeypatch.setattr(record.config, "child_environment", lambda: environment)
@@ -46,7 +48,7 @@ def test_a_record_says_how_it_was_made_and_names_no_place(tmp_path, monkeypatch)
     (row,) = record.read_records(path)
     assert row == {
         "op": "broadcast",
-        "command": "NCCL_P2P_DISABLE=1 deepytorch bench collectives --sizes '1K,2 K' y",
+        "command": "CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_P2P_DISABLE=1 deepytorch bench collectives --sizes '1K,2 K' y",
     }
 
 

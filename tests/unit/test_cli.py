@@ -417,6 +417,15 @@ def test_bench_on_emulated_nodes(monkeypatch, device, baseline, expected):
     assert [seat.node for seat in fake.job.seats] == [0, 1, 0, 1]
 
 
+def test_bench_on_emulated_nodes_with_both_arms_in_each_process(monkeypatch):
+    fake = FakeRun()
+    gpus = ("--device", "cuda", "--nodes", "2", "--ranks-per-node", "2")
+    result = bench(monkeypatch, fake, *gpus, "--together")
+    assert result.exit_code == 0, result.output
+    assert not fake.job.APART
+    assert fake.job.num_processes == fake.job.world_size == 4
+
+
 def test_bench_gives_the_baseline_variables_of_its_own(monkeypatch):
     fake = FakeRun()
     variables = "NCCL_SOCKET_NTHREADS=4,NCCL_NSOCKS_PERTHREAD=4"
@@ -442,6 +451,12 @@ def test_bench_gives_the_baseline_variables_of_its_own(monkeypatch):
     ("arguments", "message"),
     [
         (["--baseline-env", "A=1"], "--baseline-env needs processes of the baseline's own"),
+        (
+            ["--device", "cuda", "--nodes", "2", "--together", "--baseline-env", "A=1"],
+            "with --nodes, without --together",
+        ),
+        (["--nodes", "2", "--together"], "both arms share their processes anyway"),
+        (["--device", "cuda", "--together"], "both arms share their processes anyway"),
         (
             ["--device", "cuda", "--nodes", "2", "--baseline-env", "A"],
             "--baseline-env 'A': write NAME=VALUE",
