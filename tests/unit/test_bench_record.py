@@ -48,7 +48,8 @@ def test_a_record_says_how_it_was_made_and_names_no_place(tmp_path, monkeypatch)
     (row,) = record.read_records(path)
     assert row == {
         "op": "broadcast",
-        "command": "CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_P2P_DISABLE=1 deepytorch bench collectives --sizes '1K,2 K' y",
+        "command": "CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_P2P_DISABLE=1 "
+        "deepytorch bench collectives --sizes '1K,2 K' y",
     }
 
 

@@ -13,16 +13,20 @@ import pytest
 import typer
 
 from deepytorch import cli
+from deepytorch.workloads import headline
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "records"
-NAMES = ["collectives", "beside", "cpu-reduce", "network", "training", "training-nodes"]
+NAMES = [
+    *("collectives", "beside", "cpu-reduce", "network", "network-no-peer-access"),
+    *("training", "training-nodes", "workloads", "compile"),
+]
 
 
-def run(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *names: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """With four GPUs, as nvidia-smi says, and a .ci/gpu that prints its command."""
     shutil.copy(SCRIPT, (folder / ".ci").resolve() / "records")
     path = f"{folder / 'bin'}:/usr/bin:/bin"
-    environment = {"PATH": path, "HOME": str(folder)}
+    environment = {"PATH": path, "HOME": str(folder), **variables}
     command = ["bash", str(folder / ".ci" / "records"), *names]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -64,6 +68,18 @@ def test_it_runs_commands_that_exist(machine: Path) -> None:
         files.add(str(parameters["json"]))
     assert "build/records/collectives-4-h200.jsonl" in files
     assert len(files) == len(NAMES) + 1  # one for each number of channels
+
+
+def test_one_gpu_trains_what_fits_it(machine: Path) -> None:
+    done = run(machine, "workloads", GPUS="1")
+    assert done.returncode == 0, done.stderr
+    commands = [shlex.split(line)[1:] for line in done.stdout.splitlines()]
+    assert commands
+    for arguments in commands:
+        parameters = check(arguments)
+        assert parameters["world_size"] == 1
+        assert parameters["workload"] in headline.ROWS
+        assert parameters["json"] == Path("build/records/workloads-1-h200.jsonl")
 
 
 def test_it_names_what_it_does_not_know(machine: Path) -> None:
