@@ -30,12 +30,22 @@ class Done : public c10d::Work {
   std::vector<at::Tensor> results_;
 };
 
-// A stage is waited for at once, so it may run where its caller is.
+// A stage that is waited for at once may run where its caller is.
 template <typename Options>
 Options stage(Options options) {
   options.asyncOp = false;
   return options;
 }
+
+// One that the network carries while others go on within the node.
+template <typename Options>
+Options beside(Options options) {
+  options.asyncOp = true;
+  return options;
+}
+
+constexpr int64_t kMostPieces = 4;
+constexpr int64_t kGranularity = 128;  // elements: pieces begin where NCCL's loads are wide
 
 }  // namespace
 
@@ -51,7 +61,7 @@ Hierarchy::Hierarchy(Setup setup)
       names.push_back(setup_.node_of[rank]);
       ranks_.emplace_back();
     }
-    if (rank == rank_) local_rank_ = static_cast<int>(ranks_[node].size());
+    if (rank == rank_) node_ = static_cast<int>(node);
     ranks_[node].push_back(rank);
   }
   for (const std::vector<int>& node : ranks_) {
@@ -61,6 +71,18 @@ Hierarchy::Hierarchy(Setup setup)
 
 bool Hierarchy::is_one_piece(int node) const {
   return ranks_[node].back() - ranks_[node].front() == num_local() - 1;
+}
+
+std::vector<Hierarchy::Piece> Hierarchy::pieces_of(int64_t count, size_t element_bytes) const {
+  const auto fitting = static_cast<int64_t>(count * element_bytes / setup_.piece_bytes);
+  const int64_t number = std::clamp<int64_t>(fitting, 1, kMostPieces);
+  const int64_t even = (count + number - 1) / number;
+  const int64_t length = (even + kGranularity - 1) / kGranularity * kGranularity;
+  std::vector<Piece> pieces;
+  for (int64_t begin = 0; begin < count; begin += length) {
+    pieces.push_back({begin, std::min(length, count - begin)});
+  }
+  return pieces;
 }
 
 Hierarchy::WorkPtr Hierarchy::run(c10d::OpType op_type,
@@ -90,25 +112,29 @@ Hierarchy::WorkPtr Hierarchy::run(c10d::OpType op_type,
 void Hierarchy::gather_in_stages(const at::Tensor& output,
                                  const at::Tensor& input,
                                  const c10d::AllgatherOptions& options) {
-  const auto inner = stage(options);
   const at::Tensor mine = input.reshape({-1});
   at::Tensor of_nodes = at::empty({num_nodes(), mine.numel()}, mine.options());
   at::Tensor rails = of_nodes.view({-1});
   at::Tensor part = mine;
-  finish(setup_.rail->_allgather_base(rails, part, inner));
+  const WorkPtr exchange = setup_.rail->_allgather_base(rails, part, beside(options));
   const at::Tensor all = output.view({size_, mine.numel()});
-  for (int node = 0; node < num_nodes(); ++node) {
-    at::Tensor from = of_nodes[node];
+  const auto gather = [&](int node, at::Tensor from) {
+    const auto inner = stage(options);
     if (is_one_piece(node)) {
       at::Tensor to = all.narrow(0, ranks_[node][0], num_local()).view({-1});
       finish(setup_.local->_allgather_base(to, from, inner));
-      continue;
+      return;
     }
     at::Tensor to = at::empty({num_local() * mine.numel()}, mine.options());
     finish(setup_.local->_allgather_base(to, from, inner));
     for (int i = 0; i < num_local(); ++i) {
       all[ranks_[node][i]].copy_(to.view({num_local(), -1})[i]);
     }
+  };
+  gather(node_, mine);
+  finish(exchange);
+  for (int node = 0; node < num_nodes(); ++node) {
+    if (node != node_) gather(node, of_nodes[node]);
   }
 }
 
@@ -116,26 +142,34 @@ void Hierarchy::reduce_in_stages(const at::Tensor& output,
                                  const at::Tensor& input,
                                  const c10d::ReduceScatterOptions& options) {
   const auto inner = stage(options);
+  auto outer = beside(options);
   // Factors are applied once.
-  auto outer = inner;
   if (options.reduceOp == c10d::ReduceOp::PREMUL_SUM) outer.reduceOp = c10d::ReduceOp::SUM;
   const at::Tensor all = input.view({size_, output.numel()});
-  at::Tensor of_nodes = at::empty({num_nodes(), output.numel()}, output.options());
-  for (int node = 0; node < num_nodes(); ++node) {
-    at::Tensor from;
-    if (is_one_piece(node)) {
-      from = all.narrow(0, ranks_[node][0], num_local()).view({-1});
-    } else {
-      std::vector<at::Tensor> parts;
-      for (const int rank : ranks_[node]) parts.push_back(all[rank]);
-      from = at::cat(parts);
+  const at::Tensor whole = output.view({-1});
+  std::vector<at::Tensor> sent;  // until the rails have carried it
+  std::vector<WorkPtr> exchanges;
+  for (const auto [begin, length] : pieces_of(output.numel(), output.element_size())) {
+    const at::Tensor given = all.narrow(1, begin, length);
+    const at::Tensor& of_nodes =
+        sent.emplace_back(at::empty({num_nodes(), length}, output.options()));
+    for (int node = 0; node < num_nodes(); ++node) {
+      at::Tensor from;
+      if (is_one_piece(node)) {  // a copy only of what is a piece of each part
+        from = given.narrow(0, ranks_[node][0], num_local()).reshape({-1});
+      } else {
+        std::vector<at::Tensor> parts;
+        for (const int rank : ranks_[node]) parts.push_back(given[rank]);
+        from = at::cat(parts);
+      }
+      at::Tensor to = of_nodes[node];
+      finish(setup_.local->_reduce_scatter_base(to, from, inner));
     }
-    at::Tensor to = of_nodes[node];
-    finish(setup_.local->_reduce_scatter_base(to, from, inner));
+    at::Tensor rails = of_nodes.view({-1});
+    at::Tensor to = whole.narrow(0, begin, length);
+    exchanges.push_back(setup_.rail->_reduce_scatter_base(to, rails, outer));
   }
-  at::Tensor rails = of_nodes.view({-1});
-  at::Tensor to = output.view({-1});
-  finish(setup_.rail->_reduce_scatter_base(to, rails, outer));
+  for (const WorkPtr& exchange : exchanges) finish(exchange);
 }
 
 Hierarchy::WorkPtr Hierarchy::_allgather_base(at::Tensor& output,
@@ -190,15 +224,26 @@ Hierarchy::WorkPtr Hierarchy::allreduce(std::vector<at::Tensor>& tensors,
   scatter.timeout = options.timeout;
   c10d::AllgatherOptions gather;
   gather.timeout = options.timeout;
-  c10d::AllreduceOptions outer = stage(options);
+  c10d::AllreduceOptions outer = beside(options);
   if (options.reduceOp == c10d::ReduceOp::PREMUL_SUM) outer.reduceOp = c10d::ReduceOp::SUM;
   return run(c10d::OpType::ALLREDUCE, options.asyncOp, tensors, tensors, [&, this] {
-    if (part > 0) {
-      at::Tensor main = whole.narrow(0, 0, part * num_local());
-      std::vector<at::Tensor> mine = {at::empty({part}, whole.options())};
-      finish(setup_.local->_reduce_scatter_base(mine[0], main, stage(scatter)));
-      finish(setup_.rail->allreduce(mine, outer));
-      finish(setup_.local->_allgather_base(main, mine[0], stage(gather)));
+    const std::vector<Piece> pieces = pieces_of(part, whole.element_size());
+    const auto main = [&](const Piece& piece) {
+      return whole.narrow(0, piece.begin * num_local(), piece.length * num_local());
+    };
+    std::vector<at::Tensor> mine;
+    std::vector<WorkPtr> exchanges;
+    for (const Piece& piece : pieces) {
+      at::Tensor from = main(piece);
+      mine.push_back(at::empty({piece.length}, whole.options()));
+      finish(setup_.local->_reduce_scatter_base(mine.back(), from, stage(scatter)));
+      std::vector<at::Tensor> rail = {mine.back()};
+      exchanges.push_back(setup_.rail->allreduce(rail, outer));
+    }
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      finish(exchanges[i]);
+      at::Tensor to = main(pieces[i]);
+      finish(setup_.local->_allgather_base(to, mine[i], stage(gather)));
     }
     std::vector<at::Tensor> rest = {
         whole.narrow(0, part * num_local(), whole.numel() - part * num_local())};

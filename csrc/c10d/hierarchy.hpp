@@ -5,12 +5,15 @@
 // Communication Operations in MPICH", 2005.)
 //
 // With N nodes of L ranks each:
-//   all_gather      rail all_gather: this place's parts of all nodes; then, for each node's, a
-//                   local all_gather
+//   all_gather      rail all_gather: this place's parts of all nodes, and meanwhile a local
+//                   all_gather of the own node's; then one for each other node's
 //   reduce_scatter  for each node's parts a local reduce_scatter; then a rail reduce_scatter
 //   all_reduce      local reduce_scatter, rail all_reduce, local all_gather
 //   all_to_all      local all_to_all: what is for a place goes to the rank that has it here; then a
 //                   rail all_to_all, of as many bytes in one message to each node instead of L
+//
+// Long reduce_scatters and all_reduces go in pieces, so that the rails carry one while the node is
+// at the next. Every rank begins the same operations of both groups in the same order.
 //
 // Thread safety: as c10d asks: any thread, operations in call order.
 #pragma once
@@ -35,6 +38,7 @@ class Hierarchy : public c10d::Backend {
     BackendPtr local;
     BackendPtr rail;
     std::vector<int> node_of;  // by rank; equally many ranks on each node
+    size_t piece_bytes;        // a rail's message that is at least as long as two goes in pieces
     const dpt_api* api;
   };
 
@@ -68,10 +72,17 @@ class Hierarchy : public c10d::Backend {
                         const c10d::AllToAllOptions& options) override;
 
  private:
+  struct Piece {
+    int64_t begin;  // in elements
+    int64_t length;
+  };
+
   int num_nodes() const { return static_cast<int>(ranks_.size()); }
   int num_local() const { return static_cast<int>(ranks_[0].size()); }
   // Whether the node's ranks follow each other, so that their parts are one piece of a tensor.
   bool is_one_piece(int node) const;
+  // Of a rail's message of `count` elements, in order; none of none.
+  std::vector<Piece> pieces_of(int64_t count, size_t element_bytes) const;
   // An all_gather and a reduce_scatter of one tensor.
   void gather_in_stages(const at::Tensor& output,
                         const at::Tensor& input,
@@ -79,7 +90,7 @@ class Hierarchy : public c10d::Backend {
   void reduce_in_stages(const at::Tensor& output,
                         const at::Tensor& input,
                         const c10d::ReduceScatterOptions& options);
-  // Runs the stages one after the other, on a stream behind the caller's, or for host memory here.
+  // Runs the stages on a stream behind the caller's, or for host memory here.
   WorkPtr run(c10d::OpType op_type,
               bool asynchronous,
               const std::vector<at::Tensor>& tensors,
@@ -88,7 +99,7 @@ class Hierarchy : public c10d::Backend {
 
   Setup setup_;
   std::vector<std::vector<int>> ranks_;  // of each node, ascending; nodes by their first rank
-  int local_rank_ = 0;
+  int node_ = 0;                         // this rank's, an index of `ranks_`
   uint64_t sequence_ = 0;
   DeviceStreams streams_;
 };

@@ -228,12 +228,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                        BackendPtr flat,
                        BackendPtr local,
                        BackendPtr rail,
-                       std::vector<int> node_of) {
+                       std::vector<int> node_of,
+                       size_t piece_bytes) {
              return c10::make_intrusive<Hierarchy>(Hierarchy::Setup{rank,
                                                                     std::move(flat),
                                                                     std::move(local),
                                                                     std::move(rail),
                                                                     std::move(node_of),
+                                                                    piece_bytes,
                                                                     core_api()});
            }),
            py::arg("rank"),
@@ -242,5 +244,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("local"),
            py::arg("rail"),
            py::arg("node_of"),
+           py::arg("piece_bytes"),
            "Collectives in stages on a node's ranks and on those of one place on each node.");
 }

@@ -5,6 +5,8 @@ With two GPUs ranks of different nodes share one, which NCCL takes for GPUs of d
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ BACKEND = "cuda:deepytorch,cpu:deepytorch"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # bf16: 8 MiB and a bit, which goes by nodes, and a small one, which doesn't.
 COUNTS = [(4 << 20) + 5, 1000]
+IN_PIECES = (33 << 20) + 5  # of which a rail carries 33 MiB of an all_reduce, 66 of the others
 
 
 def _own_gpu(rank: int, nodes: str) -> torch.device:
@@ -29,12 +32,12 @@ def _own_gpu(rank: int, nodes: str) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _stages(rank: int, world_size: int, nodes: str) -> set[tuple[str, str]]:
+def _stages(rank: int, world_size: int, nodes: str, counts: list[int]) -> set[tuple[str, str]]:
     from deepytorch_core import _core
 
     device = _own_gpu(rank, nodes)
     torch.cuda.set_device(device)
-    for count in COUNTS:
+    for count in counts:
         generator = torch.Generator(device=device).manual_seed(count)
         wide = [
             torch.randint(-20, 20, (count * world_size,), generator=generator, device=device)
@@ -88,7 +91,8 @@ def test_what_is_measured_gives_exact_sums() -> None:
     """Which way is faster depends on the machine."""
     nodes = "a,a,b,b"
     env = {"DEEPYTORCH_NODE_ID": nodes, "DEEPYTORCH_COLLECTIVES": "auto"}
-    used = spawn_ranks(_stages, 4, nodes, backend=BACKEND, env=env, fresh=True, timeout_s=120)
+    how: Any = {"backend": BACKEND, "env": env, "fresh": True, "timeout_s": 120}
+    used = spawn_ranks(_stages, 4, nodes, COUNTS, **how)
     assert used[0] == used[1] == used[2] == used[3]
     assert {algorithm for op, algorithm in used[0] if op in OPS} <= {"hierarchical", "delegate"}
 
@@ -97,6 +101,7 @@ def test_what_is_measured_gives_exact_sums() -> None:
 @pytest.mark.parametrize("nodes", ["a,a,b,b", "a,b,a,b"])
 def test_stages_give_exact_sums(nodes: str) -> None:
     env = {"DEEPYTORCH_NODE_ID": nodes, "DEEPYTORCH_COLLECTIVES": "native"}
-    used = spawn_ranks(_stages, 4, nodes, backend=BACKEND, env=env, fresh=True, timeout_s=120)
+    how: Any = {"backend": BACKEND, "env": env, "fresh": True, "timeout_s": 120}
+    used = spawn_ranks(_stages, 4, nodes, [*COUNTS, IN_PIECES], **how)
     for op in OPS:
         assert {(op, "hierarchical"), (op, "delegate")} <= used[0]

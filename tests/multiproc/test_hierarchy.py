@@ -25,7 +25,7 @@ COUNTS = [1, 7, 64, 10_001]
 _kept: list[Any] = []
 
 
-def _staged(rank: int, node_of: list[int]) -> Any:
+def _staged(rank: int, node_of: list[int], piece_bytes: int) -> Any:
     from datetime import timedelta
 
     adapter.load()
@@ -38,7 +38,7 @@ def _staged(rank: int, node_of: list[int]) -> Any:
         global_ranks=list(range(RANKS)),
     )
     factory = StockFactory(spec)
-    staged = factory.by_nodes("cpu", node_of)
+    staged = factory.by_nodes("cpu", node_of, piece_bytes=piece_bytes)
     assert factory("cpu").size() == RANKS
     _kept.append((factory, staged))
     return factory, staged
@@ -49,8 +49,8 @@ def _numbers(seed: int, count: int) -> torch.Tensor:
     return torch.randint(-50, 50, (count,), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def everything(rank: int, world_size: int, node_of: list[int]) -> str:
-    factory, staged = _staged(rank, node_of)
+def everything(rank: int, world_size: int, node_of: list[int], piece_bytes: int) -> str:
+    factory, staged = _staged(rank, node_of, piece_bytes)
     for count in COUNTS:
         inputs = [_numbers(seed, count) for seed in range(RANKS)]
         for op, expected in [
@@ -68,6 +68,10 @@ def everything(rank: int, world_size: int, node_of: list[int]) -> str:
         gathered = torch.empty(RANKS, count)
         staged._allgather_base(gathered, inputs[rank], AllgatherOptions()).wait()
         assert torch.equal(gathered, torch.stack(inputs)), count
+        in_place = torch.empty(RANKS, count)
+        in_place[rank] = inputs[rank]
+        staged._allgather_base(in_place, in_place[rank], AllgatherOptions()).wait()
+        assert torch.equal(in_place, gathered), count
 
         # Lists, also of what is not in one piece.
         columns = torch.empty(count, RANKS)
@@ -92,14 +96,18 @@ def everything(rank: int, world_size: int, node_of: list[int]) -> str:
     return str(staged.name())
 
 
+@pytest.mark.parametrize("piece_bytes", [1024, 1 << 20])  # up to four pieces, and one
 @pytest.mark.parametrize("node_of", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1]])
-def test_every_collective_in_stages(node_of: list[int]) -> None:
-    assert spawn_ranks(everything, RANKS, node_of) == ["deepytorch, by nodes"] * RANKS
+def test_every_collective_in_stages(node_of: list[int], piece_bytes: int) -> None:
+    found = spawn_ranks(everything, RANKS, node_of, piece_bytes)
+    assert found == ["deepytorch, by nodes"] * RANKS
 
 
 def uneven(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError, match="nodes with different numbers of ranks") as caught:
-        adapter.load().Hierarchy(0, flat=None, local=None, rail=None, node_of=[0, 0, 1])
+        adapter.load().Hierarchy(
+            0, flat=None, local=None, rail=None, node_of=[0, 0, 1], piece_bytes=1
+        )
     return str(caught.value)
 
 
