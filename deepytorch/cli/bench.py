@@ -278,8 +278,8 @@ def emulated_nodes(
 
 @app.command(
     epilog=help.examples(
-        "deepytorch bench compile",
-        "deepytorch bench compile --device cuda --json out.jsonl",
+        "deepytorch bench compile --only transformers/llama",
+        "deepytorch bench compile --suite default --json out.jsonl",
     )
 )
 def compile(
@@ -290,7 +290,9 @@ def compile(
     only: Annotated[
         str | None, typer.Option(help="Comma-separated workloads of the suite; default: all.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; default: cuda where there is a GPU.")
+    ] = None,
     policy: Annotated[str, typer.Option(help="auto, or a policy of deepytorch.compile.")] = "auto",
     blocks: Annotated[int, typer.Option(help="Timed blocks of steps of each arm.")] = 7,
     timeout_s: Annotated[
@@ -307,12 +309,15 @@ def compile(
     differ by more than rounding explains, or a workload was ended by its time limit; the others are
     measured all the same.
     """
+    import torch
+
     from deepytorch.workloads import compile_suite
     from deepytorch.workloads.compile_worker import CompileJob
     from deepytorch_core.bench import launch, record
     from deepytorch_core.bench.job import BenchError, parse_names
 
     shared.check_place("--json", json)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     rows, ended = [], []
     for name in parse_names(only) if only else compile_suite.names(suite):
         job = CompileJob(

@@ -113,6 +113,22 @@ def test_compile_workload_trains(name: str) -> None:
     assert any(bool(one.grad.any()) for one in workload.model.parameters() if one.grad is not None)
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_it_trains_on_the_gpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    def run(job: CompileJob, **_: object) -> list[Any]:
+        devices.append(job.device)
+        raise BenchError("pip install something")
+
+    devices: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(launch, "run", run)
+    for given in ([], ["--device", "cpu"]):
+        CliRunner().invoke(app, ["bench", "compile", "--only", "transformers/llama", *given])
+    assert devices == ["cuda" if has_gpu else "cpu", "cpu"]
+
+
 def test_a_workload_that_takes_too_long_is_ended_and_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
