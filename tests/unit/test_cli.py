@@ -395,35 +395,31 @@ def test_bench_options_reach_the_job(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "baseline", "expected"),
-    [("cpu", None, "gloo"), ("cuda", None, "nccl"), ("cuda", "gloo", "gloo")],
+    ("device", "given", "expected", "apart"),
+    [
+        ("cpu", [], "gloo", False),
+        ("cuda", [], "nccl", True),  # NCCL reads its settings once in a process
+        ("cuda", ["--together"], "nccl", False),
+        ("cuda", ["--baseline", "gloo"], "gloo", True),
+    ],
 )
-def test_bench_on_emulated_nodes(monkeypatch, device, baseline, expected):
+def test_bench_on_emulated_nodes(monkeypatch, device, given, expected, apart):
     fake = FakeRun()
     result = bench(
         monkeypatch,
         fake,
         *("--device", device, "--nodes", "2", "--ranks-per-node", "2", "--link", "24gbit"),
         *("--flow-cap", "5gbit", "--delay", "1ms", "--order", "cyclic"),
-        *(["--baseline", baseline] if baseline else []),
+        *given,
     )
     assert result.exit_code == 0, result.output
     assert fake.job.world_size == 4
     assert fake.job.baseline == expected
-    assert (device == "cuda") == fake.job.APART, "NCCL reads its settings once in a process"
+    assert apart == fake.job.APART
     assert fake.job.nodes.ranks_per_node == (2, 2)
     setting = fake.job.nodes.setting()
     assert (setting.rate_bps, setting.flow_cap_bps, setting.delay_s) == (24e9, 5e9, 1e-3)
     assert [seat.node for seat in fake.job.seats] == [0, 1, 0, 1]
-
-
-def test_bench_on_emulated_nodes_with_both_arms_in_each_process(monkeypatch):
-    fake = FakeRun()
-    gpus = ("--device", "cuda", "--nodes", "2", "--ranks-per-node", "2")
-    result = bench(monkeypatch, fake, *gpus, "--together")
-    assert result.exit_code == 0, result.output
-    assert not fake.job.APART
-    assert fake.job.num_processes == fake.job.world_size == 4
 
 
 def test_bench_gives_the_baseline_variables_of_its_own(monkeypatch):
@@ -451,12 +447,7 @@ def test_bench_gives_the_baseline_variables_of_its_own(monkeypatch):
     ("arguments", "message"),
     [
         (["--baseline-env", "A=1"], "--baseline-env needs processes of the baseline's own"),
-        (
-            ["--device", "cuda", "--nodes", "2", "--together", "--baseline-env", "A=1"],
-            "with --nodes, without --together",
-        ),
         (["--nodes", "2", "--together"], "both arms share their processes anyway"),
-        (["--device", "cuda", "--together"], "both arms share their processes anyway"),
         (
             ["--device", "cuda", "--nodes", "2", "--baseline-env", "A"],
             "--baseline-env 'A': write NAME=VALUE",

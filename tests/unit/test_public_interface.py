@@ -152,6 +152,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--delay": "",
         "--order": "block",
         "--baseline-env": "",
+        "--together": False,
         "--forecast": "",
         "--iterations": 0,
         "--json": None,
@@ -198,7 +199,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "bench compile": {
         "--suite": "default",
         "--only": None,
-        "--device": "cpu",
+        "--device": None,
         "--policy": "auto",
         "--blocks": 7,
         "--timeout-s": 3600.0,
