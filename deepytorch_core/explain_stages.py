@@ -11,7 +11,7 @@ from deepytorch_core.explain_nodes import Phase
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of one collective; `phases` have a rank's bytes in each of NCCL's operations.
+    """The stages of one collective; `phases` have a rank's bytes in each, which may go in pieces.
 
     A node sends `sent_bytes` over the network, and in one piece, which for all but an all_to_all is
     one ring through all ranks, `ring_bytes`.
