@@ -24,7 +24,8 @@ def limit(store: Any, seconds: float) -> None:
     """Has the connection to `store`'s server end `seconds` after the network to it has gone.
 
     A TCPStore's questions have no time limit of their own: without this a rank that is cut off
-    while it waits for the others hangs for as long as Linux sends again, a quarter of an hour.
+    while it waits for the others hangs for as long as Linux sends again, a quarter of an hour, or,
+    if its question had arrived, for ever.
     Nothing happens where the store is no TCPStore.
     """
     server = server_below(store)
@@ -38,9 +39,23 @@ def limit(store: Any, seconds: float) -> None:
 
 
 def set_limit(connection: socket.socket, seconds: float) -> None:
-    """Ends a TCP connection when nothing that it sent has arrived for so long."""
-    if _is_ip(connection):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * seconds))
+    """Ends a TCP connection when its other end has not been heard of for so long.
+
+    What was sent and has not arrived tells that by itself (TCP_USER_TIMEOUT, RFC 5482). A question
+    that has arrived and whose answer is lost leaves nothing to send again: from half of the time on
+    the kernel asks whether the other end is there (keepalive, RFC 9293, section 3.8.4). It answers
+    such without its program, so one that takes its time is not given up.
+    """
+    if not _is_ip(connection):
+        return
+    options = {
+        socket.TCP_USER_TIMEOUT: 1e3 * seconds,
+        socket.TCP_KEEPIDLE: max(1, seconds / 2),
+        socket.TCP_KEEPINTVL: max(1, seconds / 10),
+    }
+    for option, value in options.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, int(value))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _is_ip(connection: socket.socket) -> bool:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
+import pytest
+
+from deepytorch_core.hang import store_limit
+from deepytorch_core.testing.emulation import Network
 from deepytorch_core.testing.faults.cases import Case
 from deepytorch_core.testing.faults.runner import run
 
@@ -11,3 +18,39 @@ def test_a_node_that_cannot_reach_the_store_gives_up_at_the_time_limit() -> None
     assert not result.skipped
     assert not result.wrong, "\n".join(result.wrong)
     assert len(result.took_s) == 2  # the one that is cut off, too
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_question_to_the_store_is_given_up_whether_or_not_it_has_arrived(arrives: bool) -> None:
+    with Network(2) as network:
+        server = network.run(0, lambda: socket.create_server((network.address(0), 0)))
+        with server:
+            asking = network.run(1, lambda: socket.create_connection(server.getsockname()))
+            answering, _ = server.accept()
+        with asking, answering:
+            store_limit.set_limit(asking, 2.0)
+            if arrives:
+                asking.send(b"?")
+                assert answering.recv(1) == b"?"
+                time.sleep(0.3)  # for the acknowledgement
+            network.set_link(1, up=False)
+            if not arrives:
+                asking.send(b"?")
+            asking.settimeout(30)
+            with pytest.raises(OSError, match=r"timed out|No route|unreachable") as caught:
+                asking.recv(1)
+            assert caught.value.errno, "by the kernel, not by the 30 seconds"
+
+
+def test_who_takes_its_time_is_waited_for() -> None:
+    with Network(2) as network:
+        server = network.run(0, lambda: socket.create_server((network.address(0), 0)))
+        with server:
+            asking = network.run(1, lambda: socket.create_connection(server.getsockname()))
+            answering, _ = server.accept()
+        with asking, answering:
+            store_limit.set_limit(asking, 1.0)
+            asking.send(b"?")
+            time.sleep(3.5)
+            answering.send(b"!")
+            assert asking.recv(1) == b"!"
