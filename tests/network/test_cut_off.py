@@ -20,13 +20,18 @@ def test_a_node_that_cannot_reach_the_store_gives_up_at_the_time_limit() -> None
     assert len(result.took_s) == 2  # the one that is cut off, too
 
 
+def _connected(network: Network) -> tuple[socket.socket, socket.socket]:
+    """A connection's ends on the second node and on the first."""
+    with network.run(0, lambda: socket.create_server((network.address(0), 0))) as server:
+        asking = network.run(1, lambda: socket.create_connection(server.getsockname()))
+        answering, _ = server.accept()
+    return asking, answering
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_question_to_the_store_is_given_up_whether_or_not_it_has_arrived(arrives: bool) -> None:
     with Network(2) as network:
-        server = network.run(0, lambda: socket.create_server((network.address(0), 0)))
-        with server:
-            asking = network.run(1, lambda: socket.create_connection(server.getsockname()))
-            answering, _ = server.accept()
+        asking, answering = _connected(network)
         with asking, answering:
             store_limit.set_limit(asking, 2.0)
             if arrives:
@@ -44,13 +49,10 @@ def test_a_question_to_the_store_is_given_up_whether_or_not_it_has_arrived(arriv
 
 def test_who_takes_its_time_is_waited_for() -> None:
     with Network(2) as network:
-        server = network.run(0, lambda: socket.create_server((network.address(0), 0)))
-        with server:
-            asking = network.run(1, lambda: socket.create_connection(server.getsockname()))
-            answering, _ = server.accept()
+        asking, answering = _connected(network)
         with asking, answering:
             store_limit.set_limit(asking, 1.0)
             asking.send(b"?")
-            time.sleep(3.5)
+            time.sleep(2.5)
             answering.send(b"!")
             assert asking.recv(1) == b"!"
