@@ -45,7 +45,7 @@ Options beside(Options options) {
 }
 
 constexpr int64_t kMostPieces = 4;
-constexpr int64_t kGranularity = 128;  // elements: pieces begin where NCCL's loads are wide
+constexpr int64_t kGranularity = 128;  // elements: pieces are aligned where the whole is
 
 }  // namespace
 
@@ -128,7 +128,9 @@ void Hierarchy::gather_in_stages(const at::Tensor& output,
     at::Tensor to = at::empty({num_local() * mine.numel()}, mine.options());
     finish(setup_.local->_allgather_base(to, from, inner));
     for (int i = 0; i < num_local(); ++i) {
-      all[ranks_[node][i]].copy_(to.view({num_local(), -1})[i]);
+      const at::Tensor place = all[ranks_[node][i]];
+      if (place.data_ptr() == mine.data_ptr()) continue;  // in place, and the rails may read it yet
+      place.copy_(to.view({num_local(), -1})[i]);
     }
   };
   gather(node_, mine);
@@ -155,7 +157,7 @@ void Hierarchy::reduce_in_stages(const at::Tensor& output,
         sent.emplace_back(at::empty({num_nodes(), length}, output.options()));
     for (int node = 0; node < num_nodes(); ++node) {
       at::Tensor from;
-      if (is_one_piece(node)) {  // a copy only of what is a piece of each part
+      if (is_one_piece(node)) {  // copied only where not the whole of each part goes
         from = given.narrow(0, ranks_[node][0], num_local()).reshape({-1});
       } else {
         std::vector<at::Tensor> parts;

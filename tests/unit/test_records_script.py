@@ -67,6 +67,7 @@ def test_it_runs_commands_that_exist(machine: Path) -> None:
         parameters = check(arguments)
         files.add(str(parameters["json"]))
     assert "build/records/collectives-4-h200.jsonl" in files
+    assert "build/records/compile-1-h200.jsonl" in files
     assert len(files) == len(NAMES) + 2  # each number of channels, CPU-Reduce alone between nodes
 
 
