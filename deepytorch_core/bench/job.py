@@ -92,6 +92,7 @@ class Run:
     WORKER: ClassVar[str]  # the module that runs as a rank
     NUM_STORES: ClassVar[int] = 0  # beyond the one over which the processes meet
     APART: ClassVar[bool] = False  # each arm has processes of its own
+    SHARES_GPUS: ClassVar[bool] = False  # ranks of different nodes may have one GPU
 
     world_size: int
     device: str = "cpu"
@@ -137,6 +138,21 @@ class Run:
         """Where each rank lives; without emulated nodes all on one."""
         return seats((self.world_size,)) if self.nodes is None else self.nodes.seats()
 
+    def device_number(self, rank: int, found: int) -> int:
+        """The number of the rank's GPU on a machine that has `found`.
+
+        Ranks of different nodes share one where there are no more. Raises BenchError when there are
+        fewer than that, or this benchmark has them not shared.
+        """
+        seat = self.seats[rank]
+        if found >= self.world_size:
+            return seat.device
+        if not (self.SHARES_GPUS and self.nodes and found >= max(self.nodes.ranks_per_node)):
+            raise BenchError(
+                f"--world-size {self.world_size} needs as many GPUs; this machine has {found}"
+            )
+        return seat.local_rank
+
     @property
     def num_processes(self) -> int:
         """How many processes the launcher starts; they are numbered from 0."""
@@ -177,6 +193,7 @@ class Job(Run):
     """
 
     WORKER = "deepytorch_core.bench.collectives"
+    SHARES_GPUS = True
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]

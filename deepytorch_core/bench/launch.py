@@ -66,6 +66,8 @@ def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
                 **network.to_dict(),
                 "separate_processes": job.APART,
             }
+            if job.device == "cuda" and len(origin["machine"]["gpus"]) < job.world_size:
+                origin["emulated"]["gpus"] = len(origin["machine"]["gpus"])
         ranks = stack.enter_context(_Ranks(job, setup, folder, network))
         stack.enter_context(_ending_at_sigterm())
         try:

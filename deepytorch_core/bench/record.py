@@ -57,8 +57,9 @@ with; older records don't have it. `cpu_us` and `baseline_cpu_us` are the CPU's 
 call on a GPU, None where calls were not made from the CPU or not measured so. `baseline_algorithm`
 is "" unless the baseline has several ways, of which the fastest was taken. `emulated` is None for
 ranks on the machine as it is, else the nodes and the network that were emulated: how many ranks
-each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in ms, and
-whether the arms were processes of their own."""
+each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in ms,
+whether the arms were processes of their own, and, where ranks of different nodes share them, how
+many `gpus` there were."""
 
 DDP_FIELDS = (
     "bench",
@@ -274,6 +275,8 @@ def describe_emulated(emulated: Mapping[str, Any]) -> str:
     counts = emulated["ranks_per_node"]
     each = counts[0] if len(set(counts)) == 1 else "+".join(map(str, counts))
     parts = [f"emulated {emulated['nodes']} nodes of {each} ranks"]
+    if "gpus" in emulated:
+        parts.append(f"which share {emulated['gpus']} GPUs")
     if emulated["link_mbit"] is not None:
         parts.append(f"{emulated['link_mbit']:g} Mbit/s")
     if emulated["flow_cap_mbit"] is not None:

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from deepytorch_core import config
 from deepytorch_core.bench import timing
 from deepytorch_core.bench.baselines import LIMITS
 from deepytorch_core.bench.job import BenchError, Run
@@ -156,16 +158,23 @@ def device_of(job: Run, rank: int) -> torch.device:
     """
     if job.device != "cuda":
         return torch.device("cpu")
-    if torch.cuda.device_count() < job.world_size:
+    found = torch.cuda.device_count()
+    device = job.device_number(rank, found)
+    if found < job.world_size and not _is_mps_on():
         raise BenchError(
-            f"--world-size {job.world_size} needs as many GPUs; "
-            f"this machine has {torch.cuda.device_count()}"
+            f"the nodes' {job.world_size} ranks share {found} GPUs, each of which runs one process "
+            "at a time without NVIDIA MPS: start it with nvidia-cuda-mps-control -d"
         )
-    device = job.seats[rank].device
     torch.cuda.set_device(device)
     if cores := cores_of(rank, job.world_size, sorted(os.sched_getaffinity(0))):
         os.sched_setaffinity(0, cores)
     return torch.device("cuda", device)
+
+
+def _is_mps_on() -> bool:
+    """Whether processes find NVIDIA's Multi-Process Service, by the pipes of its daemon."""
+    where = config.child_environment().get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return any(Path(where).glob("*control*"))
 
 
 def cores_of(rank: int, world_size: int, cores: Sequence[int]) -> Sequence[int]:

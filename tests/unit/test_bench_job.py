@@ -177,3 +177,17 @@ def test_ranks_per_node(text, num_nodes, counts):
 def test_what_are_no_ranks_per_node(text, num_nodes):
     with pytest.raises(BenchError, match="--ranks-per-node"):
         parse_ranks_per_node(text, num_nodes)
+
+
+def test_ranks_of_different_nodes_share_gpus_where_there_are_no_more():
+    nodes = Nodes(ranks_per_node=(2, 2), order="cyclic")
+    run = job(nodes=nodes, world_size=4)
+    assert [run.device_number(rank, 4) for rank in range(4)] == [0, 2, 1, 3]
+    assert [run.device_number(rank, 2) for rank in range(4)] == [0, 0, 1, 1]
+    with pytest.raises(BenchError, match="--world-size 4 needs as many GPUs; this machine has 1"):
+        run.device_number(0, 1)
+    with pytest.raises(BenchError, match="needs as many GPUs"):
+        job(world_size=4).device_number(0, 2)
+    training = DdpJob(parameters=4096, batch_size=1, steps=5, nodes=nodes, world_size=4)
+    with pytest.raises(BenchError, match="needs as many GPUs"):
+        training.device_number(0, 2)

@@ -9,7 +9,7 @@ from deepytorch import workloads
 from deepytorch.cli import app, bench_train
 from deepytorch.workloads import TrainJob, rounds
 from deepytorch_core.bench import launch, worker
-from deepytorch_core.bench.job import BenchError, Nodes
+from deepytorch_core.bench.job import BenchError, Job, Nodes
 from deepytorch_core.bench.record import TRAIN_FIELDS
 from deepytorch_core.bench.timing import BASELINE, OURS
 
@@ -193,6 +193,25 @@ def test_the_lines():
     where = {**dict.fromkeys(("flow_cap_mbit", "delay_ms")), "link_mbit": 100.0, "order": "block"}
     row["emulated"] = {"nodes": 2, "ranks_per_node": [1, 1], **where}
     assert bench_train.train_lines(row) == ["emulated 2 nodes of 1 ranks, 100 Mbit/s", *lines]
+    row["emulated"]["gpus"] = 1
+    title = "emulated 2 nodes of 1 ranks, which share 1 GPUs, 100 Mbit/s"
+    assert bench_train.train_lines(row) == [title, *lines]
+
+
+def test_shared_gpus_need_mps(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(worker.torch.cuda, "device_count", lambda: 1)
+    chosen = []
+    monkeypatch.setattr(worker.torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(worker.os, "sched_setaffinity", lambda *_: None)
+    cases = {"ops": ("all_reduce",), "sizes": (1024,), "dtypes": ("float32",)}
+    nodes = Nodes(ranks_per_node=(1, 1))
+    run = Job(world_size=2, device="cuda", baseline="nccl", nodes=nodes, **cases)
+    with pytest.raises(BenchError, match="2 ranks share 1 GPUs.*nvidia-cuda-mps-control -d"):
+        worker.device_of(run, 1)
+    (tmp_path / "control").touch()
+    assert str(worker.device_of(run, 1)) == "cuda:0"
+    assert chosen == [0]
 
 
 def test_the_ranks_of_an_arm_share_the_cores_out():

@@ -18,6 +18,7 @@ from deepytorch.workloads import headline
 SCRIPT = Path(__file__).parents[2] / ".ci" / "records"
 NAMES = [
     *("collectives", "beside", "cpu-reduce", "network", "network-no-peer-access"),
+    *("network-shared", "network-shared-no-peer-access"),
     *("training", "training-nodes", "workloads", "compile"),
 ]
 
@@ -68,7 +69,9 @@ def test_it_runs_commands_that_exist(machine: Path) -> None:
         files.add(str(parameters["json"]))
     assert "build/records/collectives-4-h200.jsonl" in files
     assert "build/records/compile-1-h200.jsonl" in files
-    assert len(files) == len(NAMES) + 2  # each number of channels, CPU-Reduce alone between nodes
+    assert (
+        len(files) == len(NAMES) + 3
+    )  # each number of channels, CPU-Reduce alone between nodes, twice
 
 
 def test_one_gpu_trains_what_fits_it(machine: Path) -> None:
