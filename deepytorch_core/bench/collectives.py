@@ -186,11 +186,12 @@ class Bench:
         expected = reference.pieces(
             row.op.name, rank=self.groups.rank, world_size=row.world_size, share=row.share
         )
-        # Native sums round once. Others may round after each addition, and so may a sum in a type
-        # as wide as the accumulator.
-        wide = row.torch_dtype in (torch.float32, torch.float64)
-        native = self.job.ours == "deepytorch" and name not in self._by_others(row.op)
-        roundings = 1 if native and not wide else max(1, row.world_size - 1)
+        roundings = reference.num_roundings(
+            row.torch_dtype,
+            row.world_size,
+            native=self.job.ours == "deepytorch" and name not in self._by_others(row.op),
+            between_nodes=self.job.nodes is not None,
+        )
         wrong = reference.count_wrong(buffers.output, expected, num_roundings=roundings)
         return self.ranks.total(wrong)
 

@@ -82,6 +82,18 @@ def pieces(op: str, *, rank: int, world_size: int, share: int) -> Iterator[Piece
             raise ValueError(f"no reference for {op!r}")
 
 
+def num_roundings(dtype: torch.dtype, world_size: int, *, native: bool, between_nodes: bool) -> int:
+    """How often a float sum of the native code, or of others, may have been rounded to `dtype`.
+
+    Native ones once, between nodes once on each node and once more. Others', and sums in a type as
+    wide as the accumulator, may be rounded after each addition.
+    """
+    each = max(1, world_size - 1)
+    if not native or dtype in (torch.float32, torch.float64):
+        return each
+    return min(2, each) if between_nodes else 1
+
+
 def count_wrong(
     output: torch.Tensor,
     expected: Iterator[Piece],

@@ -57,6 +57,21 @@ def test_ranks_run_on_the_nodes_and_the_records_say_so() -> None:
     )
 
 
+def test_sums_of_nodes_in_16_bits_are_right() -> None:
+    """They are rounded on each node, and again."""
+    job = Job(
+        ops=("all_reduce", "reduce_scatter"),
+        sizes=(4096, 1 << 20),
+        dtypes=("bfloat16",),
+        world_size=4,
+        nodes=Nodes(ranks_per_node=(2, 2)),
+        budget_s=0.01,
+    )
+    for record in launch.run(job):
+        assert record["wrong"] == record["baseline_wrong"] == 0, record
+        assert record["algorithm"] not in ("delegate", "unknown")
+
+
 def test_arms_in_processes_of_their_own_take_turns() -> None:
     """As on GPUs, where NCCL reads its settings once in a process."""
     nodes = Nodes(ranks_per_node=(1, 1), link="500mbit")

@@ -85,6 +85,36 @@ def test_one_rounding_is_tighter_than_stepwise():
     assert count(stepwise, 1) > 0
 
 
+def test_sums_of_nodes_are_rounded_before_they_are_added():
+    parts = [reference.values(rank, 0, 4096, torch.bfloat16).double() for rank in range(4)]
+    nodes = [sum(parts[first : first + 2]).to(torch.bfloat16) for first in (0, 2)]
+    output = (nodes[0].double() + nodes[1].double()).to(torch.bfloat16)
+
+    def count(*, between_nodes):
+        expected = reference.pieces("all_reduce", rank=0, world_size=4, share=4096)
+        allowed = reference.num_roundings(
+            torch.bfloat16, 4, native=True, between_nodes=between_nodes
+        )
+        return reference.count_wrong(output, expected, num_roundings=allowed)
+
+    assert count(between_nodes=True) == 0
+    assert count(between_nodes=False) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_often_sums_are_rounded(dtype):
+    def allowed(world_size, native=True, between_nodes=True):
+        return reference.num_roundings(
+            dtype, world_size, native=native, between_nodes=between_nodes
+        )
+
+    assert allowed(4, native=False) == 3
+    assert allowed(1) == allowed(2) == 1
+    wide = dtype == torch.float32
+    assert allowed(8) == (7 if wide else 2)
+    assert allowed(8, between_nodes=False) == (7 if wide else 1)
+
+
 def test_values_differ_between_ranks_and_elements_and_need_rounding():
     first = reference.values(0, 0, 1000, torch.float32)
     second = reference.values(1, 0, 1000, torch.float32)
