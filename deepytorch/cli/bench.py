@@ -206,7 +206,7 @@ def collectives(
         write_plot(records, plot)
     for path in filter(None, (json, plot)):
         console.err().print(f"written: {path}")
-    for line in bench_table.summary(records):
+    for line in (*bench_table.handed_on(records), *bench_table.summary(records)):
         console.out().print(line, soft_wrap=True)
     if node_counts:
         _show_forecast(job, records, earlier, node_counts, json)

@@ -110,3 +110,22 @@ def summary(rows: Sequence["Record"]) -> list[str]:
             f"{op}: worst {worst['speedup']:.2f}x ({where}), median {median:.2f}x of {len(own)}"
         )
     return lines
+
+
+def handed_on(rows: Sequence["Record"]) -> list[str]:
+    """Of each row that the stock backend served because it was measured faster, the times."""
+    from deepytorch_core.bench.job import format_size
+
+    lines = []
+    for row in rows:
+        stock = "nccl" if row["device"] == "cuda" else "gloo"
+        for plan in row["tuned"] if row["algorithm"] == "delegate" else ():
+            best: dict[str, float] = {}
+            for one in plan["candidates"]:
+                name = stock if one["algorithm"] == "delegate" else str(one["algorithm"])
+                name += f" with {one['delegated']}% {stock}" if one["delegated"] else ""
+                best[name] = min(one["median_us"], best.get(name, one["median_us"]))
+            times = ", ".join(f"{name} {time_us:.1f} us" for name, time_us in best.items())
+            size = f"{format_size(row['bytes'])} {row['dtype']}"
+            lines.append(f"{row['op']} {size} is handed on to {stock}, {plan['source']}: {times}")
+    return lines

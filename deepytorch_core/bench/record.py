@@ -30,6 +30,7 @@ COLLECTIVE_FIELDS = (
     "calls_per_graph",
     "compute_us",
     "algorithm",
+    "tuned",
     "time_us",
     "cpu_us",
     "baseline",
@@ -52,14 +53,17 @@ COLLECTIVE_FIELDS = (
 """The fields that `bench collectives` writes. `bytes` is nccl-tests' size, `bytes_per_rank` one
 rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. With
 `cuda_graph` times are GPU time of a call in replays of `calls_per_graph` (else None) of them.
-`compute_us` is None, or how long the matrix products take alone whose time each call's is together
-with; older records don't have it. `cpu_us` and `baseline_cpu_us` are the CPU's time to enqueue a
-call on a GPU, None where calls were not made from the CPU or not measured so. `baseline_algorithm`
-is "" unless the baseline has several ways, of which the fastest was taken. `emulated` is None for
-ranks on the machine as it is, else the nodes and the network that were emulated: how many ranks
-each node has, their order, each link's rate and each TCP flow's cap in Mbit/s, the delay in ms,
-whether the arms were processes of their own, and, where ranks of different nodes share them, how
-many `gpus` there were."""
+`compute_us` is None, or how long the matrix products take alone whose time each call's is
+together with; older records don't have it. Nor have they `tuned`: what ours went by in the row,
+for each kind of group that was measured its algorithm, the share of the message that the stock
+backend has (`delegated`, in percent), where that is from (`source`), the size that was measured,
+and every candidate's `median_us`; empty where a rule decided. `cpu_us` and `baseline_cpu_us` are
+the CPU's time to enqueue a call on a GPU, None where calls were not made from the CPU or not
+measured so. `baseline_algorithm` is "" unless the baseline has several ways, of which the
+fastest was taken. `emulated` is None for ranks on the machine as it is, else the nodes and the
+network that were emulated: how many ranks each node has, their order, each link's rate and each
+TCP flow's cap in Mbit/s, the delay in ms, whether the arms were processes of their own, and,
+where ranks of different nodes share them, how many `gpus` there were."""
 
 DDP_FIELDS = (
     "bench",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepytorch_core import counts
 from deepytorch_core.bench import bandwidth, timing
 from deepytorch_core.bench.job import Job
 from deepytorch_core.bench.ops import (
@@ -93,6 +94,7 @@ def row_of(job: Job, row: Row, measured: Measured) -> Record:
         "calls_per_graph": measured.calls_per_graph,
         "compute_us": measured.compute_us and round(measured.compute_us, 3),
         "algorithm": measured.ways[timing.OURS],
+        "tuned": [_short(plan) for plan in counts.plans() if _serves(plan, job, row)],
         "time_us": round(time_us, 3),
         "cpu_us": cpu_us and cpu_us[timing.OURS],
         "baseline": job.baseline,
@@ -108,3 +110,21 @@ def row_of(job: Job, row: Row, measured: Measured) -> Record:
         "baseline_wrong": measured.wrong[timing.BASELINE],
         "emulated": None,  # the launcher knows more
     }
+
+
+def _serves(plan: counts.Counted, job: Job, row: Row) -> bool:
+    share_bytes = row.share * row.torch_dtype.itemsize
+    return (
+        plan["op"] == row.op.name
+        and plan["ranks"] == row.world_size
+        and bool(plan["device"]) == (job.device == "cuda")
+        and plan["first_bytes"] <= share_bytes <= plan["last_bytes"]
+    )
+
+
+def _short(plan: counts.Counted) -> Record:
+    """What of a row of `_core.plans()` a record keeps."""
+    kept = ("device", "source", "measured_bytes", "algorithm", "delegated")
+    of_candidate = ("algorithm", "chunk_bytes", "channels", "threads", "delegated", "median_us")
+    candidates = [{name: one[name] for name in of_candidate} for one in plan["candidates"]]
+    return {**{name: plan[name] for name in kept}, "candidates": candidates}

@@ -25,6 +25,7 @@ def row(num_bytes, **changes):
         "calls_per_graph": None,
         "compute_us": None,
         "algorithm": "one_shot",
+        "tuned": [],
         "time_us": 10.0,
         "cpu_us": None,
         "baseline": "gloo",
