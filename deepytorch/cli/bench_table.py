@@ -119,7 +119,8 @@ def handed_on(rows: Sequence["Record"]) -> list[str]:
     lines = []
     for row in rows:
         stock = "nccl" if row["device"] == "cuda" else "gloo"
-        for plan in row["tuned"] if row["algorithm"] == "delegate" else ():
+        plans = row["tuned"] if row["algorithm"] == "delegate" else ()
+        for plan in (one for one in plans if one["candidates"]):
             best: dict[str, float] = {}
             for one in plan["candidates"]:
                 name = stock if one["algorithm"] == "delegate" else str(one["algorithm"])

@@ -190,7 +190,7 @@ class Bench:
             row.torch_dtype,
             row.world_size,
             native=self.job.ours == "deepytorch" and name not in self._by_others(row.op),
-            between_nodes=self.job.nodes is not None,
+            between_nodes=len({seat.node for seat in self.job.seats}) > 1,
         )
         wrong = reference.count_wrong(buffers.output, expected, num_roundings=roundings)
         return self.ranks.total(wrong)
