@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -64,6 +65,11 @@ def plans() -> list[Counted]:
     core = _core()
     settled: list[Counted] = core.plans() if core is not None else []
     return settled if _parents is None else [one for one in settled if one not in _parents.plans]
+
+
+def serves(plan: Mapping[str, Any], op: str, share_bytes: int) -> bool:
+    """Whether a row of `plans` is of an operation whose ranks have so many bytes each."""
+    return bool(plan["op"] == op and plan["first_bytes"] <= share_bytes <= plan["last_bytes"])
 
 
 def recent() -> list[Counted]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepytorch_core import counts
 from deepytorch_core.bench.job import DTYPES, BenchError, Nodes, format_size
 from deepytorch_core.console import say_once
 from deepytorch_core.explain_nodes import BetweenNodes
@@ -190,7 +191,7 @@ def answer(
     share = question.bytes // _shares(question.op, question.world_size)
     (call,) = [row for row in calls if row["op"] == question.op]
     plan = next(
-        (plan for plan in plans if not plan["device"] and _serves(plan, question.op, share)),
+        (plan for plan in plans if not plan["device"] and counts.serves(plan, question.op, share)),
         None,
     )
     common = {
@@ -226,7 +227,7 @@ def device_answers(
     found = []
     for plan in plans:
         share = question.bytes // _shares(question.op, plan["ranks"])
-        if not _serves(plan, question.op, share) or plan["algorithm"] is None:
+        if not counts.serves(plan, question.op, share) or plan["algorithm"] is None:
             continue
         found.append(
             DeviceAnswer(
@@ -240,10 +241,6 @@ def device_answers(
             )
         )
     return tuple(found)
-
-
-def _serves(plan: Mapping[str, Any], op: str, share: int) -> bool:
-    return bool(plan["op"] == op and plan["first_bytes"] <= share <= plan["last_bytes"])
 
 
 def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:

@@ -113,12 +113,10 @@ def row_of(job: Job, row: Row, measured: Measured) -> Record:
 
 
 def _serves(plan: counts.Counted, job: Job, row: Row) -> bool:
-    share_bytes = row.share * row.torch_dtype.itemsize
     return (
-        plan["op"] == row.op.name
+        counts.serves(plan, row.op.name, row.share * row.torch_dtype.itemsize)
         and plan["ranks"] == row.world_size
         and bool(plan["device"]) == (job.device == "cuda")
-        and plan["first_bytes"] <= share_bytes <= plan["last_bytes"]
     )
 
 

@@ -69,9 +69,8 @@ def test_it_runs_commands_that_exist(machine: Path) -> None:
         files.add(str(parameters["json"]))
     assert "build/records/collectives-4-h200.jsonl" in files
     assert "build/records/compile-1-h200.jsonl" in files
-    assert (
-        len(files) == len(NAMES) + 3
-    )  # each number of channels, CPU-Reduce alone between nodes, twice
+    # Each number of channels, and twice CPU-Reduce alone between nodes.
+    assert len(files) == len(NAMES) + 3
 
 
 def test_one_gpu_trains_what_fits_it(machine: Path) -> None:
