@@ -17,7 +17,7 @@ _TIMEOUT_S = 600  # of a collective while another rank still compiles its model
 _MLP = "mlp"
 _OF_MLP = ("parameters",)
 _OF_VISION = (
-    *("precision", "image_size", "rounds"),
+    *("precision", "image_size", "rounds", "compress"),
     *("nodes", "ranks_per_node", "link", "flow_cap", "delay"),
 )
 
@@ -27,7 +27,7 @@ def add_to(app: typer.Typer) -> None:
         "deepytorch bench ddp",
         "deepytorch bench ddp --parameters 64M --json out.jsonl",
         "deepytorch bench ddp --model resnet50 --precision amp --device cuda",
-        "deepytorch bench ddp --model timm/resnet18 --nodes 2 --link 1gbit",
+        "deepytorch bench ddp --model timm/resnet18 --nodes 2 --link 1gbit --compress bf16",
         "deepytorch bench ddp --model list",
     )
     app.command(epilog=examples)(ddp)
@@ -73,6 +73,13 @@ def ddp(
             "processes."
         ),
     ] = 2,
+    compress: Annotated[
+        str,
+        typer.Option(
+            help="Of a vision model: bf16 adds arms that send gradients as bfloat16, half of the "
+            "bytes, rounded: all of ours and, on GPUs, stock with torch's hook."
+        ),
+    ] = "",
     baseline: Annotated[
         str, typer.Option(help="gloo or nccl; of a vision model what suits the device.")
     ] = "gloo",
@@ -146,6 +153,7 @@ def ddp(
             steps=-(-steps // rounds),
             world_size=world_size,
             device=device,
+            compress=compress,
             baseline=baseline if bench.was_given(context, "baseline") else usual,
             nodes=emulated,
             timeout_s=_TIMEOUT_S,
@@ -194,6 +202,7 @@ def ddp_lines(row: "Record") -> list[str]:
 
 def vision_lines(rows: Sequence["Record"]) -> list[str]:
     """All arms in ACSpeed's form, each comparison's speed-up, and how the losses compare."""
+    from deepytorch.workloads.headline import ddp as vision
     from deepytorch_core.bench.record import PARTS_OF_DDP, describe_emulated
 
     first = rows[0]
@@ -204,7 +213,8 @@ def vision_lines(rows: Sequence["Record"]) -> list[str]:
     ]
     if first["emulated"]:
         found.append(describe_emulated(first["emulated"]))
-    names = {"collectives": "ours-collectives", "all": "ours"}
+    names = {part: arm for arm, part in {**vision.PARTS, **vision.COMPRESSED_PARTS}.items()}
+    names = {row["part"]: names[row["part"]] for row in rows}
     width = max(map(len, names.values()))
     found.append(f"{'plain':<{width}} " + _percentiles(first, "baseline_"))
     found += [f"{names[row['part']]:<{width}} " + _percentiles(row, "") for row in rows]

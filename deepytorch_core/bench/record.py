@@ -103,11 +103,17 @@ DDP_FIELDS = (
 )
 """The fields that `bench ddp` writes. Times are percentiles ("p50", ...) of the slowest rank's step
 in microseconds, samples_per_s a rank's at each. `part` says what of ours took part: "collectives",
-which buckets are of, or "all". `image_size` is None for what sees no images; `num_blocks` are
-rounds where each arm is a process of its own; `choices` what was kept, layer by layer. `wrong`
+which buckets are of, or "all"; "all-bf16" and "stock-bf16" also send gradients as bfloat16, by
+our hook and, without ours, by torch's. `image_size` is None for what sees no images; `num_blocks`
+are rounds where each arm is a process of its own; `choices` what was kept, layer by layer. `wrong`
 is 1 when the losses differ by more than the order of additions explains, or rounding where ours
 computes too. Older records lack part, precision, image_size, choices and emulated."""
-PARTS_OF_DDP: Mapping[str, str] = {"collectives": "collectives and buckets", "all": "all"}
+PARTS_OF_DDP: Mapping[str, str] = {
+    "collectives": "collectives and buckets",
+    "all": "all",
+    "stock-bf16": "nothing, gradients sent as bf16 by torch's hook",
+    "all-bf16": "all, gradients sent as bf16",
+}
 """What of ours took part, in words."""
 
 TRAIN_FIELDS = (

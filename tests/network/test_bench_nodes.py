@@ -101,7 +101,7 @@ def test_arms_in_processes_of_their_own_take_turns() -> None:
 def test_a_vision_model_trains_over_the_nodes(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     small = "--model timm/test_resnet --image-size 64 --batch-size 4 --steps 4 --rounds 1"
-    network = "--nodes 2 --ranks-per-node 1 --link 500mbit"
+    network = "--nodes 2 --ranks-per-node 1 --link 500mbit --compress bf16"
     command = [sys.executable, "-m", "deepytorch.cli", "bench", "ddp", *small.split()]
     path = os.environ.get("PYTHONPATH", "")  # noqa: TID251
     done = run_program(
@@ -117,12 +117,21 @@ def test_a_vision_model_trains_over_the_nodes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[1].startswith("emulated 2 nodes of 1 ranks, 500 Mbit/s")
-    assert all(" 2 ranks -- 2M/1R: p50: " in line for line in lines[2:5])
-    for row in map(json.loads, file.read_text().splitlines()):
+    assert all(" 2 ranks -- 2M/1R: p50: " in line for line in lines[2:6])
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    parts = {row["part"]: row for row in rows}
+    assert list(parts) == ["collectives", "all", "all-bf16"]  # gloo has no such hook
+    for row in rows:
         assert set(row) == {*DDP_FIELDS, "command"}
         assert (row["emulated"]["nodes"], row["world_size"], row["wrong"]) == (2, 2, 0)
         # Nothing crosses the border faster than the rate allows.
-        assert row["baseline_step_time_us"]["p50"] > 0.8 * row["bytes_per_step"] * 8 / 500
+        for arm in ("", "baseline_"):
+            num_bytes = row["bytes_per_step" if not arm else "parameters"] * (4 if arm else 1)
+            assert row[f"{arm}step_time_us"]["p50"] > 0.8 * num_bytes * 8 / 500
+        is_rounded = row["part"].endswith("bf16")
+        assert row["bytes_per_step"] == row["parameters"] * (2 if is_rounded else 4)
+    losses = {part: row["loss_check"] for part, row in parts.items()}
+    assert (losses["collectives"], losses["all-bf16"]) == ("exact", "statistical")
 
 
 @pytest.mark.extended

@@ -174,6 +174,8 @@ def test_a_vision_job_comes_back_from_json_with_its_row():
     ("changes", "message"),
     [
         ({"precision": "fp8"}, "unknown precision 'fp8'; known: fp32, amp, bf16"),
+        ({"compress": "fp8"}, "unknown --compress 'fp8': expected bf16, or leave it out"),
+        ({"compress": "bf16", "precision": "bf16"}, "in bfloat16 as they are: leave --compress"),
         ({"world_size": 1}, "one rank reduces nothing: --world-size 1"),
         ({"image_size": 0}, "--image-size must be at least 1"),
         ({"batch_size": 0}, "--batch-size must be at least 1"),
@@ -210,6 +212,7 @@ def resnets(monkeypatch):
         ("--precision amp", "--precision is of vision models: give --model resnet50, or leave"),
         ("--image-size 32", "--image-size is of vision models"),
         ("--nodes 2", "--nodes is of vision models"),
+        ("--compress bf16", "--compress is of vision models"),
         ("--model resnet18 --parameters 4M", "--parameters is of --model mlp: resnet18 has its"),
         ("--model resnet18 --link 24gbit", "--link is for emulated nodes: give --nodes too"),
         ("--model resnet18 --nodes 2 --world-size 3", "is not what the nodes have, 1 + 1"),
@@ -260,6 +263,7 @@ class Turns:
 
 
 TIMES = {"plain": 3000.0, "ours-collectives": 2000.0, "ours": 1000.0}
+TIMES = {**TIMES, "plain-bf16": 2500.0, "ours-bf16": 600.0}
 
 
 def test_the_arms_of_a_vision_model_take_turns_and_give_a_record_each(
@@ -284,6 +288,33 @@ def test_the_arms_of_a_vision_model_take_turns_and_give_a_record_each(
     assert (part["part"], part["speedup"], part["choices"]) == ("collectives", 1.5, {})
     assert (everything["part"], everything["speedup"]) == ("all", 3.0)
     assert (everything["step_time_us"]["p95"], everything["choices"]) == (1000.0, {"SGD": "fused"})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_compressed_arms_are_further_comparisons(monkeypatch, resnets, tmp_path, device):
+    turns = Turns(TIMES, {"ours-bf16": [2.0, 1.01]})
+    monkeypatch.setattr(launch, "run", turns)
+    file = tmp_path / "out.jsonl"
+    command = ["bench", "ddp", "--model", "resnet18", "--compress", "bf16", "--rounds", "1"]
+    result = CliRunner().invoke(app, [*command, "--device", device, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    stock = ["plain-bf16"] if device == "cuda" else []  # torch's hook refuses gloo
+    assert [one.arm for one in turns.jobs] == [
+        *("plain", "ours-collectives", "ours"),
+        *(*stock, "ours-bf16"),
+    ]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["part"], one["speedup"], one["bytes_per_step"]) for one in rows] == [
+        ("collectives", 1.5, 4000),
+        ("all", 3.0, 4000),
+        *([("stock-bf16", 1.2, 2000)] if stock else []),
+        ("all-bf16", 5.0, 2000),
+    ]
+    # A rank of stock's is without deepytorch, whatever it sends.
+    for one in turns.jobs:
+        switched_off = one.environment(0, []).get("DEEPYTORCH_ENABLED") == "0"
+        assert switched_off is one.arm.startswith("plain")
+    assert "all, gradients sent as bf16: 5.00x" in result.stdout
 
 
 @pytest.mark.parametrize("loss", [1.1, math.nan])

@@ -168,6 +168,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--batch-size": 8,
         "--steps": 40,
         "--rounds": 2,
+        "--compress": "",
         "--baseline": "gloo",
         "--nodes": 0,
         "--ranks-per-node": "1",

@@ -6,7 +6,8 @@ take turns:
 * plain: the framework's own published example, unchanged;
 * tuned-*: what its documentation teaches today, the variants that suit the row; the fastest counts;
 * ours: plain with deepytorch switched on and nothing else;
-* ours-collectives, ours-compute: ours with the other half of it switched off.
+* ours-collectives, ours-compute: ours with the other half of it switched off;
+* plain-bf16, ours-bf16: DDP's gradients sent as bfloat16, by torch's hook and by ours.
 
 `full` is the true shape with random weights; layers are cut where the machine is too small, which
 is printed and recorded. `tiny` is the same code on a CPU in seconds.
@@ -20,11 +21,13 @@ from types import MappingProxyType
 
 SCALES = ("full", "tiny")
 PLAIN, OURS, COLLECTIVES, COMPUTE = "plain", "ours", "ours-collectives", "ours-compute"
+PLAIN_BF16, OURS_BF16 = "plain-bf16", "ours-bf16"
 SWITCH = "DEEPYTORCH_ENABLED"
 _STOCK = {SWITCH: "0"}
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         OURS: {},
+        OURS_BF16: {},
         COLLECTIVES: {
             "DEEPYTORCH_COMPILE": "off",
             "DEEPYTORCH_KERNELS": "off",

@@ -20,11 +20,15 @@ from deepytorch_core.bench.percentiles import percentiles
 from deepytorch_core.bench.record import Record
 
 PRECISIONS = ("fp32", "amp", "bf16")
+COMPRESSIONS = ("", "bf16")
 PARTS: Mapping[str, str] = MappingProxyType(
     {headline.COLLECTIVES: "collectives", headline.OURS: "all"}
 )
 """What of ours takes part in the arms that are compared with the plain one."""
-ARMS = (headline.PLAIN, *PARTS)
+COMPRESSED_PARTS: Mapping[str, str] = MappingProxyType(
+    {headline.PLAIN_BF16: "stock-bf16", headline.OURS_BF16: "all-bf16"}
+)
+"""In the further arms of `compress`."""
 _NUM_CLASSES = 1000
 
 
@@ -33,7 +37,8 @@ class VisionJob(ArmRun):
     """One arm of a classifier's training under DDP.
 
     `model` is a name of `vision_models`, `image_size` the pixels of a side, `batch_size` a rank's,
-    `steps` those of a round.
+    `steps` those of a round. With `compress` there are two arms more, which send their gradients
+    so; `PARTS` and `COMPRESSED_PARTS` name them.
     """
 
     WORKER: ClassVar[str] = "deepytorch.workloads.headline.ddp_worker"
@@ -43,12 +48,21 @@ class VisionJob(ArmRun):
     precision: str = "fp32"
     image_size: int = 224
     batch_size: int = 32
+    compress: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.precision not in PRECISIONS:
             raise BenchError(
                 f"unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}"
+            )
+        if self.compress not in COMPRESSIONS:
+            raise BenchError(
+                f"unknown --compress {self.compress!r}: expected bf16, or leave it out"
+            )
+        if self.compress and self.precision == "bf16":
+            raise BenchError(
+                "--precision bf16 has gradients in bfloat16 as they are: leave --compress out"
             )
         if self.world_size < 2:
             raise BenchError(f"one rank reduces nothing: --world-size {self.world_size}")
@@ -61,6 +75,16 @@ class VisionJob(ArmRun):
                 f"{self.model} with --device {self.device} is compared with {own}: leave "
                 "--baseline out"
             )
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """By arm what of ours takes part in it; the plain arm is not among them."""
+        if not self.compress:
+            return PARTS
+        parts = {**PARTS, **COMPRESSED_PARTS}
+        if self.device == "cpu":  # gloo is refused by torch's hook
+            del parts[headline.PLAIN_BF16]
+        return parts
 
     @property
     def row(self) -> headline.Row:
@@ -92,13 +116,13 @@ def known(model: str, image_size: int) -> tuple[str, int]:
 
 
 def compare(job: VisionJob, *, rounds: int, say: run.Say) -> list[Record]:
-    """Train every arm `rounds` times in turns; a record of `DDP_FIELDS` for each of `PARTS`.
+    """Train every arm `rounds` times in turns; a record of `DDP_FIELDS` for each of `job.parts`.
 
     `say` is told what happens. Raises BenchError for what can't run here, WorkerError for a rank
     that failed.
     """
-    samples = run.take_turns(job, ARMS, rounds, say)
-    return [_record(job, samples, arm) for arm in PARTS]
+    samples = run.take_turns(job, (headline.PLAIN, *job.parts), rounds, say)
+    return [_record(job, samples, arm) for arm in job.parts]
 
 
 def _record(job: VisionJob, samples: dict[str, list[Record]], arm: str) -> Record:
@@ -107,12 +131,12 @@ def _record(job: VisionJob, samples: dict[str, list[Record]], arm: str) -> Recor
     losses = {one: _finite(samples[one][0]["losses"]) for one in (headline.PLAIN, arm)}
     difference = run.loss_difference({one: {"losses": curve} for one, curve in losses.items()})
     first = ours[0]
-    itemsize = 2 if job.precision == "bf16" else 4
+    is_narrow = job.precision == "bf16" or arm in COMPRESSED_PARTS
     same = ("baseline_settings", "machine", "versions", "commit")
     return {
         "bench": "ddp",
         "model": job.model,
-        "part": PARTS[arm],
+        "part": job.parts[arm],
         "parameters": first["parameters"],
         "dtype": "bfloat16" if job.precision == "bf16" else "float32",
         "precision": job.precision,
@@ -122,7 +146,7 @@ def _record(job: VisionJob, samples: dict[str, list[Record]], arm: str) -> Recor
         "device": job.device,
         "registered": first["registered"],
         "algorithm": first["algorithm"],
-        "bytes_per_step": first["parameters"] * itemsize,
+        "bytes_per_step": first["parameters"] * (2 if is_narrow else 4),
         "steps": job.steps * len(ours),
         "num_blocks": len(ours),
         **_times(job, ours, ""),

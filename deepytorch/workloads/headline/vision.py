@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
 from deepytorch.examples import vision_models
-from deepytorch.workloads.headline import OURS
+from deepytorch.workloads.headline import OURS, OURS_BF16, PLAIN_BF16
 from deepytorch.workloads.headline.job import ArmRun
 from deepytorch.workloads.headline.precision import Precision
 from deepytorch.workloads.headline.worker import Trained, swap_kernels
@@ -86,12 +87,7 @@ def build(job: ArmRun, device: torch.device, group: dist.ProcessGroup | None = N
         del batch, loss
     if job.arm.endswith("compile"):
         model.compile()
-    wrapped: Any = model
-    if job.world_size > 1:
-        devices = [device] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(
-            model, device_ids=devices, process_group=group, gradient_as_bucket_view=True
-        )
+    wrapped = _wrapped(job, model, device, group) if job.world_size > 1 else model
     optimizer = family.optimizer(**({"fused": True} if layout else {}))
     if ours:
         swap_kernels(model, [optimizer], device, autocast=precision.is_mixed)
@@ -113,6 +109,21 @@ def build(job: ArmRun, device: torch.device, group: dist.ProcessGroup | None = N
 
     parameters = sum(one.numel() for one in model.parameters())
     return Trained(model, train, [job.micro_batch] * NUM_BATCHES, parameters)
+
+
+def _wrapped(
+    job: ArmRun, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None
+) -> DistributedDataParallel:
+    devices = [device] if device.type == "cuda" else None
+    settings: Any = {"device_ids": devices, "gradient_as_bucket_view": True}
+    if job.arm == OURS_BF16:
+        from deepytorch.integrations.ddp import prepare_ddp
+
+        return prepare_ddp(model, process_group=group, compress="bf16", **settings)
+    ddp = DistributedDataParallel(model, process_group=group, **settings)
+    if job.arm == PLAIN_BF16:
+        ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    return ddp
 
 
 def _family(arm: Arm) -> Family:

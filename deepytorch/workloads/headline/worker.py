@@ -69,11 +69,11 @@ def measure(job: ArmRun, rank: int, store: Store, emit: worker.Emit) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     losses = [trained.train(number) for number in range(CHECKED_STEPS)]
     done, counted = CHECKED_STEPS, CHECKED_STEPS
-    while not _is_settled(trained.model) and counted < MAX_WARMUP_STEPS:
-        counted += not _is_waiting(trained.model)
-        trained.train(done)
-        done += 1
     if not job.row.offload:  # a step takes seconds there, and no arm compiles
+        while not _is_settled(trained.model) and counted < MAX_WARMUP_STEPS:
+            counted += not _is_waiting(trained.model)
+            trained.train(done)
+            done += 1
         done += _meet_all_shapes(job, trained, device)
     warmup_s = time.perf_counter() - begin
     warmup_memory_gb = memory_gb(device)
