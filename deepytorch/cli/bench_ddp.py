@@ -27,7 +27,8 @@ def add_to(app: typer.Typer) -> None:
         "deepytorch bench ddp",
         "deepytorch bench ddp --parameters 64M --json out.jsonl",
         "deepytorch bench ddp --model resnet50 --precision amp --device cuda",
-        "deepytorch bench ddp --model timm/resnet18 --nodes 2 --link 1gbit --compress bf16",
+        "deepytorch bench ddp --model timm/resnet18 --nodes 2 --link 1gbit",
+        "deepytorch bench ddp --model resnet18 --nodes 2 --compress bf16",
         "deepytorch bench ddp --model list",
     )
     app.command(epilog=examples)(ddp)

@@ -31,11 +31,17 @@ _GRACE_S = 2.0
 class Pool:
     """`world_size` warm workers and the store they meet at.
 
-    `placement` is where they live on emulated nodes; None is this machine as it is.
+    `placement` is where they live on emulated nodes; None is this machine as it is. They have
+    `variables` besides their nursery's.
     """
 
     def __init__(
-        self, world_size: int, nursery: Nursery, placement: Placement | None = None
+        self,
+        world_size: int,
+        nursery: Nursery,
+        placement: Placement | None = None,
+        *,
+        variables: Mapping[str, str],
     ) -> None:
         self.world_size = world_size
         self._folder = Path(tempfile.mkdtemp(prefix="deepytorch-ranks-"))
@@ -49,7 +55,7 @@ class Pool:
                 nursery.start(
                     Place(rank, world_size, host),
                     self._folder / f"stacks-{rank}",
-                    variables=_local_variables(rank, world_size, placement),
+                    variables={**variables, **_local_variables(rank, world_size, placement)},
                     namespace=None if placement is None else placement.namespace(rank),
                 )
             )
@@ -152,6 +158,9 @@ def _receive(worker: Worker) -> Outcome | None:
     return outcome
 
 
+# So begin the variables of which nothing takes notice while torch is imported.
+_READ_LATER = "DEEPYTORCH_"
+
 # Environment variables and modules.
 _Kind = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]
 
@@ -189,7 +198,8 @@ def spawn_ranks(
             group timeout of 0.75 * `timeout_s`.
         expect_dead: ranks that may die by a signal; such a rank's result is None.
         expect_exit: ranks that may end their process in any way, `os._exit` too; result None.
-        env: additional environment variables of the workers (a pool of its own per setting).
+        env: additional environment variables of the workers (a pool of its own per setting; those
+            that don't begin with DEEPYTORCH_ are there already when torch is imported).
         fresh: use new workers and end them afterwards, for calls that change the process.
         preload: modules that workers have imported, and files that they have run, when they start:
             that costs once what `fresh` ones would each pay (a pool of its own per list).
@@ -217,7 +227,9 @@ def spawn_ranks(
     fresh = fresh or placement is not None
     pool = None if fresh else _take_idle(key)
     if pool is None:
-        pool = Pool(world_size, nursery(kind), placement)
+        own, later = _divided(env or {})
+        source = nursery((tuple(sorted(own.items())), tuple(preload)))
+        pool = Pool(world_size, source, placement, variables=later)
     reusable = False
     try:
         results, reusable = pool.call(
@@ -237,6 +249,12 @@ def spawn_ranks(
         if pool is not None:
             pool.close()
     return results
+
+
+def _divided(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What needs a nursery of its own, and what a worker of any may be given when it is forked."""
+    later = {name: value for name, value in env.items() if name.startswith(_READ_LATER)}
+    return {name: value for name, value in env.items() if name not in later}, later
 
 
 def _take_idle(key: tuple[int, _Kind]) -> Pool | None:

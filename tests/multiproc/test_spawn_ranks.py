@@ -158,10 +158,17 @@ def test_workers_stay_warm_and_single_threaded() -> None:
     assert spawn_ranks(process_id, 2) == first
 
 
-def test_environment_of_workers() -> None:
+@pytest.mark.parametrize("name", ["DEEPYTORCH_LOG", "ANYBODYS"])
+def test_environment_of_workers(name: str) -> None:
     assert spawn_ranks(read_variable, 2, "LOCAL_RANK") == ["0", "1"]
-    env = {"DEEPYTORCH_LOG": "debug"}
-    assert spawn_ranks(read_variable, 1, "DEEPYTORCH_LOG", env=env) == ["debug"]
+    assert spawn_ranks(read_variable, 1, name, env={name: "debug"}) == ["debug"]
+    assert spawn_ranks(read_variable, 1, name) == [None]
+
+
+def test_what_torch_may_read_is_there_when_it_is_imported() -> None:
+    usual = set(spawn_ranks(starter_id, 2))
+    assert set(spawn_ranks(starter_id, 2, env={"DEEPYTORCH_LOG": "debug"})) == usual
+    assert usual.isdisjoint(spawn_ranks(starter_id, 1, env={"ANYBODYS": "debug"}))
 
 
 def test_exception_of_one_rank() -> None:
@@ -270,7 +277,7 @@ def test_a_limit_that_passes_while_workers_start_is_that_calls_alone() -> None:
     def interrupt(number: int, frame: object) -> None:
         raise LimitPassedError
 
-    env = {"DEEPYTORCH_LOG": "debug"}  # so that nobody else has this starter
+    env = {"NOBODY_ELSES": "1"}  # so that nobody else has this starter
     starter = spawn_ranks(starter_id, 2, env=env, fresh=True)[0]
     before = signal.signal(signal.SIGALRM, interrupt)
     timer = signal.setitimer(signal.ITIMER_REAL, 0)
