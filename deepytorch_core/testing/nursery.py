@@ -31,6 +31,9 @@ from typing import Any, NoReturn
 from deepytorch_core import config
 from deepytorch_core.testing import emulation, worker
 
+READ_LATER = "DEEPYTORCH_"
+"""So begin the variables of which nothing takes notice while torch is imported: a worker has those
+it is given, and none of its nursery's."""
 _MAX_MESSAGE_BYTES = 65536
 # By which the address layouts of neighbouring ranks differ.
 _SHIFT_BYTES = 1 << 28
@@ -88,7 +91,8 @@ class Nursery:
         Args:
             place: who it is.
             stacks_path: where it writes its stacks when it crashes.
-            variables: its environment variables beyond the nursery's.
+            variables: its environment variables beyond the nursery's, and all that begin with
+                `READ_LATER`.
             namespace: a descriptor of the network namespace it lives in; None is this one.
         """
         ours, theirs = socket.socketpair()
@@ -231,6 +235,11 @@ def _become_worker(
             (rank + 1) * _SHIFT_BYTES,
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
             prot=mmap.PROT_READ,
+        )
+        inherited = config.child_environment().items()
+        os.environ.clear()  # noqa: TID251
+        os.environ.update(  # noqa: TID251
+            {name: value for name, value in inherited if not name.startswith(READ_LATER)}
         )
         os.environ.update(  # noqa: TID251  what torchrun would set; nothing is read
             RANK=str(rank),

@@ -16,9 +16,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepytorch_core import config
 from deepytorch_core.testing.emulation import Placement
 from deepytorch_core.testing.failures import Failures
-from deepytorch_core.testing.nursery import Nursery, Worker
+from deepytorch_core.testing.nursery import READ_LATER, Nursery, Worker
 from deepytorch_core.testing.worker import STORE_HOST, Call, FunctionRef, Outcome, Place
 
 if TYPE_CHECKING:
@@ -158,14 +159,14 @@ def _receive(worker: Worker) -> Outcome | None:
     return outcome
 
 
-# So begin the variables of which nothing takes notice while torch is imported.
-_READ_LATER = "DEEPYTORCH_"
-
 # Environment variables and modules.
 _Kind = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]
 
+# The number of ranks, and what each is given besides.
+_Key = tuple[int, _Kind, tuple[tuple[str, str], ...]]
+
 _nurseries: dict[_Kind, Nursery] = {}
-_idle: dict[tuple[int, _Kind], Pool] = {}
+_idle: dict[_Key, Pool] = {}
 _lock = threading.Lock()
 
 
@@ -218,8 +219,10 @@ def spawn_ranks(
         raise ValueError(f"spawn_ranks: world_size must be at least 1, got {world_size}")
     function = reference(fn)
     payload = pickle.dumps((args, kwargs))
-    kind = (tuple(sorted((env or {}).items())), tuple(preload))
-    key = (world_size, kind)
+    own, later = _divided(env or {})
+    later = {**_divided(config.child_environment())[1], **later}
+    kind = (tuple(sorted(own.items())), tuple(preload))
+    key = (world_size, kind, tuple(sorted(later.items())))
     if placement is not None and len(placement.seats) != world_size:
         raise ValueError(
             f"spawn_ranks: {world_size} ranks, but {len(placement.seats)} seats for them"
@@ -227,9 +230,7 @@ def spawn_ranks(
     fresh = fresh or placement is not None
     pool = None if fresh else _take_idle(key)
     if pool is None:
-        own, later = _divided(env or {})
-        source = nursery((tuple(sorted(own.items())), tuple(preload)))
-        pool = Pool(world_size, source, placement, variables=later)
+        pool = Pool(world_size, nursery(kind), placement, variables=later)
     reusable = False
     try:
         results, reusable = pool.call(
@@ -252,12 +253,12 @@ def spawn_ranks(
 
 
 def _divided(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What needs a nursery of its own, and what a worker of any may be given when it is forked."""
-    later = {name: value for name, value in env.items() if name.startswith(_READ_LATER)}
+    """What needs a nursery of its own, and what a worker of any is given when it is forked."""
+    later = {name: value for name, value in env.items() if name.startswith(READ_LATER)}
     return {name: value for name, value in env.items() if name not in later}, later
 
 
-def _take_idle(key: tuple[int, _Kind]) -> Pool | None:
+def _take_idle(key: _Key) -> Pool | None:
     with _lock:
         pool = _idle.pop(key, None)
     if pool is not None and not pool.is_alive():

@@ -133,7 +133,10 @@ def call_from_a_thread_without_python(rank: int, world_size: int) -> dict[str, A
 
 
 def test_a_thread_without_python_enters_without_the_gil_and_is_not_sampled() -> None:
-    environment = {"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_TUNE": "off"}
+    environment = {
+        **{"DEEPYTORCH_COLLECTIVES": "native", "DEEPYTORCH_TUNE": "off"},
+        "OWN_STARTER": "1",  # FSDP and the compiler, once imported, make torch enter with the GIL
+    }
     for found in spawn_ranks(
         call_from_a_thread_without_python, 2, backend="deepytorch", env=environment
     ):
