@@ -215,8 +215,7 @@ def vision_lines(rows: Sequence["Record"]) -> list[str]:
     if first["emulated"]:
         found.append(describe_emulated(first["emulated"]))
     names = {part: arm for arm, part in {**vision.PARTS, **vision.COMPRESSED_PARTS}.items()}
-    names = {row["part"]: names[row["part"]] for row in rows}
-    width = max(map(len, names.values()))
+    width = max(len(names[row["part"]]) for row in rows)
     found.append(f"{'plain':<{width}} " + _percentiles(first, "baseline_"))
     found += [f"{names[row['part']]:<{width}} " + _percentiles(row, "") for row in rows]
     for row in rows:

@@ -37,8 +37,8 @@ class VisionJob(ArmRun):
     """One arm of a classifier's training under DDP.
 
     `model` is a name of `vision_models`, `image_size` the pixels of a side, `batch_size` a rank's,
-    `steps` those of a round. With `compress` there are two arms more, which send their gradients
-    so; `PARTS` and `COMPRESSED_PARTS` name them.
+    `steps` those of a round. With `compress` further arms send their gradients so: ours, and on
+    GPUs stock's.
     """
 
     WORKER: ClassVar[str] = "deepytorch.workloads.headline.ddp_worker"
