@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / ".ci" / "records"
 NAMES = [
     *("collectives", "beside", "cpu-reduce", "network", "network-no-peer-access"),
     *("network-shared", "network-shared-no-peer-access"),
-    *("training", "training-nodes", "workloads", "compile"),
+    *("training", "training-nodes", "ddp", "ddp-nodes", "workloads", "workloads-nodes", "compile"),
 ]
 
 
