@@ -103,6 +103,8 @@ def settle_meeting(options: Namespace) -> None:
     numbered = options.node_rank is not None
     options.node_rank = options.node_rank or 0
     if options.nnodes.split(":")[-1] == "1":
+        if options.standalone:
+            _check_localhost()
         return
     host, _, port = options.rdzv_endpoint.rpartition(":")
     if options.rdzv_backend == "static" and not numbered:
@@ -127,6 +129,19 @@ def settle_meeting(options: Namespace) -> None:
         # By its name this machine would not find out that it is to serve the others.
         if addresses.has_address(host, options.local_addr) and "is_host" not in options.rdzv_conf:
             options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, "is_host=1"]))
+
+
+def _check_localhost() -> None:
+    """Torch would try for minutes."""
+    from deepytorch_core.network import addresses
+
+    try:
+        addresses.check_localhost()
+    except OSError as error:
+        raise ValueError(
+            f"processes of this machine can't meet at localhost: {error}. Bring the loopback "
+            "interface up (ip link set lo up), and see that /etc/hosts has 127.0.0.1 localhost"
+        ) from None
 
 
 def check_script(context: typer.Context, options: Namespace) -> None:

@@ -76,6 +76,23 @@ def has_address(hostname: str, address: str) -> bool:
     return any(found[0] == address for *_, found in socket.getaddrinfo(hostname, None))
 
 
+def check_localhost(limit_s: float = 5.0) -> None:
+    """Connects to a socket of its own at "localhost". Raises OSError when none of the addresses of
+    that name can be reached, as where the loopback interface is down."""
+    failure: OSError | None = None
+    for family, kind, _, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, kind) as server:
+                server.bind(address)
+                server.listen()
+                socket.create_connection(server.getsockname()[:2], limit_s).close()
+                return
+        except OSError as error:
+            failure = error
+    assert failure is not None  # getaddrinfo raises rather than give nothing
+    raise failure
+
+
 def is_known_by(hostname: str) -> bool:
     """Whether one of the addresses that `hostname` stands for is this machine's, and other nodes
     could reach it."""

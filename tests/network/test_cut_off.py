@@ -1,9 +1,12 @@
-"""A node that loses its network before the ranks have met: nobody tells it, and it has to end."""
+"""A node without its network before the ranks have met: nobody tells it, and it has to end."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +59,12 @@ def test_who_takes_its_time_is_waited_for() -> None:
             time.sleep(2.5)
             answering.send(b"!")
             assert asking.recv(1) == b"!"
+
+
+def test_a_machine_without_its_loopback_interface_says_so_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('not reached')\n", encoding="utf-8")
+    run_here = [sys.executable, "-m", "deepytorch.cli", "run", str(tmp_path / "train.py")]
+    done = subprocess.run(["unshare", "--net", *run_here], capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"can't meet at localhost: [Errno 101]" in done.stderr
+    assert b"ip link set lo up" in done.stderr

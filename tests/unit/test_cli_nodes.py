@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from argparse import Namespace
 
 import pytest
@@ -97,3 +99,13 @@ def test_one_node_has_nobody_to_meet() -> None:
     options = parse()
     assert options.standalone
     assert (options.node_rank, options.local_addr) == (0, None)
+
+
+def test_one_node_whose_processes_could_not_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(ValueError, match="at localhost: .*Network is unreachable.*loopback"):
+        parse()
+    assert parse("--master-port=29511").master_port == 29511  # whose address is the user's
