@@ -159,7 +159,7 @@ class Capturing:
             return
         faster = turns.is_faster(replayed, launched)
         slower = turns.is_faster(launched, replayed)
-        if not (faster or slower or is_last):
+        if not (faster or slower or is_last or turns.are_alike(replayed, launched)):
             return
         times_ms = guard.in_ms({LAUNCHED: launched, REPLAYED: replayed})
         if faster:

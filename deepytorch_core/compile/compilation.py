@@ -442,7 +442,7 @@ class Compilation:
             return
         faster = turns.is_faster(compiled, eager)
         slower = turns.is_faster(eager, compiled)
-        if not (faster or slower or is_last):
+        if not (faster or slower or is_last or turns.are_alike(compiled, eager)):
             return
         chosen = self._chosen()
         times_ms = guard.in_ms({EAGER: eager, chosen: compiled})

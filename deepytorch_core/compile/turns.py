@@ -11,7 +11,8 @@ from deepytorch_core import guard
 
 # Steps of one way in a row, of which the first is not counted.
 BLOCK = 4
-# Rounds of a block of each way after which the times are looked at; after the last it is decided.
+# Rounds of a block of each way after which the times are looked at: one way may be faster, or both
+# alike; after the last it is decided.
 LOOKS = (2, 4, 7)
 MOST_STEPS = 2 * BLOCK * LOOKS[-1]
 """After how many measured steps it is decided at the latest."""
@@ -47,6 +48,14 @@ def is_faster(candidate: list[float], standing: list[float]) -> bool:
         for at in rounds
     )
     return guard.is_faster(candidate, standing) and won >= len(rounds) - len(rounds) // 4
+
+
+def are_alike(candidate: list[float], standing: list[float]) -> bool:
+    """Whether the least gain that counts is out of reach for both, by twice the noise: more steps
+    would not tell them apart."""
+    apart = abs(guard.median(standing) - guard.median(candidate))
+    noise = guard.noise(candidate) + guard.noise(standing)
+    return apart + 2 * noise < guard.LEAST_GAIN * guard.median(standing)
 
 
 class Samples:

@@ -43,6 +43,7 @@ from deepytorch_core.guard.timing import (
 
 __all__ = [
     "AMPLIFIED",
+    "LEAST_GAIN",
     "Candidate",
     "Clock",
     "Contents",

@@ -42,6 +42,46 @@ def test_a_gain_shows_whatever_a_token_takes(fixed_s: float, token_s: float, gai
         assert not turns.is_faster(standing, candidate)
 
 
+def _blocks(took_s: float, *, noise: float, rounds: int, seed: int) -> list[float]:
+    numbers = random.Random(seed)
+    return [
+        took_s * numbers.gauss(1.0, noise) for _ in range(rounds) for _ in range(turns.BLOCK - 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "expected"),
+    [
+        (0.0, 0.001, 1.0),
+        (0.005, 0.001, 1.0),
+        (-0.005, 0.001, 1.0),
+        # What may gain enough, or lose it, is measured on, and so is what is hidden by noise.
+        (0.02, 0.001, 0.0),
+        (-0.02, 0.001, 0.0),
+        (0.03, 0.01, 0.0),
+        (0.0, 0.03, 0.0),
+    ],
+)
+def test_ways_are_alike_where_more_steps_would_not_tell_them_apart(
+    gain: float, noise: float, expected: float
+) -> None:
+    found = [
+        turns.are_alike(
+            _blocks(1 - gain, noise=noise, rounds=turns.LOOKS[0], seed=seed),
+            _blocks(1.0, noise=noise, rounds=turns.LOOKS[0], seed=~seed),
+        )
+        for seed in range(300)
+    ]
+    assert sum(found) / len(found) == pytest.approx(expected, abs=0.03)
+
+
+def test_ways_that_were_not_timed_are_not_alike() -> None:
+    never = [math.inf] * 6
+    assert not turns.are_alike(never, never)
+    assert not turns.are_alike(never, [1.0] * 6)
+    assert not turns.are_alike([1.0] * 6, never)
+
+
 def test_the_times_are_those_of_a_typical_step() -> None:
     standing, candidate = turns.of_typical_steps(*_steps(0.4, 0.2e-3, 0.1))
     typical = 0.4 + 0.2e-3 * 655
