@@ -86,6 +86,51 @@ def _stages(rank: int, world_size: int, nodes: str, counts: list[int]) -> set[tu
     return {(str(row["op"]), str(row["algorithm"])) for row in rows}
 
 
+def _in_flight(rank: int, world_size: int, nodes: str) -> str:
+    """Operations of all kinds that begin before any is waited for."""
+    device = _own_gpu(rank, nodes)
+    torch.cuda.set_device(device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    begun: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    for count in [COUNTS[0], COUNTS[0] + 2, COUNTS[0] - 1, IN_PIECES, COUNTS[1]]:
+        shape = (world_size, count)
+        wide = torch.randint(-20, 20, shape, generator=generator, device=device)
+        whole = wide.to(torch.bfloat16)
+        value, gathered = whole[rank].clone(), torch.empty_like(whole)
+        share = torch.empty(count, dtype=torch.bfloat16, device=device)
+        parts = whole[rank].expand(shape).contiguous()
+        begun += [
+            (
+                dist.all_reduce(value, async_op=True),
+                value,
+                wide.sum(0).to(torch.bfloat16),
+            ),
+            (
+                dist.all_gather_into_tensor(gathered, whole[rank].clone(), async_op=True),
+                gathered,
+                whole,
+            ),
+            (
+                dist.reduce_scatter_tensor(share, parts, async_op=True),
+                share,
+                wide.sum(0).to(torch.bfloat16),
+            ),
+        ]
+    for work, _, _ in begun:
+        work.wait()
+    wrong = [number for number, (_, got, right) in enumerate(begun) if not torch.equal(got, right)]
+    torch.cuda.synchronize()
+    return f"wrong: {wrong}"
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("nodes", ["a,a,b,b", "a,b,a,b"])
+def test_operations_in_flight_together_give_exact_sums(nodes: str) -> None:
+    env = {"DEEPYTORCH_NODE_ID": nodes, "DEEPYTORCH_COLLECTIVES": "native"}
+    how: Any = {"backend": BACKEND, "env": env, "fresh": True, "timeout_s": 120}
+    assert spawn_ranks(_in_flight, 4, nodes, **how) == ["wrong: []"] * 4
+
+
 @pytest.mark.timeout(150)
 def test_what_is_measured_gives_exact_sums() -> None:
     """Which way is faster depends on the machine."""
