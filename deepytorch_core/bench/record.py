@@ -284,9 +284,11 @@ def describe_emulated(emulated: Mapping[str, Any]) -> str:
     """The field `emulated` in words: "emulated 2 nodes of 4 ranks, 1000 Mbit/s, cyclic order"."""
     counts = emulated["ranks_per_node"]
     each = counts[0] if len(set(counts)) == 1 else "+".join(map(str, counts))
-    parts = [f"emulated {emulated['nodes']} nodes of {each} ranks"]
+    ranks = f"{each} rank" if each == 1 else f"{each} ranks"
+    parts = [f"emulated {emulated['nodes']} nodes of {ranks}"]
     if "gpus" in emulated:
-        parts.append(f"which share {emulated['gpus']} GPUs")
+        gpus = emulated["gpus"]
+        parts.append(f"which share {gpus} GPU" if gpus == 1 else f"which share {gpus} GPUs")
     if emulated["link_mbit"] is not None:
         parts.append(f"{emulated['link_mbit']:g} Mbit/s")
     if emulated["flow_cap_mbit"] is not None:

@@ -53,7 +53,7 @@ def test_ranks_run_on_the_nodes_and_the_records_say_so() -> None:
     assert small["baseline_time_us"] > 1000
     assert large["baseline_time_us"] > 0.8 * 262144 * 8 / 500
     assert describe_emulated(small["emulated"]) == (
-        "emulated 2 nodes of 1 ranks, 500 Mbit/s, 1 ms each way, cyclic order"
+        "emulated 2 nodes of 1 rank, 500 Mbit/s, 1 ms each way, cyclic order"
     )
 
 
@@ -116,7 +116,7 @@ def test_a_vision_model_trains_over_the_nodes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1].startswith("emulated 2 nodes of 1 ranks, 500 Mbit/s")
+    assert lines[1].startswith("emulated 2 nodes of 1 rank, 500 Mbit/s")
     assert all(" 2 ranks -- 2M/1R: p50: " in line for line in lines[2:6])
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     parts = {row["part"]: row for row in rows}

@@ -48,7 +48,7 @@ def test_candidates_are_measured_on_the_link(monkeypatch: pytest.MonkeyPatch) ->
     output = invoke("all_gather", "1M", "--nodes", "2", "--link", "200mbit", "--measure")
     words = " ".join(output.split())
     assert "known from measured now" in words
-    assert "network emulated 2 nodes of 1 ranks, 200 Mbit/s" in words
+    assert "network emulated 2 nodes of 1 rank, 200 Mbit/s" in words
     rows = [line.split() for line in output.splitlines() if " hierarchical " in line]
     (chosen,) = [line.split() for line in output.splitlines() if line.lstrip().startswith("*")]
     assert rows

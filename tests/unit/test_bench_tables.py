@@ -212,7 +212,7 @@ def test_vision_models_have_a_row_for_each_part_and_network():
     ]
     text = tables.render({"gpu.jsonl": [*records, training(**model, part="all", speedup=1.9)]})
     label = "| resnet50, 25.6 M, amp, 224 px, batch 32"
-    network = "emulated 2 nodes of 1 ranks, 24000 Mbit/s, each arm in processes of its own"
+    network = "emulated 2 nodes of 1 rank, 24000 Mbit/s, each arm in processes of its own"
     assert f"{label}; ours: collectives and buckets | 2 | 16.8 MB | nccl | **1.50**" in text
     assert f"{label}; ours: all | 2 | 16.8 MB | nccl | **1.90**" in text
     for part in ("collectives and buckets", "all"):
@@ -235,7 +235,7 @@ def test_frameworks_on_emulated_nodes_have_rows_of_their_own():
     text = tables.render({"cpu.jsonl": records})
     label = "| fsdp2 (2.13.0), 4.2 M"
     assert f"{label} | 1 | 1 | gloo | **1.70** (1.40-1.60)" in text
-    assert f"{label}, emulated 2 nodes of 1 ranks, 100 Mbit/s | 1 | 1 | gloo | **1.50**" in text
+    assert f"{label}, emulated 2 nodes of 1 rank, 100 Mbit/s | 1 | 1 | gloo | **1.50**" in text
     assert text.count(label) == 2, "a later run replaces an earlier one, also an older one"
 
 

@@ -192,9 +192,9 @@ def test_the_lines():
     assert lines[-1] == "speed-up 1.50x (quartiles 1.40 to 1.60), losses equal bit for bit"
     where = {**dict.fromkeys(("flow_cap_mbit", "delay_ms")), "link_mbit": 100.0, "order": "block"}
     row["emulated"] = {"nodes": 2, "ranks_per_node": [1, 1], **where}
-    assert bench_train.train_lines(row) == ["emulated 2 nodes of 1 ranks, 100 Mbit/s", *lines]
+    assert bench_train.train_lines(row) == ["emulated 2 nodes of 1 rank, 100 Mbit/s", *lines]
     row["emulated"]["gpus"] = 1
-    title = "emulated 2 nodes of 1 ranks, which share 1 GPUs, 100 Mbit/s"
+    title = "emulated 2 nodes of 1 rank, which share 1 GPU, 100 Mbit/s"
     assert bench_train.train_lines(row) == [title, *lines]
 
 

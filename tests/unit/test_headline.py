@@ -211,7 +211,7 @@ def test_a_record_of_parts_alone_has_a_table_of_its_own() -> None:
     assert tables.render(files, kinds=["workload"]) == ""
     first, second = tables.render(files, kinds=["parts"]).splitlines()[-2:]
     assert first.endswith("| 2 | 1,250,000 tokens/s | 1.25x (1.18-1.30) |  |")
-    assert "(tiny); emulated 2 nodes of 1 ranks, 1000 Mbit/s |" in second
+    assert "(tiny); emulated 2 nodes of 1 rank, 1000 Mbit/s |" in second
 
 
 def test_a_record_of_arms_in_one_process_stands_beside_that_of_arms_apart(tmp_path: Path) -> None:
