@@ -57,24 +57,22 @@ class Counters:
         return Counters(*(max(0.0, getattr(self, n) - getattr(before, n)) for n in names))
 
 
-def clocks() -> Counters:
-    """What can be asked at every step, without `waited_s` and `held_s`."""
+def _clocks() -> tuple[float, float, float]:
+    """`exposed_s`, `data_s` and `tuning_s`, which are cheap enough to be asked at every step."""
     loaders = sys.modules.get("deepytorch_core.loader_waits")
-    return Counters(
-        exposed_s=counts.exposed_s(),
-        data_s=loaders.waited_s() if loaders is not None else 0.0,
-        tuning_s=counts.tuning_s(),
-    )
+    data_s = loaders.waited_s() if loaders is not None else 0.0
+    return counts.exposed_s(), data_s, counts.tuning_s()
 
 
 def counters() -> Counters:
     """What is known now. Loads nothing that is not loaded."""
+    exposed_s, data_s, tuning_s = _clocks()
     waited_us = held_us = 0.0
     rank = global_rank()
     for group in counts.arrivals():
         waited_us += group["waited_us"]
         held_us += sum(one["cost_us"] for one in group["ranks"] if one["rank"] == rank)
-    return dataclasses.replace(clocks(), waited_s=waited_us / 1e6, held_s=held_us / 1e6)
+    return Counters(exposed_s, waited_us / 1e6, held_us / 1e6, data_s, tuning_s)
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class Course:
         self._pause_s = 0.0
         self._steps = 0
         self._last_s = 0.0  # when the last step ended
-        self._last_clocks = Counters()
+        self._last_clocks = (0.0, 0.0, 0.0)
         self._open: tuple[float, float, int, Counters] | None = None  # where the bucket begins
         self._losses: list[tuple[int, float]] = []
         self._stride = 1
@@ -134,7 +132,7 @@ class Course:
         now = time.monotonic()
         with self._lock:
             self._last_s = now
-            self._last_clocks = clocks()
+            self._last_clocks = _clocks()
             if self._stepped_on and key not in self._stepped_on:
                 self._stepped_on.add(key)
                 return
@@ -197,9 +195,9 @@ class Course:
 
     def _open_bucket(self) -> Bucket:
         """Up to the last step's end. What came after, saving and evaluating, is no step's."""
-        last = self._last_clocks
+        exposed_s, data_s, tuning_s = self._last_clocks
         known = dataclasses.replace(
-            counters(), exposed_s=last.exposed_s, data_s=last.data_s, tuning_s=last.tuning_s
+            counters(), exposed_s=exposed_s, data_s=data_s, tuning_s=tuning_s
         )
         bucket = self._bucket(self._last_s, known)
         spent = bucket.spent
