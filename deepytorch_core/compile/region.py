@@ -41,6 +41,9 @@ MOST_COMPILES = 6
 # A further policy may take as long as the compiles that sharing has saved, and this much longer
 # than the first.
 SLOWER_POLICY = 3.0
+# Of the budget, after which no further graph of the same call is compiled: backward graphs, which
+# are made later, take about as long as forward ones.
+FORWARD_SHARE = 0.5
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 
@@ -64,7 +67,8 @@ class CompiledRegion:
     Args:
         region: its modules must have no `forward` of their own.
         policies: candidates in order of preference.
-        budget_s: seconds for compiling; when they are over nothing new is compiled.
+        budget_s: seconds for compiling; when they are over nothing new is compiled. Of a call that
+            is captured in many graphs the last ones may then run eagerly.
         is_on: whether the compiled way is to be taken now; asked with this object.
         hold: what collectives wait longer by while it compiles; its own unless given.
     """
@@ -87,6 +91,7 @@ class CompiledRegion:
         self._hold = Hold(budget_s) if hold is None else hold
         self._is_dynamic: bool | None = None
         self._num_compiling_calls = 0
+        self._call = (0.0, 0)  # when the last one began, and the graphs before it
         self._graph_error: Exception | None = None
         self._ahead: Ahead | None = None
         self._at_once = False
@@ -138,6 +143,7 @@ class CompiledRegion:
         """The compiled `forward` of one of the modules; eager where that fails."""
         before = self.told.num_compiles
         began = time.perf_counter()
+        self._call = began, before
         numbers: list[torch.Tensor] | None = None
         if before == 0:
             numbers = guard.random_numbers()
@@ -192,6 +198,10 @@ class CompiledRegion:
         if self.told.compile_s > self._budget_s:
             self.give_up(f"its compile budget of {self._budget_s:g} s is spent")
             return graph.forward
+        if self._is_call_too_long():
+            problem = f"its compile budget of {self._budget_s:g} s is spent"
+            self.told.dropped.setdefault("the rest of it", problem)
+            return graph.forward
         with at_once() if self._at_once else contextlib.nullcontext():
             compiled, dropped = graphs.compile_with(
                 self._policies, graph, inputs, may_try=self._may_try
@@ -203,6 +213,13 @@ class CompiledRegion:
             tell=_weakly(self._settled),
             failed=_weakly(self._failed),
         )
+
+    def _is_call_too_long(self) -> bool:
+        """Whether the graphs of this call, such as DDP's buckets have cut, have taken too long."""
+        began, graphs_before = self._call
+        spent_s = self.told.compile_s + time.perf_counter() - began
+        is_first = self.told.num_compiles == graphs_before + 1
+        return not is_first and spent_s > FORWARD_SHARE * self._budget_s
 
     def _failed(self, error: Exception) -> None:
         self._graph_error = error

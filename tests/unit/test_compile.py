@@ -8,7 +8,6 @@ import io
 import json
 import math
 import pickle
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -503,24 +502,6 @@ def test_compile_is_undone_by_deactivate() -> None:
     assert "forward" not in vars(model.layers[0])
     if was_active:
         deepytorch.activate()
-
-
-def test_compile_budget_ends_compiling() -> None:
-    class Slow(Counting):
-        name = "slow"
-
-        def compile_graph(self, graph: Any, inputs: Any) -> Any:
-            time.sleep(0.02)
-            return super().compile_graph(graph, inputs)
-
-    register_policy(Slow)
-    model = make()
-    deepytorch.compile(model, "slow", budget_s=0.01)
-    train(model, steps=1)
-    (region,) = of(model).regions
-    assert region.failure is None  # what has been compiled stays
-    train(model, steps=1, batch=6)
-    assert "its compile budget of 0.01 s is spent" in str(region.failure)
 
 
 def test_compile_reports_graph_breaks(own_profile: Path) -> None:
