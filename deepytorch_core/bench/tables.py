@@ -22,6 +22,7 @@ from deepytorch_core.bench.record import (
     WORKLOAD_FIELDS,
     Record,
     describe_emulated,
+    describe_rate,
     read_records,
 )
 
@@ -335,7 +336,7 @@ def _render_workload(name: str, records: Sequence[Record]) -> str:
     for record in latest:
         claim = f"{record['claim']:.2f}x" if record["claim"] else ""
         ratios = [_ratio_cell(record[key]) for key in ("against_plain", "against_tuned")]
-        rates = [_rate_cell(record, arm) for arm in ("plain", "ours")]
+        rates = [describe_rate(record, arm) for arm in ("plain", "ours")]
         lines.append(_line([_title(record), str(record["world_size"]), *rates, *ratios, claim]))
     return "\n".join(lines)
 
@@ -350,7 +351,7 @@ def _render_parts(name: str, records: Sequence[Record]) -> str:
     ]
     for record in latest:
         ratios = [_ratio_cell(record[key]) for key in ("collectives_only", "compute_only")]
-        cells = [_title(record), str(record["world_size"]), _rate_cell(record, "plain"), *ratios]
+        cells = [_title(record), str(record["world_size"]), describe_rate(record, "plain"), *ratios]
         lines.append(_line(cells))
     return "\n".join(lines)
 
@@ -376,12 +377,6 @@ def _title(record: Record) -> str:
     if record["emulated"]:
         title += f"; {describe_emulated(record['emulated'])}"
     return title
-
-
-def _rate_cell(record: Record, arm: str) -> str:
-    if arm not in record["arms"]:
-        return ""
-    return f"{record['arms'][arm]['units_per_s']:,.0f} {record['unit']}/s"
 
 
 def _ratio_cell(ratio: Sequence[float] | None) -> str:

@@ -150,3 +150,12 @@ def test_commit_outside_any_repository_is_the_version(tmp_path, monkeypatch):
     record.commit.cache_clear()
     assert record.commit() == f"v{record.package_version()}"
     record.commit.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(6733.4, "6,733 images/s"), (10.0, "10 images/s"), (6.34, "6.3 images/s"), (None, "")],
+)
+def test_rate_in_words(rate: float | None, text: str) -> None:
+    arms = {} if rate is None else {"ours": {"units_per_s": rate}}
+    assert record.describe_rate({"unit": "images", "arms": arms}, "ours") == text

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record
+from deepytorch_core.bench.record import Record, describe_rate
 
 SUFFIXES = (".md", ".png", ".html")
 _CASE = ("workload", "scale", "world_size")
@@ -99,11 +99,10 @@ def _name(record: Record) -> str:
 
 
 def _cells(record: Record) -> list[str]:
-    ours = record["arms"].get("ours")
     return [
         _name(record),
         str(record["world_size"]),
-        f"{ours['units_per_s']:,.0f} {record['unit']}/s" if ours else "",
+        describe_rate(record, "ours"),
         _ratio(record["against_plain"]),
         _ratio(record["against_tuned"]),
         f"{record['claim']:.2f}x" if record["claim"] else "",

@@ -12,7 +12,7 @@ from deepytorch.workloads import headline
 from deepytorch.workloads.headline.job import ArmJob, ArmRun, TogetherJob, layers_that_fit
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record, describe_emulated
+from deepytorch_core.bench.record import Record, describe_emulated, describe_rate
 
 # Different kernels round differently, and so do sums in another order; training in bf16 or fp16
 # carries it on. A wrong gradient shows as whole percents within the checked steps.
@@ -231,9 +231,9 @@ def lines(record: Record) -> list[str]:
         found.append(f"emulated: {describe_emulated(record['emulated'])}")
     for name, arm in record["arms"].items():
         found.append(
-            f"{name:<28} {arm['step_time_us'] / 1e3:10.2f} ms a step {arm['units_per_s']:12,.0f} "
-            f"{record['unit']}/s {arm['peak_memory_gb']:8.2f} GB, warm-up {arm['warmup_s']:.0f} s "
-            f"and {arm['warmup_memory_gb']:.2f} GB"
+            f"{name:<28} {arm['step_time_us'] / 1e3:10.2f} ms a step "
+            f"{describe_rate(record, name):>20} {arm['peak_memory_gb']:8.2f} GB, "
+            f"warm-up {arm['warmup_s']:.0f} s and {arm['warmup_memory_gb']:.2f} GB"
         )
     claim = f"; claimed for the modelled product {record['claim']}x" if record["claim"] else ""
     for label, key, more in (
