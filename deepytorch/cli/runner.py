@@ -5,9 +5,13 @@ sys.argv, sys.path[0], __name__ and __file__ that `python SCRIPT` or `python -m 
 `python runner.py --compare PLAN ...` watches it and stops it as the plan says.
 """
 
+from __future__ import annotations
+
 import builtins
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 def program_path(arguments: list[str]) -> str:
@@ -28,9 +32,9 @@ def main(arguments: list[str]) -> None:
 
     import deepytorch  # importing it activates
 
-    if deepytorch.is_active():
-        warn_of_own_ranks()
     if plan is None:
+        if deepytorch.is_active():
+            warn_of_own_ranks()
         run(arguments)
     else:
         from deepytorch_core.compare.plan import Plan
@@ -38,6 +42,7 @@ def main(arguments: list[str]) -> None:
 
         told = Plan.read(plan)
         probe = Probe(told)
+        warn_of_own_ranks(probe.accompanied)  # under stock, too: its steps are to be seen
         if told.settings is not None:
             from deepytorch_core.tune import in_force, knobs
 
@@ -49,14 +54,17 @@ def main(arguments: list[str]) -> None:
         watch(probe, lambda: run(arguments))
 
 
-def warn_of_own_ranks() -> None:
+def warn_of_own_ranks(
+    accompanied: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> None:
     """Has a line said once the program starts processes by torch.multiprocessing.
 
     Ranks among them would wait: a launcher's environment says that its store is served already.
+    Where the program waits for them, they run what `accompanied` makes of their function.
     """
     import functools
+    import inspect
     from types import ModuleType
-    from typing import Any
 
     from deepytorch_core.console import say_once
     from deepytorch_core.import_hook import ImportHook
@@ -65,14 +73,17 @@ def warn_of_own_ranks() -> None:
         start = module.start_processes
 
         @functools.wraps(start)
-        def start_processes(*args: Any, **kwargs: Any) -> Any:
+        def start_processes(fn: Any, *args: Any, **kwargs: Any) -> Any:
             say_once(
                 "the script starts processes itself; if these are its ranks, no launcher can start "
                 "it, neither torchrun nor deepytorch run, and they will wait for each other: run "
                 "it with python, and import deepytorch in it",
                 level="warning",
             )
-            return start(*args, **kwargs)
+            given = inspect.signature(start).bind_partial(fn, *args, **kwargs).arguments
+            if accompanied is not None and given.get("join", True):
+                fn = accompanied(fn)
+            return start(fn, *args, **kwargs)
 
         module.start_processes = start_processes  # type: ignore[attr-defined]
         package = sys.modules.get("torch.multiprocessing")

@@ -21,7 +21,9 @@ class Plan:
         steps: optimizer steps after which all ranks stop.
         folder: where each rank writes what it measured, as rank<N>.json.
         workspace: the copy-on-write view of the script's folder, where it runs.
-        outside: where checkpoints go that the script writes elsewhere.
+        outside: where weights go that would be written over older ones elsewhere, and journals of
+            what is made elsewhere.
+        began: when the comparison did, in seconds since the epoch: what is older is the user's.
         compute: whether compilation, kernels and padding-free training are switched on as well,
             through the framework that the script uses.
         seed: random numbers begin here, unless the script seeds them itself.
@@ -33,6 +35,7 @@ class Plan:
     folder: str
     workspace: str
     outside: str
+    began: float
     compute: bool = False
     seed: int = 0
     warmup_steps: int = 0

@@ -8,6 +8,7 @@ micro-batches of gradient accumulation.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import random
 import sys
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,25 @@ from deepytorch_core import config, memory
 from deepytorch_core.compare import workspace
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.saves import Saves
+from deepytorch_core.import_hook import ImportHook
 from deepytorch_core.patching import Patches
 
 PROGRESS = "progress.json"
 """In the plan's folder: rank 0's block times so far, in seconds."""
+STEPPED = "stepped"
+"""In the plan's folder, followed by a rank: that one has taken a step."""
+OWN_RANKS = "own_ranks"
+"""In the plan's folder: processes that the script has started form a process group."""
 
 # How long ranks wait for each other at the end, and then for the interpreter to come down.
 _FAREWELL_S = 10.0
 _EXIT_S = 30.0
 # A script that catches SystemExit goes on; it is told again at its next steps.
 _MAX_REQUESTS = 3
+# In the metadata of an autograd node: what a GradScaler has scaled there, and the scaler.
+_SCALED = "deepytorch_scaled"
+# How many nodes away from a backward's root a loss may have been scaled.
+_FAR = 32
 # Who runs backward and steps of its own, to try something out on saved or made-up inputs.
 _TRIALS = (
     *("deepytorch_core.guard", "deepytorch_core.nn", "deepytorch_core.compile"),
@@ -64,7 +74,7 @@ class Probe:
         self._requests = 0
         self._backwards = 0
         self._backwards_at_step = 0
-        self._unscaled: tuple[weakref.ref[Any], Any] | None = None
+        self._has_scaled = False
         self._wanted = {plan.warmup, *plan.block_ends}
         self._patches = Patches()
         self._saves = Saves(plan)
@@ -81,10 +91,15 @@ class Probe:
             numpy.random.seed(self._plan.seed)
         self._patches.replace(torch.autograd, "backward", self._watched_backward)
         for scaler in {torch.amp.GradScaler, torch.cuda.amp.GradScaler}:
-            if "scale" in vars(scaler):
-                self._patches.replace(scaler, "scale", self._watched_scale)
+            self._watch_scaler(scaler)
+        of_fsdp = "torch.distributed.fsdp.sharded_grad_scaler"
+        ImportHook(of_fsdp, lambda found: self._watch_scaler(found.ShardedGradScaler)).install()
         register_optimizer_step_post_hook(self._stepped)
         self._saves.install()
+
+    def accompanied(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` for processes that the script starts and waits for: they tell if they are ranks."""
+        return fn if self._steps else functools.partial(_tell_of_group, self._plan.folder, fn)
 
     def finish(self) -> None:
         """Write what was measured, for the process that compares; the script is over."""
@@ -134,21 +149,40 @@ class Probe:
                 return original(tensors, *args, **kwargs)
             self._backwards += 1
             if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-                known = self._unscaled
-                value = known[1] if known is not None and known[0]() is tensors else None
-                self._since_step.append(tensors.detach().clone() if value is None else value)
+                self._since_step.append(self._loss_of(tensors))
             return original(tensors, *args, **kwargs)
 
         return backward
 
+    def _watch_scaler(self, scaler: type) -> None:
+        if "scale" in vars(scaler):
+            self._patches.replace(scaler, "scale", self._watched_scale)
+
     def _watched_scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             scaled = original(scaler, outputs, *args, **kwargs)
-            if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-                self._unscaled = (weakref.ref(scaled), outputs.detach().clone())
+            many = isinstance(outputs, list | tuple)
+            for one, its in zip(outputs, scaled, strict=True) if many else [(outputs, scaled)]:
+                node = getattr(its, "grad_fn", None)
+                if node is not None and its is not one:  # a scaler may be off
+                    value = one.detach().clone() if one.numel() == 1 else None
+                    node.metadata[_SCALED] = (value, scaler)
+                    self._has_scaled = True
             return scaled
 
         return scale
+
+    def _loss_of(self, root: Any) -> tuple[Any, Any]:
+        """What a backward begins at and by what it is to be divided, None for nothing."""
+        found = _scaling_of(root) if self._has_scaled else None
+        if found is None:
+            return root.detach().clone(), None
+        value, scaler, is_root = found
+        if is_root and value is not None:
+            return value, None
+        # Something else was done to it since. The factor changes in place after the step.
+        factor = getattr(scaler, "_scale", None)
+        return root.detach().clone(), None if factor is None else factor.detach().clone()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._requests:
@@ -160,6 +194,9 @@ class Probe:
             return  # another shard of the same step
         self._backwards_at_step = self._backwards
         self._steps += 1
+        if self._steps == 1:
+            (Path(self._plan.folder) / f"{STEPPED}{config.rank()}").touch()
+        self._has_scaled = False
         self._losses.append(self._since_step)
         self._since_step = []
         if self._steps in self._wanted:
@@ -215,6 +252,38 @@ def _is_trial() -> bool:
     return False
 
 
+def _tell_of_group(folder: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`, in a process that the script has started; leave a mark once it forms a group."""
+    from torch.distributed import distributed_c10d
+
+    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def rendezvous(*args: Any, **kwargs: Any) -> Any:
+            (Path(folder) / OWN_RANKS).touch()
+            return original(*args, **kwargs)
+
+        return rendezvous
+
+    # By which ranks meet; it may wait without end.
+    Patches().replace(distributed_c10d, "rendezvous", telling)
+    return fn(*args)
+
+
+def _scaling_of(root: Any) -> tuple[Any, Any, bool] | None:
+    """What was scaled, by whom, and whether `root` is that; None where nothing nearby was."""
+    near = deque([root.grad_fn])
+    for number in range(_FAR):
+        if not near:
+            break
+        node = near.popleft()
+        if node is None:
+            continue
+        found = node.metadata.get(_SCALED)
+        if found is not None:
+            return *found, number == 0
+        near.extend(after for after, _ in node.next_functions)
+    return None
+
+
 def _synchronize() -> None:
     for index in memory.gpus():
         torch.cuda.synchronize(index)
@@ -230,9 +299,15 @@ def _total(values: list[Any]) -> float | None:
     if not values:
         return None
     try:
-        return float(sum(float(getattr(one, "to_local", lambda one=one: one)()) for one in values))
-    except (RuntimeError, TypeError, ValueError):
+        return sum(
+            _number(one) / (1.0 if factor is None else _number(factor)) for one, factor in values
+        )
+    except (RuntimeError, TypeError, ValueError, ZeroDivisionError):
         return None
+
+
+def _number(tensor: Any) -> float:
+    return float(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
 
 
 def _tuned(plan: Plan) -> dict[str, Any]:

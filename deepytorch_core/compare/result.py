@@ -53,27 +53,33 @@ class Sample:
 
 
 def read(arm: str, folder: Path, world_size: int) -> Sample:
-    """What the ranks of a run left in `folder`. Raises CompareError when a rank left nothing."""
+    """What the ranks of a run left in `folder`, over the steps that all of them took.
+
+    Raises CompareError when a rank left nothing, and when only some of them took steps.
+    """
     ranks: list[dict[str, Any]] = []
     for rank in range(world_size):
         file = folder / f"rank{rank}.json"
         if not file.exists():
-            raise CompareError(f"{arm}: rank {rank} of {world_size} left without a word")
+            raise CompareError(
+                f"{arm}: rank {rank} of {world_size} left without a word: its process ended before "
+                "it had taken its steps and without Python's exit, such as by os._exit. Give fewer "
+                "--steps than the script takes"
+            )
         ranks.append(json.loads(file.read_text(encoding="utf-8")))
-    counts = {found["steps"] for found in ranks}
-    if len(counts) > 1:
-        raise CompareError(
-            f"{arm}: the ranks took different numbers of optimizer steps: {sorted(counts)}"
-        )
+    steps = [found["steps"] for found in ranks]
+    if any(steps) and not all(steps):
+        idle = [rank for rank, count in enumerate(steps) if count == 0]
+        raise CompareError(no_steps(arm, idle, world_size))
     peaks = [found["peak_bytes"] for found in ranks if found["peak_bytes"] is not None]
     redirected = {path for found in ranks for path in found["redirected"]}
     return Sample(
         arm=arm,
-        steps=ranks[0]["steps"],
-        is_complete=ranks[0]["is_complete"],
-        block_s=tuple(map(max, zip(*(found["block_s"] for found in ranks), strict=True))),
+        steps=min(steps),
+        is_complete=all(found["is_complete"] for found in ranks),
+        block_s=tuple(map(max, zip(*(found["block_s"] for found in ranks), strict=False))),
         setup_s=max(found["setup_s"] for found in ranks),
-        losses=tuple(map(_mean, zip(*(found["losses"] for found in ranks), strict=True))),
+        losses=tuple(map(_mean, zip(*(found["losses"] for found in ranks), strict=False))),
         peak_bytes=max(peaks, default=None),
         device=ranks[0]["device"],
         redirected=tuple(sorted(redirected)),
@@ -84,6 +90,16 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         script=ranks[0]["script"],
         asked=ranks[0]["asked"],
         undecided=tuple(ranks[0]["undecided"]),
+    )
+
+
+def no_steps(arm: str, ranks: Sequence[int], world_size: int) -> str:
+    """What to say where `ranks` take no steps though others do, which are stopped after theirs."""
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"{arm}: {which} of {world_size} took no optimizer step, where others took theirs and were "
+        "stopped: all ranks of a comparison must train, so start only those that do "
+        "(--nproc-per-node)"
     )
 
 
@@ -99,6 +115,7 @@ class Verdict:
     `speedup` is the ratio of the medians of the runs (stock / arm), `spread` the least and the
     greatest ratio of any two runs, `noise` the relative difference that the runs of one arm have
     among themselves. `word` is "faster" or "slower" only for a difference above all of these.
+    `setup_cost_s` is None where an arm has no run but the very first of all.
     """
 
     arm: str
@@ -106,18 +123,22 @@ class Verdict:
     spread: tuple[float, float]
     noise: float
     word: str
-    setup_cost_s: float
+    setup_cost_s: float | None
     peak_bytes: int | None
     loss_difference: float | None
     relative_loss_difference: float | None
 
     def saved_s(self, steps: int, stock_step_s: float) -> float:
-        """Seconds that a run of `steps` steps takes less, its one-off cost taken off."""
-        return steps * stock_step_s * (1 - 1 / self.speedup) - self.setup_cost_s
+        """Seconds that a run of `steps` steps takes less, its one-off cost taken off.
+
+        nan where that is not known, which it is after two rounds.
+        """
+        cost = math.nan if self.setup_cost_s is None else self.setup_cost_s
+        return steps * stock_step_s * (1 - 1 / self.speedup) - cost
 
 
 def judge(samples: Sequence[Sample], arm: str) -> Verdict:
-    """Compare the runs of `arm` with those of stock; at least one of each."""
+    """Compare the runs of `arm` with those of stock; at least one of each, all in their order."""
     theirs = [sample for sample in samples if sample.arm == STOCK]
     ours = [sample for sample in samples if sample.arm == arm]
     stock_s = [sample.step_s for sample in theirs]
@@ -130,7 +151,6 @@ def judge(samples: Sequence[Sample], arm: str) -> Verdict:
         apart = min(ratios) > 1 or max(ratios) < 1
         word = (FASTER if speedup > 1 else SLOWER) if apart else SAME
     difference = loss_difference(theirs, ours)
-    setup = statistics.median(one.setup_s for one in ours)
     peaks = [one.peak_bytes for one in ours if one.peak_bytes is not None]
     return Verdict(
         arm=arm,
@@ -138,11 +158,24 @@ def judge(samples: Sequence[Sample], arm: str) -> Verdict:
         spread=(min(ratios), max(ratios)),
         noise=noise,
         word=word,
-        setup_cost_s=setup - statistics.median(one.setup_s for one in theirs),
+        setup_cost_s=_setup_cost_s(samples[0], theirs, ours),
         peak_bytes=max(peaks, default=None),
         loss_difference=difference[0],
         relative_loss_difference=difference[1],
     )
+
+
+def _setup_cost_s(first: Sample, theirs: Sequence[Sample], ours: Sequence[Sample]) -> float | None:
+    """What `ours` need more until the warm-up is over; None if only the `first` run could tell.
+
+    That one has filled caches which all others find filled: of files, of torch's compiler.
+    """
+    medians = [
+        statistics.median(times)
+        for arm in (ours, theirs)
+        if (times := [one.setup_s for one in arm if one is not first])
+    ]
+    return medians[0] - medians[1] if len(medians) == 2 else None
 
 
 def _range(times: Sequence[float]) -> float:

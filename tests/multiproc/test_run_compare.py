@@ -96,6 +96,22 @@ except RuntimeError as error:
     print("caught:", error)
 shutil.rmtree(sys.argv[1])
 """
+# Its second rank fails while its first, which has saved, is at work: that one a signal ends.
+FAILS = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    with open(sys.argv[1] + "/last.pt", "wb") as file:
+        torch.save({}, file)
+    torch.save({}, sys.argv[1] + "/epoch1.pth.tar")
+    assert os.path.getsize(sys.argv[1] + "/epoch1.pth.tar")
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("no luck")
+time.sleep(1000)
+"""
 
 
 class Project:
@@ -171,7 +187,7 @@ def test_plain_ddp_that_never_ends_and_saves(project: Project) -> None:
     assert found["runs"][1]["native_calls"] > 0
     assert found["runs"][1]["seams"] == ["ddp"]
     assert "no difference beyond the noise" in done.stdout
-    assert f"checkpoints not written: in {project.elsewhere}" in " ".join(done.stdout.split())
+    assert f"checkpoints not kept: in {project.elsewhere}" in " ".join(done.stdout.split())
     assert "<svg" in project.receipt.read_text()
 
 
@@ -218,3 +234,10 @@ def test_a_checkpoint_that_was_there_is_not_deleted(project: Project, given: str
     assert f"would delete {project.elsewhere}, which was there" in message
     assert weights.read_text() == "old"
     assert not project.receipt.exists()
+
+
+def test_no_training_resumes_from_a_run_that_failed(project: Project) -> None:
+    project.elsewhere.mkdir()
+    done = project.compare(FAILS, "--nproc-per-node", "2")
+    assert "no luck" in str(done.exception)
+    assert not list(project.elsewhere.iterdir())

@@ -1,4 +1,4 @@
-"""A run leaves no half of a checkpoint in folders outside its view."""
+"""A run leaves no checkpoint, nor half of one, in folders outside its view."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from deepytorch.cli.compare import leftovers
+from deepytorch_core.compare import made
 from deepytorch_core.compare.result import Sample
 
 
-def ran(redirected: list[Path], made: list[Path]) -> Sample:
+def ran(redirected: list[Path], folders: list[Path]) -> Sample:
     return Sample(
         arm="stock",
         steps=4,
@@ -20,28 +21,40 @@ def ran(redirected: list[Path], made: list[Path]) -> Sample:
         peak_bytes=1,
         device="cpu",
         redirected=tuple(map(str, redirected)),
-        made_folders=tuple(map(str, made)),
+        made_folders=tuple(map(str, folders)),
         seams=(),
         native_calls=0,
         decisions=(),
     )
 
 
-def test_a_checkpoint_without_its_weights_goes_and_other_files_stay(tmp_path: Path) -> None:
+def note(outside: Path, files: list[Path], folders: list[Path]) -> None:
+    journal = made.Made(str(outside))
+    for folder in folders:
+        journal.add_folder(str(folder))
+    for file in files:
+        journal.add(str(file))
+
+
+def test_a_checkpoint_goes_whole_and_other_files_stay(tmp_path: Path) -> None:
     began = tmp_path.stat().st_mtime
     out, logs, old = tmp_path / "out", tmp_path / "logs", tmp_path / "old"
     checkpoints = [out / f"checkpoint-{step}" for step in (5, 10)]
     for folder in (*checkpoints, logs, old):
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
+        (folder / "random_states_0.pkl").write_text("")
     weights = [one / name for one in (*checkpoints, old) for name in ("model.bin", "optimizer.pt")]
-    remarks = leftovers.clear(ran(weights, [out, *checkpoints, logs]), began)
+    for file in weights:
+        file.write_text("new")
+    note(tmp_path, weights, [out, *checkpoints, logs])
+    made.clear(tmp_path, began)
     assert not out.exists()
-    assert (logs / "config.json").exists()
-    assert (old / "config.json").exists()  # a folder that was there before
-    assert remarks == [
+    assert [path.name for path in logs.iterdir()] == ["random_states_0.pkl"]
+    # A folder that was there before.
+    assert [path.name for path in old.iterdir()] == ["random_states_0.pkl"]
+    assert leftovers.remarks(ran(weights, [out, *checkpoints, logs])) == [
         f"the script also made {logs}, and left files there",
-        f"checkpoints not written: in {old} (2 files), {checkpoints[1]} (2 files), "
+        f"checkpoints not kept: in {old} (2 files), {checkpoints[1]} (2 files), "
         f"{checkpoints[0]} (2 files)",
     ]
 
@@ -51,11 +64,13 @@ def test_a_folder_with_something_older_than_the_run_stays(tmp_path: Path) -> Non
     folder.mkdir()
     (folder / "moved").write_text("old")
     os.utime(folder / "moved", (1, 1))
-    leftovers.clear(ran([folder / "model.bin"], [folder]), tmp_path.stat().st_mtime)
-    assert (folder / "moved").exists()
+    (folder / "model.bin").write_text("new")
+    note(tmp_path, [folder / "model.bin"], [folder])
+    made.clear(tmp_path, tmp_path.stat().st_mtime)
+    assert [path.name for path in folder.iterdir()] == ["moved"]
 
 
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     weights = [tmp_path / str(step) / "model.bin" for step in range(5)]
-    (remark,) = leftovers.clear(ran(weights, []), 0.0)
+    (remark,) = leftovers.remarks(ran(weights, []))
     assert remark.endswith("(1 file) and 2 more")

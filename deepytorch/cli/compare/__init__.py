@@ -13,16 +13,16 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepytorch.cli import console
 from deepytorch.cli.compare import failure, leftovers
 from deepytorch_core import adapter, config
-from deepytorch_core.compare import result, workspace
+from deepytorch_core.compare import made, result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
-from deepytorch_core.compare.probe import PROGRESS
+from deepytorch_core.compare.probe import OWN_RANKS, PROGRESS
 from deepytorch_core.errors import OFF_SWITCH, AdapterError, CompareError
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class Job:
         timeout_s: limit of one run in seconds.
         network: emulated nodes that the ranks live on; None is this machine as it is.
         ranks_per_node: of each emulated node.
+        began: when, in seconds since the epoch.
     """
 
     arguments: tuple[str, ...]
@@ -120,6 +121,7 @@ class Job:
     timeout_s: float
     network: Network | None = None
     ranks_per_node: tuple[int, ...] = ()
+    began: float = field(default_factory=time.time)
 
 
 def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
@@ -189,25 +191,24 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
             folder=str(folder / "ranks"),
             workspace=str(view),
             outside=str(folder / "outside"),
+            began=job.began,
             compute=arm.compute,
             warmup_steps=arm.warmup_steps,
             settings=None if arm.settings is None else dict(arm.settings),
         )
         plan.write(folder / "plan.json")
         log = folder / "output"
-        status = _launch(job, folder, arm.variables, log, watch)
+        try:
+            status = _launch(job, folder, arm.variables, log, watch)
+        finally:
+            made.clear(folder / "outside", began)
         if status != 0:
-            raise CompareError(
-                failure.words(
-                    log.read_text(errors="replace").replace(str(folder / "root"), ""),
-                    status,
-                    arm=arm.name,
-                    hint=arm.hint,
-                    limit_s=job.timeout_s,
-                )
-            )
+            output = log.read_text(errors="replace").replace(str(folder / "root"), "")
+            said = failure.words(output, status, arm=arm.name, hint=arm.hint, limit_s=job.timeout_s)
+            ranks = folder / "ranks"
+            raise CompareError(failure.with_ranks(said, ranks, job.world_size, arm=arm.name))
         sample = result.read(arm.name, folder / "ranks", job.world_size)
-        remarks += leftovers.clear(sample, began)
+        remarks += leftovers.remarks(sample)
         return sample
 
 
@@ -245,18 +246,25 @@ def _launch(
                 command = _command_on(job, plan, node)
                 launchers.append(job.network.start(node, command, **settings))
             stack.enter_context(_ended(launchers[-1]))
-        return _wait(launchers, job.timeout_s, folder / "ranks" / PROGRESS, watch)
+        return _wait(launchers, job.timeout_s, folder / "ranks", watch)
 
 
 def _wait(
     launchers: Sequence[subprocess.Popen[bytes]],
     limit_s: float,
-    progress: Path,
+    ranks: Path,
     watch: Watch | None,
 ) -> int | None:
     """The first exit status that is not 0, or 0; None when it took too long."""
+    progress = ranks / PROGRESS
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
+        if (ranks / OWN_RANKS).exists():
+            raise CompareError(
+                "the script starts its ranks itself, so no launcher can start and watch them: "
+                "leave that part of it out, or run it with python, without and with import "
+                "deepytorch in it, and compare by hand"
+            )
         statuses = [launcher.poll() for launcher in launchers]
         failed = [status for status in statuses if status]
         if failed or None not in statuses:
@@ -306,8 +314,11 @@ def _arguments(job: Job) -> list[str]:
     # The script as seen from here: its outputs beside itself then go to the view, too.
     place = len(job.arguments) - len(job.options.training_script_args) - 1
     script = Path(os.path.abspath(job.arguments[place]))
-    if script.is_relative_to(Path.cwd()):
-        script = script.relative_to(Path.cwd())
+    # The name that a shell has for this folder may lead through links; Python's does not.
+    for path in (script, script.parent.resolve() / script.name):
+        if path.is_relative_to(Path.cwd()):
+            script = path.relative_to(Path.cwd())
+            break
     return [*job.arguments[:place], str(script), *job.arguments[place + 1 :]]
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from deepytorch_core.compare import result
+from deepytorch_core.compare.probe import STEPPED
 
 _TAIL_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _REFUSAL = re.compile(r"^deepytorch_core\.errors\.CompareError: (.*)")
 _LAUNCHER = re.compile(r"^(=+$|[IWEF]\d{4} .* torch/distributed/)")
+# What it says as it ends the processes; before that only of how it starts them.
+_END = re.compile(r"^[WEF]\d{4} .* torch/distributed/elastic/(agent|multiprocessing)/")
+# It begins before the script, and may say so.
+_BEGIN = re.compile(r"^[IWEF]\d{4} .* torch/distributed/run\.py:")
+_OWN_RANKS = re.compile(r"^deepytorch: (the script starts processes itself; .*)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+)')
 _LIBRARY = re.compile(r"/site-packages/|/lib/python3|^<")
 # Between the launcher and the script's first line.
 _CLI, _CORE = Path(__file__).parents[1], Path(__file__).parents[3] / "deepytorch_core"
-_OURS = (str(_CLI / "runner.py"), str(_CORE / "compare"), "<frozen runpy>")
+_OURS = (
+    *(str(_CLI / "runner.py"), str(_CORE / "compare"), str(_CORE / "patching.py")),
+    "<frozen runpy>",
+)
 
 
 def words(output: str, status: int | None, *, arm: str, hint: str, limit_s: float) -> str:
@@ -37,11 +49,46 @@ def words(output: str, status: int | None, *, arm: str, hint: str, limit_s: floa
     if status is None:
         how = f"did not take its steps within {limit_s:g} s (--timeout-s)"
     traceback = [] if status is None else _first_traceback(lines)
-    shown = traceback[: 2 * _TAIL_LINES] or lines[-_TAIL_LINES:]
-    first = f"the script {how} under the arm {arm!r}"
-    if shown:
-        first = f"{first}: {_error(traceback)}".rstrip()
+    own = _scripts_own(lines)
+    shown = traceback[: 2 * _TAIL_LINES] or own[-_TAIL_LINES:]
+    if status is None:
+        reason = next((told[1] for line in lines if (told := _OWN_RANKS.match(line))), "")
+    else:
+        reason = _error(traceback) or next((line for line in reversed(own) if line.strip()), "")
+    first = f"the script {how} under the arm {arm!r}" + (f": {reason}" if reason else "")
     return "\n".join([first, *shown, *([hint] if hint else [])])
+
+
+def with_ranks(words: str, folder: Path, world_size: int, *, arm: str) -> str:
+    """The same, with what ranks that were stopped have to do with it.
+
+    Args:
+        words: the error's text.
+        folder: where the ranks left what they measured.
+        world_size: their number.
+        arm: the arm's name.
+    """
+    records = {rank: folder / f"rank{rank}.json" for rank in range(world_size)}
+    done = [
+        rank
+        for rank, file in records.items()
+        if file.exists() and json.loads(file.read_text(encoding="utf-8"))["is_complete"]
+    ]
+    missing = [rank for rank, file in records.items() if not file.exists()]
+    if not done or not missing:
+        return words
+    idle = [rank for rank in missing if not (folder / f"{STEPPED}{rank}").exists()]
+    if idle:
+        return f"{result.no_steps(arm, idle, world_size)}\n{words}"
+    stopped, other = done[0], missing[0]
+    why = f"rank {stopped} had its steps and was stopped before rank {other}: maybe that is why"
+    return f"{words}\n{why}"
+
+
+def _scripts_own(lines: Sequence[str]) -> list[str]:
+    """Without what the launcher says, up to where it ends the processes."""
+    end = next((number for number, line in enumerate(lines) if _END.match(line)), len(lines))
+    return [line for line in lines[:end] if not _BEGIN.match(line)]
 
 
 def _place(before: Sequence[str]) -> str:

@@ -1,10 +1,8 @@
-"""What a run leaves outside the view of its folder: cleared where it is of no use, and told."""
+"""What to say of what a run has made outside the view of its folder."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,39 +12,17 @@ from deepytorch_core.compare.result import Sample
 _MOST_FOLDERS = 3
 
 
-def clear(sample: Sample, began: float) -> list[str]:
-    """Remove the checkpoints that a run has made elsewhere; remarks about what stays there.
-
-    Args:
-        sample: the run, which is over.
-        began: when it did, in seconds since the epoch.
-    """
+def remarks(sample: Sample) -> list[str]:
+    """About a run that is over and cleared: which checkpoints were not kept, and what stays."""
     redirected = Counter(os.path.dirname(path) for path in sample.redirected)
-    for folder in sorted({*redirected} & {*sample.made_folders}, key=len, reverse=True):
-        _remove_checkpoint(folder, began)
-    for folder in sorted(sample.made_folders, key=len, reverse=True):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
     left = [one for one in sample.made_folders if os.path.isdir(one) and "/.cache/" not in one]
-    remarks = []
+    found = []
     if left:
-        remarks.append(f"the script also made {_some(left)}, and left files there")
+        found.append(f"the script also made {_some(left)}, and left files there")
     if redirected:
         counted = [f"{folder} ({_files(count)})" for folder, count in sorted(redirected.items())]
-        remarks.append(f"checkpoints not written: in {_some(counted)}")
-    return remarks
-
-
-def _remove_checkpoint(folder: str, began: float) -> None:
-    """Remove what the run has made, whose weights went elsewhere: nothing could resume from it.
-
-    A later training, also this comparison's next run, would take it for its last checkpoint. It
-    stays if something in it is older than the run.
-    """
-    files = [os.path.join(top, name) for top, _, names in os.walk(folder) for name in names]
-    with contextlib.suppress(OSError):
-        if all(os.lstat(file).st_mtime >= began for file in files):
-            shutil.rmtree(folder)
+        found.append(f"checkpoints not kept: in {_some(counted)}")
+    return found
 
 
 def _some(names: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ def findings(
         ("loss difference", _losses(main, stock)),
         ("peak memory", _memory(main, stock)),
         ("time saved", _saved(main, stock_s, total_steps)),
-        ("one-off cost", f"{main.setup_cost_s:+.1f} s until the warm-up is over"),
+        ("one-off cost", _one_off(main)),
     ]
     rows += [(verdict.arm, headline(verdict)) for verdict in others]
     ours = next(sample for sample in samples if sample.arm == main.arm)
@@ -79,6 +79,12 @@ def _noise(job: compare.Job, verdict: Verdict) -> str:
     if job.rounds < 2:
         return "not known from one run of each arm: no difference can be claimed"
     return f"{verdict.noise:.1%} between equal runs; less is no difference"
+
+
+def _one_off(verdict: Verdict) -> str:
+    if verdict.setup_cost_s is None:
+        return "not known from one run of each arm, as the first fills caches: take --rounds 2"
+    return f"{verdict.setup_cost_s:+.1f} s until the warm-up is over"
 
 
 def _losses(verdict: Verdict, stock: Sequence[Sample]) -> str:
