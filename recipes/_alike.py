@@ -52,4 +52,4 @@ def draw_apart(seed: int, process: Process) -> None:
 
     With the same ones, ranks draw the same noise for other examples, and a step sees less of it.
     """
-    torch.manual_seed(seed * process.world_size + process.rank)
+    torch.manual_seed((seed * process.world_size + process.rank) % 2**63)

@@ -44,6 +44,8 @@ class EndlessBatches(Generic[BatchT]):
             resumed run repeats exactly.
         collate: examples to batch.
         balance: deals the examples of each step out; None: as a DistributedSampler does.
+        lengths: tokens of each example, by which one batch takes more memory than another.
+        what: the word for the examples in messages.
 
     ``position`` is how many batches were taken; setting it continues there. Raises RecipeError
     when there are too few examples to give every rank one batch.
@@ -61,15 +63,18 @@ class EndlessBatches(Generic[BatchT]):
         seed: int,
         num_workers: int = 0,
         balance: StepBalance | None = None,
+        lengths: Sequence[int] | None = None,
+        what: str = "examples",
     ) -> None:
         if num_examples < batch_size * world_size:
             raise RecipeError(
-                f"{num_examples} examples are too few for batch_size={batch_size} on {world_size} "
+                f"{num_examples} {what} are too few for batch_size={batch_size} on {world_size} "
                 "processes: lower batch_size or add data"
             )
         self._order = _Order(num_examples, batch_size, rank, world_size, seed)
         self._order.balance = balance
         self._at_once = batch_size * world_size
+        self._batch_size, self._lengths, self._what = batch_size, lengths, what
         self._loader: DataLoader[Any] = DataLoader(
             _Drawn(draw),
             batch_sampler=self._order,
@@ -111,6 +116,15 @@ class EndlessBatches(Generic[BatchT]):
         """Of all ranks: as many as make whole batches for each."""
         return self._order.per_epoch * self._at_once
 
+    def largest(self) -> BatchT:
+        """A batch of the longest examples, which no other outgrows; without lengths the next."""
+        if self._lengths is None:
+            return next(self)
+        indices = sorted(range(len(self._lengths)), key=self._lengths.__getitem__)
+        drawn = [self._loader.dataset[index, 0] for index in indices[-self._batch_size :]]
+        batch: BatchT = self._loader.collate_fn(drawn)
+        return batch
+
     def fit_steps(self, accumulation: int) -> None:
         """Take so many batches for a step from now on; for batches with balance."""
         if self._order.balance is not None:
@@ -135,9 +149,9 @@ class EndlessBatches(Generic[BatchT]):
         """
         if epoch_examples > self._order.num_examples:
             raise RecipeError(
-                f"cannot resume: the data has {self._order.num_examples} examples, and an epoch of "
-                f"the checkpoint had {epoch_examples}: give the data that it was trained on, or "
-                "start a new run"
+                f"cannot resume: the data has {self._order.num_examples} {self._what}, and an "
+                f"epoch of the checkpoint had {epoch_examples}: give the data that it was trained "
+                "on, or start a new run"
             )
         epoch, number = divmod(position, epoch_examples // (batch_size * world_size))
         if epoch_examples % self._at_once == 0:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
 from rich.panel import Panel
 from rich.text import Text
 
@@ -58,18 +57,22 @@ def load_conversations(data: str | None, data_format: str = "auto") -> list[Conv
     return read_conversations(Path(data), data_format)
 
 
-def plain_text(conversation: Conversation, *, answered: bool) -> list[tuple[str, bool]]:
+def plain_text(conversation: Conversation) -> list[tuple[str, bool]]:
     """Pieces (text, trained) for models without a chat template, in alpaca's words."""
-    pieces, system = [], ""
+    pieces: list[tuple[str, bool]] = []
+    before = ""
     for message in conversation:
+        text = message.content
         if message.role == "system":
-            system = message.content + "\n\n"
+            text += "\n\n"
         elif message.role == "user":
-            pieces.append((system + InstructionPair(message.content, "", "").prompt(), False))
-            system = ""
-        else:
-            pieces.append((message.content, True))
-    return pieces if answered or not pieces or not pieces[-1][1] else pieces[:-1]
+            text = InstructionPair(text, "", "").prompt()
+        is_answer = message.role == "assistant"
+        if before == "system" and not is_answer:
+            text = pieces.pop()[0] + text  # as one text it may be other tokens than as two
+        pieces.append((text, is_answer))
+        before = message.role
+    return pieces
 
 
 def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
@@ -81,7 +84,7 @@ def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
     if not asked:
         return ""
     if tokenizer.chat_template is None:
-        text = "".join(piece for piece, _ in plain_text(asked, answered=False))
+        text = "".join(piece for piece, _ in plain_text(asked))
         return (tokenizer.bos_token or "") + text
     messages = [vars(message) for message in asked]
     rendered: str = _render(tokenizer, messages, tokenize=False, add_generation_prompt=True)
@@ -91,7 +94,7 @@ def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
 def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: bool) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **options)
-    except TemplateError as error:
+    except Exception as error:  # a template computes, so anything may go wrong in it
         raise RecipeError(
             f"the tokenizer's chat template refuses the conversation ({reason(error)}): change or "
             "leave out the turn that it refuses, or give the tokenizer another chat template"
@@ -117,7 +120,7 @@ def encode(conversation: Conversation, tokenizer: Any, options: Encoding) -> tup
 def _encode_plain(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
     ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     trained = [False] * len(ids)
-    for text, answer in plain_text(conversation, answered=True):
+    for text, answer in plain_text(conversation):
         piece = tokenizer(text, add_special_tokens=False)["input_ids"]
         piece = [*piece, tokenizer.eos_token_id] if answer else piece
         ids += piece
@@ -129,7 +132,13 @@ def _encode_chat(
     conversation: Conversation, tokenizer: Any, *, masked: bool
 ) -> tuple[list[int], list[bool]]:
     messages = [vars(message) for message in conversation]
-    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+    if masked and not tokenizer.is_fast:
+        raise RecipeError(
+            "the tokenizer does not say where in the text its tokens lie, so answers can't be told "
+            "from questions: give the model a fast tokenizer, or set train_on_prompt=true"
+        )
+    marks = ("{% generation", "{%- generation")
+    if masked and any(mark in tokenizer.chat_template for mark in marks):
         found = _render(
             tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -141,10 +150,10 @@ def _encode_chat(
         for index, message in enumerate(conversation)
         if masked and message.role == "assistant"
     ]
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=masked)
     trained = [
         any(start < last and first < end for start, end in spans)
-        for first, last in found["offset_mapping"]
+        for first, last in found.get("offset_mapping", ())
     ]
     return list(found["input_ids"]), trained
 
@@ -216,7 +225,8 @@ def encode_all(
             example, truncated = encode(conversation, tokenizer, options)
         except RecipeError as error:
             raise RecipeError(f"record {number} of the data (from 0): {error}") from error
-        if any(label != IGNORED_LABEL for label in example.labels):
+        # The first token has none before it to be predicted from.
+        if any(label != IGNORED_LABEL for label in example.labels[1:]):
             examples.append(example)
             num_truncated += truncated
     if not examples:

@@ -289,7 +289,7 @@ def print_table(comparison: Comparison, run_dir: Path, tolerance: float) -> None
         ("samples", str(run_dir / "compare.json")),
         ("scalars", str(run_dir / "tensorboard")),
     ):
-        console.print(f"{label:<16}{text}", markup=False, highlight=False)
+        console.print(f"{label:<16}{text}", highlight=False)
 
 
 def _difference_text(comparison: Comparison, tolerance: float) -> str:
@@ -298,6 +298,6 @@ def _difference_text(comparison: Comparison, tolerance: float) -> str:
         return f"{most} (limit {tolerance:g})"
     ours, again = comparison.drift("ours"), comparison.drift(_rounding.ARM)
     return (
-        f"{most}; in the second half {ours.size:.3g} on average, where rounding alone "
-        f"makes {again.size:.3g}"
+        f"{most}; in the second half {ours.size:.3g} on average, where two stock runs lie "
+        f"{again.size:.3g} apart"
     )

@@ -16,6 +16,9 @@ import yaml
 ConfigT = TypeVar("ConfigT")
 
 
+_NO_VALUE = ("", "~", "null")  # in YAML
+
+
 class RecipeError(ValueError):
     """The user's options, data or machine do not allow this run; the text says what to change."""
 
@@ -68,13 +71,13 @@ def load_config(cls: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -
     value of the wrong type (naming the key and what it accepts).
     """
     values = {key: (value, str(path)) for key, value in _read_yaml(path).items()}
+    hints = typing.get_type_hints(cls)
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals:
             raise RecipeError(f"'{word}' is not an option: write key=value, for example steps=40")
-        values[key.strip()] = (_parse_scalar(key, text), "the command line")
+        values[key.strip()] = (_parse_word(key, text, hints.get(key.strip())), "the command line")
 
-    hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(typing.cast(Any, cls))]
     for key, (_, origin) in values.items():
         if key not in names:
@@ -95,10 +98,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _parse_scalar(key: str, text: str) -> Any:
+def _parse_word(key: str, text: str, hint: Any) -> Any:
     text = text.strip()
-    if "#" in text and text[0] not in "'\"":
-        return text  # nobody writes comments on a command line; YAML would cut "runs #2" at one
+    is_quoted = text[:1] in ("'", '"') and text[-1] == text[0] and len(text) > 1
+    is_text = hint is str or str in typing.get_args(hint)
+    is_word = is_text and text.lower() not in _NO_VALUE
+    if not is_quoted and (is_word or "#" in text):
+        # YAML would make 1.1 of the name 1.10, and cut "runs #2" at a comment.
+        return text
     return _parse_yaml(text, f"{key}={text} is not a valid value")
 
 

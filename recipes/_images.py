@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from deepytorch.recipes._config import RecipeError
 
@@ -149,8 +149,10 @@ def read_image(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return _as_rgb(ImageOps.exif_transpose(image))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise RecipeError(f"{path} cannot be read as an image: {error}") from error
+    except Exception as error:
+        # Pillow's decoders hand on whatever a damaged file makes them raise: SyntaxError, ...
+        reason = str(error) or type(error).__name__
+        raise RecipeError(f"{path} cannot be read as an image: {reason}") from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

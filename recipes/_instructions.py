@@ -75,6 +75,7 @@ class Data:
     balanced: EndlessBatches[Batch] | None
     held_out: list[Batch]
     sample: Conversation
+    longest: int  # tokens of an example
 
 
 def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
@@ -93,13 +94,15 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
 
     examples, summary = encoded(trained)
     if process.is_main:
-        console.print(f"data        {summary}", markup=False, highlight=False)
+        console.print(f"data        {summary}", highlight=False)
         print_masked(examples[0], tokenizer)
     pad = tokenizer.pad_token_id
     fixed = config.packing == "fixed"
     rows = fill_rows(examples, config.max_length) if fixed else [[one] for one in examples]
     if fixed and process.is_main:
         console.print(f"packing     {len(rows)} rows of up to {config.max_length} tokens")
+
+    lengths = [sum(len(one.input_ids) for one in row) for row in rows]
 
     def batches_with(balance: StepBalance | None) -> EndlessBatches[Batch]:
         return EndlessBatches(
@@ -111,12 +114,13 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
             world_size=process.world_size,
             seed=config.seed,
             balance=balance,
+            lengths=lengths,
+            what="rows" if fixed else "examples",
         )
 
     balanced = None
     why_not = config.why_no_balance(process.world_size)
     if why_not is None:
-        lengths = [sum(len(one.input_ids) for one in row) for row in rows]
         balanced = batches_with(
             StepBalance(lengths, world_size=process.world_size, accumulation=config.accumulation)
         )
@@ -128,7 +132,8 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
         left_out = []
     # Every rank evaluates all of them, so that each has as many.
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
-    return Data(batches_with(None), balanced, held_out, conversations[kept[0]])
+    longest = max(len(one.input_ids) for one in (*examples, *left_out))
+    return Data(batches_with(None), balanced, held_out, conversations[kept[0]], longest)
 
 
 def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:

@@ -55,6 +55,13 @@ def run_recipe(
     try:
         config = load_config(config_class, arguments.config, arguments.overrides)
         device = choose_device(config.device)
+        if config.precision == "fp16" and device.type == "cpu":
+            raise RecipeError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
+        if arguments.compare and config.resume is not None:
+            raise RecipeError(
+                f"--compare trains both arms from the start, which resume={config.resume} does "
+                "not: leave resume out"
+            )
         if arguments.compare and config.engine != "ddp":
             raise RecipeError(
                 f"--compare trains both arms in the same processes, which engine={config.engine} "
@@ -120,42 +127,40 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
             end = end or one.end
         return end
 
-    with (
-        StepProgress(config.steps, enabled=process.is_main) as progress,
-        _asked_to_end() as ending,
-    ):
-        for step in range(start + 1, config.steps + 1):
-            telling.begin()
-            result = trainer.step([next(task.batches) for _ in range(config.accumulation)])
-            telling.add(step, result, end=ending())
-            is_evaluated = bool(
-                task.held_out and config.evaluate_every and step % config.evaluate_every == 0
-            )
-            # The last one too: what is exported may not fit on the disk.
-            is_last = step == config.steps
-            due = bool(config.save_every and (step % config.save_every == 0 or is_last))
-            end = report(telling.read(everything=due or is_evaluated or is_last))
-            if is_evaluated:
-                log.write(step, held_out_loss=trainer.evaluate(task.held_out))
-            if due or end:
-                report(telling.read(everything=True))  # what is saved has its losses recorded
-                problem = course.save(step)
-                if end:
-                    log.close()
-                    return _ended_early(problem, run_dir, step, process)
-                if problem is not None and process.is_main:
-                    told_why = f"step {step}: no checkpoint: {problem}; training goes on"
-                    console.print(told_why, markup=False)
-    if task.held_out:
-        held_out = trainer.evaluate(task.held_out)
-        log.write(config.steps, held_out_loss=held_out)
-        if process.is_main:
-            console.print(f"held out    loss {held_out:.4f} on data left out of training")
-    log.close()
-    try:
-        finish(task, trainer, run_dir, process)
-    except RecipeError as error:
-        raise RecipeError(f"{error}. {course.rescue(max(start, config.steps))}") from error
+    # To the very end: what is told after the last step only has to leave the export its time.
+    with _asked_to_end() as ending:
+        with StepProgress(config.steps, enabled=process.is_main) as progress:
+            for step in range(start + 1, config.steps + 1):
+                telling.begin()
+                result = trainer.step([next(task.batches) for _ in range(config.accumulation)])
+                telling.add(step, result, end=ending())
+                is_evaluated = bool(
+                    task.held_out and config.evaluate_every and step % config.evaluate_every == 0
+                )
+                # The last one too: what is exported may not fit on the disk.
+                is_last = step == config.steps
+                due = bool(config.save_every and (step % config.save_every == 0 or is_last))
+                end = report(telling.read(everything=due or is_evaluated or is_last))
+                if is_evaluated:
+                    log.write(step, held_out_loss=trainer.evaluate(task.held_out))
+                if due or end:
+                    report(telling.read(everything=True))  # what is saved has its losses recorded
+                    problem = course.save(step)
+                    if end:
+                        log.close()
+                        return _ended_early(problem, run_dir, step, process)
+                    if problem is not None and process.is_main:
+                        console.print(f"step {step}: no checkpoint: {problem}; training goes on")
+        if task.held_out:
+            held_out = trainer.evaluate(task.held_out)
+            log.write(config.steps, held_out_loss=held_out)
+            if process.is_main:
+                console.print(f"held out    loss {held_out:.4f} on data left out of training")
+        log.close()
+        try:
+            finish(task, trainer, run_dir, process)
+        except RecipeError as error:
+            raise RecipeError(f"{error}. {course.rescue(max(start, config.steps))}") from error
     return 0
 
 
@@ -197,6 +202,13 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
         make_model = _rounding.nudged(task.make_model, config.seed)
         again = replace(task, make_model=make_model)
         trainers[_rounding.ARM] = Trainer(again, config, process, group=group, ours=False)
+    by_chance = task.repacked and _rounding.drops_out(trainers["stock"].model)
+    if by_chance and not config.rounding_arm:
+        raise RecipeError(
+            "dropout draws other numbers for rows without padding, so the arms' losses differ by "
+            "chance: train without dropout or with padding_free=off, or use rounding_arm=true, "
+            "which shows how far chance drives two stock runs apart"
+        )
     run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
     logs = {
         arm: ScalarLog(run_dir / "tensorboard" / arm if process.is_main else None)
@@ -217,7 +229,9 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             # What is compared in losses alone comes last: before each of the two in turn.
             others = trainers.keys() - _compare.ARMS
             for arm in (*_compare.order_of(step), *others):
-                draw_apart(config.seed + step, process)  # all arms see the same dropout
+                # The same numbers for all arms, as dropout's; where they can't be the same, others.
+                other = config.steps if by_chance and arm == _rounding.ARM else 0
+                draw_apart(config.seed + step + other, process)
                 with _compare.timed(process.device) as timer:
                     result = trainers[arm].step(taken[own if arm == "ours" else task.batches])
                 loss = result.loss_share.cpu()

@@ -2,7 +2,7 @@
 """How much memory a run needs on each rank, before it starts: ``--dry-run``.
 
 Weights, gradients and optimizer are counted exactly, by the engine's sharding. Activations are what
-autograd keeps: one forward of a real batch counts the tensors saved for backward.
+autograd keeps: one forward, of the largest batch that can come, counts what is saved for backward.
 """
 
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ def estimate(task: "Task[BatchT]", options: RunOptions, process: Process) -> Est
     if options.gradient_checkpointing:
         enable_checkpointing(model)
     counter = _Saved(model)
-    batch = next(task.batches).to(torch.device("cpu"))
+    batch = task.batches.largest().to(torch.device("cpu"))
     loss = task.make_loss(model, False)
     enabled = options.precision != "fp32"
     with (

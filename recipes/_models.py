@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal language models from a hub id or a path, in Hugging Face's own formats."""
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from rich.panel import Panel
 from rich.text import Text
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -15,6 +18,11 @@ from deepytorch.recipes._chat import Conversation, prompt_of
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._hub import loading_options, reason, whole_files
 from deepytorch.recipes._run import console
+
+# Wrong files, wrong shapes, a configuration that contradicts itself.
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, StrictDataclassError)
+
+_POSITION_TABLES = ("position_embeddings", "embed_positions", "position_embedding", "wpe")
 
 
 def load_tokenizer(model: str, *, causal: bool = True) -> Any:
@@ -24,7 +32,7 @@ def load_tokenizer(model: str, *, causal: bool = True) -> Any:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **loading_options(model))
-    except (OSError, ValueError) as error:
+    except _LOADING_ERRORS as error:
         raise RecipeError(_cannot_load("tokenizer", model, error)) from error
     if causal and tokenizer.eos_token_id is None:
         raise RecipeError(f"the tokenizer of model={model} has no end token to train the model on")
@@ -41,9 +49,56 @@ def load_tokenizer(model: str, *, causal: bool = True) -> Any:
 def load_model(model: str, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Any:
     """The causal language model of a hub id or a path, in ``dtype``.
 
-    Raises RecipeError when it cannot be read or has fewer embeddings than the tokenizer tokens.
+    Raises RecipeError when it cannot be read, has fewer embeddings than the tokenizer tokens, or
+    does not predict the next token.
     """
-    return load_with(AutoModelForCausalLM, model, tokenizer, dtype)
+    loaded = load_with(AutoModelForCausalLM, model, tokenizer, dtype)
+    if not _predicts_the_next_token(loaded):
+        raise RecipeError(
+            f"model={model} is a {type(loaded).__name__} that does not predict each token from "
+            "those before it: use a model made to continue texts, such as Llama, Qwen or GPT"
+        )
+    return loaded
+
+
+@torch.no_grad()
+def _predicts_the_next_token(model: Any) -> bool:
+    """Whether its loss is the cross-entropy of each next token, sum / total, and it sees none.
+
+    The decoders of models that translate expect labels that are shifted already, for one, and BERT
+    looks ahead unless its configuration says is_decoder.
+    """
+    shifts = "self.loss_function(" in inspect.getsource(type(model).forward)  # transformers' own
+    if shifts and getattr(model.config, "is_decoder", True):
+        return True
+    ids = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
+    total = torch.tensor(100.0)
+    output = model(input_ids=ids, labels=ids, num_items_in_batch=total)
+    logits = output.logits[0, :-1].float()
+    wanted = nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / total
+    if output.loss is None or not torch.allclose(output.loss.float(), wanted, rtol=0.01):
+        return False
+    ids[0, -1] = 0
+    return torch.allclose(model(input_ids=ids).logits[0, :-1].float(), logits, atol=1e-6)
+
+
+def refuse_beyond_positions(model: Any, longest: int) -> None:
+    """RecipeError if an example of ``longest`` tokens has more than the model has positions.
+
+    Where these are a table's rows; computed ones, as rotary ones are, have no end.
+    """
+    tables = [
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        for name, table in model.named_modules()
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
+    ]
+    told = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    positions = min([*tables, told])
+    if tables and longest > positions:
+        raise RecipeError(
+            f"an example has {longest} tokens, and {type(model).__name__} has {positions} "
+            f"positions: set max_length={positions}"
+        )
 
 
 def load_with(
@@ -53,7 +108,7 @@ def load_with(
     with whole_files(Path(model)):
         try:
             loaded: Any = auto_class.from_pretrained(model, dtype=dtype, **loading_options(model))
-        except (OSError, ValueError) as error:
+        except _LOADING_ERRORS as error:
             raise RecipeError(_cannot_load("model", model, error)) from error
     num_rows = loaded.get_input_embeddings().weight.shape[0]
     if num_rows < len(tokenizer):
@@ -93,9 +148,7 @@ def print_sample(
         prompt, answer = _sample(model, tokenizer, prompt, num_tokens)
         path.write_text(f"{prompt}{answer}\n", encoding="utf-8")
     except Exception as error:
-        console.print(
-            f"sample      none: {str(error) or type(error).__name__}", markup=False, highlight=False
-        )
+        console.print(f"sample      none: {str(error) or type(error).__name__}", highlight=False)
         return
     text = Text(prompt, style="dim").append(answer, style="bold not dim")
     console.print(Panel(text, title="sample: the answer to a question left out of training"))

@@ -47,14 +47,14 @@ class RunOptions:
             self.require_positive("learning_rate")
         if self.learning_rate == math.inf:
             raise RecipeError("learning_rate must be finite, not inf")
+        if not 0 <= self.seed < 2**63:
+            raise RecipeError(f"seed must be 0 or more and below 2**63, not {self.seed}")
         if not 0 <= self.weight_decay < math.inf:  # nor is nan
             raise RecipeError(f"weight_decay must be 0 or more and finite, not {self.weight_decay}")
         if self.engine == "megatron" and self.precision == "fp16":
             raise RecipeError("engine=megatron has no precision=fp16: use bf16, or engine=ddp")
         if self.engine == "megatron" and self.device == "cpu":
             raise RecipeError("engine=megatron needs a GPU: use engine=ddp or deepspeed on the CPU")
-        if self.precision == "fp16" and self.device == "cpu":
-            raise RecipeError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
         if self.precision == "fp8" and self.engine not in ("ddp", "accelerate", "fsdp2"):
             raise RecipeError(
                 f"engine={self.engine} has no precision=fp8: use engine=ddp, accelerate or fsdp2"
@@ -65,6 +65,11 @@ class RunOptions:
             )
         if self.offload == "parameters" and self.engine == "deepspeed" and self.zero_stage != 3:
             raise RecipeError("offload=parameters under DeepSpeed needs zero_stage=3")
+
+    def require_share(self, key: str) -> None:
+        """RecipeError if ``key`` is no share of which something is left: from 0 to below 1."""
+        if not 0 <= getattr(self, key) < 1:  # nor is nan
+            raise RecipeError(f"{key} must be 0 or more and below 1, not {getattr(self, key)}")
 
     def require_positive(self, *keys: str) -> None:
         """RecipeError naming the first of ``keys`` that is not above 0."""

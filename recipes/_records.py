@@ -42,8 +42,9 @@ def read_conversations(path: Path, data_format: str = "auto") -> list[Conversati
     records = _records(path)
     if data_format == "auto":
         first = records[0][1]
-        chat = isinstance(first, dict) and ("conversations" in first or "messages" in first)
-        data_format = "sharegpt" if chat else "alpaca"
+        fields = first if isinstance(first, dict) else {}
+        is_alpaca = _first_of(fields, "conversations", "messages") is None
+        data_format = "alpaca" if is_alpaca else "sharegpt"
     read: Callable[[Any, str], Conversation] = _sharegpt if data_format == "sharegpt" else _alpaca
     return [read(record, f"{path}, {where}") for where, record in records]
 
@@ -55,14 +56,15 @@ def read_alpaca(path: Path) -> list[InstructionPair]:
 
 def _records(path: Path) -> list[tuple[str, Any]]:
     """Each record of the file with the place it has there."""
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         records = _parquet(path)
     else:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"cannot read data={path}: {error}") from error
-        records = list(_lines(text, path) if path.suffix == ".jsonl" else _list(text, path))
+        records = list(_lines(text, path) if suffix == ".jsonl" else _list(text, path))
     if not records:
         raise RecipeError(f"{path} holds no records")
     return records
@@ -143,13 +145,14 @@ def _pair(record: Any, where: str) -> InstructionPair:
             )
         if required and not value.strip():
             raise RecipeError(f'{where}: field "{field}" is empty')
+        _refuse_half_characters(value, f'{where}: field "{field}"')
         values[field] = value
     return InstructionPair(values["instruction"], values["input"], values["output"])
 
 
 def _sharegpt(record: Any, where: str) -> Conversation:
     _require_object(record, where)
-    turns = record.get("conversations", record.get("messages"))
+    turns = _first_of(record, "conversations", "messages")
     if not isinstance(turns, list) or not turns:
         raise RecipeError(
             f'{where}: needs a list "conversations" or "messages". '
@@ -159,15 +162,32 @@ def _sharegpt(record: Any, where: str) -> Conversation:
     for number, turn in enumerate(turns):
         here = f"{where}, turn {number}"
         _require_object(turn, here)
-        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role, content = _first_of(turn, "from", "role"), _first_of(turn, "value", "content")
         if not isinstance(role, str) or role not in ROLES:
             raise RecipeError(f'{here}: "from" is {role!r}; known: {", ".join(ROLES)}')
         if not isinstance(content, str):
             raise RecipeError(f'{here}: "value" must be a text, not a {type(content).__name__}')
+        _refuse_half_characters(content, f'{here}: "value"')
         messages.append(Message(ROLES[role], content))
     if not any(one.role == "assistant" and one.content.strip() for one in messages):
         raise RecipeError(f"{where}: no turn of the assistant, so there is nothing to learn")
     return tuple(messages)
+
+
+def _first_of(record: dict[str, Any], *fields: str) -> Any:
+    """The first of the fields that has a value; tables fill what a record lacks with null."""
+    return next((record[field] for field in fields if record.get(field) is not None), None)
+
+
+def _refuse_half_characters(text: str, place: str) -> None:
+    # JSON may have "\ud800", a half of a pair, alone. Tokenizers read UTF-8, which can't.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise RecipeError(
+            f"{place} has half a character, {half!r}: mend it, or leave the record out"
+        ) from error
 
 
 def _require_object(value: Any, where: str) -> None:

@@ -3,7 +3,8 @@
 
 Training amplifies differences in the last digit: after some hundred steps two runs that add in
 another order have other losses, as two seeds have. So long curves are judged against a third arm,
-the stock one again from weights that differ by rounding, not against a fixed tolerance.
+the stock one again from weights that differ by rounding, not against a fixed tolerance. So is what
+dropout leaves out, where the arms can't draw the same numbers: the third arm then has its own, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from statistics import fmean
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 ARM = "again"
 
@@ -33,6 +35,16 @@ def nudged(make_model: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Mo
         return model
 
     return make
+
+
+def drops_out(model: nn.Module) -> bool:
+    """Whether it leaves something out by chance: by layers, or by a share given to attention."""
+    return any(
+        (isinstance(module, _DropoutNd) and module.p > 0)
+        or any(isinstance(one, float) and one > 0 and "dropout" in key for key, one in own)
+        for module in model.modules()
+        for own in [vars(module).items()]
+    )
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,6 @@ class Drift:
             return None
         return (
             f"the loss curves of stock and deepytorch lie {self.size:.3g} apart in the second half "
-            f"(mean difference {self.bias:+.3g}), where two stock runs that differ by rounding lie "
-            f"{again.size:.3g} apart: the two runs are not equivalent"
+            f"(mean difference {self.bias:+.3g}), where two stock runs lie {again.size:.3g} apart: "
+            "the two runs are not equivalent"
         )

@@ -26,7 +26,8 @@ from deepytorch_core.network import gloo_env
 
 T = TypeVar("T")
 
-console = Console(soft_wrap=True)
+# Paths and names may have brackets and colons, which rich would take for markup and emoji.
+console = Console(soft_wrap=True, markup=False, emoji=False)
 
 _LINES_PER_RUN = 10  # progress lines of a run whose output is not a terminal
 
@@ -266,13 +267,14 @@ class StepProgress:
         elif self._enabled:
             every = max(1, self._steps // _LINES_PER_RUN)
             if step % every == 0 or step in (1, self._steps):
-                console.print(f"step {step}/{self._steps}  {text}", markup=False, highlight=False)
+                console.print(f"step {step}/{self._steps}  {text}", highlight=False)
 
 
 class ScalarLog:
     """TensorBoard scalars under ``path``; nothing where it is None (other ranks).
 
     With ``wandb``, the run's options, also Weights & Biases; RecipeError if it is not installed.
+    Where the disk is full, a line says so, and the training goes on without scalars.
     """
 
     def __init__(self, path: Path | None, wandb: dict[str, Any] | None = None) -> None:
@@ -281,24 +283,35 @@ class ScalarLog:
         if path is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(path))
+            with self._or_without():
+                self._writer = SummaryWriter(str(path))
             if wandb is not None:
                 self._wandb = _wandb_run(path.parent, wandb)
 
     def write(self, step: int, **scalars: float) -> None:
         """Record each scalar under its keyword."""
         if self._writer is not None:
-            for name, value in scalars.items():
-                self._writer.add_scalar(f"train/{name}", value, step)
+            with self._or_without():
+                for name, value in scalars.items():
+                    self._writer.add_scalar(f"train/{name}", value, step)
         if self._wandb is not None:
             self._wandb.log({f"train/{name}": one for name, one in scalars.items()}, step=step)
 
     def close(self) -> None:
         """Flush and close the event file."""
         if self._writer is not None:
-            self._writer.close()
+            with self._or_without():
+                self._writer.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+    @contextmanager
+    def _or_without(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            console.print(f"scalars     no more of them: {error}; training goes on")
 
 
 def _wandb_run(run_dir: Path, options: dict[str, Any]) -> Any:

@@ -45,6 +45,8 @@ class Task(Generic[BatchT]):
     """Called on rank 0 after training with the model and the run's folder."""
     balanced: EndlessBatches[BatchT] | None = None
     """``batches`` with the examples of each step evenly spread, where deepytorch may do that."""
+    repacked: bool = False
+    """Whether deepytorch may lay a batch out otherwise than stock, as rows without padding."""
     flops_of: Callable[[nn.Module], float] | None = None
     """Floating-point operations of training a model on one unit, for its utilisation."""
 

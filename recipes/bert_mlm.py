@@ -33,7 +33,12 @@ from deepytorch.recipes._data import (
 from deepytorch.recipes._instructions import packs_batches
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._memory import transformer_flops
-from deepytorch.recipes._models import load_tokenizer, load_with, save_checkpoint
+from deepytorch.recipes._models import (
+    load_tokenizer,
+    load_with,
+    refuse_beyond_positions,
+    save_checkpoint,
+)
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console
 from deepytorch.recipes._trainer import Task
@@ -62,6 +67,7 @@ class Config(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("hidden_size", "num_layers", "num_heads", "max_length", "held_out")
+        self.require_share("dropout")
         if self.hidden_size % self.num_heads:
             raise RecipeError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_heads={self.num_heads}"
@@ -104,13 +110,16 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         rank=process.rank,
         world_size=process.world_size,
         seed=config.seed,
+        lengths=[len(ids) for ids in trained],
     )
     hidden = [mask(ids, tokenizer, random.Random(number)) for number, ids in enumerate(kept)]
     held_out = [collate(few, pad, shifted=False) for few in in_batches(hidden, config.batch_size)]
 
     def make_model() -> Any:
         torch.manual_seed(config.seed)
-        return build_model(config, tokenizer)
+        model = build_model(config, tokenizer)
+        refuse_beyond_positions(model, max(map(len, pieces)))
+        return model
 
     def export(model: Any, run_dir: Path) -> None:
         save_checkpoint(model, tokenizer, run_dir / "checkpoint")
@@ -121,6 +130,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         make_model=make_model,
         make_loss=lambda model, ours: masked_loss(model, config.padding_free if ours else "off"),
         batches=batches,
+        repacked=config.padding_free != "off",
         held_out=held_out,
         unit="tokens",
         learning_rate=5e-5 if config.model else 3e-3,
@@ -220,7 +230,7 @@ def say_guesses(model: Any, tokenizer: Any, ids: Sequence[int], path: Path) -> N
         f"{right} of {len(hidden)} hidden tokens are right\n"
     )
     path.write_text(text, encoding="utf-8")
-    console.print(text, markup=False, highlight=False)
+    console.print(text, highlight=False)
 
 
 if __name__ == "__main__":

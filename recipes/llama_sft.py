@@ -25,7 +25,13 @@ from deepytorch.recipes._data import Batch, byte_tokenizer
 from deepytorch.recipes._instructions import TextOptions, causal_loss, prepare_data
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._memory import transformer_flops
-from deepytorch.recipes._models import load_model, load_tokenizer, print_sample, save_checkpoint
+from deepytorch.recipes._models import (
+    load_model,
+    load_tokenizer,
+    print_sample,
+    refuse_beyond_positions,
+    save_checkpoint,
+)
 from deepytorch.recipes._run import Process, console
 from deepytorch.recipes._trainer import Task
 
@@ -64,7 +70,9 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
 
     def make_model() -> Any:
         torch.manual_seed(config.seed)
-        return build_model(config, tokenizer)
+        model = build_model(config, tokenizer)
+        refuse_beyond_positions(model, data.longest)
+        return model
 
     def export(model: Any, run_dir: Path) -> None:
         save_checkpoint(model, tokenizer, run_dir / "checkpoint")
@@ -76,6 +84,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         make_loss=lambda model, ours: causal_loss(model, config.padding_free_of(ours)),
         batches=data.batches,
         balanced=data.balanced,
+        repacked=config.padding_free_of(True) != config.padding_free_of(False),
         held_out=data.held_out,
         unit="tokens",
         # A model from scratch learns from large steps; a trained one forgets with them.

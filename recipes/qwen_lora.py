@@ -26,7 +26,13 @@ from deepytorch.recipes._data import Batch, byte_tokenizer
 from deepytorch.recipes._instructions import TextOptions, causal_loss, prepare_data
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._memory import transformer_flops
-from deepytorch.recipes._models import load_model, load_tokenizer, print_sample, save_checkpoint
+from deepytorch.recipes._models import (
+    load_model,
+    load_tokenizer,
+    print_sample,
+    refuse_beyond_positions,
+    save_checkpoint,
+)
 from deepytorch.recipes._run import Process, console
 from deepytorch.recipes._trainer import Task
 
@@ -54,6 +60,7 @@ class Config(TextOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("lora_r", "lora_alpha", "hidden_size", "num_layers", "num_heads")
+        self.require_share("lora_dropout")
         if self.hidden_size % (2 * self.num_heads):
             raise RecipeError(
                 f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads "
@@ -83,6 +90,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
     def make_model() -> Any:
         torch.manual_seed(config.seed)
         model = build_model(config, tokenizer)
+        refuse_beyond_positions(model, data.longest)
         return model if config.method == "full" else with_adapter(model, config)
 
     def export(model: Any, run_dir: Path) -> None:
@@ -99,6 +107,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         make_loss=lambda model, ours: causal_loss(model, config.padding_free_of(ours)),
         batches=data.batches,
         balanced=data.balanced,
+        repacked=config.padding_free_of(True) != config.padding_free_of(False),
         held_out=data.held_out,
         unit="tokens",
         learning_rate=default_rate(config),

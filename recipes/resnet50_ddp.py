@@ -54,6 +54,8 @@ class Config(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("width", "image_size", "held_out")
+        if self.num_workers < 0:
+            raise RecipeError(f"num_workers must be 0 or more, not {self.num_workers}")
         if self.engine == "fsdp2":
             raise RecipeError(
                 "engine=fsdp2 does not shard a ResNet's batch norms: use ddp, deepspeed or "
@@ -137,7 +139,15 @@ def make_loss(model: Any, ours: bool) -> Callable[[ImageBatch, torch.Tensor], to
     """Cross-entropy over the classes: sum / total."""
 
     def loss_share(batch: ImageBatch, total: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(model, batch.images)
+        try:
+            logits = logits_of(model, batch.images)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise RecipeError(
+                f"batch_size={len(batch.images)} with image_size={batch.images.shape[-1]} leaves "
+                "batch norm one value a channel: use a larger one of them"
+            ) from error
         return nn.functional.cross_entropy(logits, batch.classes, reduction="sum") / total
 
     return loss_share

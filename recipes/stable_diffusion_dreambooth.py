@@ -14,6 +14,7 @@ configs/stable_diffusion_dreambooth.yaml.
 """
 
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,9 +65,10 @@ class Config(RunOptions):
         self.require_positive("lora_r", "image_size", "sample_steps")
         if self.image_size % 8:
             raise RecipeError(f"image_size={self.image_size} must be a multiple of 8")
-        if self.prior_weight < 0 or (self.prior_weight > 0 and self.num_class_images < 1):
+        is_weight = 0 <= self.prior_weight < math.inf  # nan is none
+        if not is_weight or (self.prior_weight > 0 and self.num_class_images < 1):
             raise RecipeError(
-                "prior preservation needs prior_weight >= 0 and num_class_images >= 1"
+                "prior preservation needs a finite prior_weight >= 0 and num_class_images >= 1"
             )
 
 

@@ -6,7 +6,7 @@ import string
 
 import pytest
 import torch
-from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel
+from transformers import BertTokenizerFast, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 from deepytorch.recipes._chat import encode, prompt_of
 from deepytorch.recipes._config import RecipeError
@@ -167,3 +167,55 @@ def test_padding_falls_back_to_another_special_token(tmp_path, missing, pad):
         setattr(tokenizer, f"{name}_token", None)
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path), causal=False).pad_token == pad
+
+
+def plain(*turns, **others):
+    """The text of a model without a chat template, and what of it is trained."""
+    tokenizer = byte_tokenizer()
+    options = TextOptions(name="test", max_length=10_000, **others)
+    example, _ = encode(tuple(Message(*turn) for turn in turns), tokenizer, options)
+    labels = [label for label in example.labels if label != IGNORED_LABEL]
+    return tokenizer.decode(example.input_ids), tokenizer.decode(labels)
+
+
+ASKED = "### Instruction:\nq\n\n### Response:\n"
+
+
+@pytest.mark.parametrize(
+    ("turns", "text"),
+    [
+        ("system: S, user: q, assistant: a", f"S\n\n{ASKED}a</s>"),
+        ("system: S, system: T, user: q, assistant: a", f"S\n\nT\n\n{ASKED}a</s>"),
+        ("system: S, assistant: a, user: q, assistant: a", f"S\n\na</s>{ASKED}a</s>"),
+        ("user: q, system: S, assistant: a", f"{ASKED}S\n\na</s>"),
+        ("user: q, assistant: a, system: S", f"{ASKED}a</s>S\n\n"),
+    ],
+)
+def test_without_a_template_every_turn_has_its_place(turns, text):
+    spoken = [tuple(turn.split(": ")) for turn in turns.split(", ")]
+    assert plain(*spoken) == (f"<s>{text}", "a</s>" * turns.count("assistant"))
+
+
+def test_a_second_answer_is_asked_for_behind_the_first():
+    asked = (Message("user", "q"), Message("assistant", "first"), Message("assistant", "second"))
+    assert prompt_of(asked, byte_tokenizer()) == f"<s>{ASKED}first"
+
+
+@pytest.mark.parametrize("expression", ["'a' + 1", "1 // 0", "messages[99].role.x", "nobody(1)"])
+def test_whatever_fails_in_a_template_is_one_sentence(expression):
+    tokenizer = with_template("{{ " + expression + " }}")
+    with pytest.raises(RecipeError, match="chat template refuses the conversation") as failure:
+        trained(tokenizer, QUESTION, Message("assistant", "Yes"))
+    assert "\n" not in str(failure.value)
+
+
+def test_a_tokenizer_without_offsets_trains_whole_conversations_only():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    turns = (QUESTION, Message("assistant", "Yes"))
+    with pytest.raises(RecipeError, match="does not say where in the text its tokens lie"):
+        trained(tokenizer, *turns)
+    whole = TextOptions(name="test", train_on_prompt=True)
+    example, _ = encode(turns, tokenizer, whole)
+    assert example.labels == example.input_ids
+    assert tokenizer.decode(example.labels) == "Is it?Yes"

@@ -4,6 +4,7 @@
 import contextlib
 import glob
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -15,13 +16,15 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 from deepytorch.recipes import _checkpoint, _loop, bert_mlm
 from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._config import RankError, RecipeError
 from deepytorch.recipes._engines import Fsdp2Engine
 from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process, make_run_dir
+from deepytorch.recipes._run import Process, ScalarLog, make_run_dir
+from deepytorch.recipes._trainer import Trainer
 from deepytorch_core.testing import spawn_ranks
 
 TINY = [
@@ -63,6 +66,49 @@ def test_a_model_that_cannot_be_exported_is_kept(tmp_path, monkeypatch, capsys, 
     assert train(tmp_path / "again", "resume=copied") == 0
     (run_dir,) = (tmp_path / "again").iterdir()
     assert (run_dir / "checkpoint" / "model.safetensors").is_file()
+
+
+def test_a_run_that_has_taken_its_last_step_finishes(tmp_path, monkeypatch):
+    told = []
+
+    def tell_before(owner, name):
+        original = getattr(owner, name)
+
+        def telling(*arguments):
+            told.append(name)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, telling)
+
+    def end(number, frame):
+        raise AssertionError("the training is lost")
+
+    tell_before(Trainer, "evaluate")
+    tell_before(bert_mlm, "save_checkpoint")
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        assert train(tmp_path) == 0
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == ["evaluate", "save_checkpoint"]
+    (run_dir,) = tmp_path.iterdir()
+    assert (run_dir / "checkpoint" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("when", ["__init__", "add_scalar", "close"])
+def test_a_full_disk_costs_the_scalars_alone(tmp_path, monkeypatch, capsys, when):
+    def fail(self, *arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, when, fail)
+    log = ScalarLog(tmp_path)
+    for step in (1, 2):
+        log.write(step, loss=1.0, learning_rate=0.1)
+    log.close()
+    said = "scalars     no more of them: [Errno 28] No space left on device; training goes on\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What --compare makes of its samples, without training anything."""
 
+import json
 import math
 
 import pytest
 import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from deepytorch.recipes import _compare, bert_mlm
 from deepytorch.recipes._compare import Comparison, Spread, order_of, plot, print_table
-from deepytorch.recipes._rounding import nudged
+from deepytorch.recipes._rounding import drops_out, nudged
+
+SIZE = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+SIZE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
 
 
 def comparison(stock_losses, our_losses, again_losses=None, *, stock_s=2.0, our_s=1.0):
@@ -115,6 +122,40 @@ def test_a_nudge_is_the_same_each_time_and_as_small_as_rounding():
     changed = (again.weight != stock.weight).float().mean()
     assert changed > 0.3
     torch.testing.assert_close(again.weight, stock.weight, rtol=2.5e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "drops"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
+        (Qwen3ForCausalLM(Qwen3Config(**SIZE)), False),
+        (Qwen3ForCausalLM(Qwen3Config(**SIZE, attention_dropout=0.1)), True),
+    ],
+)
+def test_dropout_is_seen_in_layers_and_in_attention(model, drops):
+    assert drops_out(model) == drops
+
+
+TINY = [
+    *("--compare", "device=cpu", "hidden_size=16", "num_layers=1", "num_heads=2", "max_length=32"),
+    *("batch_size=2", "steps=2", "held_out=2", "dropout=0.1"),
+]
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_dropout_is_compared_where_chance_can_be_told(tmp_path, monkeypatch, capsys, judged):
+    monkeypatch.setattr(_compare, "plot", lambda comparison, path: None)
+    words = [f"output_dir={tmp_path}", f"rounding_arm={judged}"]
+    assert bert_mlm.main([*TINY, *words]) == (0 if judged else 2)
+    if judged:
+        (path,) = tmp_path.glob("*/compare.json")
+        # The third arm has dropout of its own.
+        assert json.loads(path.read_text())["drift"]["again"]["size"] > 1e-4
+        return
+    torch.distributed.destroy_process_group()  # an error leaves that to the process's end
+    said = "dropout draws other numbers for rows without padding"
+    assert said in capsys.readouterr().err
 
 
 def test_table_names_what_every_recipe_writes(tmp_path, capsys):

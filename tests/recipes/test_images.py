@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of every kind as RGB, what is held out of a folder, and DreamBooth's class images."""
 
+import io
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,6 +56,50 @@ def test_an_image_that_is_too_large_is_named(tmp_path, monkeypatch):
         RecipeError, match=r"large\.png cannot be read as an image: .* exceeds limit"
     ):
         _images.read_image(tmp_path / "large.png")
+
+
+def cut_in_two(data):
+    return data[: len(data) // 2]
+
+
+def with_a_length_that_is_none(data):
+    place = data.index(b"IDAT") - 1
+    return data[:place] + bytes([data[place] - 9]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("harm", [cut_in_two, with_a_length_that_is_none])
+def test_a_damaged_file_is_named(tmp_path, harm):
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(5).integers(0, 256, (9, 9), np.uint8)).save(file, "PNG")
+    (tmp_path / "bad.png").write_bytes(harm(file.getvalue()))
+    with pytest.raises(RecipeError, match=r"bad\.png cannot be read as an image: \w"):
+        _images.read_image(tmp_path / "bad.png")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SyntaxError("no"), struct.error, EOFError])
+def test_whatever_a_decoder_raises_names_the_file(tmp_path, monkeypatch, error):
+    def fail(image):
+        raise error
+
+    Image.new("RGB", (2, 2)).save(tmp_path / "bad.png")
+    monkeypatch.setattr(_images.ImageOps, "exif_transpose", fail)
+    with pytest.raises(RecipeError, match=r"bad\.png cannot be read as an image: \w"):
+        _images.read_image(tmp_path / "bad.png")
+
+
+def test_one_value_a_channel_is_no_batch():
+    model = torch.nn.Sequential(
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.BatchNorm2d(3), torch.nn.Flatten()
+    )
+    loss_share = resnet50_ddp.make_loss(model, ours=False)
+
+    def loss(size):
+        drawn = [(torch.rand(3, 8, 8), 0)] * size
+        return loss_share(_images.collate_images(drawn), torch.tensor(1.0))
+
+    assert loss(2).isfinite()
+    with pytest.raises(RecipeError, match="batch_size=1 with image_size=8 leaves batch norm one"):
+        loss(1)
 
 
 def make_classes(folder, **sizes):

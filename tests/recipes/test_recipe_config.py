@@ -7,11 +7,14 @@ import pkgutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import deepytorch.recipes
 from deepytorch.recipes import DESCRIPTIONS, RECIPES
+from deepytorch.recipes._alike import draw_apart
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
+from deepytorch.recipes._run import Process, console
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
 
 
@@ -44,6 +47,21 @@ def test_command_line_wins_over_the_file(tmp_path):
     assert config.learning_rate == 2e-5
     assert load_config(Config, path, ["learning_rate=null"]).learning_rate is None
     assert load_config(Config, path, ["name=42"]).name == "42"
+
+
+@pytest.mark.parametrize(
+    "text", ["1.10", "010", "1:30", "2024-01-01", "on", "[red]exp", "a photo: of sks", "'", "'a' b"]
+)
+def test_a_text_stays_as_it_is_written(text):
+    assert load_config(Config, DEFAULT_CONFIG, [f"name={text}"]).name == text
+    assert load_config(Config, DEFAULT_CONFIG, [f'name="{text}"']).name == text
+    assert load_config(Config, DEFAULT_CONFIG, [f"data={text}"]).data == text
+
+
+@pytest.mark.parametrize("text", ["", "null", "NULL", "~"])
+def test_no_text_is_none(text):
+    assert load_config(Config, DEFAULT_CONFIG, [f"data={text}"]).data is None
+    assert load_config(Config, DEFAULT_CONFIG, ["data='null'"]).data == "null"
 
 
 @pytest.mark.parametrize("text", ["runs #2", "#2", "42 # 3", "a#b", "'runs #2'"])
@@ -92,13 +110,61 @@ def test_words_and_flags_mix():
         ("precision=fp4", "precision must be one of fp32, bf16, fp16, fp8, not 'fp4'"),
         ("offload=optimizer", "offload=optimizer needs engine=deepspeed or engine=fsdp2"),
         ("num_heads=3", "hidden_size=256 must be a multiple of 2 * num_heads (6)"),
-        ("model=[1", "model=[1 is not a valid value"),
+        ("steps=[1", "steps=[1 is not a valid value"),
+        ("steps=4 # or 5", "steps must be a int, not '4 # or 5'"),
+        ("seed=-1", "seed must be 0 or more and below 2**63, not -1"),
+        ("seed=9223372036854775808", "seed must be 0 or more and below 2**63, not 92"),
     ],
 )
 def test_wrong_words_say_what_to_write(word, message):
     with pytest.raises(RecipeError) as failure:
         load_config(Config, DEFAULT_CONFIG, [word])
     assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word", "message"),
+    [
+        ("qwen_lora", "lora_dropout=1", "lora_dropout must be 0 or more and below 1, not 1.0"),
+        ("qwen_lora", "lora_dropout=-0.1", "lora_dropout must be 0 or more and below 1, not -0.1"),
+        ("bert_mlm", "dropout=.nan", "dropout must be 0 or more and below 1, not nan"),
+        ("resnet50_ddp", "num_workers=-1", "num_workers must be 0 or more, not -1"),
+        ("stable_diffusion_dreambooth", "prior_weight=.nan", "needs a finite prior_weight >= 0"),
+        ("stable_diffusion_dreambooth", "prior_weight=.inf", "needs a finite prior_weight >= 0"),
+    ],
+)
+def test_what_a_recipe_adds_has_its_range(recipe, word, message):
+    config_class = importlib.import_module(RECIPES[recipe]).Config
+    with pytest.raises(RecipeError) as failure:
+        load_config(config_class, DEFAULT_CONFIG.with_name(f"{recipe}.yaml"), [word])
+    assert message in str(failure.value)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_half_precision_asks_for_the_gpu_that_is_there(device, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["precision=fp16", f"device={device}"]) == 2
+    assert "precision=fp16 needs a GPU" in capsys.readouterr().err
+
+
+def test_a_comparison_resumes_nothing(capsys):
+    assert main(["--compare", "resume=auto", "device=cpu"]) == 2
+    assert "from the start, which resume=auto does not: leave" in capsys.readouterr().err
+
+
+def test_brackets_and_colons_are_printed_as_they_are(capsys):
+    text = "checkpoint  runs/[red]x[/b]:bug:/checkpoint"
+    console.print(text)
+    assert capsys.readouterr().out.strip() == text
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_ranks_draw_apart_from_the_largest_seed(world_size):
+    process = Process(world_size - 1, world_size, torch.device("cpu"))
+    draw_apart(2**63 - 1, process)
+    largest = torch.rand(3)
+    draw_apart(42, process)
+    assert not torch.equal(torch.rand(3), largest)
 
 
 def test_what_megatron_cannot_do_is_named():

@@ -51,7 +51,7 @@ def chats(pairs):
     return [as_conversation(pair) for pair in pairs]
 
 
-def endless(examples, *, batch_size, rank=0, world_size=1, seed=0):
+def endless(examples, *, batch_size, rank=0, world_size=1, seed=0, lengths=None):
     return EndlessBatches(
         len(examples),
         lambda index, epoch: examples[index],
@@ -60,6 +60,7 @@ def endless(examples, *, batch_size, rank=0, world_size=1, seed=0):
         rank=rank,
         world_size=world_size,
         seed=seed,
+        lengths=lengths,
     )
 
 
@@ -124,6 +125,9 @@ def test_truncation_is_counted_and_prompts_without_answer_are_left_out(tokenizer
     assert "1 left out" in summary
     with pytest.raises(RecipeError, match="max_length=3"):
         encode_all(chats(pairs), tokenizer, options(3))
+    # One token alone has none before it to be predicted from: its loss would be none.
+    with pytest.raises(RecipeError, match="max_length=1"):
+        encode_all(chats(pairs), tokenizer, options(1, train_on_prompt=True))
 
 
 def test_padding_is_masked_and_not_trained(tokenizer):
@@ -167,6 +171,20 @@ def test_too_few_examples_are_an_error(tokenizer, pairs):
         endless(examples, batch_size=2, world_size=2)
 
 
+def test_rows_are_no_examples(tmp_path):
+    few = options(64, packing="fixed", batch_size=1000)
+    with pytest.raises(RecipeError, match="rows are too few for batch_size=1000 on 1 processes"):
+        prepare_data(few, byte_tokenizer(), Process(0, 1, torch.device("cpu")))
+
+
+def test_the_largest_batch_is_of_the_longest_examples(tokenizer):
+    examples = [Example([7] * length, [7] * length) for length in (3, 9, 2, 8, 5)]
+    batches = endless(examples, batch_size=2, lengths=[3, 9, 2, 8, 5])
+    assert batches.largest().attention_mask.sum() == 9 + 8
+    assert batches.position == 0
+    assert endless(examples, batch_size=2).largest().input_ids.shape[0] == 2
+
+
 def test_alpaca_list_and_lines_are_read(tmp_path):
     records = [
         {"instruction": "Add.", "input": "1 2", "output": "3"},
@@ -190,6 +208,11 @@ def test_alpaca_list_and_lines_are_read(tmp_path):
         ("d.json", '[{"instruction": "a"}]', 'record 0: field "output" is missing'),
         ("d.json", '[{"instruction": 5, "output": "b"}]', 'field "instruction" is a int'),
         ("d.json", '[{"instruction": "a", "output": "  "}]', 'field "output" is empty'),
+        (
+            "D.JSONL",
+            '{"instruction": "a", "output": "b"}\n{"instruction": "\\ud83d", "output": "b"}',
+            "line 2: field \"instruction\" has half a character, '\\ud83d': mend it",
+        ),
         (
             "d.json",
             '[{"instruction": "a", "input": [], "output": "b"}]',
@@ -309,14 +332,32 @@ def test_sharegpt_is_read_in_every_spelling(tmp_path):
     assert read_conversations(whole) == [CHAT, CHAT]
     parquet.write_table(pyarrow.Table.from_pylist(spellings[1:]), table)
     assert read_conversations(table) == [CHAT]
+    table = table.rename(tmp_path / "DATA.PARQUET")
+    assert read_conversations(table) == [CHAT]
     table.write_bytes(b"PAR1 no more")
-    with pytest.raises(RecipeError, match=r"cannot read data=.*data\.parquet"):
+    with pytest.raises(RecipeError, match=r"cannot read data=.*DATA\.PARQUET"):
         read_conversations(table)
+
+
+@pytest.mark.parametrize("others", [{}, {"instruction": None, "input": None, "output": None}])
+@pytest.mark.parametrize("field", ["conversations", "messages"])
+def test_what_a_table_fills_with_null_hides_nothing(tmp_path, field, others):
+    first = [{"from": None, "value": None, **vars(one)} for one in CHAT]
+    second = [
+        {"from": one.role, "value": one.content, "role": None, "content": None} for one in CHAT
+    ]
+    empty = {"conversations": None, "messages": None, **others}
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{**empty, field: turns} for turns in (first, second)]))
+    assert read_conversations(path) == [CHAT, CHAT]
+    path.write_text(json.dumps([{**empty, "instruction": "a", "output": "b"}]))
+    assert read_conversations(path) == [(Message("user", "a"), Message("assistant", "b"))]
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, 'turn 0: "value" has half a cha'),
         ({"conversations": []}, 'needs a list "conversations" or "messages"'),
         ({"messages": [3]}, "turn 0: expected an object, found a int"),
         (
