@@ -43,6 +43,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         self.require_positive(*_POSITIVE)
+        self.require_not_negative("warmup_steps", "evaluate_every", "save_every")
         if self.learning_rate is not None:
             self.require_positive("learning_rate")
         if self.learning_rate == math.inf:
@@ -65,6 +66,12 @@ class RunOptions:
             )
         if self.offload == "parameters" and self.engine == "deepspeed" and self.zero_stage != 3:
             raise RecipeError("offload=parameters under DeepSpeed needs zero_stage=3")
+
+    def require_not_negative(self, *keys: str) -> None:
+        """RecipeError naming the first of ``keys`` that is below 0."""
+        for key in keys:
+            if getattr(self, key) < 0:
+                raise RecipeError(f"{key} must be 0 or more, not {getattr(self, key)}")
 
     def require_share(self, key: str) -> None:
         """RecipeError if ``key`` is no share of which something is left: from 0 to below 1."""

@@ -54,8 +54,7 @@ class Config(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("width", "image_size", "held_out")
-        if self.num_workers < 0:
-            raise RecipeError(f"num_workers must be 0 or more, not {self.num_workers}")
+        self.require_not_negative("num_workers")
         if self.engine == "fsdp2":
             raise RecipeError(
                 "engine=fsdp2 does not shard a ResNet's batch norms: use ddp, deepspeed or "
