@@ -76,8 +76,8 @@ class Made:
 def clear(folder: Path, began: float) -> None:
     """Remove the checkpoints of a run whose processes are gone, and folders that are empty then.
 
-    A folder that the run made and put a checkpoint in goes with all that is in it, unless some of
-    that is older than the run. What can't be removed stays.
+    A folder that the run made and put a checkpoint in goes with all that is in it. What is older
+    than the run stays, wherever a rank has moved it, and so does what can't be removed.
 
     Args:
         folder: where the processes had their journals.
@@ -86,14 +86,16 @@ def clear(folder: Path, began: float) -> None:
     known: dict[str, str] = {}
     for journal in folder.glob(f"{_JOURNAL}*"):
         for line in journal.read_text(encoding="utf-8").splitlines():
-            kind, path = json.loads(line)
-            known[path] = kind
+            with contextlib.suppress(ValueError):  # cut off where the disk was full
+                kind, path = json.loads(line)
+                known[path] = kind
     files = [path for path, kind in known.items() if kind in (_FILE, _WEIGHTS)]
     # Judged before the first is removed: a description goes with what it describes.
     useless = [path for path in files if known[path] == _WEIGHTS or _is_useless(path)]
     for path in useless:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            if os.lstat(path).st_mtime >= began:
+                os.unlink(path)
     for path in files:
         with contextlib.suppress(OSError):
             if os.path.islink(path) and not os.path.exists(path):

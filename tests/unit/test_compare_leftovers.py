@@ -70,6 +70,27 @@ def test_a_folder_with_something_older_than_the_run_stays(tmp_path: Path) -> Non
     assert [path.name for path in folder.iterdir()] == ["moved"]
 
 
+def test_an_old_file_that_a_rank_moves_to_where_another_made_one_stays(tmp_path: Path) -> None:
+    made_there = tmp_path / "last.pt"
+    made_there.write_text("old")
+    os.utime(made_there, (1, 1))
+    note(tmp_path, [made_there], [])
+    made.clear(tmp_path, tmp_path.stat().st_mtime)
+    assert made_there.read_text() == "old"
+
+
+def test_a_journal_that_a_full_disk_has_cut_counts_as_far_as_it_goes(tmp_path: Path) -> None:
+    weights = tmp_path / "last.pt"
+    began = tmp_path.stat().st_mtime
+    weights.write_text("new")
+    note(tmp_path, [weights], [])
+    (journal,) = tmp_path.glob(".made-*")
+    with journal.open("a") as file:
+        file.write('["file", "/some')
+    made.clear(tmp_path, began)
+    assert not weights.exists()
+
+
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     weights = [tmp_path / str(step) / "model.bin" for step in range(5)]
     (remark,) = leftovers.remarks(ran(weights, []))
