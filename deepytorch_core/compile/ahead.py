@@ -13,6 +13,7 @@ import collections
 import contextlib
 import itertools
 import math
+import os
 import pickle
 import pickletools
 import queue
@@ -30,8 +31,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from deepytorch_core import config, topology
-from deepytorch_core.compile import switches
+from deepytorch_core import config, guard, topology
+from deepytorch_core.compile import policies, regions, switches
 
 # Modules with parameters, from which on compiling takes longer than what helpers cost: their start,
 # and that graphs are captured twice.
@@ -58,6 +59,19 @@ _HELPER = (
 _KERNEL_THREADS = 2
 # Cores that the training keeps.
 _OWN_CORES = 2
+
+
+def may_help(root: nn.Module, device: torch.device, ranks: guard.Ranks) -> bool:
+    """Whether helpers compile the model, on all ranks alike.
+
+    Raises RuntimeError where a rank did not come to be asked.
+    """
+    is_whole = [one.modules for one in regions.find(root)] == [(root,)]
+    # What torch compiles for DDP's buckets is in none of its caches: only parts can be handed over.
+    is_sent = ranks.size == 1 or is_in_parts(root)
+    if not (is_whole and is_sent and len(policies.automatic(device)) == 1):
+        return False
+    return not any(ranks.gather(why_not(root, device)))
 
 
 def why_not(root: nn.Module, device: torch.device) -> str | None:
@@ -91,7 +105,21 @@ def _size(root: nn.Module) -> int:
 
 
 def _num_helpers() -> int:
-    return min(MOST_HELPERS, topology.discover().cores.usable // CORES_OF_A_HELPER)
+    return min(MOST_HELPERS, _num_cores() // CORES_OF_A_HELPER)
+
+
+def _num_cores() -> int:
+    """This rank's: what it alone is bound to, or its part of what a node's ranks share."""
+    usable = topology.discover().cores.usable
+    return usable if _is_bound() else usable // config.local_world_size()
+
+
+def _is_bound() -> bool:
+    """Whether this process has fewer cores than the one that has started it."""
+    try:
+        return len(os.sched_getaffinity(0)) < len(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -169,7 +197,7 @@ class Ahead:
 
     def start(self, num_parts: int) -> None:
         """Have helpers ready for so many parts of the model."""
-        cores = topology.discover().cores.usable - _OWN_CORES
+        cores = _num_cores() - _OWN_CORES
         with self._lock:
             number = max(1, min(num_parts, _num_helpers()))
             self._kernel_threads = max(_KERNEL_THREADS, cores // number)
@@ -186,7 +214,7 @@ class Ahead:
         try:
             job = _packed(graph, self._policy, Settings.now(self._device))
         except Exception as error:  # whatever in a graph can't be sent
-            self.failures.append(f"{type(error).__name__}: {error}")
+            self.failures.append(f"{part}: {type(error).__name__}: {error}")
             return
         with self._lock:
             self._asked_at = time.monotonic()
@@ -223,7 +251,7 @@ class Ahead:
             with self._lock:
                 self._open[part] -= 1
                 if why and not self._is_closed:
-                    self.failures.append(why)
+                    self.failures.append(f"{part}: {why}")
         if process is not None:
             process.communicate()  # at the end of what it reads it ends
 
@@ -349,7 +377,7 @@ def compile_packed(job: bytes) -> None:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from deepytorch_core.compile import graphs, policies
+    from deepytorch_core.compile import graphs
 
     pickled, sources, policy, settings = pickle.loads(job)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)

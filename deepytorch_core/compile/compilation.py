@@ -35,10 +35,12 @@ from deepytorch_core.compile import (
 )
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.capturing import Capturing
+from deepytorch_core.compile.forward_hook import ForwardHook
 from deepytorch_core.compile.phases import Phases
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.recorder import Recorder
 from deepytorch_core.compile.region import CompiledRegion
+from deepytorch_core.compile.taking_over import TakingOver
 
 EAGER_STEPS = 3
 # The first compiles, the next may compile for other sizes, the last is the first at its speed.
@@ -112,6 +114,7 @@ class Compilation:
         self._first = EAGER_STEPS  # step that may be compiled
         self._on = False
         self._helpers: Ahead | None = None
+        self._taking_over: TakingOver
         self._was_helped = False
         self._is_loading = False
         self._early: Capturing | None = None  # of eager passes, while helpers compile
@@ -127,7 +130,7 @@ class Compilation:
         # Why eager steps are to stay, and times, if replays may turn that round.
         self._open: tuple[str, Mapping[str, float]] | None = None
         if policy != EAGER:
-            hook = _Hook(self)
+            hook = ForwardHook(self.on_forward)
             # Before the hooks that pack batches: it decides how.
             self._handle = self._root.register_forward_pre_hook(
                 hook, prepend=True, with_kwargs=True
@@ -322,10 +325,15 @@ class Compilation:
                 return
             share = max(EXPECTED_COMPILE_S, LARGEST_SHARE * whole_s)
             self._budget_s = min(self._budget_s, share)
-        if self._may_be_helped():
-            tried = policies.automatic(self._device)[0].name
-            self._helpers = Ahead(self._device, tried)
-            self._was_helped = True
+        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
+        try:
+            self._was_helped = ahead.may_help(self._root, self._device, ranks)
+        except RuntimeError as error:
+            self._finish(EAGER, str(error))
+            return
+        if self._was_helped:
+            self._helpers = Ahead(self._device, policies.automatic(self._device)[0].name)
+            self._taking_over = TakingOver(self._what, self._agreed_step_s())
         is_in_parts = self._helpers is not None and ahead.is_in_parts(self._root)
         self._install({}, is_in_parts=is_in_parts)
         if not self.regions:
@@ -340,12 +348,6 @@ class Compilation:
         weakref.finalize(self, self._lower).atexit = False
         self._on = True
 
-    def _may_be_helped(self) -> bool:
-        """Whether other processes compile. Ranks together would not be done at the same time."""
-        is_whole = [one.modules for one in regions.find(self._root)] == [(self._root,)]
-        alone = guard.Ranks(self._what).size == 1 and len(policies.automatic(self._device)) == 1
-        return is_whole and alone and ahead.why_not(self._root, self._device) is None
-
     def _await(self, helpers: Ahead) -> None:
         """Train on until the helpers are done; then go on as if compiling began now."""
         if self._number == self._first + 1 and any(one.region.is_model for one in self.regions):
@@ -353,12 +355,17 @@ class Compilation:
         self._on = self._is_loading = False
         if self._is_tried_early():
             return
-        prepared = [one for one in self.regions if one.is_prepared]
+        prepared = {one.region.name: one for one in self.regions if one.is_prepared}
         if prepared:
-            # One in a step: what is loaded meanwhile, a few seconds for each, need not be later.
-            done = [one for one in prepared if helpers.is_done(one.region.name, self._budget_s)]
-            for one in done[:1]:
-                one.restart()
+            try:
+                part = self._taking_over.next_part(
+                    list(prepared), lambda name: helpers.is_done(name, self._budget_s)
+                )
+            except RuntimeError as error:
+                self._finish(EAGER, str(error))
+                return
+            if part is not None:
+                prepared[part].restart()
                 self._is_loading = True
             if self._early is not None:
                 self._early.is_paused = self._is_loading
@@ -570,25 +577,6 @@ class Compilation:
     def _device(self) -> torch.device:
         parameter = next(self._root.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
-
-
-class _Hook:
-    def __init__(self, compilation: Compilation) -> None:
-        self._compilation = compilation
-
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()  # a copy of the model is not measured
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._compilation.on_forward(args, kwargs)
-
-
-class _Inert:
-    """What becomes of the hook in a copy of the model."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        return None
 
 
 def _tokens(args: Any, kwargs: Any) -> int:

@@ -213,7 +213,7 @@ def test_what_a_helper_cannot_do_is_told() -> None:
     helpers = submitted(run)
     wait(helpers)
     helpers.close()
-    assert helpers.failures == ["TypeError: it is compiled for sizes that change"]
+    assert helpers.failures == [f"{PART}: TypeError: it is compiled for sizes that change"]
 
 
 def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model(
@@ -229,7 +229,7 @@ def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model(
     assert asked.wait(30.0)
     helpers._processes[0].kill()
     wait(helpers)
-    assert helpers.failures == ["a helper ended with status -9"]
+    assert helpers.failures == [f"{PART}: a helper ended with status -9"]
     torch._dynamo.reset()
     torch.compile(
         nn.Linear(4, 3), backend=lambda graph, _: (helpers.submit(graph, PART), graph)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import types
 from typing import Any, ClassVar
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import topology
-from deepytorch_core.compile import ahead, regions
+from deepytorch_core import guard, topology
+from deepytorch_core.compile import ahead, policies, regions, taking_over
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
+from deepytorch_core.compile.taking_over import TakingOver
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -81,16 +83,36 @@ def test_parts_are_small_and_equal_ones_share_a_compile_where_they_stand_side_by
     assert found == [(f"{number}.0", 4) for number in range(4)]
 
 
+@pytest.fixture
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Usable ones, of which this process is bound to none."""
+    cores = types.SimpleNamespace(usable=16)
+    monkeypatch.setattr(topology, "discover", lambda: types.SimpleNamespace(cores=cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+
+
+@pytest.mark.usefixtures("sixteen_cores")
 @pytest.mark.parametrize(("num_parts", "threads"), [(1, 14), (3, 4), (100, 2)])
 def test_few_helpers_have_the_cores_for_themselves(
     num_parts: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cores = types.SimpleNamespace(usable=16)
-    monkeypatch.setattr(topology, "discover", lambda: types.SimpleNamespace(cores=cores))
     monkeypatch.setattr(ahead.Ahead, "_serve_by", lambda self, number: None)
     helpers = ahead.Ahead(GPU, "inductor")
     helpers.start(num_parts)
     assert helpers._kernel_threads == threads
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ahead._num_helpers() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert ahead._num_helpers() == 2
+
+    def affinity(process: int) -> set[int]:
+        return set(range(64 if process else 16))
+
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    assert ahead._num_helpers() == 8  # what it is bound to is its own
 
 
 @pytest.mark.usefixtures("roomy")
@@ -116,3 +138,71 @@ def test_what_helpers_compile_would_not_be_found_without_caches(
     config = pytest.importorskip(module)
     with config.patch({name: value}):
         assert ahead.why_not(large(), GPU) == "torch's caches are switched off"
+
+
+class Several:
+    """Ranks, of which each is asked in turn: what the others find is given."""
+
+    size = 2
+
+    def __init__(self, others: list[Any]) -> None:
+        self._others = others
+        self.num_asked = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.num_asked += 1
+        return [value, self._others.pop(0)]
+
+
+class Unlike(nn.Module):
+    """Of layers that stand in no list."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        for number in range(num_layers):
+            self.add_module(str(number), nn.Linear(1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.usefixtures("roomy")
+def test_helpers_of_several_ranks_are_given_parts_and_work_on_all_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [Seeing()])
+    alone: Any = types.SimpleNamespace(size=1, gather=lambda value: [value])
+    several: Any = Several([None, "there are too few cores"])
+    whole, in_parts = Unlike(ahead.LARGE_MODEL), Unlike(ahead.MODEL_IN_PARTS)
+    assert ahead.may_help(whole, GPU, alone)
+    assert not ahead.may_help(whole, GPU, several)
+    assert ahead.may_help(in_parts, GPU, several)
+    assert not ahead.may_help(in_parts, GPU, several)
+    assert several.num_asked == 2
+
+
+def test_a_part_is_taken_over_by_all_ranks_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Several([["a", "c"], ["c"], []])
+    monkeypatch.setattr(guard, "Ranks", lambda what, limit_s: ranks)
+    monkeypatch.setattr(taking_over, "ASK_S", 0.3)
+    parts = TakingOver("compile of Model", 0.1)
+    left, taken, done = ["a", "b", "c"], [], {"a", "b"}
+    for number in range(8):
+        if number == 5:
+            done.add("c")
+        part = parts.next_part(left, done.__contains__)
+        taken.append(part)
+        if part is not None:
+            left.remove(part)
+    assert taken == ["b", None, None, "a", None, None, "c", None]
+    assert ranks.num_asked == 3
+
+
+def test_a_rank_alone_looks_in_every_step() -> None:
+    parts = TakingOver("compile of Model", 0.1)
+    done: set[str] = set()
+    assert parts.next_part(["a", "b"], done.__contains__) is None
+    done.update("ab")
+    assert parts.next_part(["a", "b"], done.__contains__) == "a"
+    assert parts.next_part(["b"], done.__contains__) == "b"
+    assert parts.next_part([], done.__contains__) is None
