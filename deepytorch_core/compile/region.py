@@ -95,6 +95,8 @@ class CompiledRegion:
         self._graph_error: Exception | None = None
         self._ahead: Ahead | None = None
         self._at_once = False
+        self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
+        self._num_calls = 0
         self._compiled = self._compile()
         # The gradients of blocks and parts come one by one as it is, and a single rank sends none.
         # What torch compiles for DDP's buckets is neither kept in its cache nor looked for there.
@@ -113,9 +115,23 @@ class CompiledRegion:
         """Capture all graphs anew, and take what was compiled for them `ahead.at_once`."""
         self._ahead = None
         self._at_once = True
+        # Those of a run that knows from the profile what was prepared: a step's.
+        self._num_to_load = self.told.num_compiles, self._num_calls + len(self.region.modules)
         self.told = Told()
         self._num_compiling_calls = 0
         self._compiled = self._compile()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether each size and each stride that is met has a graph of its own.
+
+        Helpers are given such graphs only. torch would take strides that differ between two equal
+        modules, one behind an attention in other memory format, for some that change ever again.
+        """
+        is_loading = self._at_once and (
+            self.told.num_compiles < self._num_to_load[0] or self._num_calls < self._num_to_load[1]
+        )
+        return self.is_prepared or is_loading
 
     def install(self) -> None:
         """Put a `Forward` before each module's own."""
@@ -150,6 +166,7 @@ class CompiledRegion:
         compiles = collecting.rarely() if before == 0 else contextlib.nullcontext()
         try:
             with _capturing(self), compiles:
+                self._num_calls += 1
                 return self._compiled(module, *args, **kwargs)
         except Exception as error:
             if not self._is_compilers(error):
@@ -377,14 +394,19 @@ def _capturing(region: CompiledRegion) -> Iterator[None]:
     from torch._dynamo import config
 
     _watch_failures()
-    before, outer = (config.suppress_errors, config.optimize_ddp), _now.region
+    names = "suppress_errors", "optimize_ddp", "automatic_dynamic_shapes"
+    before, outer = [getattr(config, name) for name in names], _now.region
     config.suppress_errors, _now.region = True, region
     if not region.is_cut_by_buckets:
         config.optimize_ddp = False
+    if region.is_fixed:
+        config.automatic_dynamic_shapes = False
     try:
         yield
     finally:
-        (config.suppress_errors, config.optimize_ddp), _now.region = before, outer
+        _now.region = outer
+        for name, value in zip(names, before, strict=True):
+            setattr(config, name, value)
 
 
 @functools.cache

@@ -52,6 +52,64 @@ def test_parts_of_torchs_own_classes_are_not_taken_for_one_of_changing_sizes(
     assert {tuple(one.shape) for one in Seeing.seen} >= {(5, 2, 9), (5, 3, 4)}
 
 
+class Keeping:
+    """Helpers that keep what they are given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def submit(self, graph: Any, part: str) -> None:
+        self.graphs.append(graph)
+
+
+def is_fixed(graph: Any) -> bool:
+    values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return all(isinstance(n, int) for one in values for n in (*one.shape, *one.stride()))
+
+
+def test_helpers_are_given_graphs_of_fixed_sizes_and_strides_and_those_are_captured_again() -> None:
+    modules = tuple(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+    region = CompiledRegion(Region("0", modules), [Seeing()], budget_s=100.0, is_on=lambda _: True)
+    region.install()
+    helpers: Any = Keeping()
+    region.prepare(helpers)
+    x = torch.randn(3, 5, 4)
+    other = x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def step() -> None:
+        for module, given in zip(modules, (x, other), strict=True):
+            torch.testing.assert_close(module(given), torch.relu(module[0](x)))
+
+    step()
+    modules[0](x[:2])
+    step()
+    assert len(helpers.graphs) == 3
+    assert all(map(is_fixed, helpers.graphs))
+    region.restart()
+    Seeing.seen.clear()
+    step()
+    modules[0](x[:2])
+    assert region.told.num_compiles == 3
+    assert all(isinstance(one, torch.Tensor) for one in Seeing.seen)
+    Seeing.seen.clear()
+    modules[0](x[:1, :2])
+    modules[0](x[:1, :3])
+    assert any(not isinstance(one, torch.Tensor) for one in Seeing.seen)  # now sizes may change
+
+
+def test_what_is_known_from_the_profile_is_captured_in_the_same_graphs() -> None:
+    modules = tuple(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+    region = CompiledRegion(Region("0", modules), [Seeing()], budget_s=100.0, is_on=lambda _: True)
+    region.restart()
+    region.install()
+    Seeing.seen.clear()
+    x = torch.randn(3, 5, 4)
+    modules[0](x)
+    modules[1](x.transpose(0, 1).contiguous().transpose(0, 1))
+    assert region.told.num_compiles == 2
+    assert all(isinstance(one, torch.Tensor) for one in Seeing.seen)
+
+
 def large() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1, 1) for _ in range(ahead.LARGE_MODEL)))
 
