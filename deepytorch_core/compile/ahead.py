@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from deepytorch_core import config, guard, topology
+from deepytorch_core import config, control_group, guard, topology
 from deepytorch_core.compile import policies, regions, switches
 
 # Modules with parameters, from which on compiling takes longer than what helpers cost: their start,
@@ -45,6 +45,8 @@ MOST_HELPERS = 8
 LEAST_HELPERS = 4
 CORES_OF_A_HELPER = 2
 HELPER_BYTES = 1 << 30
+# Of main memory, of which the training is left some.
+HELPER_HOST_BYTES = 2 << 30
 # Of what the training has taken at most, that must be free beside them: batches differ.
 SPARE_MEMORY = 0.25
 # Helpers without work end so long after there was any.
@@ -83,12 +85,13 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
         return "its device has no compiler that takes so long"
     if _size(root) < LARGE_MODEL:
         return "it is small"
-    if _num_helpers() < LEAST_HELPERS:
-        return "there are too few cores"
+    number = _num_helpers()
+    if number < LEAST_HELPERS:
+        return "there are too few cores, or too little main memory"
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python to start others with"
     spare = SPARE_MEMORY * torch.cuda.max_memory_reserved(device)
-    if torch.cuda.mem_get_info(device)[0] < 2 * _num_helpers() * HELPER_BYTES + spare:
+    if torch.cuda.mem_get_info(device)[0] < 2 * number * HELPER_BYTES + spare:
         return "there is too little memory left on the GPU"
     caches = (functorch.enable_autograd_cache, inductor.fx_graph_cache)
     is_on = all(caches) and not inductor.force_disable_caches
@@ -105,7 +108,17 @@ def _size(root: nn.Module) -> int:
 
 
 def _num_helpers() -> int:
-    return min(MOST_HELPERS, _num_cores() // CORES_OF_A_HELPER)
+    by_memory = _host_bytes_left() // config.local_world_size() // HELPER_HOST_BYTES
+    return min(MOST_HELPERS, _num_cores() // CORES_OF_A_HELPER, by_memory)
+
+
+def _host_bytes_left() -> int:
+    """Of main memory, on this machine and in this container."""
+    machine = topology.discover().memory
+    group = control_group.ControlGroup(control_group.read_file, "memory")
+    taken = control_group.Memory.of(group, machine.total_bytes)
+    left = machine.available_bytes or machine.total_bytes
+    return left if taken.limit is None else min(left, taken.limit - taken.used)
 
 
 def _num_cores() -> int:
@@ -191,6 +204,7 @@ class Ahead:
         self._asked_at = math.inf
         self._is_closed = False
         self._lock = threading.Lock()
+        self._num_helpers = _num_helpers()  # before they have taken any memory
         self._num_serving = 0
         self._kernel_threads = _KERNEL_THREADS
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -199,12 +213,12 @@ class Ahead:
         """Have helpers ready for so many parts of the model."""
         cores = _num_cores() - _OWN_CORES
         with self._lock:
-            number = max(1, min(num_parts, _num_helpers()))
+            number = max(1, min(num_parts, self._num_helpers))
             self._kernel_threads = max(_KERNEL_THREADS, cores // number)
             self._serve_by(num_parts)
 
     def _serve_by(self, number: int) -> None:
-        for _ in range(min(number, _num_helpers()) - self._num_serving):
+        for _ in range(min(number, self._num_helpers) - self._num_serving):
             self._num_serving += 1
             # A daemon: the end of the training does not wait for it.
             threading.Thread(target=self._serve, daemon=True).start()

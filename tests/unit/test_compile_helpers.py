@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import guard, topology
+from deepytorch_core import control_group, guard, topology
 from deepytorch_core.compile import ahead, policies, regions, taking_over
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.compile.region import CompiledRegion
@@ -143,9 +143,13 @@ def test_parts_are_small_and_equal_ones_share_a_compile_where_they_stand_side_by
 
 @pytest.fixture
 def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Usable ones, of which this process is bound to none."""
-    cores = types.SimpleNamespace(usable=16)
-    monkeypatch.setattr(topology, "discover", lambda: types.SimpleNamespace(cores=cores))
+    """Usable ones, of which this process is bound to none, and memory for more helpers."""
+    machine = types.SimpleNamespace(
+        cores=types.SimpleNamespace(usable=16),
+        memory=topology.Memory(total_bytes=256 * GIB, available_bytes=200 * GIB),
+    )
+    monkeypatch.setattr(topology, "discover", lambda: machine)
+    monkeypatch.setattr(control_group, "read_file", {}.get)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
 
 
@@ -173,12 +177,33 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ahead._num_helpers() == 8  # what it is bound to is its own
 
 
+@pytest.mark.usefixtures("sixteen_cores")
+@pytest.mark.parametrize(
+    ("version", "limit", "number"), [(2, "12", 4), (1, "16", 6), (2, "max", 8)]
+)
+def test_a_containers_memory_is_left_to_the_training(
+    version: int, limit: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, names = "sys/fs/cgroup", ("memory.max", "memory.current")
+    if version == 1:
+        folder += "/memory"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    text = f"{int(limit) * GIB}" if limit.isdecimal() else limit
+    files = dict(zip((f"{folder}/{name}" for name in names), (text, f"{4 * GIB}"), strict=True))
+    files[f"{folder}/memory.stat"] = f"inactive_file {GIB}"
+    monkeypatch.setattr(control_group, "read_file", files.get)
+    assert ahead._num_helpers() == number
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64 if process else 16)))
+    assert ahead._num_helpers() == (8 if limit == "max" else 0)
+
+
 @pytest.mark.usefixtures("roomy")
 def test_helpers_need_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (25 * GIB, 80 * GIB))
     assert ahead.why_not(large(), GPU) == "there is too little memory left on the GPU"
     monkeypatch.setattr(ahead, "_num_helpers", lambda: 3)
-    assert ahead.why_not(large(), GPU) == "there are too few cores"
+    assert ahead.why_not(large(), GPU) == "there are too few cores, or too little main memory"
 
 
 @pytest.mark.usefixtures("roomy")
@@ -230,7 +255,7 @@ def test_helpers_of_several_ranks_are_given_parts_and_work_on_all_or_none(
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [Seeing()])
     alone: Any = types.SimpleNamespace(size=1, gather=lambda value: [value])
-    several: Any = Several([None, "there are too few cores"])
+    several: Any = Several([None, "there are too few cores, or too little main memory"])
     whole, in_parts = Unlike(ahead.LARGE_MODEL), Unlike(ahead.MODEL_IN_PARTS)
     assert ahead.may_help(whole, GPU, alone)
     assert not ahead.may_help(whole, GPU, several)

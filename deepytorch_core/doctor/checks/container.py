@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepytorch_core.control_group import ControlGroup, Memory
 from deepytorch_core.doctor.finding import Finding, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 
@@ -26,52 +27,22 @@ class Facts:
 
 
 def gather(machine: Machine) -> Facts:
-    cpu, memory = _Group(machine, "cpu"), _Group(machine, "memory")
+    cpu, memory = (ControlGroup(machine.read, name) for name in ("cpu", "memory"))
     periods = cpu.table("cpu.stat")
     quota, period = (cpu.text("cpu.max").split() + ["", ""])[:2]
     if not quota:
         quota, period = cpu.text("cpu.cfs_quota_us"), cpu.text("cpu.cfs_period_us")
-    limit = memory.text("memory.max") or memory.text("memory.limit_in_bytes")
-    used = memory.text("memory.current") or memory.text("memory.usage_in_bytes")
-    cached = memory.table("memory.stat").get("inactive_file", 0)
     killed = memory.table("memory.events") or memory.table("memory.oom_control")
-    total = machine.topology.memory.total_bytes
-    bytes_limit = int(limit) if limit.isdecimal() else 0
+    taken = Memory.of(memory, machine.topology.memory.total_bytes)
     return Facts(
         allowed_cpus=len(machine.affinity),
         quota_cpus=int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None,
         throttled=periods.get("nr_throttled", 0) / max(1, periods.get("nr_periods", 0)),
-        memory_limit=bytes_limit if 0 < bytes_limit < (total or 1 << 62) else None,
-        memory_used=max(0, (int(used) if used.isdecimal() else 0) - cached),
+        memory_limit=taken.limit,
+        memory_used=taken.used,
         num_killed=killed.get("oom_kill", 0),
         threads=machine.environment.get("OMP_NUM_THREADS"),
     )
-
-
-class _Group:
-    """The files of this process's control group, wherever they are mounted."""
-
-    def __init__(self, machine: Machine, controller: str) -> None:
-        own = ""
-        for line in (machine.read("proc/self/cgroup") or "").splitlines():
-            parts = line.split(":", 2)
-            if len(parts) == 3 and (parts[1] == "" or controller in parts[1].split(",")):
-                own = parts[2].strip("/")
-        top = "sys/fs/cgroup"
-        # A container may see its own group as the top, or by the host's path, which is not there.
-        self._folders = [f"{top}/{own}", f"{top}/{controller}/{own}", top, f"{top}/{controller}"]
-        self._machine = machine
-
-    def text(self, name: str) -> str:
-        for folder in self._folders:
-            found = self._machine.read(f"{folder}/{name}")
-            if found:
-                return found
-        return ""
-
-    def table(self, name: str) -> dict[str, int]:
-        rows = (line.split() for line in self.text(name).splitlines())
-        return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
 
 
 def judge(facts: Facts) -> list[Finding]:
