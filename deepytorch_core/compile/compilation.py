@@ -343,7 +343,9 @@ class Compilation:
             self._helpers.start(len(self.regions))
             for one in self.regions:
                 one.prepare(self._helpers)
-        self._lower = timeouts.hold_off(self._budget_s * len(self.regions))
+        # What helpers could not do is compiled here one part in a step, all else in one step.
+        num_in_step = 1 if self._helpers is not None else len(self.regions)
+        self._lower = timeouts.hold_off(self._budget_s * num_in_step)
         # A trial may end, and its model go, before anything is decided.
         weakref.finalize(self, self._lower).atexit = False
         self._on = True
