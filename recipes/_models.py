@@ -92,6 +92,11 @@ def refuse_beyond_positions(model: Any, longest: int) -> None:
         for name, table in model.named_modules()
         if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
     ]
+    tables += [  # GPT-J's
+        len(table)
+        for name, table in model.named_buffers()
+        if table.ndim == 2 and name.rpartition(".")[2] in _POSITION_TABLES
+    ]
     told = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     positions = min([*tables, told])
     if tables and longest > positions:

@@ -10,8 +10,12 @@ from transformers import (
     BartForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    CodeGenConfig,
+    CodeGenForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
@@ -51,6 +55,16 @@ def xlm():
     return XLMWithLMHeadModel(XLMConfig(vocab_size=259, emb_dim=16, n_layers=1, n_heads=2))
 
 
+def gptj():
+    size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
+    return GPTJForCausalLM(GPTJConfig(vocab_size=259, n_positions=24, **size))
+
+
+def codegen():
+    size = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+    return CodeGenForCausalLM(CodeGenConfig(vocab_size=259, n_positions=24, n_ctx=24, **size))
+
+
 def opt():
     size = {**SIZE, "ffn_dim": 16, "word_embed_proj_dim": 16, "max_position_embeddings": 24}
     return OPTForCausalLM(OPTConfig(vocab_size=259, **size))
@@ -84,7 +98,8 @@ def test_a_model_that_does_not_predict_the_next_token_is_refused(make, trains, t
 
 
 @pytest.mark.parametrize(
-    ("make", "most"), [(gpt2, 24), (bert, 24), (opt, 24), (roberta, 22), (llama, None)]
+    ("make", "most"),
+    [(gpt2, 24), (bert, 24), (opt, 24), (roberta, 22), (gptj, 24), (codegen, 24), (llama, None)],
 )
 def test_examples_end_where_a_table_of_positions_does(make, most):
     model = make()
