@@ -55,6 +55,7 @@ NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
 FASTER, SLOWER = "faster than eager", "eager is faster"
 ASKED_FOR = "asked for"
+LATE = "helpers have not compiled it in time"
 FROM_PROFILE = "from the profile"
 ONLY_REPLAYED = "faster only where both are replayed"
 
@@ -317,6 +318,7 @@ class Compilation:
         self._first += max(1, math.ceil(EXPECTED_COMPILE_S / EXPECTED_GAIN / step_s))
 
     def _start_compiling(self) -> None:
+        budget_of_helpers_s = self._budget_s  # whom nobody waits for
         if self._steps is not None:
             eager_s = self._agreed_step_s()
             whole_s = eager_s * self._steps
@@ -332,7 +334,8 @@ class Compilation:
             self._finish(EAGER, str(error))
             return
         if self._was_helped:
-            self._helpers = Ahead(self._device, policies.automatic(self._device)[0].name)
+            name = policies.automatic(self._device)[0].name
+            self._helpers = Ahead(self._device, name, budget_s=budget_of_helpers_s)
             self._taking_over = TakingOver(self._what, self._agreed_step_s())
         is_in_parts = self._helpers is not None and ahead.is_in_parts(self._root)
         self._install({}, is_in_parts=is_in_parts)
@@ -361,14 +364,16 @@ class Compilation:
         if prepared:
             try:
                 part = self._taking_over.next_part(
-                    list(prepared), lambda name: helpers.is_done(name, self._budget_s)
+                    list(prepared), lambda name: helpers.is_late or helpers.is_done(name)
                 )
             except RuntimeError as error:
                 self._finish(EAGER, str(error))
                 return
-            if part is not None:
+            if part is not None and helpers.is_done(part):
                 prepared[part].restart()
                 self._is_loading = True
+            elif part is not None:
+                prepared[part].leave(LATE)
             if self._early is not None:
                 self._early.is_paused = self._is_loading
             return
@@ -376,6 +381,12 @@ class Compilation:
             self._early.is_paused = False
         helpers.close()
         self._helpers = None
+        if late := sum(one.failure == LATE for one in self.regions):
+            console.say(
+                f"{self._what}: {late} of {len(self.regions)} parts run eagerly: "
+                "helpers have not compiled them in time",
+                level="warning",
+            )
         for why in dict.fromkeys(helpers.failures):
             console.say(f"{self._what}: a part is compiled while the training waits: {why}")
         self._first = self._number
@@ -535,8 +546,9 @@ class Compilation:
         """For the next run; or for people, where that one is to find out by itself."""
         if console.global_rank() != 0 or reason == FROM_PROFILE or not self.regions:
             return
-        # What the noise has hidden is measured again by the next run.
-        if entry["times_ms"] and reason != UNDECIDED:
+        # What the noise has hidden is measured again by the next run, and what was late is tried.
+        is_late = any(one.failure == LATE for one in self.regions)
+        if entry["times_ms"] and reason != UNDECIDED and not is_late:
             guard.profile.keep(self._key(), entry)
         else:
             asked = {} if self.policy == AUTO else {"policy": self.policy}

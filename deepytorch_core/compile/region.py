@@ -106,6 +106,12 @@ class CompiledRegion:
         """Leave the next graphs to helpers, and run them eagerly, until `restart`."""
         self._ahead = ahead
 
+    def leave(self, why: str) -> None:
+        """Run eagerly from now on, as helpers have not compiled it; nothing is said."""
+        self._ahead = None
+        self.failure = why
+        self.told.dropped.setdefault(self.region.name, why)
+
     @property
     def is_prepared(self) -> bool:
         """Whether helpers have its graphs."""

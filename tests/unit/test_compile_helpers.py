@@ -159,7 +159,7 @@ def test_few_helpers_have_the_cores_for_themselves(
     num_parts: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead.Ahead, "_serve_by", lambda self, number: None)
-    helpers = ahead.Ahead(GPU, "inductor")
+    helpers = ahead.Ahead(GPU, "inductor", budget_s=100.0)
     helpers.start(num_parts)
     assert helpers._kernel_threads == threads
 

@@ -337,9 +337,9 @@ def test_compile_tries_replayed_passes_after_compiling(
 class Helpers:
     """Stands in for `ahead.Ahead`: they are done once `are_done`."""
 
-    are_done = False
+    are_done = is_late = False
 
-    def __init__(self, device: torch.device, policy: str) -> None:
+    def __init__(self, device: torch.device, policy: str, *, budget_s: float) -> None:
         self.failures: list[str] = []
         self.parts: list[str] = []
 
@@ -349,7 +349,7 @@ class Helpers:
     def submit(self, graph: Any, part: str) -> None:
         self.parts.append(part)
 
-    def is_done(self, part: str, limit_s: float) -> bool:
+    def is_done(self, part: str) -> bool:
         assert part in self.parts
         return Helpers.are_done
 
