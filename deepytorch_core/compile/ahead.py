@@ -66,7 +66,7 @@ _OWN_CORES = 2
 def may_help(root: nn.Module, device: torch.device, ranks: guard.Ranks) -> bool:
     """Whether helpers compile the model, on all ranks alike.
 
-    Raises RuntimeError where a rank did not come to be asked.
+    Raises guard.RankMissing where a rank did not come to be asked.
     """
     is_whole = [one.modules for one in regions.find(root)] == [(root,)]
     # What torch compiles for DDP's buckets is in none of its caches: only parts can be handed over.
@@ -83,7 +83,7 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
 
     if device.type != "cuda":
         return "its device has no compiler that takes so long"
-    if _size(root) < LARGE_MODEL:
+    if regions.num_modules(root) < LARGE_MODEL:
         return "it is small"
     number = _num_helpers()
     if number < LEAST_HELPERS:
@@ -100,11 +100,7 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
 
 def is_in_parts(root: nn.Module) -> bool:
     """Whether a model that helpers compile is compiled part by part."""
-    return _size(root) >= MODEL_IN_PARTS
-
-
-def _size(root: nn.Module) -> int:
-    return sum(1 for one in root.modules() if one._parameters)
+    return regions.num_modules(root) >= MODEL_IN_PARTS
 
 
 def _num_helpers() -> int:

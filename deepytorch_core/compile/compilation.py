@@ -32,6 +32,7 @@ from deepytorch_core.compile import (
     regions,
     timeouts,
     turns,
+    worth,
 )
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.capturing import Capturing
@@ -45,11 +46,6 @@ from deepytorch_core.compile.taking_over import TakingOver
 EAGER_STEPS = 3
 # The first compiles, the next may compile for other sizes, the last is the first at its speed.
 COMPILED_STEPS = 3
-
-# A run is compiled if it may save as much as compiling takes. Both are guesses.
-EXPECTED_GAIN = 0.2
-EXPECTED_COMPILE_S = 20.0
-LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
 
 NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
@@ -226,6 +222,8 @@ class Compilation:
         self._number += 1
         try:
             self._advance()
+        except guard.RankMissing as error:
+            self._finish(EAGER, str(error))
         finally:
             self._num_made = self.num_made
             self._began = time.perf_counter()
@@ -286,11 +284,7 @@ class Compilation:
                 self._finish(EAGER, NOTHING)
             return
         ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
-        try:
-            known = ranks.gather(self._known())[0]
-        except RuntimeError as error:
-            self._finish(EAGER, str(error))
-            return
+        known = ranks.gather(self._known())[0]
         reason = guard.why_not_measured()
         if known is not None:
             if known["chosen"] != EAGER:
@@ -315,24 +309,23 @@ class Compilation:
     def _wait(self) -> None:
         """Count the steps until the run has lasted long enough, all ranks alike."""
         step_s = max(self._agreed_step_s(), 1e-6)
-        self._first += max(1, math.ceil(EXPECTED_COMPILE_S / EXPECTED_GAIN / step_s))
+        cost_s = worth.cost_s(self._root, is_helped=self._may_be_helped())
+        self._first += max(1, math.ceil(worth.least_run_s(cost_s) / step_s))
+
+    def _may_be_helped(self) -> bool:
+        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
+        return ahead.may_help(self._root, self._device, ranks)
 
     def _start_compiling(self) -> None:
+        self._was_helped = self._may_be_helped()
         budget_of_helpers_s = self._budget_s  # whom nobody waits for
         if self._steps is not None:
-            eager_s = self._agreed_step_s()
-            whole_s = eager_s * self._steps
-            if whole_s * EXPECTED_GAIN < EXPECTED_COMPILE_S:
+            whole_s = self._agreed_step_s() * self._steps
+            cost_s = worth.cost_s(self._root, is_helped=self._was_helped)
+            if whole_s < worth.least_run_s(cost_s):
                 self._finish(EAGER, f"a run of {whole_s:.0f} s would not earn a compile back")
                 return
-            share = max(EXPECTED_COMPILE_S, LARGEST_SHARE * whole_s)
-            self._budget_s = min(self._budget_s, share)
-        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
-        try:
-            self._was_helped = ahead.may_help(self._root, self._device, ranks)
-        except RuntimeError as error:
-            self._finish(EAGER, str(error))
-            return
+            self._budget_s = min(self._budget_s, max(cost_s, worth.LARGEST_SHARE * whole_s))
         if self._was_helped:
             name = policies.automatic(self._device)[0].name
             self._helpers = Ahead(self._device, name, budget_s=budget_of_helpers_s)
@@ -362,13 +355,9 @@ class Compilation:
             return
         prepared = {one.region.name: one for one in self.regions if one.is_prepared}
         if prepared:
-            try:
-                part = self._taking_over.next_part(
-                    list(prepared), lambda name: helpers.is_late or helpers.is_done(name)
-                )
-            except RuntimeError as error:
-                self._finish(EAGER, str(error))
-                return
+            part = self._taking_over.next_part(
+                list(prepared), lambda name: helpers.is_late or helpers.is_done(name)
+            )
             if part is not None and helpers.is_done(part):
                 prepared[part].restart()
                 self._is_loading = True
@@ -409,10 +398,7 @@ class Compilation:
 
     def _agreed_step_s(self) -> float:
         own = 0.0 if self._began is None else time.perf_counter() - self._began
-        try:
-            return float(max(guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S).gather(own)))
-        except RuntimeError:
-            return 0.0
+        return float(max(guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S).gather(own)))
 
     def _install(
         self,
@@ -450,12 +436,8 @@ class Compilation:
     def _look(self, *, is_last: bool) -> None:
         failed = {one.region.name: one.failure for one in self.regions if one.failure}
         ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
-        try:
-            eager, compiled = self._samples.merged(ranks)
-            failures = ranks.gather(failed)
-        except RuntimeError as error:
-            self._finish(EAGER, str(error))
-            return
+        eager, compiled = self._samples.merged(ranks)
+        failures = ranks.gather(failed)
         self._give_up_alike(failures)
         if all(one.failure for one in self.regions):
             self._finish(EAGER, "nothing of it could be compiled")

@@ -55,7 +55,7 @@ def find(model: nn.Module) -> list[Region]:
     regions = [
         Region(members[0][0], tuple(module for _, module in members)) for members in groups.values()
     ]
-    return sorted(regions, key=lambda region: -sum(map(_size, region.modules)))
+    return sorted(regions, key=lambda region: -sum(map(num_modules, region.modules)))
 
 
 def parts(root: nn.Module) -> list[Region]:
@@ -65,7 +65,7 @@ def parts(root: nn.Module) -> list[Region]:
     its own is left out. Equal ones share a compile only where they stand side by side: in other
     places of such a model what they are given has other sizes.
     """
-    whole = _size(root)
+    whole = num_modules(root)
     most, least = whole // SMALLEST_SHARES[0], whole // SMALLEST_SHARES[1]
     groups: dict[object, list[tuple[str, nn.Module]]] = {}
     for name, module in _parts(root, "", most, max(1, least)):
@@ -78,7 +78,7 @@ def _parts(
     module: nn.Module, prefix: str, most: int, least: int
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        path, size = (f"{prefix}.{name}" if prefix else name), _size(child)
+        path, size = (f"{prefix}.{name}" if prefix else name), num_modules(child)
         if least <= size <= most and _can_be_region(child) and _runs(child):
             yield path, child
         elif size >= least:
@@ -155,10 +155,11 @@ def _is_of_framework(module: nn.Module) -> bool:
 
 def _saving(root: nn.Module, groups: list[list[tuple[str, nn.Module]]]) -> float:
     """Modules with parameters of the whole, over those that compiling by blocks has to look at."""
-    shared = sum(_size(members[0][1]) * (len(members) - 1) for members in groups)
-    whole = _size(root)
+    shared = sum(num_modules(members[0][1]) * (len(members) - 1) for members in groups)
+    whole = num_modules(root)
     return whole / max(1, whole - shared)
 
 
-def _size(module: nn.Module) -> int:
+def num_modules(module: nn.Module) -> int:
+    """Modules with parameters, of which the time goes that a compiler takes."""
     return sum(1 for one in module.modules() if any(True for _ in one.parameters(recurse=False)))

@@ -38,7 +38,7 @@ class TakingOver:
             left: the parts that were not taken over yet.
             is_done: whether this rank's helpers have done a part.
 
-        Raises RuntimeError where a rank did not come to be asked.
+        Raises guard.RankMissing where a rank did not come to be asked.
         """
         self._number += 1
         if not self._done and self._number % self._asking_steps == 0:

@@ -20,7 +20,7 @@ from deepytorch_core import config, decisions
 from deepytorch_core.guard import profile
 from deepytorch_core.guard.numerics import AMPLIFIED, difference, norm, rounded
 from deepytorch_core.guard.profile import fingerprint
-from deepytorch_core.guard.ranks import Ranks
+from deepytorch_core.guard.ranks import RankMissing, Ranks
 from deepytorch_core.guard.state import (
     Contents,
     dropout_off,
@@ -48,6 +48,7 @@ __all__ = [
     "Clock",
     "Contents",
     "Decision",
+    "RankMissing",
     "Ranks",
     "Trial",
     "best",

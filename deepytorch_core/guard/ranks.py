@@ -12,6 +12,10 @@ from deepytorch_core import agreement
 HERE_LIMIT_S = 600.0
 
 
+class RankMissing(RuntimeError):
+    """A rank did not come to decide with the others, who are told on all that have waited."""
+
+
 class Ranks:
     """The ranks that decide `what` together: those of torch.distributed, or this process alone.
 
@@ -30,18 +34,21 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (of JSON's types), by rank; the same list on every rank.
 
-        Raises RuntimeError, on every rank that waited, naming the ranks that did not come.
+        Raises RankMissing, on every rank that waited, naming the ranks that did not come.
         """
         if self.size == 1:
             return [value]
         store, name = self._c10d._get_default_store(), f"deepytorch/guard/{self._what}"
-        texts = agreement.gather(
-            agreement.numbered(store, name, self.rank),
-            rank=self.rank,
-            size=self.size,
-            value=json.dumps(value),
-            here_limit_s=self._limit_s,
-        )
+        try:
+            texts = agreement.gather(
+                agreement.numbered(store, name, self.rank),
+                rank=self.rank,
+                size=self.size,
+                value=json.dumps(value),
+                here_limit_s=self._limit_s,
+            )
+        except RuntimeError as error:
+            raise RankMissing(str(error)) from error
         return [json.loads(text) for text in texts]
 
     def first_problem(self, problem: str | None) -> str | None:

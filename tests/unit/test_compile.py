@@ -21,7 +21,7 @@ from torch import nn
 import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core import config, decisions
-from deepytorch_core.compile import compilation, policies, regions
+from deepytorch_core.compile import compilation, policies, regions, worth
 from deepytorch_core.compile import region as region_module
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.config import Options
@@ -310,15 +310,16 @@ def run_auto(
     *,
     steps: int = 70,
     noise: float = 0.01,
+    run_steps: int | None = None,
     **more: Any,
 ) -> tuple[nn.Module, list[bool], list[float]]:
-    """Trains with "auto"; returns the model, which way its steps went, and the losses."""
+    """Trains with "auto", told of `run_steps`; the model, which way its steps went, and losses."""
     register_policy(Counting)
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
     clock = Clock(compiled_s, noise)
     monkeypatch.setattr(compilation, "time", clock)
     model = make(dropout=0.2)
-    engine.compile(model, **more)
+    engine.compile(model, steps=run_steps, **more)
     found = engine.compilation_of(model)
     assert found is not None
     ways = []
@@ -473,12 +474,34 @@ def test_compile_waits_where_nobody_knows_how_long_a_run_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, ways, losses = run_auto(monkeypatch, 0.5, steps=170, is_patient=True)
-    waited = math.ceil(compilation.EXPECTED_COMPILE_S / compilation.EXPECTED_GAIN)
+    waited = math.ceil(worth.least_run_s(worth.LEAST_COST_S))
     assert not any(ways[:waited])
     assert any(ways)
     assert decisions.made()[-1]["reason"] == "faster than eager"
     engine.undo(model)
     assert losses == pytest.approx(train(make(dropout=0.2), steps=170), rel=1e-5)
+
+
+def test_compile_large_models_cost_more_unless_they_are_repetitions() -> None:
+    block = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(300)]
+    unlike = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))  # taken as a whole
+    assert worth.cost_s(nn.Sequential(*block), is_helped=False) == worth.LEAST_COST_S
+    assert worth.cost_s(unlike, is_helped=False) == pytest.approx(300 * worth.COST_OF_MODULE_S)
+    helped = worth.cost_s(unlike, is_helped=True)
+    assert helped == pytest.approx(300 * worth.COST_OF_HELPED_MODULE_S)
+
+
+@pytest.mark.parametrize(("cost_s", "is_compiled"), [(39.0, True), (41.0, False)])
+def test_compile_leaves_a_run_alone_that_would_not_earn_it_back(
+    cost_s: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worth, "cost_s", lambda root, *, is_helped: cost_s)
+    model, ways, _ = run_auto(monkeypatch, 0.5, steps=200, run_steps=200)  # of a second each
+    assert any(ways) == is_compiled
+    (decision,) = decisions.made()
+    told = "faster than eager" if is_compiled else "a run of 200 s would not earn a compile back"
+    assert decision["reason"] == told
+    engine.undo(model)
 
 
 def test_compile_frees_the_model() -> None:

@@ -1,0 +1,29 @@
+"""Whether a run lasts long enough to earn back what compiling its model takes of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from deepytorch_core.compile import regions
+
+# Of a step's time. A guess: training steps gain from nothing to more than half.
+EXPECTED_GAIN = 0.2
+# Seconds that the training waits: for a few blocks, and for each module with parameters that torch
+# has to look at. Measured on H100 and H200: 34 to 46 s for ResNet-50's 107 modules, 126 to 159 s
+# for a UNet's 391. Where helpers compile it graphs are captured and loaded, of that UNet in 28 s.
+LEAST_COST_S = 20.0
+COST_OF_MODULE_S = 0.4
+COST_OF_HELPED_MODULE_S = 0.07
+LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
+
+
+def cost_s(root: nn.Module, *, is_helped: bool) -> float:
+    """Seconds that compiling a model is expected to take of its training."""
+    of_module = COST_OF_HELPED_MODULE_S if is_helped else COST_OF_MODULE_S
+    number = sum(regions.num_modules(one.modules[0]) for one in regions.find(root))
+    return max(LEAST_COST_S, of_module * number)
+
+
+def least_run_s(cost: float) -> float:
+    """How long a run has to last to earn `cost` seconds back."""
+    return cost / EXPECTED_GAIN
