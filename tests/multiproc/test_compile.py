@@ -207,6 +207,26 @@ def test_compile_ranks_decide_alike(tmp_path: Path) -> None:
     ]
 
 
+def leave_early(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """Rank 1 trains for five steps, rank 0 on; their models are their own."""
+    decisions._made.clear()
+    register_policy(Counting)
+    compilation._RANKS_LIMIT_S = 0.3
+    policies.automatic = lambda device: [policies.get("counting")]
+    model = Stack()
+    deepytorch.compile(model)
+    train(model, rank, steps=40 if rank == 0 else 5)
+    dist.barrier()
+    return [(one["chosen"], one["reason"]) for one in decisions.made()]
+
+
+def test_compile_a_rank_that_leaves_costs_the_others_a_time_limit_and_no_more() -> None:
+    environment = {"DEEPYTORCH_TUNE": "force", "DEEPYTORCH_LOG": "error"}
+    first, second = spawn_ranks(leave_early, 2, backend="gloo", env=environment)
+    assert first == [("eager", "rank 1 did not come within 0.3 s")]
+    assert second == []
+
+
 def hold(rank: int, world_size: int) -> list[timedelta]:
     group = dist.group.WORLD
     assert group is not None
