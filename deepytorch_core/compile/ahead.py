@@ -71,9 +71,9 @@ def may_help(root: nn.Module, device: torch.device, ranks: guard.Ranks) -> bool:
     is_whole = [one.modules for one in regions.find(root)] == [(root,)]
     # What torch compiles for DDP's buckets is in none of its caches: only parts can be handed over.
     is_sent = ranks.size == 1 or is_in_parts(root)
-    if not (is_whole and is_sent and len(policies.automatic(device)) == 1):
-        return False
-    return not any(ranks.gather(why_not(root, device)))
+    is_wanted = is_whole and is_sent and len(policies.automatic(device)) == 1
+    # Asked in any case, or ranks whose models differ would take each other's answers for others.
+    return all(ranks.gather(is_wanted and why_not(root, device) is None))
 
 
 def why_not(root: nn.Module, device: torch.device) -> str | None:

@@ -255,13 +255,13 @@ def test_helpers_of_several_ranks_are_given_parts_and_work_on_all_or_none(
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [Seeing()])
     alone: Any = types.SimpleNamespace(size=1, gather=lambda value: [value])
-    several: Any = Several([None, "there are too few cores, or too little main memory"])
+    several: Any = Several([True, True, False])
     whole, in_parts = Unlike(ahead.LARGE_MODEL), Unlike(ahead.MODEL_IN_PARTS)
     assert ahead.may_help(whole, GPU, alone)
     assert not ahead.may_help(whole, GPU, several)
     assert ahead.may_help(in_parts, GPU, several)
     assert not ahead.may_help(in_parts, GPU, several)
-    assert several.num_asked == 2
+    assert several.num_asked == 3
 
 
 def test_a_part_is_taken_over_by_all_ranks_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
