@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import sys
 import threading
@@ -23,14 +24,25 @@ from torch.nn.parallel import DistributedDataParallel
 import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core import config, decisions, guard
-from deepytorch_core.compile import ahead, compilation, policies, regions, switches
+from deepytorch_core.compile import (
+    ahead,
+    compilation,
+    policies,
+    regions,
+    switches,
+    taking_over,
+    timeouts,
+)
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.config import Options
+from deepytorch_core.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
 CPU = torch.device("cpu")
 PART = "down.0"
+BUDGET_S = 1e4
+SLOW_STEPS = 12  # that rank 1's helper is behind
 # A helper that has done each job without looking at it: a real one takes seconds to start.
 _ANSWERS_AT_ONCE = """
 import struct, sys
@@ -49,7 +61,7 @@ def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
     monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 1)
     monkeypatch.setattr(regions, "SMALLEST_SHARES", (4, 64))
-    options = Options(profile=str(tmp_path / "p.json"), log="error", compile_budget_s=1e4)
+    options = Options(profile=str(tmp_path / "p.json"), log="error", compile_budget_s=BUDGET_S)
     monkeypatch.setattr(config, "_current", options)
     torch._dynamo.reset()
     yield
@@ -194,6 +206,7 @@ def test_what_helpers_have_not_done_in_time_runs_eagerly_and_is_tried_by_the_nex
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
+    monkeypatch.setattr(ahead, "_HELPER", _ANSWERS_AT_ONCE)
     monkeypatch.setattr(config, "_current", dataclasses.replace(config.current(), log="warning"))
     is_done = Ahead.is_done
     monkeypatch.setattr(Ahead, "is_done", lambda self, part: part == PART and is_done(self, part))
@@ -220,6 +233,71 @@ def test_what_helpers_have_not_done_in_time_runs_eagerly_and_is_tried_by_the_nex
     assert not guard.profile.entries()
     assert len(guard.profile.notes()) == 1
     engine.undo(model)
+
+
+def limit_s() -> float:
+    """How long collectives wait for a rank."""
+    (backend,) = timeouts._backends(dist.group.WORLD)
+    return float(backend.options._timeout.total_seconds())
+
+
+def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], Any]:
+    """Losses, stock's, and alike: parts that helpers had, limits above the usual one, decision."""
+    ahead._HELPER = _ANSWERS_AT_ONCE  # what is asked for has nothing in caches
+    ahead._num_helpers = lambda: 1
+    ahead.why_not = lambda root, device: None
+    ahead.MODEL_IN_PARTS = 1
+    regions.SMALLEST_SHARES = (4, 64)
+    taking_over.ASK_S = 0.2
+    policies.automatic = lambda device: [policies.get("aot-eager")]
+    asked = ahead._asked
+    prepared: list[int] = []
+
+    def slowly(*args: Any) -> str:
+        while rank == 1 and len(prepared) < SLOW_STEPS:
+            time.sleep(0.01)
+        return asked(*args)
+
+    ahead._asked = slowly
+    config._current = Options(profile=f"{folder}/p.json", log="error", compile_budget_s=BUDGET_S)
+    torch.manual_seed(0)
+    model = Whole()
+    stock = DistributedDataParallel(copy.deepcopy(model))
+    deepytorch.compile(model)
+    found: Any = engine.compilation_of(model)
+    ours = DistributedDataParallel(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (ours, stock)]
+    losses: tuple[list[float], list[float]] = ([], [])
+    usual_s, limits_s = limit_s(), []
+    while not found.is_settled:
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(2 * len(prepared) + rank))
+        for kept, one, optimizer in zip(losses, (ours, stock), optimizers, strict=True):
+            loss = one(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(loss.item())
+        if found.is_waiting:
+            prepared.append(sum(one.is_prepared for one in found.regions))
+            limits_s.append(limit_s() - usual_s)
+            time.sleep(0.05)  # steps would take the helpers' time
+    made = [one for one in decisions.made() if one["what"] == "compile of Whole"]
+    return *losses, (prepared, limits_s, made[-1]["chosen"])
+
+
+@pytest.mark.timeout(200)
+def test_ranks_take_over_each_part_in_the_same_step(tmp_path: Path) -> None:
+    first, second = spawn_ranks(train_together, 2, str(tmp_path), backend="gloo", timeout_s=180.0)
+    for ours, stock, _ in (first, second):
+        assert ours == pytest.approx(stock, rel=1e-4)
+    assert first[2] == second[2]
+    prepared, limits_s, chosen = first[2]
+    # One part's budget beside the usual limit, once all have been captured.
+    assert limits_s[0] == 3 * BUDGET_S
+    assert limits_s[9:11] == [BUDGET_S, BUDGET_S]
+    assert prepared[:SLOW_STEPS] == [3] * SLOW_STEPS
+    assert {before - after for before, after in itertools.pairwise(prepared)} == {0, 1}
+    assert chosen in ("aot-eager", "eager")
 
 
 def submitted(graph_of: Any) -> Ahead:
