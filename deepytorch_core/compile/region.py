@@ -400,19 +400,16 @@ def _capturing(region: CompiledRegion) -> Iterator[None]:
     from torch._dynamo import config
 
     _watch_failures()
-    names = "suppress_errors", "optimize_ddp", "automatic_dynamic_shapes"
-    before, outer = [getattr(config, name) for name in names], _now.region
+    before, outer = (config.suppress_errors, config.optimize_ddp), _now.region
     config.suppress_errors, _now.region = True, region
     if not region.is_cut_by_buckets:
         config.optimize_ddp = False
-    if region.is_fixed:
-        config.automatic_dynamic_shapes = False
+    fixed = {"automatic_dynamic_shapes": False}
     try:
-        yield
+        with config.patch(fixed) if region.is_fixed else contextlib.nullcontext():
+            yield
     finally:
-        _now.region = outer
-        for name, value in zip(names, before, strict=True):
-            setattr(config, name, value)
+        (config.suppress_errors, config.optimize_ddp), _now.region = before, outer
 
 
 @functools.cache
