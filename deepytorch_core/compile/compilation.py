@@ -524,13 +524,17 @@ class Compilation:
             for name, why in one.told.dropped.items()
         }
 
+    @property
+    def _is_late(self) -> bool:
+        """Whether a part runs eagerly because some rank's helpers were late with it."""
+        return any(one.failure is not None and one.failure.endswith(LATE) for one in self.regions)
+
     def _keep(self, reason: str, entry: Mapping[str, Any]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
         if console.global_rank() != 0 or reason == FROM_PROFILE or not self.regions:
             return
         # What the noise has hidden is measured again by the next run, and what was late is tried.
-        is_late = any(one.failure == LATE for one in self.regions)
-        if entry["times_ms"] and reason != UNDECIDED and not is_late:
+        if entry["times_ms"] and reason != UNDECIDED and not self._is_late:
             guard.profile.keep(self._key(), entry)
         else:
             asked = {} if self.policy == AUTO else {"policy": self.policy}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepytorch_core import control_group, guard, topology
-from deepytorch_core.compile import ahead, policies, regions, taking_over
+from deepytorch_core.compile import ahead, compilation, policies, regions, taking_over
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
@@ -279,6 +279,17 @@ def test_a_part_is_taken_over_by_all_ranks_in_one_step(monkeypatch: pytest.Monke
             left.remove(part)
     assert taken == ["b", None, None, "a", None, None, "c", None]
     assert ranks.num_asked == 3
+
+
+@pytest.mark.parametrize("why", [compilation.LATE, "it can't be compiled"])
+def test_a_part_is_late_if_another_ranks_helpers_were(why: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    found = compilation.Compilation(module, "auto", budget_s=1.0, steps=None)
+    region = Region("0", (module[0],))
+    found.regions = [CompiledRegion(region, [Seeing()], budget_s=1.0, is_on=lambda _: True)]
+    assert not found._is_late
+    found._give_up_alike([{}, {"0": why}])
+    assert found._is_late == (why == compilation.LATE)
 
 
 def test_a_rank_alone_looks_in_every_step() -> None:
