@@ -198,6 +198,34 @@ def test_a_containers_memory_is_left_to_the_training(
     assert ahead._num_helpers() == (8 if limit == "max" else 0)
 
 
+@pytest.mark.usefixtures("sixteen_cores")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limit_of_a_group_above_this_process_counts(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm sets it for a job, whose tasks have groups of their own below."""
+    top, line = "sys/fs/cgroup", "0::/job_7/step_0/task_1"
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        top, line = "sys/fs/cgroup/memory", "5:memory:/job_7/step_0/task_1"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    groups = {  # limit, used, of which a cache
+        "/job_7/step_0/task_1": ("max", 2 * GIB, 0),
+        "/job_7/step_0": (f"{20 * GIB}", 9 * GIB, GIB),
+        "/job_7": (f"{40 * GIB}", 34 * GIB, 0),
+        "": ("", 100 * GIB, 0),
+    }
+    files = {"proc/self/cgroup": f"3:cpu:/other\n{line}"}
+    for path, (limit, used, cached) in groups.items():
+        files[f"{top}{path}/{names[0]}"] = limit
+        files[f"{top}{path}/{names[1]}"] = str(used)
+        files[f"{top}{path}/memory.stat"] = f"inactive_file 0\n{names[2]} {cached}"
+    monkeypatch.setattr(control_group, "read_file", files.get)
+    assert ahead._num_helpers() == 3  # the job has 6 GiB left, the step 12
+    files[f"{top}/job_7/{names[0]}"] = "max"
+    assert ahead._num_helpers() == 6
+
+
 @pytest.mark.usefixtures("roomy")
 def test_helpers_need_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (25 * GIB, 80 * GIB))
