@@ -11,7 +11,10 @@ import builtins
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepytorch_core.own_ranks import Companion
 
 
 def program_path(arguments: list[str]) -> str:
@@ -30,11 +33,15 @@ def main(arguments: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = program_path(arguments)
 
+    from deepytorch_core import config
+    from deepytorch_core.own_ranks import Companion
+
+    address = config.rendezvous_address()  # before the program says another
     import deepytorch  # importing it activates
 
     if plan is None:
         if deepytorch.is_active():
-            warn_of_own_ranks()
+            watch_for_own_ranks(Companion(address))
         run(arguments)
     else:
         from deepytorch_core.compare.plan import Plan
@@ -42,7 +49,8 @@ def main(arguments: list[str]) -> None:
 
         told = Plan.read(plan)
         probe = Probe(told)
-        warn_of_own_ranks(probe.accompanied)  # under stock, too: its steps are to be seen
+        # Under stock, too: its steps are to be seen.
+        watch_for_own_ranks(Companion(address, probe.own_ranks), lambda: not probe.has_stepped)
         if told.settings is not None:
             from deepytorch_core.tune import in_force, knobs
 
@@ -54,13 +62,12 @@ def main(arguments: list[str]) -> None:
         watch(probe, lambda: run(arguments))
 
 
-def warn_of_own_ranks(
-    accompanied: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-) -> None:
+def watch_for_own_ranks(companion: Companion, is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Has a line said once the program starts processes by torch.multiprocessing.
 
     Ranks among them would wait: a launcher's environment says that its store is served already.
-    Where the program waits for them, they run what `accompanied` makes of their function.
+    Where the program waits for them, and `is_wanted` says yes, they are accompanied, as are those
+    that it starts by `multiprocessing` itself.
     """
     import functools
     import inspect
@@ -81,8 +88,8 @@ def warn_of_own_ranks(
                 level="warning",
             )
             given = inspect.signature(start).bind_partial(fn, *args, **kwargs).arguments
-            if accompanied is not None and given.get("join", True):
-                fn = accompanied(fn)
+            if given.get("join", True) and is_wanted():
+                fn = functools.partial(companion.run, fn, True)
             return start(fn, *args, **kwargs)
 
         module.start_processes = start_processes  # type: ignore[attr-defined]
@@ -91,6 +98,7 @@ def warn_of_own_ranks(
             package.start_processes = start_processes  # type: ignore[union-attr]
 
     ImportHook("torch.multiprocessing.spawn", wrap).install()
+    companion.watch(is_wanted)
 
 
 def run(arguments: list[str]) -> None:

@@ -8,7 +8,6 @@ micro-batches of gradient accumulation.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -97,9 +96,15 @@ class Probe:
         register_optimizer_step_post_hook(self._stepped)
         self._saves.install()
 
-    def accompanied(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` for processes that the script starts and waits for: they tell if they are ranks."""
-        return fn if self._steps else functools.partial(_tell_of_group, self._plan.folder, fn)
+    @property
+    def own_ranks(self) -> str:
+        """The file that ranks which the script starts itself leave as a mark."""
+        return str(Path(self._plan.folder) / OWN_RANKS)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this process trains, so that those which it starts from now on are no ranks."""
+        return self._steps > 0
 
     def finish(self) -> None:
         """Write what was measured, for the process that compares; the script is over."""
@@ -250,22 +255,6 @@ def _is_trial() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def _tell_of_group(folder: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn`, in a process that the script has started; leave a mark once it forms a group."""
-    from torch.distributed import distributed_c10d
-
-    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def rendezvous(*args: Any, **kwargs: Any) -> Any:
-            (Path(folder) / OWN_RANKS).touch()
-            return original(*args, **kwargs)
-
-        return rendezvous
-
-    # By which ranks meet; it may wait without end.
-    Patches().replace(distributed_c10d, "rendezvous", telling)
-    return fn(*args)
 
 
 def _scaling_of(root: Any) -> tuple[Any, Any, bool] | None:

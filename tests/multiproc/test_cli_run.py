@@ -127,3 +127,23 @@ def test_a_script_that_starts_its_own_ranks_is_told_how_to_be_started(tmp_path, 
     assert done.stdout == "0\n"
     said = "deepytorch: the script starts processes itself; if these are its ranks, no launcher"
     assert done.stderr.count(said) == 1, done.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_that_a_script_starts_itself_do_not_wait_for_each_other(tmp_path, probe, method):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, torch.distributed as dist, torch.multiprocessing as mp\n"
+        "def train(rank):\n"
+        "    os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'] = '127.0.0.1', '29555'\n"
+        "    dist.init_process_group('gloo', rank=rank, world_size=2)\n"
+        "if __name__ == '__main__':\n"
+        f"    mp.set_start_method({method!r})\n"
+        "    ranks = [mp.Process(target=train, args=(rank,)) for rank in range(2)]\n"
+        "    [rank.start() for rank in ranks]\n"
+        "    [rank.join() for rank in ranks]\n"
+        "    sys.exit(max(rank.exitcode for rank in ranks))\n"
+    )
+    done, _ = probe(*command("--nproc-per-node", "1", str(script)))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("RuntimeError: this process, which the script has started, is to") == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
-from torch.distributed import distributed_c10d
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from deepytorch.cli import runner
@@ -114,45 +111,6 @@ def test_the_first_step_leaves_a_mark(probe: Probe, tmp_path: Path) -> None:
     assert (tmp_path / f"{STEPPED}0").exists()
 
 
-def meet(rank: int, *others: int) -> tuple[int, ...]:
-    distributed_c10d.rendezvous("env://", rank)  # type: ignore[attr-defined]
-    return (rank, *others)
-
-
-def test_processes_that_form_a_group_before_the_first_step_are_ranks(
-    probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    met: list[Any] = []
-    monkeypatch.setattr(distributed_c10d, "rendezvous", lambda *args: met.append(args))
-    fn = probe.accompanied(meet)
-    sent = pickle.loads(pickle.dumps(fn))  # as to a process that is spawned
-    assert not (tmp_path / OWN_RANKS).exists()
-    assert sent(1, 2) == (1, 2)
-    assert met == [("env://", 1)]
-    assert (tmp_path / OWN_RANKS).exists()
-    probe._steps = 1
-    assert probe.accompanied(meet) is meet
-
-
-def test_only_processes_that_the_script_waits_for_are_accompanied(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[Any] = []
-
-    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True) -> None:
-        started.append((fn, args, nprocs))
-
-    for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
-        monkeypatch.setattr(sys.modules[name], "start_processes", start_processes)
-    runner.warn_of_own_ranks(lambda fn: (fn, "accompanied"))  # type: ignore[arg-type, return-value]
-    torch.multiprocessing.start_processes(print, (1,), nprocs=2)
-    torch.multiprocessing.start_processes(fn=print, args=(1,))
-    torch.multiprocessing.start_processes(print, (1,), 2, False)
-    accompanied = (print, "accompanied")
-    assert started == [(accompanied, (1,), 2), (accompanied, (1,), 1), (print, (1,), 2)]
-    assert capsys.readouterr().err.count("the script starts processes itself") == 3
-
-
 @pytest.mark.parametrize("enabled", ["0", "1"])
 def test_every_arm_is_watched_for_ranks_of_the_scripts_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: str
@@ -160,9 +118,12 @@ def test_every_arm_is_watched_for_ranks_of_the_scripts_own(
     seen: list[Any] = []
     monkeypatch.setenv("DEEPYTORCH_ENABLED", enabled)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.setattr(runner, "warn_of_own_ranks", seen.append)
-    monkeypatch.setattr(probes, "watch", lambda probe, run: seen.append(probe.accompanied))
+    monkeypatch.setattr(runner, "watch_for_own_ranks", lambda *told: seen.append(told))
+    monkeypatch.setattr(probes, "watch", lambda probe, run: seen.append(probe))
     Plan(steps=4, folder="", workspace="", outside="", began=0.0).write(tmp_path / "plan.json")
     runner.main(["--compare", str(tmp_path / "plan.json"), "train.py"])
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
+    (companion, is_wanted), probe = seen
+    assert companion.mark == str(Path(OWN_RANKS)) == probe.own_ranks
+    assert is_wanted()
+    probe._steps = 1  # who trains by itself may start what it likes
+    assert not is_wanted()
