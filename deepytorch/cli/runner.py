@@ -65,7 +65,6 @@ def main(arguments: list[str]) -> None:
 def watch_for_own_ranks(companion: Companion, is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Has a line said once the program starts processes by torch.multiprocessing.
 
-    Ranks among them would wait: a launcher's environment says that its store is served already.
     Where the program waits for them, and `is_wanted` says yes, they are accompanied, as are those
     that it starts by `multiprocessing` itself.
     """
@@ -83,8 +82,8 @@ def watch_for_own_ranks(companion: Companion, is_wanted: Callable[[], bool] = la
         def start_processes(fn: Any, *args: Any, **kwargs: Any) -> Any:
             say_once(
                 "the script starts processes itself; if these are its ranks, no launcher can start "
-                "it, neither torchrun nor deepytorch run, and they will wait for each other: run "
-                "it with python, and import deepytorch in it",
+                "it, neither torchrun nor deepytorch run: run it with python, and import "
+                "deepytorch in it",
                 level="warning",
             )
             given = inspect.signature(start).bind_partial(fn, *args, **kwargs).arguments
