@@ -32,7 +32,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from deepytorch_core import config, control_group, guard, topology
-from deepytorch_core.compile import policies, regions, switches
+from deepytorch_core.compile import helper, policies, regions, switches
 
 # Modules with parameters, from which on compiling takes longer than what helpers cost: their start,
 # and that graphs are captured twice.
@@ -53,9 +53,10 @@ SPARE_MEMORY = 0.25
 _IDLE_S = 5.0
 _POLL_S = 0.5
 # Modules are found where this process finds them, and not in the current folder before all others.
+# Ctrl-C is for the training, which may go on.
 _HELPER = (
-    "import sys; sys.path[:] = sys.argv[1:]; "
-    "from deepytorch_core.compile import helper; helper.main()"
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
+    "from deepytorch_core.compile import helper; helper.main(int(sys.argv[1]))"
 )
 # Threads of a helper's own, at least, that make kernels of its code.
 _KERNEL_THREADS = 2
@@ -201,7 +202,8 @@ class Ahead:
         self._open: collections.Counter[str] = collections.Counter()
         self._asked_at = math.inf
         self._is_closed = False
-        self._lock = threading.Lock()
+        # Whoever has it may come to collect a compilation, whose end closes its helpers.
+        self._lock = threading.RLock()
         self._num_helpers = _num_helpers()  # before they have taken any memory
         self._num_serving = 0
         self._kernel_threads = _KERNEL_THREADS
@@ -269,7 +271,10 @@ class Ahead:
                 if why and not self._is_closed:
                     self.failures.append(f"{part}: {why}")
         if process is not None:
-            process.communicate()  # at the end of what it reads it ends
+            with contextlib.suppress(OSError):
+                # The end of what it reads it may not see: forked processes have the pipe, too.
+                helper.end(process.stdin)
+            process.communicate()
 
     def _next_job(self) -> tuple[str, bytes] | None:
         """The next one; None where nobody has asked for one for a while, or wants any more."""
@@ -294,7 +299,7 @@ class Ahead:
             if self._is_closed:
                 raise OSError("it is too late")
             process = subprocess.Popen(
-                [sys.executable, "-c", _HELPER, *sys.path],
+                [sys.executable, "-c", _HELPER, str(os.getpid()), *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if config.current().log == "debug" else subprocess.DEVNULL,

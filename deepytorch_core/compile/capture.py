@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepytorch_core import guard
+from deepytorch_core import guard, replicas
 from deepytorch_core.compile import fixes, graphs, module_state
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.compile.replay import Call, Replay, Token
@@ -164,6 +164,7 @@ class Capture:
 
     def install(self) -> None:
         """Put a `Replayed` before the module's forward."""
+        replicas.leave_alone()
         vars(self._root)["forward"] = Replayed(self, self._forward, self._root)
 
     def remove(self) -> None:

@@ -223,7 +223,7 @@ class Compilation:
         try:
             self._advance()
         except guard.RankMissing as error:
-            self._finish(EAGER, str(error))
+            self._give_up(str(error))
         finally:
             self._num_made = self.num_made
             self._began = time.perf_counter()
@@ -329,6 +329,8 @@ class Compilation:
         if self._was_helped:
             name = policies.automatic(self._device)[0].name
             self._helpers = Ahead(self._device, name, budget_s=budget_of_helpers_s)
+            # A training may end, and its model go, while they are at work.
+            weakref.finalize(self, self._helpers.close).atexit = False
             self._taking_over = TakingOver(self._what, self._agreed_step_s())
         is_in_parts = self._helpers is not None and ahead.is_in_parts(self._root)
         self._install({}, is_in_parts=is_in_parts)
@@ -350,6 +352,11 @@ class Compilation:
         """Train on until the helpers are done; then go on as if compiling began now."""
         if self._number == self._first + 1 and any(one.region.is_model for one in self.regions):
             return  # a module that is being called has looked up its forward before this hook
+        if self._on:  # the last step was for helpers
+            unseen = [one.region.name for one in self.regions if one.is_to_be_seen]
+            if not self._taking_over.are_seen(unseen):
+                return
+            helpers.failures += [f"{name}: no step has called it" for name in unseen]
         self._on = self._is_loading = False
         if self._is_tried_early():
             return
@@ -464,6 +471,14 @@ class Compilation:
     def _chosen(self) -> str:
         names = {name for one in self.regions for name in one.told.chosen if name != EAGER}
         return "+".join(sorted(names)) or self.policy
+
+    def _give_up(self, reason: str) -> None:
+        """A rank did not come, so it is not waited for again."""
+        if self._early is not None:
+            self._early.undo()
+            self._early = None
+        self._conclude(EAGER, reason, None)
+        self._stop()
 
     def _finish(
         self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepytorch_core import console, replicas
+
 
 class ForwardHook:
     """A forward pre-hook, with keyword arguments, that calls `on_forward` with what is passed."""
@@ -20,6 +22,13 @@ class ForwardHook:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if replicas.is_one(module):  # several at once, each in a thread of its own
+            console.say_once(
+                f"{type(module).__name__}: copies that nn.DataParallel makes run eagerly; "
+                "DistributedDataParallel, with a process for each GPU, is compiled",
+                level="warning",
+            )
+            return
         self._on_forward(args, kwargs)
 
 

@@ -1,7 +1,7 @@
 """A process that compiles graphs for another one; see `ahead`.
 
 Jobs come in on stdin and answers go out on stdout, each after its length. An empty answer means
-that the job was done; any other says why not.
+that the job was done; any other says why not. A negative length ends it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ import struct
 import sys
 import threading
 import time
+from typing import Any
 
 from deepytorch_core.compile import collecting
 
 
-def main() -> None:
-    """Serve until there are no more jobs, or the one who asks is gone."""
+def end(jobs: Any) -> None:
+    """Tell the helper that reads `jobs` that there are no more; raises OSError if it is gone."""
+    jobs.write(struct.pack("!q", -1))
+    jobs.flush()
+
+
+def main(parent: int) -> None:
+    """Serve until there are no more jobs, or the process `parent` is gone, which asks."""
     os.nice(10)  # the training goes first, and what loads its data
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # compilers print
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with collecting.rarely(), contextlib.suppress(ImportError):  # a job says so
         importlib.import_module("torch._inductor.compile_fx")  # takes seconds, and all jobs need it
     collecting.rarely_from_now_on()
-    while len(size := sys.stdin.buffer.read(8)) == 8:
-        answer = _done(sys.stdin.buffer.read(struct.unpack("!q", size)[0])).encode()
+    while len(head := sys.stdin.buffer.read(8)) == 8:
+        (size,) = struct.unpack("!q", head)
+        if size < 0:
+            return
+        answer = _done(sys.stdin.buffer.read(size)).encode()
         answers.write(struct.pack("!q", len(answer)) + answer)
         answers.flush()
 

@@ -28,7 +28,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
-from deepytorch_core import guard
+from deepytorch_core import guard, replicas
 from deepytorch_core.compile import breaks, collecting, graphs, module_state
 from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
@@ -117,6 +117,11 @@ class CompiledRegion:
         """Whether helpers have its graphs."""
         return self._ahead is not None
 
+    @property
+    def is_to_be_seen(self) -> bool:
+        """Whether helpers are to have its graphs, and it was not called since."""
+        return self.is_prepared and self._num_calls == 0 and self.failure is None
+
     def restart(self) -> None:
         """Capture all graphs anew, and take what was compiled for them `ahead.at_once`."""
         self._ahead = None
@@ -141,6 +146,7 @@ class CompiledRegion:
 
     def install(self) -> None:
         """Put a `Forward` before each module's own."""
+        replicas.leave_alone()
         for module in self.region.modules:
             module.forward = Forward(self, module)
 

@@ -134,7 +134,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _can_be_region(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+    if isinstance(module, torch.jit.ScriptModule) or not _has_its_classs_forward(module):
         return False
     if not isinstance(getattr(type(module), "forward", None), types.FunctionType):
         return False
@@ -147,6 +147,15 @@ def _can_be_region(module: nn.Module) -> bool:
         return False
     # Equal blocks share code, so it can't go by the hooks of one of them.
     return module_state.hooked(module) is None
+
+
+def _has_its_classs_forward(module: nn.Module) -> bool:
+    """Also where it lies on the module: it does on a copy of one that is compiled."""
+    own = vars(module).get("forward")
+    if own is None:
+        return True
+    is_bound = isinstance(own, types.MethodType) and own.__self__ is module
+    return is_bound and own.__func__ is type(module).forward
 
 
 def _is_of_framework(module: nn.Module) -> bool:

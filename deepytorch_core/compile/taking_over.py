@@ -13,6 +13,8 @@ from deepytorch_core import guard
 
 # From one asking of all ranks to the next. A rank alone looks at its helpers in every step.
 ASK_S = 5.0
+# Steps in which helpers are given graphs, at most.
+SEEING_STEPS = 3
 _RANKS_LIMIT_S = 120.0
 
 
@@ -25,11 +27,25 @@ class TakingOver:
     """
 
     def __init__(self, what: str, step_s: float) -> None:
-        self._ranks = guard.Ranks(what, limit_s=_RANKS_LIMIT_S)
-        alone = self._ranks.size == 1
+        self._what = what
+        alone = self._ranks().size == 1
         self._asking_steps = 1 if alone else max(1, math.ceil(ASK_S / max(step_s, 1e-3)))
         self._number = -1
+        self._num_seeing = 0
         self._done: list[str] = []
+
+    def are_seen(self, unseen: Sequence[str]) -> bool:
+        """Whether to go on; else the next step is for helpers, too. Asked after each that is.
+
+        Args:
+            unseen: the parts that were not called yet on this rank: the step has failed, or
+                skipped them.
+
+        Raises guard.RankMissing as `next_part` does.
+        """
+        self._num_seeing += 1
+        is_last = self._num_seeing == SEEING_STEPS
+        return is_last or not any(self._ranks().gather(bool(unseen)))
 
     def next_part(self, left: Sequence[str], is_done: Callable[[str], bool]) -> str | None:
         """The part for this step, if there is one; to be called in each, on all ranks alike.
@@ -42,6 +58,10 @@ class TakingOver:
         """
         self._number += 1
         if not self._done and self._number % self._asking_steps == 0:
-            waited_for = self._ranks.gather([name for name in left if not is_done(name)])
+            waited_for = self._ranks().gather([name for name in left if not is_done(name)])
             self._done = [name for name in left if not any(name in some for some in waited_for)]
         return self._done.pop(0) if self._done else None
+
+    def _ranks(self) -> guard.Ranks:
+        """Those of now: a script may end its process group, or make another, meanwhile."""
+        return guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
+import os
 import pickle
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -367,13 +372,88 @@ def test_helpers_without_work_end_and_others_take_their_place(
     (tmp_path / "tokenize.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     helpers = submitted(linear(3))
+    while not helpers._processes:
+        time.sleep(0.01)
+    (process,) = helpers._processes
+    assert process.stdin is not None
+    forked = os.dup(process.stdin.fileno())  # as a loader's workers have it
     wait(helpers)
+    ignored = Path(f"/proc/{process.pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    assert int(ignored, 16) >> (signal.SIGINT - 1) & 1  # Ctrl-C is the training's
     assert [one.wait(30.0) for one in helpers._processes] == [0]
+    os.close(forked)
     torch._dynamo.reset()
     linear(4)(lambda graph, _: (helpers.submit(graph, PART), graph)[1])
     wait(helpers)
     assert [one.wait(30.0) for one in helpers._processes] == [0, 0]
     assert not helpers.failures
+
+
+def test_a_helper_ends_whose_training_was_gone_before_it_looked() -> None:
+    command = [sys.executable, "-c", ahead._HELPER, str(1 << 23), *sys.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as helper:
+        assert helper.wait(60.0) == 1
+
+
+class Failing(Whole):
+    """Fails in the middle of the step in which helpers are given the first graphs."""
+
+    def __init__(self, given: list[str]) -> None:
+        super().__init__()
+        self.given = given
+        self.has_failed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.down:
+            x = part(x)
+        if self.given and not self.has_failed:
+            self.has_failed = True
+            raise ValueError("a bad batch")
+        for part in (self.middle, *self.up):
+            x = part(x)
+        return x
+
+
+def test_a_step_that_fails_keeps_no_part_from_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
+    monkeypatch.setattr(ahead, "_HELPER", _ANSWERS_AT_ONCE)
+    given: list[str] = []
+    submit = Ahead.submit
+    monkeypatch.setattr(
+        Ahead, "submit", lambda self, graph, part: (given.append(part), submit(self, graph, part))
+    )
+    model = Failing(given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    deepytorch.compile(model)
+    found: Any = engine.compilation_of(model)
+    for number in itertools.count():
+        if found.is_settled:
+            break
+        with contextlib.suppress(ValueError):
+            step(model, optimizer, number)
+        if found.is_waiting:
+            time.sleep(0.05)
+    assert model.has_failed
+    assert set(given) == {PART, "middle", "up.0"}
+    engine.undo(model)
+
+
+def test_helpers_do_not_outlive_a_model_that_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
+    monkeypatch.setattr(ahead, "_HELPER", _ANSWERS_AT_ONCE)
+    monkeypatch.setattr(Ahead, "is_done", lambda self, part: False)
+    model = Whole()
+    deepytorch.compile(model)
+    found: Any = engine.compilation_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    number = 0
+    while found._helpers is None or not found._helpers._processes:
+        step(model, optimizer, number)
+        number += 1
+    processes = found._helpers._processes
+    del model, optimizer, found
+    gc.collect()
+    assert [one.wait(30.0) for one in processes] == [-signal.SIGKILL] * len(processes)
 
 
 def test_a_helper_that_cannot_be_started_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import control_group, guard, topology
+from deepytorch_core import control_group, decisions, guard, topology
 from deepytorch_core.compile import ahead, compilation, policies, regions, taking_over
 from deepytorch_core.compile.policies import Policy, register_policy
+from deepytorch_core.compile.recorder import Recorder
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
 from deepytorch_core.compile.taking_over import TakingOver
@@ -318,6 +319,50 @@ def test_a_part_is_late_if_another_ranks_helpers_were(why: str) -> None:
     assert not found._is_late
     found._give_up_alike([{}, {"0": why}])
     assert found._is_late == (why == compilation.LATE)
+
+
+def test_a_process_group_that_ends_leaves_each_rank_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now: list[Any] = [Several([["a"], True])]
+    monkeypatch.setattr(guard, "Ranks", lambda what, limit_s: now[0])
+    parts = TakingOver("compile of Model", 10.0)
+    assert parts.next_part(["a"], lambda _: True) is None
+    assert not parts.are_seen([])
+    now[0] = types.SimpleNamespace(gather=lambda value: [value])
+    assert parts.are_seen([])
+    assert parts.next_part(["a"], lambda _: True) == "a"
+
+
+def test_a_step_is_shown_to_helpers_until_all_ranks_have_called_all_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Several([True, False, True])
+    monkeypatch.setattr(guard, "Ranks", lambda what, limit_s: ranks)
+    parts = TakingOver("compile of Model", 10.0)
+    assert not parts.are_seen([])
+    assert not parts.are_seen(["a"])
+    assert parts.are_seen(["a"])  # the last one
+    assert ranks.num_asked == 2
+
+
+def test_a_rank_that_is_missing_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    found: Any = compilation.Compilation(module, "auto", budget_s=1.0, steps=None)
+    closed: list[bool] = []
+    found._helpers = types.SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(Recorder, "kind", "cpu")
+    assert found._may_capture()
+
+    def advance() -> None:
+        raise guard.RankMissing("rank 1 did not come within 120 s")
+
+    monkeypatch.setattr(found, "_advance", advance)
+    found._on_step()
+    assert closed
+    assert found.is_settled
+    assert found._capturing is None
+    assert decisions.made()[-1]["reason"] == "rank 1 did not come within 120 s"
 
 
 def test_a_rank_alone_looks_in_every_step() -> None:
