@@ -16,6 +16,7 @@ from deepytorch_core.guard.timing import LEAST_GAIN
 STOCK = "stock"
 
 FASTER, SLOWER, SAME = "faster", "slower", "no difference beyond the noise"
+NOT_OURS = "no difference that it has a part in"
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Verdict:
 
     `speedup` is the ratio of the medians of the runs (stock / arm), `spread` the least and the
     greatest ratio of any two runs, `noise` the relative difference that the runs of one arm have
-    among themselves. `word` is "faster" or "slower" only for a difference above all of these.
+    among themselves, of both arms. `word` is "faster" or "slower" only for a difference above all
+    of these, and "faster" only where deepytorch had a part in it.
     `setup_cost_s` is None where an arm has no run but the very first of all.
     """
 
@@ -145,18 +147,20 @@ def judge(samples: Sequence[Sample], arm: str) -> Verdict:
     our_s = [sample.step_s for sample in ours]
     ratios = [slow / fast for slow in stock_s for fast in our_s]
     speedup = statistics.median(stock_s) / statistics.median(our_s)
-    noise = _range(stock_s) + _range(our_s)
+    noise = _apart(stock_s) + _apart(our_s)
     word = SAME
     if min(len(ours), len(theirs)) >= 2 and abs(math.log(speedup)) > max(LEAST_GAIN, noise):
-        apart = min(ratios) > 1 or max(ratios) < 1
-        word = (FASTER if speedup > 1 else SLOWER) if apart else SAME
+        if min(ratios) > 1:
+            word = FASTER if any(map(_has_a_part, ours)) else NOT_OURS
+        elif max(ratios) < 1:
+            word = SLOWER
     difference = loss_difference(theirs, ours)
     peaks = [one.peak_bytes for one in ours if one.peak_bytes is not None]
     return Verdict(
         arm=arm,
         speedup=speedup,
         spread=(min(ratios), max(ratios)),
-        noise=noise,
+        noise=math.expm1(noise),
         word=word,
         setup_cost_s=_setup_cost_s(samples[0], theirs, ours),
         peak_bytes=max(peaks, default=None),
@@ -178,9 +182,14 @@ def _setup_cost_s(first: Sample, theirs: Sequence[Sample], ours: Sequence[Sample
     return medians[0] - medians[1] if len(medians) == 2 else None
 
 
-def _range(times: Sequence[float]) -> float:
-    """How far equal runs lie apart, relative to their median; blocks stand in for a single run."""
-    return (max(times) - min(times)) / statistics.median(times)
+def _apart(times: Sequence[float]) -> float:
+    """How far equal runs lie apart, as a logarithm: one that is slow by any factor has no bound."""
+    return math.log(max(times) / min(times))
+
+
+def _has_a_part(sample: Sample) -> bool:
+    """Whether anything was done that could have made the run faster."""
+    return bool(sample.native_calls or sample.seams or sample.decisions)
 
 
 def loss_difference(

@@ -40,7 +40,7 @@ def sample(arm: str, step_s: float, losses: tuple[float | None, ...] = (2.0, 1.0
         redirected=(),
         made_folders=(),
         seams=(),
-        native_calls=0,
+        native_calls=8 if arm == "ours" else 0,
         decisions=(),
     )
 
@@ -58,12 +58,31 @@ def samples(stock: list[float], ours: list[float]) -> list[Sample]:
         ([1.0, 1.3], [0.8, 0.9], result.SAME),  # apart, but stock itself varies by more
         ([1.0, 2.0], [0.9, 1.5], result.SAME),
         ([1.0], [0.5], result.SAME),  # one run says nothing about the noise
+        ([0.201, 0.012], [0.0108, 0.011], result.SAME),  # the very first run, of a cold disk
     ],
 )
 def test_a_difference_is_claimed_only_beyond_the_noise(
     stock: list[float], ours: list[float], word: str
 ) -> None:
     assert judge(samples(stock, ours), "ours").word == word
+
+
+@pytest.mark.parametrize(
+    ("part", "faster"),
+    [
+        ({}, result.NOT_OURS),
+        ({"native_calls": 1}, result.FASTER),
+        ({"seams": ("accelerate",)}, result.FASTER),
+        ({"decisions": ("AdamW: fused",)}, result.FASTER),
+    ],
+)
+def test_it_is_faster_only_by_what_was_done(part: dict[str, Any], faster: str) -> None:
+    for stock, ours, word in [([1.0, 1.0], [0.5, 0.5], faster), ([1.0], [1.0], result.SAME)]:
+        found = [dataclasses.replace(one, native_calls=0) for one in samples(stock, ours)]
+        found[-1] = dataclasses.replace(found[-1], **part)
+        assert judge(found, "ours").word == word
+    slow = [dataclasses.replace(one, native_calls=0) for one in samples([0.5, 0.5], [1.0, 1.0])]
+    assert judge(slow, "ours").word == result.SLOWER
 
 
 def test_the_time_saved_has_the_one_off_cost_taken_off() -> None:

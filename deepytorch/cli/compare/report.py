@@ -23,7 +23,7 @@ def headline(verdict: Verdict) -> str:
         return f"{verdict.arm} is faster: {ratio}"
     if verdict.word == SLOWER:
         return f"{verdict.arm} is slower: {ratio}"
-    return f"{verdict.arm}: {result.SAME} ({ratio})"
+    return f"{verdict.arm}: {verdict.word} ({ratio})"
 
 
 def findings(
