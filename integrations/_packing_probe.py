@@ -173,6 +173,9 @@ def _check_mask(
 def _compare(
     model: Any, call: Callable[..., Any], attentions: Attentions, precision: torch.dtype
 ) -> Conventions:
+    table = _position_table(model)
+    if table is not None and table.num_embeddings < _WIDTH + max(_first_positions(table)):
+        raise Unsupported(f"its {table.num_embeddings} positions are too few to try it out")
     batch = _batch(model)
     try:
         padded = call(**batch, **_uncached(model))
@@ -190,7 +193,6 @@ def _compare(
         noise = _own_noise(model, call, batch, logits) / largest
         tolerance = max(tolerance, min(_ROOM * noise, _MOST_NOISE))
     bound = tolerance * largest
-    table = _position_table(model)
     shifted = _shifts_labels(call, batch, model)
     difference = loss_difference = float("nan")
     for first_position in (None, *_first_positions(table)):

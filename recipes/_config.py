@@ -106,7 +106,12 @@ def _parse_word(key: str, text: str, hint: Any) -> Any:
     if not is_quoted and (is_word or "#" in text):
         # YAML would make 1.1 of the name 1.10, and cut "runs #2" at a comment.
         return text
-    return _parse_yaml(text, f"{key}={text} is not a valid value")
+    try:
+        return _parse_yaml(text, f"{key}={text} is not a valid value")
+    except RecipeError:
+        if is_word:
+            return text  # such as 'this' is 'that', whose quotes are not around it all
+        raise
 
 
 def _parse_yaml(text: str, wrong: str) -> Any:

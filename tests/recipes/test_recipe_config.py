@@ -50,7 +50,19 @@ def test_command_line_wins_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["1.10", "010", "1:30", "2024-01-01", "on", "[red]exp", "a photo: of sks", "'", "'a' b"]
+    "text",
+    [
+        "1.10",
+        "010",
+        "1:30",
+        "2024-01-01",
+        "on",
+        "[red]exp",
+        "a photo: of sks",
+        "'",
+        "'a' b",
+        "'a' b 'c'",
+    ],
 )
 def test_a_text_stays_as_it_is_written(text):
     assert load_config(Config, DEFAULT_CONFIG, [f"name={text}"]).name == text

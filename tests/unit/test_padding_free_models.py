@@ -395,6 +395,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hf.BertForSequenceClassification(hf.BertConfig(**SHAPE)),
         "it takes no labels of each token",
     ),
+    "few positions": (
+        lambda: hf.BertForMaskedLM(hf.BertConfig(**{**SHAPE, "max_position_embeddings": 8})),
+        "its 8 positions are too few to try it out",
+    ),
     "length-dependent positions": (
         lambda: hf.LlamaForCausalLM(
             hf.LlamaConfig(
