@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,9 @@ class ForwardHook:
     def __init__(self, on_forward: Callable[[Any, Any], None]) -> None:
         self._on_forward = on_forward
 
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()  # a copy of the model is not measured
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is not measured, and one that is saved needs nothing of ours.
+        return getattr, (contextlib.nullcontext(), "__exit__")  # which does nothing
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -30,10 +32,3 @@ class ForwardHook:
             )
             return
         self._on_forward(args, kwargs)
-
-
-class _Inert:
-    """What becomes of the hook in a copy of the model."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -73,3 +74,15 @@ def test_a_copy_of_a_compiled_model_can_be_compiled_too(compiled: nn.Module) -> 
     found = [(one.name, len(one.modules)) for one in regions.find(copy.deepcopy(compiled))]
     engine.undo(compiled)
     assert found == [(one.name, len(one.modules)) for one in regions.find(compiled)]
+
+
+def test_a_saved_model_needs_nothing_of_ours(compiled: nn.Module) -> None:
+    fresh = nn.Sequential(nn.Linear(4, 4))
+    deepytorch.compile(fresh)  # of which each pass is watched
+    assert fresh._forward_pre_hooks
+    for model in (fresh, compiled):
+        saved = pickle.dumps(model)
+        assert b"deepytorch" not in saved
+        loaded = pickle.loads(saved)
+        assert loaded(X).equal(model(X))
+    engine.undo(fresh)
