@@ -67,9 +67,13 @@ class EndlessBatches(Generic[BatchT]):
         what: str = "examples",
     ) -> None:
         if num_examples < batch_size * world_size:
+            # Where even batches of one need more, a lower batch_size alone is no way out.
+            ways = ["lower batch_size"] if batch_size > 1 else []
+            if num_examples < world_size > 1:
+                ways.append("start fewer processes (--nproc-per-node)")
             raise RecipeError(
                 f"{num_examples} {what} are too few for batch_size={batch_size} on {world_size} "
-                "processes: lower batch_size or add data"
+                f"processes: {' and '.join(ways)}{' or ' if ways else ''}add data"
             )
         self._order = _Order(num_examples, batch_size, rank, world_size, seed)
         self._order.balance = balance
@@ -226,6 +230,20 @@ class _Drawn(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         return self._draw(*key)
+
+
+def hold_out(shuffled: Sequence[T], wanted: int) -> tuple[list[T], list[T], str]:
+    """What is kept out of training, the rest, and words that say how much is kept.
+
+    A tenth at most is kept, but one at least; a single one is trained on, and none is kept.
+    """
+    number = min(wanted, max(1, len(shuffled) // 10), len(shuffled) - 1)
+    told = f"{number} held out"
+    if number == 0:
+        told = "none held out, as there is only one"
+    elif number < wanted:
+        told += f" (held_out={wanted}, but at most a tenth of the data)"
+    return list(shuffled[:number]), list(shuffled[number:]), told
 
 
 def in_batches(examples: Sequence[T], size: int) -> list[list[T]]:

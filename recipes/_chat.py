@@ -78,8 +78,10 @@ def plain_text(conversation: Conversation) -> list[tuple[str, bool]]:
 def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
     """What a model is given to write the last answer; special tokens are part of it.
 
-    Empty where nobody spoke before the answer.
+    Empty where nobody spoke before the answer. Raises RecipeError where there is no conversation.
     """
+    if not conversation:
+        raise RecipeError("no conversation is left out of training to take a question from")
     asked = conversation[:-1] if conversation[-1].role == "assistant" else conversation
     if not asked:
         return ""
@@ -174,7 +176,7 @@ def _answer(
     content = messages[index]["content"]
     marked = [*messages[:index], {**messages[index], "content": _MARK}]
     before, _, behind = render([*marked, *messages[index + 1 :]]).partition(_MARK)
-    for said in (content, content.strip()):
+    for said in (content, content.lstrip("\n"), content.strip()):  # Qwen3's takes newlines off
         if text == before + said + behind:
             end_of_turn = render(marked).partition(_MARK)[2]
             end = len(before + said) + _end_token(end_of_turn, behind, tokenizer)

@@ -6,8 +6,9 @@ each crop's class is the part of the photograph that it is from.
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from PIL import Image, ImageOps
 
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._run import console
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 GRID = 3  # the photograph is cut into GRID x GRID parts
 
 
@@ -81,6 +83,7 @@ class FolderImages:
     image_size: int
     seed: int
     augment: bool = True
+    others: Mapping[str, int] = field(default_factory=dict)  # what is there beside, see `listed`
 
     @property
     def size(self) -> int:
@@ -110,7 +113,9 @@ def folder_images(
     """
     if not folder.is_dir():
         raise RecipeError(f"data={folder} is no folder")
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    there = sorted(path for path in folder.iterdir() if not _is_hidden(path))
+    classes = [path.name for path in there if path.is_dir()]
+    others = Counter(f"{_kind(path)} beside the classes" for path in there if not path.is_dir())
     if len(classes) < 2:
         raise RecipeError(
             f"data={folder} must have a folder of images for each class, and at least two; it has "
@@ -119,35 +124,68 @@ def folder_images(
     trained: list[tuple[Path, int]] = []
     kept: list[tuple[Path, int]] = []
     for label, name in enumerate(classes):
-        files = image_files(folder / name)
+        files, beside = listed(folder / name)
+        others += beside
         for number, path in enumerate(files):
             (kept if len(files) > 1 and number % 20 == 0 else trained).append((path, label))
     random.Random(seed).shuffle(kept)
     return (
-        FolderImages(sorted(trained + kept[held_out:]), classes, image_size, seed),
+        FolderImages(sorted(trained + kept[held_out:]), classes, image_size, seed, others=others),
         FolderImages(kept[:held_out], classes, image_size, seed, augment=False),
     )
 
 
 def image_files(folder: Path) -> list[Path]:
     """The images in a folder, by name. RecipeError if there is none."""
+    return listed(folder)[0]
+
+
+def listed(folder: Path) -> tuple[list[Path], Counter[str]]:
+    """The images in a folder, by name, and of each other kind how many are there.
+
+    RecipeError if there is no image.
+    """
     if not folder.is_dir():
         raise RecipeError(f"{folder} is no folder of images")
-    files = sorted(path for path in folder.iterdir() if is_image(path))
+    there = sorted(path for path in folder.iterdir() if not _is_hidden(path))
+    files = [path for path in there if is_image(path)]
     if not files:
         raise RecipeError(f"{folder} has no images ({', '.join(sorted(SUFFIXES))})")
-    return files
+    return files, Counter(_kind(path) for path in there if not is_image(path))
+
+
+def say_others(others: Mapping[str, int]) -> None:
+    """Print what lies beside the images; nothing if there is nothing."""
+    kinds = sorted(others.items(), key=lambda one: (-one[1], one[0]))
+    told = ", ".join(f"{number} x {kind}" for kind, number in kinds)
+    if told:
+        text = f"skipped     {sum(others.values())} other files and folders: {told}"
+        console.print(text, highlight=False)
 
 
 def is_image(path: Path) -> bool:
-    """Whether the name is an image's."""
-    return path.suffix.lower() in SUFFIXES
+    """Whether the name is an image's; hidden files, as macOS writes beside others, are none."""
+    return path.suffix.lower() in SUFFIXES and not _is_hidden(path)
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
+def _kind(path: Path) -> str:
+    return "folder" if path.is_dir() else path.suffix.lower() or "without a suffix"
 
 
 def read_image(path: Path) -> Image.Image:
-    """The image as it is looked at, in RGB; RecipeError names a file that is none."""
+    """The image as it is looked at, in RGB, of several the first.
+
+    RecipeError names a file that is none.
+    """
     try:
         with Image.open(path) as image:
+            if image.format == "TIFF" and image.mode in ("I", "F"):
+                # Nothing says what its black and white are: Pillow would cut off at 255.
+                raise ValueError("its pixels are of 32 bits: save it with 8 or 16")
             return _as_rgb(ImageOps.exif_transpose(image))
     except Exception as error:
         # Pillow's decoders hand on whatever a damaged file makes them raise: SyntaxError, ...

@@ -11,7 +11,7 @@ import torch
 
 from deepytorch.integrations.transformers import BATCH_KEY, IntegrationError, pack_batches
 from deepytorch.recipes._balance import StepBalance
-from deepytorch.recipes._batches import EndlessBatches, in_batches
+from deepytorch.recipes._batches import EndlessBatches, hold_out, in_batches
 from deepytorch.recipes._chat import (
     Conversation,
     TooLongError,
@@ -22,6 +22,7 @@ from deepytorch.recipes._chat import (
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import Batch, Example, collate
 from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._records import has_empty_answer
 from deepytorch.recipes._run import Process, console
 from deepytorch_core import decisions
 from deepytorch_core.data.balance import WHAT
@@ -74,27 +75,44 @@ class Data:
     batches: EndlessBatches[Batch]
     balanced: EndlessBatches[Batch] | None
     held_out: list[Batch]
-    sample: Conversation
+    sample: Conversation  # one that is kept out; without turns where none is
     longest: int  # tokens of an example
 
 
 def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
-    """Read, shuffle, split and encode ``config.data``; says what was cut and left out."""
+    """Read, shuffle, split and encode ``config.data``; says what was cut, left and held out."""
     conversations = load_conversations(config.data, config.data_format)
-    order = list(range(len(conversations)))
+    order = [number for number, one in enumerate(conversations) if not has_empty_answer(one)]
+    num_empty = len(conversations) - len(order)
+    if not order:
+        raise RecipeError(
+            f"data={config.data} has nothing to learn: in each of its {num_empty} examples an "
+            "answer is empty. Give the answers a text"
+        )
     random.Random(config.seed).shuffle(order)
-    num_held_out = min(config.held_out, max(1, len(order) // 10))
-    if len(order) == 1:
-        order *= 2
-    kept, trained = order[:num_held_out], order[num_held_out:]
+    kept, trained, told = hold_out(order, config.held_out)
 
     def encoded(numbers: list[int]) -> tuple[list[Example], str]:
         chosen = [conversations[number] for number in numbers]
         return encode_all(chosen, tokenizer, config, numbers=numbers)
 
     examples, summary = encoded(trained)
+    try:
+        left_out = encoded(kept)[0] if kept else []
+    except TooLongError:
+        left_out = []
+    if num_empty:
+        summary += f", {num_empty} because an answer is empty"
+    if len(left_out) < len(kept):
+        told += f", {len(kept) - len(left_out)} of these left out because of a longer prompt"
     if process.is_main:
-        console.print(f"data        {summary}", highlight=False)
+        console.print(f"data        {summary}; {told}", highlight=False)
+        if kept and not left_out:
+            console.print(
+                "held out    no loss is computed: the prompts of all held-out examples fill "
+                f"max_length={config.max_length} tokens",
+                highlight=False,
+            )
         print_masked(examples[0], tokenizer)
     pad = tokenizer.pad_token_id
     fixed = config.packing == "fixed"
@@ -126,14 +144,11 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
         )
     elif config.backend == "deepytorch":
         decisions.record(WHAT, "off", why_not)
-    try:
-        left_out, _ = encoded(kept)
-    except TooLongError:
-        left_out = []
     # Every rank evaluates all of them, so that each has as many.
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
     longest = max(len(one.input_ids) for one in (*examples, *left_out))
-    return Data(batches_with(None), balanced, held_out, conversations[kept[0]], longest)
+    sample = conversations[kept[0]] if kept else ()
+    return Data(batches_with(None), balanced, held_out, sample, longest)
 
 
 def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a run: start or resume, train, evaluate, save, end early on SIGTERM, export."""
+"""The life of a run: start or resume, train, evaluate, save, end early when told, export."""
 
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,6 +14,7 @@ from deepytorch.recipes import _checkpoint, _compare, _elastic, _memory, _roundi
 from deepytorch.recipes._alike import draw_apart, refuse_unlike
 from deepytorch.recipes._batches import BatchT, EndlessBatches
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
+from deepytorch.recipes._endings import Endings
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import (
     Process,
@@ -29,6 +27,7 @@ from deepytorch.recipes._run import (
     on_main,
     print_any_text,
     say_error,
+    say_gone,
     stock_backend,
     together,
     wait_for_all,
@@ -37,6 +36,8 @@ from deepytorch.recipes._told import Telling, Told
 from deepytorch.recipes._trainer import Task, Trainer
 from deepytorch_core import decisions
 from deepytorch_core.data.balance import WHAT
+
+_NOT_COMPARED = ("backend", "save_every", "keep_checkpoints", "evaluate_every", "wandb")
 
 ConfigT = TypeVar("ConfigT", bound=RunOptions)
 Prepare = Callable[[ConfigT, Process], Task[Any]]
@@ -48,7 +49,25 @@ def run_recipe(
     prepare: Prepare[ConfigT],
     argv: Sequence[str] | None,
 ) -> int:
-    """The main of every recipe: 0 done, 1 --compare found a difference, 2 bad options or data."""
+    """The main of every recipe, which gives its exit status.
+
+    0 done, 1 --compare found a difference or another rank ended, 2 bad options or data, 130 Ctrl-C.
+    """
+    endings = Endings(recipe)
+    with endings.of_ctrl_c():
+        try:
+            return _run_until_told(recipe, config_class, prepare, argv, endings)
+        except KeyboardInterrupt:
+            return endings.say_interrupted()
+
+
+def _run_until_told(
+    recipe: str,
+    config_class: type[ConfigT],
+    prepare: Prepare[ConfigT],
+    argv: Sequence[str] | None,
+    endings: Endings,
+) -> int:
     default = Path(__file__).parent / "configs" / f"{recipe}.yaml"
     arguments = parse_arguments(argv, recipe=recipe, default=default)
     print_any_text()
@@ -83,14 +102,25 @@ def run_recipe(
                 _memory.print_estimate(task, config, process)
                 return 0
             if arguments.compare:
+                if process.is_main:
+                    _say_left_out(config, load_config(config_class, default))
                 return compare(recipe, task, config, process)
-            return train(recipe, task, config, process)
+            return train(recipe, task, config, process, endings)
     except RecipeError as error:
         return say_error(recipe, error)
+    except RuntimeError as error:  # of a backend
+        return say_gone(recipe, error)
 
 
-def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process) -> int:
+def train(
+    recipe: str,
+    task: Task[BatchT],
+    config: RunOptions,
+    process: Process,
+    endings: Endings | None = None,
+) -> int:
     """Train on ``config.backend``; save, export and show a sample."""
+    endings = endings or Endings(recipe)
     path = written = None
     if config.resume is not None:
         path = _checkpoint.find_on_all(str(config.resume), config, process)
@@ -128,12 +158,12 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
         return end
 
     # To the very end: what is told after the last step only has to leave the export its time.
-    with _asked_to_end() as ending:
+    with endings.noted():
         with StepProgress(config.steps, enabled=process.is_main) as progress:
             for step in range(start + 1, config.steps + 1):
                 telling.begin()
                 result = trainer.step([next(task.batches) for _ in range(config.accumulation)])
-                telling.add(step, result, end=ending())
+                telling.add(step, result, end=endings.asked)
                 is_evaluated = bool(
                     task.held_out and config.evaluate_every and step % config.evaluate_every == 0
                 )
@@ -148,9 +178,11 @@ def train(recipe: str, task: Task[BatchT], config: RunOptions, process: Process)
                     problem = course.save(step)
                     if end:
                         log.close()
-                        return _ended_early(problem, run_dir, step, process)
+                        _ended_early(problem, run_dir, step, process)
+                        return endings.status
                     if problem is not None and process.is_main:
                         console.print(f"step {step}: no checkpoint: {problem}; training goes on")
+        endings.promise = "the last step is done, and the model is still written"
         if task.held_out:
             held_out = trainer.evaluate(task.held_out)
             log.write(config.steps, held_out_loss=held_out)
@@ -253,6 +285,21 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
     return 0 if verdict is None else 1
 
 
+def _say_left_out(config: RunOptions, usual: RunOptions) -> None:
+    """Name the settings, where they are not the recipe's own, that a comparison has no use for."""
+    given = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name in _NOT_COMPARED
+        if (value := getattr(config, name)) != getattr(usual, name)
+    ]
+    if given:
+        console.print(
+            f"left out    {', '.join(given)}: a comparison trains both backends, without "
+            "checkpoints, evaluations or wandb",
+            highlight=False,
+        )
+
+
 def _say_balance(batches: EndlessBatches[Any], process: Process) -> None:
     imbalance = batches.imbalance()
     if imbalance is None:
@@ -337,29 +384,12 @@ def _resume(
     return int(state["step"])
 
 
-def _ended_early(problem: str | None, run_dir: Path, step: int, process: Process) -> int:
+def _ended_early(problem: str | None, run_dir: Path, step: int, process: Process) -> None:
     if problem is not None:
         raise RecipeError(f"told to end after step {step}, but no checkpoint: {problem}")
     if process.is_main:
         console.print(f"ended       after step {step}, as told; go on with resume={run_dir}")
     wait_for_all(process)
-    return 0
-
-
-@contextmanager
-def _asked_to_end() -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGTERM came; a step is finished before anything happens."""
-    came = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield lambda: came
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Meter:

@@ -31,9 +31,13 @@ class Message:
 
 Conversation = tuple[Message, ...]
 
+_LINES_WAY_OUT = "(one record a line is read from a file that ends in .jsonl)"
+
 
 def read_conversations(path: Path, data_format: str = "auto") -> list[Conversation]:
     """The conversations in a file; "auto" tells the format by the first record's fields.
+
+    Answers may be empty: see `has_empty_answer`.
 
     Alpaca: "instruction", "output", and perhaps "input". ShareGPT: "conversations" of "from" and
     "value", or "messages" of "role" and "content". Raises RecipeError naming the file, the line and
@@ -49,6 +53,11 @@ def read_conversations(path: Path, data_format: str = "auto") -> list[Conversati
     return [read(record, f"{path}, {where}") for where, record in records]
 
 
+def has_empty_answer(conversation: Conversation) -> bool:
+    """Whether a turn of the assistant says nothing, so that its end alone would be trained."""
+    return any(one.role == "assistant" and not one.content.strip() for one in conversation)
+
+
 def read_alpaca(path: Path) -> list[InstructionPair]:
     """The pairs of a file in alpaca's format; see `read_conversations`."""
     return [_pair(record, f"{path}, {where}") for where, record in _records(path)]
@@ -57,6 +66,11 @@ def read_alpaca(path: Path) -> list[InstructionPair]:
 def _records(path: Path) -> list[tuple[str, Any]]:
     """Each record of the file with the place it has there."""
     suffix = path.suffix.lower()
+    if suffix not in (".json", ".jsonl", ".parquet"):
+        raise RecipeError(
+            f"data={path} must end in .json (a list of records), .jsonl (one record a line) or "
+            ".parquet"
+        )
     if suffix == ".parquet":
         records = _parquet(path)
     else:
@@ -83,7 +97,7 @@ def _list(text: str, path: Path) -> Iterator[tuple[str, Any]]:
         loaded = _parsed(json.loads, text, path, 1)
         raise RecipeError(
             f"{path} must hold a JSON list of records, not a {type(loaded).__name__} "
-            "(one record a line is read from a file that ends in .jsonl)"
+            f"{_LINES_WAY_OUT}"
         )
     # First the syntax alone: only a record's own line says where a number is too long.
     records = _parsed(partial(json.loads, parse_int=len), text, path, 1)
@@ -101,8 +115,10 @@ def _parsed(parse: Callable[[str], Any], text: str, path: Path, first_line: int)
         return parse(text)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
+        is_lines = error.msg == "Extra data" and path.suffix.lower() == ".json"
         raise RecipeError(
             f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}"
+            f"{f' {_LINES_WAY_OUT}' if is_lines else ''}"
         ) from error
     except (ValueError, RecursionError) as error:  # a number too long, lists too deep
         raise RecipeError(f"{path} cannot be read at line {first_line}: {error}") from error
@@ -143,7 +159,7 @@ def _pair(record: Any, where: str) -> InstructionPair:
                 f'{where}: field "{field}" {problem}; it must be a text. '
                 f"Fields found: {', '.join(map(str, record)) or 'none'}"
             )
-        if required and not value.strip():
+        if field == "instruction" and not value.strip():
             raise RecipeError(f'{where}: field "{field}" is empty')
         _refuse_half_characters(value, f'{where}: field "{field}"')
         values[field] = value
@@ -169,7 +185,7 @@ def _sharegpt(record: Any, where: str) -> Conversation:
             raise RecipeError(f'{here}: "value" must be a text, not a {type(content).__name__}')
         _refuse_half_characters(content, f'{here}: "value"')
         messages.append(Message(ROLES[role], content))
-    if not any(one.role == "assistant" and one.content.strip() for one in messages):
+    if not any(one.role == "assistant" for one in messages):
         raise RecipeError(f"{where}: no turn of the assistant, so there is nothing to learn")
     return tuple(messages)
 

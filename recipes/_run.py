@@ -4,6 +4,7 @@
 import gc
 import importlib
 import io
+import os
 import re
 import sys
 import time
@@ -28,6 +29,18 @@ T = TypeVar("T")
 
 # Paths and names may have brackets and colons, which rich would take for markup and emoji.
 console = Console(soft_wrap=True, markup=False, emoji=False)
+
+# How errors of deepytorch, gloo and NCCL say that another rank is gone.
+_GONE = (
+    "has left the group",
+    ") died",
+    "died before it joined",
+    "died or was cut off",
+    "closed its connection",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote process exited",
+)
 
 _LINES_PER_RUN = 10  # progress lines of a run whose output is not a terminal
 
@@ -71,6 +84,23 @@ def say_error(recipe: str, error: RecipeError) -> int:
     if isinstance(error, RankError) or dist.get_node_local_rank(fallback_rank=0) == 0:
         sys.stderr.write(f"{recipe}: {error}\n")
     return 2
+
+
+def say_gone(recipe: str, error: RuntimeError) -> int:
+    """Print, in a line, that another rank has ended, and give the exit status, 1.
+
+    Raises ``error`` again if it says anything else, and where the option `debug` is on.
+    """
+    text = str(error)
+    if config.current().debug or not any(words in text for words in _GONE):
+        raise error
+    named = re.search(r"rank \d+(?= \(pid \d+\) died| died| has left)", text)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    sys.stderr.write(
+        f"{recipe}: rank {rank} ends because {named[0] if named else 'another rank'} has ended: "
+        "its message is above; if it has none, see the kernel's log\n"
+    )
+    return 1
 
 
 def stock_backend(device: torch.device) -> str:
@@ -200,8 +230,20 @@ def wait_for_all(process: Process) -> None:
     done.item()
 
 
+def refuse_file(option: str, folder: Path) -> None:
+    """RecipeError if a file is where the option's folder, or one above it, would be made."""
+    for path in (folder, *folder.parents):
+        if os.path.isdir(path):
+            return
+        if os.path.exists(path):
+            raise RecipeError(
+                f"{option}: {path} is a file: name a folder, which need not be there yet"
+            )
+
+
 def make_run_dir(output_dir: str, name: str) -> Path:
     """Create ``output_dir/name-<time>``; a second run in the same second gets its own."""
+    refuse_file("output_dir", Path(output_dir))
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(100):
         path = Path(output_dir) / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))

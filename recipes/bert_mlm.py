@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from deepytorch.integrations.transformers import BATCH_KEY
-from deepytorch.recipes._batches import EndlessBatches, in_batches
+from deepytorch.recipes._batches import EndlessBatches, hold_out, in_batches
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import (
     IGNORED_LABEL,
@@ -86,20 +86,21 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         raise RecipeError(f"model={config.model} has no mask token: it is no masked model")
     texts = read_texts(config.data)
     random.Random(config.seed).shuffle(texts)
-    pieces = [
-        tokenizer(text, truncation=True, max_length=config.max_length)["input_ids"]
-        for text in texts
-    ]
-    num_held_out = min(config.held_out, max(1, len(pieces) // 10))
-    kept, trained = pieces[:num_held_out], pieces[num_held_out:]
+    pieces = encode_texts(texts, tokenizer, config.max_length)
+    kept, trained, told = hold_out(pieces, config.held_out)
     if process.is_main:
-        console.print(
-            f"data        {len(trained)} texts, {sum(map(len, trained)):,} tokens", highlight=False
+        losses = [one.num_lost for one in trained if one.num_lost]
+        summary = (
+            f"{len(trained)} texts, {sum(len(one.ids) for one in trained):,} tokens; "
+            f"{len(losses)} cut to max_length={config.max_length}, {sum(losses):,} tokens lost"
         )
+        if len(pieces) < len(texts):
+            summary += f"; {len(texts) - len(pieces)} left out because only special tokens remain"
+        console.print(f"data        {summary}; {told}", highlight=False)
 
     def draw(index: int, epoch: int) -> Example:
         # Other tokens are hidden in every epoch, and a resumed run hides the same.
-        return mask(trained[index], tokenizer, random.Random(f"{config.seed} {index} {epoch}"))
+        return mask(trained[index].ids, tokenizer, random.Random(f"{config.seed} {index} {epoch}"))
 
     pad = tokenizer.pad_token_id
     batches = EndlessBatches(
@@ -110,20 +111,20 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         rank=process.rank,
         world_size=process.world_size,
         seed=config.seed,
-        lengths=[len(ids) for ids in trained],
+        lengths=[len(one.ids) for one in trained],
     )
-    hidden = [mask(ids, tokenizer, random.Random(number)) for number, ids in enumerate(kept)]
+    hidden = [mask(one.ids, tokenizer, random.Random(number)) for number, one in enumerate(kept)]
     held_out = [collate(few, pad, shifted=False) for few in in_batches(hidden, config.batch_size)]
 
     def make_model() -> Any:
         torch.manual_seed(config.seed)
         model = build_model(config, tokenizer)
-        refuse_beyond_positions(model, max(map(len, pieces)))
+        refuse_beyond_positions(model, max(len(one.ids) for one in pieces))
         return model
 
     def export(model: Any, run_dir: Path) -> None:
         save_checkpoint(model, tokenizer, run_dir / "checkpoint")
-        say_guesses(model, tokenizer, kept[0], run_dir / "sample.txt")
+        say_guesses(model, tokenizer, (kept or trained)[0].ids, run_dir / "sample.txt")
         console.print(f"checkpoint  {run_dir / 'checkpoint'}", highlight=False)
 
     return Task(
@@ -159,9 +160,10 @@ def masked_loss(wrapped: Any, padding_free: str) -> Callable[[Batch, torch.Tenso
 def mask(ids: Sequence[int], tokenizer: Any, chance: random.Random) -> Example:
     """Hide some tokens, never special ones; labels are the hidden tokens alone."""
     special = set(tokenizer.all_special_ids)
-    places = [place for place, one in enumerate(ids) if one not in special] or [0]
+    places = [place for place, one in enumerate(ids) if one not in special]
     given, labels = list(ids), [IGNORED_LABEL] * len(ids)
-    for place in chance.sample(places, max(1, round(_MASKED * len(places)))):
+    num_masked = max(1, round(_MASKED * len(places))) if places else 0
+    for place in chance.sample(places, num_masked):
         labels[place] = ids[place]
         fate = chance.random()
         if fate < _HIDDEN:
@@ -178,12 +180,48 @@ def masking_tokenizer() -> Any:
     return tokenizer
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A text's tokens, and how many more it had."""
+
+    ids: list[int]
+    num_lost: int
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Piece]:
+    """Each text cut to ``max_length`` tokens, without those that have no token to hide.
+
+    Raises RecipeError when nothing is left.
+    """
+    special = set(tokenizer.all_special_ids)
+    pieces: list[Piece] = []
+    for text in texts:
+        ids = whole = tokenizer(text, verbose=False)["input_ids"]
+        if len(whole) > max_length:
+            # Only the tokenizer knows which special tokens stand behind a text that was cut. It
+            # cuts nothing where they alone are too many.
+            ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"][:max_length]
+        if not special.issuperset(ids):
+            pieces.append(Piece(ids, len(whole) - len(ids)))
+    if not pieces:
+        raise RecipeError(
+            f"no text has a token to hide within max_length={max_length}: all that is left are "
+            "special tokens, such as those for unknown words. Increase max_length, or take data "
+            "that the model's tokenizer knows"
+        )
+    return pieces
+
+
 def read_texts(data: str | None) -> list[str]:
-    """The lines of a text file that are not empty, or the embedded docstrings."""
+    """The lines of a text file that are not empty, or the embedded docstrings.
+
+    Lines end at a line feed alone: a text may hold the other characters that Python ends them at.
+    """
     if data is None:
         return [pair.response for pair in standard_library_pairs()]
     try:
-        lines = Path(data).read_text(encoding="utf-8").splitlines()
+        with Path(data).open(encoding="utf-8-sig", newline="\n") as file:
+            lines = [line.rstrip("\r\n") for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read data={data}: {error}") from error
     texts = [line for line in lines if line.strip()]

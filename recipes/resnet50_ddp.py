@@ -80,6 +80,8 @@ def prepare(config: Config, process: Process) -> Task[ImageBatch]:
     if process.is_main:
         text = f"{trained.size} images of {len(trained.classes)} classes, {kept.size} held out"
         console.print(f"data        {text}", highlight=False)
+        if config.data is not None:
+            _images.say_others(trained.others)
     batches = EndlessBatches(
         trained.size,
         trained.draw,

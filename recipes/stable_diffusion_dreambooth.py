@@ -118,7 +118,7 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
     parts = together(lambda: make_parts(config), process)
     if config.train_text_encoder and parts.is_xl:
         raise RecipeError("train_text_encoder=true is not offered for SDXL: train its UNet alone")
-    images = together(lambda: instance_images(config), process)
+    images = together(lambda: instance_images(config, process), process)
     _diffusion.to_device(parts, process.device)
     if config.model is None:
         _diffusion.fit_vae(parts.vae, images)
@@ -234,11 +234,13 @@ def make_loss(
     return loss_share
 
 
-def instance_images(config: Config) -> list[torch.Tensor]:
+def instance_images(config: Config, process: Process) -> list[torch.Tensor]:
     """The subject: the images in the folder ``data``, or crops around a face in a photograph."""
     size = config.image_size
     if config.data is not None:
-        files = _images.image_files(Path(config.data))
+        files, others = _images.listed(Path(config.data))
+        if process.is_main:
+            _images.say_others(others)
         found = [_images.centre_crop(_images.read_image(path), size) for path in files]
     else:
         face = _images.photograph().crop((140, 70, 400, 330))
@@ -251,10 +253,10 @@ def class_images(config: Config, parts: Parts, process: Process) -> list[torch.T
     """The prior: the images in ``class_data``, of which the ranks make what is missing."""
 
     def make(number: int) -> Any:
-        (image,) = generate(parts, config, config.class_prompt, [number])
-        return image
+        return generate(parts, config, config.class_prompt, [number])[0]
 
-    files = _prior.made_in(class_folder(config), config.num_class_images, make, process)
+    option = "output_dir" if config.class_data is None else "class_data"
+    files = _prior.made_in(class_folder(config), config.num_class_images, make, process, option)
 
     def read() -> list[torch.Tensor]:
         images = (_images.read_image(path) for path in files)

@@ -33,6 +33,12 @@ THOUGHTFUL = (
     "{{ parts[-1] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As Qwen3's: it takes newlines off the beginning of the last answer, and has a place for thoughts.
+UNTHINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "<think>\n\n</think>\n\n{{ m.content.lstrip('\n') }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 QUESTION = Message("user", "Is it?")
 
 
@@ -110,6 +116,14 @@ def test_an_answer_that_the_template_takes_apart_is_what_follows_the_prompt():
     ]
     with pytest.raises(RecipeError, match="chat template changes what the assistant says"):
         trained(tokenizer, QUESTION, thoughts, *turns)
+
+
+@pytest.mark.parametrize("answer", ["\nYes", "\n\n Yes ", "Yes\n"])
+def test_a_template_that_takes_newlines_off_has_its_own_words_not_trained(answer):
+    tokenizer = with_template(UNTHINKING)
+    assert trained(tokenizer, QUESTION, Message("assistant", answer)) == [
+        answer.lstrip("\n") + "<|im_end|>"
+    ]
 
 
 @pytest.fixture

@@ -137,6 +137,13 @@ def test_only_runs_of_the_very_name_are_continued(tmp_path):
         assert found == made[name], name
 
 
+def test_a_file_is_no_folder_for_runs(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(RecipeError, match=r"^output_dir: .*/file is a file: name a folder"):
+            make_run_dir(str(folder), "r")
+
+
 def test_where_a_checkpoint_lies_says_whose_it_is(tmp_path, monkeypatch):
     path = tmp_path / "run" / "checkpoints" / "step-00000006"
     path.mkdir(parents=True)

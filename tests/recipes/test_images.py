@@ -2,6 +2,7 @@
 """Images of every kind as RGB, what is held out of a folder, and DreamBooth's class images."""
 
 import io
+import re
 import struct
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from deepytorch.recipes import _images, resnet50_ddp, stable_diffusion_dreambooth
+from deepytorch.recipes import _images, _prior, resnet50_ddp, stable_diffusion_dreambooth
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._run import Process
 
@@ -102,6 +103,24 @@ def test_one_value_a_channel_is_no_batch():
         loss(1)
 
 
+@pytest.mark.parametrize("suffix", [".tif", ".TIFF", ".gif"])
+def test_scans_and_the_first_of_moving_images_are_read(tmp_path, suffix):
+    path = tmp_path / f"one{suffix}"
+    first, second = Image.new("RGB", (4, 4), "white"), Image.new("RGB", (4, 4), "black")
+    first.save(path, save_all=True, append_images=[second])
+    assert _images.image_files(tmp_path) == [path]
+    assert (pixels(path) == 255).all()
+
+
+def test_sixteen_bits_of_a_scan_are_scaled_and_thirty_two_refused(tmp_path):
+    Image.fromarray(np.full((4, 4), 257 * 9, dtype=np.uint16)).save(tmp_path / "16.tif")
+    assert (pixels(tmp_path / "16.tif") == 9).all()
+    for kind in (np.int32, np.float32):
+        Image.fromarray(np.ones((4, 4), dtype=kind)).save(tmp_path / "32.tif")
+        with pytest.raises(RecipeError, match=r"32\.tif cannot be .*: its pixels are of 32 bits"):
+            pixels(tmp_path / "32.tif")
+
+
 def make_classes(folder, **sizes):
     for name, size in sizes.items():
         (folder / name).mkdir(parents=True)
@@ -122,6 +141,30 @@ def test_every_class_can_be_held_out_and_the_rest_is_trained(tmp_path):
     assert all(len(split(seed, 3)) == 3 for seed in range(3))
     assert split(1, 3) == split(1, 3)
     assert len(split(0, 64)) == 10
+
+
+def test_hidden_names_are_neither_classes_nor_images(tmp_path, capsys):
+    make_classes(tmp_path, cat=2, dog=2)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "cat" / "._000.png").write_bytes(b"of macOS")
+    (tmp_path / "cat" / ".DS_Store").touch()
+    trained, kept = _images.folder_images(tmp_path, 4, 0, 2)
+    assert (trained.classes, trained.size + kept.size) == (["cat", "dog"], 4)
+    _images.say_others(trained.others)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_skipped_is_counted_by_suffix(tmp_path, capsys):
+    make_classes(tmp_path, cat=2, dog=2)
+    (tmp_path / "cat" / "more").mkdir()
+    for name in ("beside.png", "cat/a.TXT", "dog/b.txt", "dog/README", "dog/c.heic"):
+        (tmp_path / name).touch()
+    _images.say_others(_images.folder_images(tmp_path, 4, 0, 2)[0].others)
+    said = capsys.readouterr().out
+    assert said == (
+        "skipped     6 other files and folders: 2 x .txt, 1 x .heic, 1 x .png beside the classes, "
+        "1 x folder, 1 x without a suffix\n"
+    )
 
 
 def test_classes_of_one_image_hold_nothing_out(tmp_path, capsys):
@@ -163,6 +206,40 @@ def test_class_images_are_made_once_for_whatever_makes_others(tmp_path, made):
             assert len(class_images(output_dir=str(tmp_path), **words)) == 4
             assert made == expected
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_where_class_images_come_from_is_said(tmp_path, made, capsys):
+    (tmp_path / "below").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "below" / "one.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    class_images(class_data=str(tmp_path))
+    said = capsys.readouterr().out
+    assert said == f"class images: making 3 of 4 in {tmp_path} (found 1)\n"
+    class_images(class_data=str(tmp_path))
+    assert capsys.readouterr().out == ""
+    Image.new("RGB", (8, 8)).save(tmp_path / "two.jpg")
+    class_images(class_data=str(tmp_path))
+    said = capsys.readouterr().out
+    assert said == f"class images: using 4 of 5 in {tmp_path}: num_class_images=4\n"
+
+
+@pytest.mark.parametrize("option", ["class_data", "output_dir"])
+@pytest.mark.parametrize("below", [".", "some/where"])
+def test_a_file_is_no_folder_for_class_images(tmp_path, made, option, below):
+    (tmp_path / "file").touch()
+    text = f"{option}: {tmp_path / 'file'} is a file: name a folder, which need not be there yet"
+    with pytest.raises(RecipeError, match=f"^{re.escape(text)}$"):
+        class_images(**{option: str(tmp_path / "file" / below)})
+
+
+def test_class_images_that_cannot_be_written_name_the_option(tmp_path, made, monkeypatch):
+    def fail(folder, process):
+        raise RecipeError("[Errno 13] Permission denied")
+
+    monkeypatch.setattr(_prior, "first_beside", fail)
+    text = r"^class_data: the class images can't be written to .*: \[Errno 13\] Permission denied\."
+    with pytest.raises(RecipeError, match=text):
+        class_images(class_data=str(tmp_path))
 
 
 def test_only_missing_class_images_are_made(tmp_path, made):

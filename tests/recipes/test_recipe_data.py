@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 from urllib.error import HTTPError, URLError
@@ -15,7 +16,7 @@ import torch
 from pyarrow import parquet
 
 from deepytorch.recipes import _hub
-from deepytorch.recipes._batches import EndlessBatches
+from deepytorch.recipes._batches import EndlessBatches, hold_out
 from deepytorch.recipes._chat import encode, encode_all, prompt_of
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import (
@@ -171,6 +172,84 @@ def test_too_few_examples_are_an_error(tokenizer, pairs):
         endless(examples, batch_size=2, world_size=2)
 
 
+@pytest.mark.parametrize(
+    ("num_examples", "batch_size", "ways"),
+    [
+        (3, 2, "lower batch_size or add data"),
+        (1, 1, "start fewer processes (--nproc-per-node) or add data"),
+        (1, 2, "lower batch_size and start fewer processes (--nproc-per-node) or add data"),
+    ],
+)
+def test_the_way_out_of_too_few_examples_is_one(num_examples, batch_size, ways):
+    with pytest.raises(RecipeError, match=f"2 processes: {re.escape(ways)}$"):
+        endless([None] * num_examples, batch_size=batch_size, world_size=2)
+
+
+def test_a_tenth_at_most_is_held_out_and_said():
+    assert hold_out(range(40), 4) == ([0, 1, 2, 3], list(range(4, 40)), "4 held out")
+    kept, trained, told = hold_out(range(30), 100)
+    assert (kept, len(trained)) == ([0, 1, 2], 27)
+    assert told == "3 held out (held_out=100, but at most a tenth of the data)"
+    assert hold_out("ab", 1) == (["a"], ["b"], "1 held out")
+    assert hold_out("a", 4) == ([], ["a"], "none held out, as there is only one")
+
+
+@pytest.fixture
+def prepared(tmp_path, capsys):
+    """Prepares the data of records; also what is printed of it."""
+
+    def prepare(records, **others):
+        path = tmp_path / "data.json"
+        path.write_text(json.dumps(records))
+        chosen = TextOptions(name="test", data=str(path), **{"batch_size": 1, **others})
+        data = prepare_data(chosen, byte_tokenizer(), Process(0, 1, torch.device("cpu")))
+        return data, capsys.readouterr().out
+
+    return prepare
+
+
+def test_a_single_record_is_not_called_left_out(prepared):
+    data, said = prepared([{"instruction": "q", "output": "a"}])
+    assert data.held_out == []
+    assert data.batches.epoch_examples == 1
+    assert "none held out, as there is only one" in said
+    with pytest.raises(RecipeError, match="no conversation is left out of training"):
+        prompt_of(data.sample, byte_tokenizer())
+
+
+def test_held_out_examples_that_are_left_out_are_counted(prepared):
+    order = list(range(30))
+    random.Random(42).shuffle(order)
+    records = [{"instruction": "q", "output": "a"} for _ in order]
+    for number in order[:2]:
+        records[number]["instruction"] = "q" * 100
+    data, said = prepared(records, max_length=64)
+    assert [len(batch.input_ids) for batch in data.held_out] == [1]
+    assert "27 examples" in said
+    assert "3 held out (held_out=4, but at most a tenth of the data), 2 of these left out" in said
+    assert "no loss is computed" not in said
+    records[order[2]]["instruction"] = "q" * 100
+    data, said = prepared(records, max_length=64)
+    assert data.held_out == []
+    assert "3 of these left out" in said
+    assert "no loss is computed: the prompts of all held-out examples fill max_length=64" in said
+
+
+def test_examples_with_an_empty_answer_are_left_out_in_every_format(prepared):
+    alpaca = [{"instruction": "q", "output": "a"} for _ in range(4)]
+    chats = [{"messages": [vars(one) for one in CHAT]} for _ in range(4)]
+    assert "left out because their prompt alone is longer; 1 held" in prepared(alpaca)[1]
+    alpaca[2]["output"] = " \n"
+    chats[1]["messages"][2] = {"role": "assistant", "content": ""}
+    for records in (alpaca, chats):
+        said = prepared(records)[1]
+        assert "2 examples" in said
+        assert ", 1 because an answer is empty; 1 held out" in said
+    empty = [{"instruction": "q", "output": ""}, {"instruction": "q", "output": "\t"}]
+    with pytest.raises(RecipeError, match="nothing to learn: in each of its 2 examples an answer"):
+        prepared(empty)
+
+
 def test_rows_are_no_examples(tmp_path):
     few = options(64, packing="fixed", batch_size=1000)
     with pytest.raises(RecipeError, match="rows are too few for batch_size=1000 on 1 processes"):
@@ -207,7 +286,10 @@ def test_alpaca_list_and_lines_are_read(tmp_path):
         ("d.json", '[{"instruction": "a", "output": "b"}, 7]', "record 1: expected an object"),
         ("d.json", '[{"instruction": "a"}]', 'record 0: field "output" is missing'),
         ("d.json", '[{"instruction": 5, "output": "b"}]', 'field "instruction" is a int'),
-        ("d.json", '[{"instruction": "a", "output": "  "}]', 'field "output" is empty'),
+        ("d.json", '[{"instruction": "  ", "output": "a"}]', 'field "instruction" is empty'),
+        ("d.json", "{}\n{}\n", "Extra data (one record a line is read from a file that ends in .j"),
+        ("d.csv", "a,b", "must end in .json (a list of records), .jsonl (one record a line) or .p"),
+        ("d", "[]", "must end in .json"),
         (
             "D.JSONL",
             '{"instruction": "a", "output": "b"}\n{"instruction": "\\ud83d", "output": "b"}',

@@ -82,22 +82,26 @@ def test_killed_run_goes_on_with_the_same_losses(unbroken, tmp_path):
     assert resumed == {step: expected[step] for step in resumed}, f"killed after step {last}"
 
 
-def test_told_to_end_it_saves_and_goes_on(unbroken, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_told_to_end_it_saves_and_goes_on(unbroken, tmp_path, monkeypatch, capfd, number, status):
     expected, _ = unbroken
     update = StepProgress.update
 
     def told(self, step, text):
         update(self, step, text)
         if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(StepProgress, "update", told)
-        assert train(tmp_path) == 0
-    assert signal.getsignal(signal.SIGTERM) == before
+        assert train(tmp_path) == status
+    assert signal.getsignal(number) == before
     run_dir = only_run_dir(tmp_path)
-    assert "ended       after step 6" in capsys.readouterr().out
+    said = capfd.readouterr()
+    assert "ended       after step 6" in said.out
+    promised = "bert_mlm: Ctrl-C: ends after this step, with a checkpoint; a second Ctrl-C ends"
+    assert (promised in said.err) == (number == signal.SIGINT)
     assert not (run_dir / "checkpoint").exists()
     assert train(tmp_path, f"resume={run_dir}") == 0
     assert losses(run_dir) == expected
