@@ -65,8 +65,8 @@ def main(arguments: list[str]) -> None:
 def watch_for_own_ranks(companion: Companion, is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Has a line said once the program starts processes by torch.multiprocessing.
 
-    Where the program waits for them, and `is_wanted` says yes, they are accompanied, as are those
-    that it starts by `multiprocessing` itself.
+    While `is_wanted` says yes they are accompanied, as ranks where the program waits for them, and
+    as are those that it starts by `multiprocessing` itself.
     """
     import functools
     import inspect
@@ -87,8 +87,8 @@ def watch_for_own_ranks(companion: Companion, is_wanted: Callable[[], bool] = la
                 level="warning",
             )
             given = inspect.signature(start).bind_partial(fn, *args, **kwargs).arguments
-            if given.get("join", True) and is_wanted():
-                fn = functools.partial(companion.run, fn, True)
+            if is_wanted():
+                fn = functools.partial(companion.run, fn, given.get("join", True))
             return start(fn, *args, **kwargs)
 
         module.start_processes = start_processes  # type: ignore[attr-defined]

@@ -90,7 +90,7 @@ def test_processes_of_the_scripts_own_are_accompanied(monkeypatch: pytest.Monkey
     assert started[3:] == [_utils.worker._worker_loop, None]
 
 
-def test_only_spawned_ranks_that_the_script_waits_for_are_accompanied(
+def test_spawned_processes_that_the_script_waits_for_are_taken_for_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
@@ -106,5 +106,6 @@ def test_only_spawned_ranks_that_the_script_waits_for_are_accompanied(
     torch.multiprocessing.start_processes(fn=print, args=(1,))
     torch.multiprocessing.start_processes(print, (1,), 2, False)
     accompanied = (print, True)
-    assert started == [(accompanied, (1,), 2), (accompanied, (1,), 1), (print, (1,), 2)]
+    beside = (print, False)
+    assert started == [(accompanied, (1,), 2), (accompanied, (1,), 1), (beside, (1,), 2)]
     assert capsys.readouterr().err.count("the script starts processes itself") == 3
