@@ -22,6 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from deepytorch_core import launchers
+from deepytorch_core.launchers import Launched
+
 _PREFIX = "DEEPYTORCH_"
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
@@ -66,6 +69,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE and PMIX_NAMESPACE",
         "PMI_RANK": "as RANK, set by MPICH's and Intel's mpiexec; also PMI_SIZE, MPI_LOCALRANKID "
         "and MPI_LOCALNRANKS",
+        "SLURM_STEP_TASKS_PER_NODE": "in place of LOCAL_WORLD_SIZE, set by srun; also "
+        "SLURM_NODEID, SLURM_STEP_NUM_TASKS and SLURM_CPUS_ON_NODE",
     }
 )
 """Variables read besides the options', with what each is for."""
@@ -361,51 +366,25 @@ def export_for_core() -> None:
         os.environ[_PREFIX + "REDUCE_THREADS"] = str(reduce_threads)
 
 
-def _distributed(name: str, default: int) -> int:
-    """A number of torchrun's, or what another launcher calls it."""
-    column = _LAUNCHERS["torchrun"].index(name)
-    for names in _LAUNCHERS.values():
-        value = os.environ.get(names[column], "")
-        if value.isdecimal():
-            return int(value)
-    return default
-
-
 def rank() -> int:
     """This process's global rank according to its launcher; 0 without one."""
-    return _distributed("RANK", 0)
+    return launchers.number(os.environ, "RANK", 0)
 
 
 def world_size() -> int:
     """The number of ranks according to the launcher; 1 without one."""
-    return _distributed("WORLD_SIZE", 1)
+    return launchers.number(os.environ, "WORLD_SIZE", 1)
 
 
 def local_rank(default: int = 0) -> int:
     """This process's rank on its node according to the launcher; `default` without one."""
-    return _distributed("LOCAL_RANK", default)
+    return launchers.number(os.environ, "LOCAL_RANK", default)
 
 
 def local_world_size() -> int:
-    """The number of ranks on this node according to the launcher; 1 without one."""
-    return _distributed("LOCAL_WORLD_SIZE", 1)
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What the launcher of a job told this process.
-
-    `node` is the node's number or name where the launcher gives one, `job` a name that all local
-    processes of the job share and others don't.
-    """
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
-    node: str | None
-    job: str | None
+    """The number of ranks on this node according to the launcher, or to srun; 1 without one."""
+    told = launchers.number(os.environ, "LOCAL_WORLD_SIZE", 0)
+    return told or launchers.slurm_tasks_here(os.environ) or 1
 
 
 def spans_nodes() -> bool:
@@ -426,72 +405,19 @@ def emulated_links() -> str:
     return os.environ.get(_PREFIX + "EMULATE_LINKS", "")
 
 
-# launcher -> its variables for the fields of Launched, in their order; "" where it has none.
-_LAUNCHERS = {
-    "torchrun": (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "TORCHELASTIC_RUN_ID",
-    ),
-    "horovodrun": (
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        "",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    ),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "",
-        "PMIX_NAMESPACE",
-    ),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", ""),
-}
-
-
 def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
-    """What torchrun, horovodrun, mpirun or mpiexec said, the first that said something.
-
-    None for a process that none of them started. Raises ValueError naming the variable that is no
-    number.
-    """
-    environ = os.environ if environ is None else environ
-
-    def number(name: str) -> int | None:
-        text = environ.get(name, "")
-        if not text:
-            return None
-        if not text.isdecimal():
-            raise ValueError(f"{name}={text!r}: expected a whole number")
-        return int(text)
-
-    for launcher, names in _LAUNCHERS.items():
-        rank, size = number(names[0]), number(names[1])
-        if rank is not None and size is not None:
-            return Launched(
-                launcher,
-                rank,
-                size,
-                local_rank=number(names[2]),
-                local_size=number(names[3]),
-                node=environ.get(names[4]) or None,
-                job=environ.get(names[5]) or None,
-            )
-    return None
+    """As `launchers.launched`, of this process."""
+    return launchers.launched(os.environ if environ is None else environ)
 
 
-def slurm_tasks(environ: Mapping[str, str] | None = None) -> int:
-    """How many processes srun started with this one; 0 outside of a step of Slurm's."""
-    environ = os.environ if environ is None else environ
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    return int(tasks) if tasks.isdecimal() else 0
+def slurm_tasks() -> int:
+    """As `launchers.slurm_tasks`, of this process."""
+    return launchers.slurm_tasks(os.environ)
+
+
+def slurm_cpus_here() -> int:
+    """As `launchers.slurm_cpus_here`, of this process."""
+    return launchers.slurm_cpus_here(os.environ)
 
 
 def rendezvous_address(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:

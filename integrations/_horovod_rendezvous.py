@@ -19,6 +19,7 @@ from pathlib import Path
 
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch_core import config
+from deepytorch_core.launchers import Launched
 
 _PAUSE_S = 0.002
 
@@ -71,7 +72,7 @@ class LocalStore:
         return self._folder / urllib.parse.quote(key, safe="")
 
 
-def local_store(launched: config.Launched, framework: str) -> LocalStore:
+def local_store(launched: Launched, framework: str) -> LocalStore:
     """The store that this node's processes of the job share.
 
     Raises IntegrationError when the folder is another user's.
@@ -93,7 +94,7 @@ def local_store(launched: config.Launched, framework: str) -> LocalStore:
     return LocalStore(folder)
 
 
-def require_one_node(launched: config.Launched, remedy: str) -> None:
+def require_one_node(launched: Launched, remedy: str) -> None:
     """Raise IntegrationError unless all ranks are on this node, as far as the launcher says."""
     if launched.local_size not in (None, launched.size):
         raise IntegrationError(

@@ -46,7 +46,6 @@ std::function<std::string(const std::string&)> explain_by(const dpt_comm_options
       };
 }
 
-bool goes_by_nodes(const Plan& plan) { return std::string_view(plan.algorithm) == "hierarchical"; }
 bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
 
 }  // namespace
@@ -474,7 +473,7 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
                                             uint64_t recorded) {
   StatisticsRow* const row =
       statistics_->row_of(request.collective, plan.algorithm, plan.reason.c_str());
-  return start_on_delegate(request, row, goes_by_nodes(plan), recorded);
+  return start_on_delegate(request, row, /*by_nodes=*/false, recorded);
 }
 
 void Communicator::wait_for_host_operations(const dpt_request& request) {

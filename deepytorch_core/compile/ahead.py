@@ -121,11 +121,17 @@ def _host_bytes_left() -> int:
 def _num_cores() -> int:
     """This rank's: what it alone is bound to, or its part of what a node's ranks share."""
     usable = topology.discover().cores.usable
-    return usable if _is_bound() else usable // config.local_world_size()
+    return usable if _is_bound(usable) else usable // config.local_world_size()
 
 
-def _is_bound() -> bool:
-    """Whether this process has fewer cores than the one that has started it."""
+def _is_bound(usable: int) -> bool:
+    """Whether this process has fewer cores than the one that has started it.
+
+    What starts the processes of srun is outside of the job, so there it is whether the job's are
+    enough for as many as this one has for each.
+    """
+    if (of_job := config.slurm_cpus_here()) > 0:
+        return usable * config.local_world_size() <= of_job
     try:
         return len(os.sched_getaffinity(0)) < len(os.sched_getaffinity(os.getppid()))
     except OSError:

@@ -20,6 +20,7 @@ from deepytorch.integrations._contract import IntegrationError, Joined, join, re
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
 from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
 from deepytorch_core import activation, agreement, config
+from deepytorch_core.launchers import Launched
 
 _ADAPTER = "horovod"
 _RENDEZVOUS_S = 300.0
@@ -278,7 +279,7 @@ def _init_group(options: dict[str, Any]) -> None:
     dist.init_process_group(store=_store(launched), rank=launched.rank, world_size=launched.size)
 
 
-def _store(launched: config.Launched) -> Store:
+def _store(launched: Launched) -> Store:
     """A store for ranks whose launcher is not torch's."""
     address = config.rendezvous_address()
     here: dict[str, Any] = {

@@ -19,7 +19,8 @@ from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_arrays import ArrayWorld
 from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
 from deepytorch.integrations._horovod_rendezvous import LocalStore, local_store
-from deepytorch_core import _core, config
+from deepytorch_core import _core
+from deepytorch_core.launchers import Launched
 from deepytorch_core.testing import RankError, spawn_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -266,7 +267,7 @@ def test_torchrun_jobs_without_an_id_have_folders_of_their_own(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    launched = config.Launched("torchrun", 0, 2, 0, 2, "0", "none")
+    launched = Launched("torchrun", 0, 2, 0, 2, "0", "none")
     for port in ("29501", "29502", "29501"):
         monkeypatch.setenv("MASTER_PORT", port)
         local_store(launched, "tensorflow").set("key", port.encode())

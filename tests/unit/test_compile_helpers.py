@@ -180,6 +180,23 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("sixteen_cores")
 @pytest.mark.parametrize(
+    ("cpus_of_the_job", "number"), [(16, 2), (63, 2), (64, 8)], ids=["shared", "nearly", "bound"]
+)
+def test_srun_tells_how_many_processes_share_a_nodes_cores(
+    cpus_of_the_job: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "9")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1,4(x2)")
+    monkeypatch.setenv("SLURM_NODEID", "2")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(cpus_of_the_job))
+    # What started it is the node's own, outside of the job.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64 if process else 16)))
+    assert ahead._num_helpers() == number
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+@pytest.mark.parametrize(
     ("version", "limit", "number"), [(2, "12", 4), (1, "16", 6), (2, "max", 8)]
 )
 def test_a_containers_memory_is_left_to_the_training(
