@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
@@ -119,6 +120,13 @@ class EndlessBatches(Generic[BatchT]):
     def epoch_examples(self) -> int:
         """Of all ranks: as many as make whole batches for each."""
         return self._order.per_epoch * self._at_once
+
+    @property
+    def fingerprint(self) -> int | None:
+        """What the same examples have in common and others hardly have; None if it isn't known."""
+        if self._lengths is None:
+            return None
+        return zlib.crc32(repr(list(self._lengths)).encode())
 
     def largest(self) -> BatchT:
         """A batch of the longest examples, which no other outgrows; without lengths the next."""

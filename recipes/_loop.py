@@ -333,6 +333,7 @@ class _Course:
             "step": step,
             "position": batches.position,
             "epoch_examples": batches.epoch_examples,
+            "examples": batches.fingerprint,
             "random": _checkpoint.random_state(process.device),
         }
         problem = _checkpoint.save(
@@ -378,6 +379,11 @@ def _resume(
         told += (
             f", of {written.world_size} processes: now {process.world_size} with "
             f"accumulation={trainer.options.accumulation}, so each step has as many examples"
+        )
+    examples = state.get("examples"), task.batches.fingerprint
+    if None not in examples and examples[0] != examples[1]:
+        told += (
+            "\ndata        other examples than the checkpoint was trained on, with which it goes on"
         )
     if process.is_main:
         console.print(told, highlight=False)

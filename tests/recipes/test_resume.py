@@ -20,6 +20,7 @@ from deepytorch.recipes._run import Process, StepProgress
 from deepytorch.recipes._trainer import Trainer, warmup_then_cosine
 
 STEPS = 12
+OTHER_DATA = "data        other examples than the checkpoint was trained on"
 TINY = [
     *("device=cpu", "hidden_size=32", "num_layers=1", "num_heads=2", "dropout=0.1"),
     *("max_length=32", "batch_size=2", f"steps={STEPS}", "save_every=3", "held_out=2"),
@@ -107,7 +108,7 @@ def test_told_to_end_it_saves_and_goes_on(unbroken, tmp_path, monkeypatch, capfd
     assert losses(run_dir) == expected
 
 
-def test_a_resumed_run_follows_its_own_options(unbroken, tmp_path, monkeypatch):
+def test_a_resumed_run_follows_its_own_options(unbroken, tmp_path, monkeypatch, capfd):
     path = tmp_path / "step-00000012"  # out of its run, it begins a run of its own
     shutil.copytree(unbroken[1], path)
     rate, decay = 10 ** random.uniform(-4, -2), random.random()
@@ -124,9 +125,19 @@ def test_a_resumed_run_follows_its_own_options(unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "step", step)
     words = (f"steps={STEPS + 3}", f"learning_rate={rate}", f"weight_decay={decay}")
     assert train(tmp_path / "runs", f"resume={path}", "warmup_steps=2", *words) == 0
+    assert OTHER_DATA not in capfd.readouterr().out
     factor = warmup_then_cosine(2, STEPS + 3)
     expected = [rate * factor(done) for done in range(STEPS, STEPS + 3)]
     assert used == [(one, one, decay) for one in expected]
+
+
+def test_other_data_than_the_checkpoints_is_said(unbroken, tmp_path, capfd):
+    """Here those that another seed leaves when it holds some out."""
+    path = tmp_path / "step-00000012"
+    shutil.copytree(unbroken[1], path)
+    words = (f"resume={path}", f"steps={STEPS + 1}", "seed=1")
+    assert train(tmp_path / "runs", *words) == 0
+    assert OTHER_DATA in capfd.readouterr().out
 
 
 def process(world_size=1):
