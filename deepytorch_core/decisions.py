@@ -12,6 +12,9 @@ from deepytorch_core.console import say_once
 
 _made: list[dict[str, Any]] = []
 
+# What the chosen one is called where all is left as it would be without deepytorch.
+_STOCK = frozenset({"stock", "off", "delegate", "eager", "launched", "padded"})
+
 
 def record(
     what: str,
@@ -46,7 +49,7 @@ def made() -> tuple[dict[str, Any], ...]:
 def is_stock(decision: Mapping[str, Any]) -> bool:
     """Whether stock stays: of a choice in Python, or a plan of the native tuner's."""
     chosen = decision.get("chosen") if "what" in decision else decision.get("algorithm")
-    return chosen in ("stock", "off", "delegate")
+    return chosen in _STOCK
 
 
 def sentence(decision: Mapping[str, Any]) -> str:

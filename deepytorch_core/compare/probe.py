@@ -327,6 +327,7 @@ def _undecided(steps: int) -> list[dict[str, Any]]:
 
 
 def _report() -> dict[str, Any]:
+    from deepytorch_core.decisions import is_stock
     from deepytorch_core.report import report
 
     found = report()
@@ -334,4 +335,5 @@ def _report() -> dict[str, Any]:
         "native_calls": found.native_calls,
         "delegated_calls": found.delegated_calls,
         "decisions": [str(line) for line in str(found).splitlines() if "decision:" in line],
+        "kept": sum(not is_stock(one) for one in found.decisions),
     }

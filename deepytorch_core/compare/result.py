@@ -24,7 +24,8 @@ class Sample:
     """One run of the script under one arm, its ranks put together.
 
     Times are the slowest rank's, in seconds: of a step, a mean per block, and until the warm-up is
-    over. Losses are means over the ranks, None where no rank had one to see. `script` is its path
+    over. Losses are means over the ranks, None where no rank had one to see. `kept` are so many
+    decisions for something else than stock. `script` is its path
     as `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
     group of ours was made. `undecided` are the trials that the steps were too few for: "what" they
     decide, whether they "is_begun", and "after_steps", how many are enough.
@@ -43,6 +44,7 @@ class Sample:
     seams: tuple[str, ...]
     native_calls: int
     decisions: tuple[str, ...]
+    kept: int = 0
     script: str | None = None
     asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     undecided: tuple[Mapping[str, Any], ...] = ()
@@ -88,6 +90,7 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         seams=tuple(ranks[0]["seams"]),
         native_calls=sum(found["report"]["native_calls"] for found in ranks),
         decisions=tuple(ranks[0]["report"]["decisions"]),
+        kept=ranks[0]["report"]["kept"],
         script=ranks[0]["script"],
         asked=ranks[0]["asked"],
         undecided=tuple(ranks[0]["undecided"]),
@@ -189,7 +192,7 @@ def _apart(times: Sequence[float]) -> float:
 
 def _has_a_part(sample: Sample) -> bool:
     """Whether anything was done that could have made the run faster."""
-    return bool(sample.native_calls or sample.seams or sample.decisions)
+    return bool(sample.native_calls or sample.seams or sample.kept)
 
 
 def loss_difference(

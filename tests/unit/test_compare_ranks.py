@@ -27,7 +27,7 @@ def rank_file(folder: Path, rank: int, **changes: Any) -> None:
         "redirected": ["/a"],
         "made_folders": [],
         "seams": ["ddp"],
-        "report": {"native_calls": 3, "delegated_calls": 0, "decisions": []},
+        "report": {"native_calls": 3, "delegated_calls": 0, "decisions": [], "kept": 0},
         "script": "/home/train.py",
         "asked": {},
         "undecided": [],

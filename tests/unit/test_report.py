@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from deepytorch_core import counts, decisions, report
+from deepytorch_core.decisions import is_stock
 from deepytorch_core.hang import record
 
 
@@ -244,3 +245,13 @@ def test_plain_values(made: report.Report) -> None:
     assert (waiting["slowest"], waiting["times_last"]) == (3, 3)
     assert decision["chunk_bytes"] == 131072
     assert decision["candidates"][1]["median_us"] == 1500.0
+
+
+@pytest.mark.parametrize("chosen", ["stock", "off", "eager", "launched", "padded", "fused"])
+def test_what_is_left_as_it_was_is_stock(chosen: str) -> None:
+    assert is_stock({"what": "a choice", "chosen": chosen}) == (chosen != "fused")
+
+
+def test_a_plan_of_the_tuners_is_stocks_where_it_is_the_delegates() -> None:
+    assert is_stock({"algorithm": "delegate"})
+    assert not is_stock({"algorithm": "one_shot"})
