@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from deepytorch_core import config, control_group, guard, topology
+from deepytorch_core import config, control_group, guard, own_cores, topology
 from deepytorch_core.compile import helper, policies, regions, switches
 
 # Modules with parameters, from which on compiling takes longer than what helpers cost: their start,
@@ -119,23 +119,7 @@ def _host_bytes_left() -> int:
 
 
 def _num_cores() -> int:
-    """This rank's: what it alone is bound to, or its part of what a node's ranks share."""
-    usable = topology.discover().cores.usable
-    return usable if _is_bound(usable) else usable // config.local_world_size()
-
-
-def _is_bound(usable: int) -> bool:
-    """Whether this process has fewer cores than the one that has started it.
-
-    What starts the processes of srun is outside of the job, so there it is whether the job's are
-    enough for as many as this one has for each.
-    """
-    if (of_job := config.slurm_cpus_here()) > 0:
-        return usable * config.local_world_size() <= of_job
-    try:
-        return len(os.sched_getaffinity(0)) < len(os.sched_getaffinity(os.getppid()))
-    except OSError:
-        return False
+    return int(own_cores.of_rank(topology.discover().cores.usable))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config, decisions
+from deepytorch_core import config, decisions, own_cores
 from deepytorch_core.console import say_once
 from deepytorch_core.network import addresses, greeting, nccl_env, nccl_table, probe, rdma
 from deepytorch_core.network import link as links
@@ -250,4 +250,4 @@ def _wait(store: Any, key: str, limit_s: float) -> str:
 def _free_cores() -> float:
     from deepytorch_core import _core
 
-    return _core.usable_cores() / config.local_world_size()
+    return own_cores.of_rank(_core.usable_cores())

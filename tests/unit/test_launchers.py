@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from deepytorch_core import launchers
@@ -44,3 +46,14 @@ def test_a_launchers_word_comes_before_sruns(monkeypatch: pytest.MonkeyPatch) ->
     assert config.local_world_size() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert config.local_world_size() == 2
+
+
+def test_cores_of_a_rank_are_its_own_or_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepytorch_core import own_cores
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert own_cores.of_rank(6) == 6.0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert own_cores.of_rank(6) == 1.5
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64 if process else 6)))
+    assert own_cores.of_rank(6) == 6.0
