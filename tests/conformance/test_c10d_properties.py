@@ -347,7 +347,7 @@ def run_program(rank: int, world_size: int, program: list[Step]) -> None:
 
 # Not the one that explains: each run of a failing program costs new workers.
 PHASES = (Phase.generate, Phase.shrink)
-EXAMPLES = {1: 15, 2: 40, 3: 40, 4: 40, 8: 8}
+EXAMPLES = {1: 15, 2: 40, 3: 20, 4: 20, 8: 8}
 
 
 @pytest.mark.parametrize("world_size", EXAMPLES)

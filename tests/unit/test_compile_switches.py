@@ -27,7 +27,9 @@ def run(program: str) -> Any:
     return done.stdout
 
 
-@pytest.mark.parametrize("left_out", ["older way", "newer way"])
+@pytest.mark.parametrize(
+    "left_out", [pytest.param("older way", marks=pytest.mark.extended), "newer way"]
+)
 def test_another_process_gets_them(left_out: str) -> None:
     changes = "; ".join(change for name, change in _CHANGES.items() if name != left_out)
     there = run(f"{changes}; print(switches.now())")
