@@ -25,10 +25,10 @@ class Sample:
 
     Times are the slowest rank's, in seconds: of a step, a mean per block, and until the warm-up is
     over. Losses are means over the ranks, None where no rank had one to see. `kept` are so many
-    decisions for something else than stock. `script` is its path
-    as `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
-    group of ours was made. `undecided` are the trials that the steps were too few for: "what" they
-    decide, whether they "is_begun", and "after_steps", how many are enough.
+    decisions for something else than stock. `script` is its path as `tune.stored` knows it, `asked`
+    what `tune.in_force` was asked for; None and empty where no group of ours was made. `undecided`
+    are the trials that the steps were too few for: "what" they decide, whether they "is_begun", and
+    "after_steps", how many are enough.
     """
 
     arm: str
