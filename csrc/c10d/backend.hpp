@@ -274,6 +274,7 @@ class Backend : public c10d::Backend {
   DeviceStreams streams_{setup_.api};
   DelegatedStream delegated_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
+  std::atomic<c10::DeviceIndex> used_device_{-1};  // the accelerator's of the first operation
   dpt_comm* comm_ = nullptr;
   pid_t made_in_ = ::getpid();  // a forked child has no business in the store
   std::atomic<uint64_t> sequence_{0};

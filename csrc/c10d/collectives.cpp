@@ -357,10 +357,19 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
           after));
 }
 
-WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
+WorkPtr Backend::barrier(const c10d::BarrierOptions& asked) {
+  c10d::BarrierOptions options = asked;
+  at::Device device = options.device.value_or(barrier_device_);
+  // NCCL takes the device that its group is bound to or used first, and guesses one by the rank
+  // where there is neither. The delegate isn't told of the one, and native operations don't use it.
+  if (device.is_cuda() && options.device_ids.empty()) {
+    const std::optional<at::Device> bound = getBoundDeviceId();
+    const c10::DeviceIndex index = bound ? bound->index() : used_device_.load();
+    if (index >= 0) options.device_ids = {index};
+  }
   std::vector<at::Tensor> nothing;
-  const at::Device device = options.device.value_or(barrier_device_);
   if (!device.is_cpu()) {
+    if (!options.device_ids.empty()) device.set_index(options.device_ids[0]);
     nothing = {at::empty({0}, at::TensorOptions(device).dtype(at::kByte))};
   }
   return submit(

@@ -158,6 +158,7 @@ Backend::Places Backend::start_together(
 WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   const Call& call = submitted.call;
   const at::Device device = submitted.device();
+  if (used_device_ < 0 && call.collective != DPT_BARRIER) used_device_ = device.index();
 
   const auto parts = static_cast<size_t>(size_);
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
