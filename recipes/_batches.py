@@ -46,6 +46,7 @@ class EndlessBatches(Generic[BatchT]):
         collate: examples to batch.
         balance: deals the examples of each step out; None: as a DistributedSampler does.
         lengths: tokens of each example, by which one batch takes more memory than another.
+        names: of each example, by which a resumed run knows them again; None: by their lengths.
         what: the word for the examples in messages.
 
     ``position`` is how many batches were taken; setting it continues there. Raises RecipeError
@@ -65,6 +66,7 @@ class EndlessBatches(Generic[BatchT]):
         num_workers: int = 0,
         balance: StepBalance | None = None,
         lengths: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
         what: str = "examples",
     ) -> None:
         if num_examples < batch_size * world_size:
@@ -80,6 +82,7 @@ class EndlessBatches(Generic[BatchT]):
         self._order.balance = balance
         self._at_once = batch_size * world_size
         self._batch_size, self._lengths, self._what = batch_size, lengths, what
+        self._names = names
         self._loader: DataLoader[Any] = DataLoader(
             _Drawn(draw),
             batch_sampler=self._order,
@@ -124,9 +127,8 @@ class EndlessBatches(Generic[BatchT]):
     @property
     def fingerprint(self) -> int | None:
         """What the same examples have in common and others hardly have; None if it isn't known."""
-        if self._lengths is None:
-            return None
-        return zlib.crc32(repr(list(self._lengths)).encode())
+        marks = self._lengths if self._names is None else self._names
+        return None if marks is None else zlib.crc32(repr(list(marks)).encode())
 
     def largest(self) -> BatchT:
         """A batch of the longest examples, which no other outgrows; without lengths the next."""

@@ -62,6 +62,10 @@ class PhotographParts:
     def classes(self) -> list[str]:
         return [f"row {row}, column {column}" for row in range(GRID) for column in range(GRID)]
 
+    @property
+    def names(self) -> list[str]:
+        return self.classes
+
     def draw(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
         """A crop from around the middle of part ``index`` mod 9, shifted and scaled at random."""
         chance = random.Random(f"{self.seed} {index} {epoch}")
@@ -88,6 +92,11 @@ class FolderImages:
     @property
     def size(self) -> int:
         return len(self.files)
+
+    @property
+    def names(self) -> list[str]:
+        """Of each image, within the folder."""
+        return [f"{self.classes[label]}/{path.name}" for path, label in self.files]
 
     def draw(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
         path, label = self.files[index]

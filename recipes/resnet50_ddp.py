@@ -91,6 +91,7 @@ def prepare(config: Config, process: Process) -> Task[ImageBatch]:
         world_size=process.world_size,
         seed=config.seed,
         num_workers=config.num_workers,
+        names=trained.names,
     )
     shown = [kept.draw(index, 0) for index in range(kept.size)]
     held_out = [_images.collate_images(shown)] if shown else []

@@ -121,13 +121,12 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
     images = together(lambda: instance_images(config, process), process)
     _diffusion.to_device(parts, process.device)
     if config.model is None:
-        _diffusion.fit_vae(parts.vae, images)
-    subject = _diffusion.encode_images(parts, images, process.device)
+        _diffusion.fit_vae(parts.vae, list(images.values()))
+    subject = _diffusion.encode_images(parts, list(images.values()), process.device)
     prior = None
     if config.prior_weight > 0:
-        prior = _diffusion.encode_images(
-            parts, class_images(config, parts, process), process.device
-        )
+        others = class_images(config, parts, process)
+        prior = _diffusion.encode_images(parts, others, process.device)
     if process.is_main:
         text = f"{len(subject)} images of the subject, {len(prior or [])} of its class"
         console.print(f"data        {text}", highlight=False)
@@ -145,6 +144,7 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
         rank=process.rank,
         world_size=process.world_size,
         seed=config.seed,
+        names=list(images),
     )
 
     def export(model: DreamBooth, run_dir: Path) -> None:
@@ -234,19 +234,19 @@ def make_loss(
     return loss_share
 
 
-def instance_images(config: Config, process: Process) -> list[torch.Tensor]:
-    """The subject: the images in the folder ``data``, or crops around a face in a photograph."""
+def instance_images(config: Config, process: Process) -> dict[str, torch.Tensor]:
+    """The subject, by name: images in the folder ``data``, or crops of a face in a photograph."""
     size = config.image_size
     if config.data is not None:
         files, others = _images.listed(Path(config.data))
         if process.is_main:
             _images.say_others(others)
-        found = [_images.centre_crop(_images.read_image(path), size) for path in files]
+        found = ((path.name, _images.read_image(path)) for path in files)
     else:
         face = _images.photograph().crop((140, 70, 400, 330))
         shifts = [(8 * (number % 4), 8 * (number // 4)) for number in range(12)]
-        found = [_images.centre_crop(face.crop((x, y, x + 220, y + 220)), size) for x, y in shifts]
-    return [_images.as_tensor(image) for image in found]
+        found = ((f"{x}, {y}", face.crop((x, y, x + 220, y + 220))) for x, y in shifts)
+    return {name: _images.as_tensor(_images.centre_crop(one, size)) for name, one in found}
 
 
 def class_images(config: Config, parts: Parts, process: Process) -> list[torch.Tensor]:

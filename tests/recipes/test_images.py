@@ -3,6 +3,7 @@
 
 import io
 import re
+import shutil
 import struct
 from types import SimpleNamespace
 
@@ -252,3 +253,29 @@ def test_only_missing_class_images_are_made(tmp_path, made):
     (tmp_path / "made-0001.partial").touch()  # of a run that was killed
     assert len(class_images(class_data=str(tmp_path))) == 4
     assert made == [1]
+
+
+def test_a_resumed_run_knows_its_images_again_by_their_names(tmp_path):
+    process = Process(0, 1, torch.device("cpu"))
+
+    def fingerprint(**words):
+        config = resnet50_ddp.Config(width=4, image_size=24, batch_size=2, **words)
+        return resnet50_ddp.prepare(config, process).batches.fingerprint
+
+    make_classes(tmp_path / "first", cat=4, dog=4)
+    shutil.copytree(tmp_path / "first", tmp_path / "moved")
+    shutil.copytree(tmp_path / "first", tmp_path / "other")
+    (tmp_path / "other" / "dog" / "003.png").rename(tmp_path / "other" / "cat" / "004.png")
+    found = [fingerprint(data=str(tmp_path / each)) for each in ("first", "moved", "other")]
+    found += [fingerprint(), fingerprint()]
+    assert found[0] == found[1]
+    assert found[3] == found[4]
+    assert len(set(found)) == 3
+    assert None not in found
+
+
+def test_the_subjects_images_have_names():
+    config = stable_diffusion_dreambooth.Config(image_size=8)
+    images = stable_diffusion_dreambooth.instance_images(config, Process(0, 1, torch.device("cpu")))
+    assert len(images) == 12
+    assert {tuple(image.shape) for image in images.values()} == {(3, 8, 8)}
