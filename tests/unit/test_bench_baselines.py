@@ -78,28 +78,19 @@ def test_a_package_without_mpiexec_is_an_error(mpi_packages, monkeypatch):
 
 
 @pytest.fixture
-def deepspeed_package(monkeypatch, tmp_path):
-    """An installed DeepSpeed as far as its files go."""
-    comm = tmp_path / "deepspeed" / "ops" / "csrc" / "cpu" / "comm"
-    comm.mkdir(parents=True)
-    for name in ("shm_interface.cpp", "shm.cpp"):
-        (comm / name).write_text("")
-    spec = SimpleNamespace(origin=str(tmp_path / "deepspeed" / "__init__.py"))
-    pretend(monkeypatch, importlib.util, "find_spec", {"deepspeed": spec})
+def builder(monkeypatch, tmp_path):
+    """The file that DeepSpeed has its builder in; the package has nothing else."""
+    folder = tmp_path / "deepspeed" / "ops" / "op_builder"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pretend(monkeypatch, importlib.util, "find_spec", {"deepspeed": SimpleNamespace()})
     pretend(monkeypatch, metadata, "version", {"deepspeed": "0.1"})
-    return comm
+    return folder / "cpu.py"
 
 
-def test_deepspeed_without_the_op_is_an_error(deepspeed_package):
-    (deepspeed_package / "shm.cpp").unlink()
-    with (
-        pytest.raises(BenchError, match=r"DeepSpeed 0\.1 has no sources.*pip install -U"),
-        deepspeed_shm.prepare(2),
-    ):
-        pass
-
-
-def test_too_little_shared_memory_is_said_first(deepspeed_package, monkeypatch):
+def test_too_little_shared_memory_is_said_first(builder, monkeypatch):
     monkeypatch.setattr(
         deepspeed_shm.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20)
     )
@@ -110,13 +101,11 @@ def test_too_little_shared_memory_is_said_first(deepspeed_package, monkeypatch):
         pass
 
 
-def test_what_deepspeed_leaves_in_shared_memory_is_removed(
-    deepspeed_package, monkeypatch, tmp_path
-):
+def test_what_deepspeed_leaves_in_shared_memory_is_removed(builder, monkeypatch, tmp_path):
     usage = SimpleNamespace(free=1 << 30)
     monkeypatch.setattr(deepspeed_shm.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(deepspeed_shm, "_SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(deepspeed_shm, "_build", lambda folder: "op.so")
+    monkeypatch.setattr(deepspeed_shm, "_build", lambda: "op.so")
     with deepspeed_shm.prepare(2) as setup:
         address, port = (setup.environment[f"MASTER_{name}"] for name in ("ADDR", "PORT"))
         left = (
@@ -128,43 +117,32 @@ def test_what_deepspeed_leaves_in_shared_memory_is_removed(
     assert not left.exists()
 
 
-@pytest.fixture
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(deepspeed_shm.config, "cache_dir", lambda: tmp_path / "cache")
-    return tmp_path / "cache"
-
-
-def test_deepspeeds_op_needs_a_compiler(deepspeed_package, own_cache, monkeypatch):
-    monkeypatch.setattr(deepspeed_shm.config, "compiler", lambda: None)
-    with pytest.raises(BenchError, match=r"no C\+\+ compiler: install"), deepspeed_shm.prepare(2):
-        pass
-
-
-def test_a_failed_compilation_shows_why_and_leaves_nothing(
-    deepspeed_package, own_cache, monkeypatch
-):
-    monkeypatch.setattr(
-        deepspeed_shm.config, "compiler", lambda: ["sh", "-c", "echo no such type >&2; exit 1"]
+def test_deepspeeds_builder_says_where_the_op_is(builder):
+    builder.write_text(
+        "from types import SimpleNamespace\n"
+        "class ShareMemCommBuilder:\n"
+        "    def load(self, verbose):\n"
+        "        print('Loading extension module')\n"
+        "        return SimpleNamespace(__file__='/made/op.so')\n"
     )
-    prepared = deepspeed_shm.prepare(2)
-    with pytest.raises(BenchError, match="does not compile with sh") as why, prepared:
+    with deepspeed_shm.prepare(2) as setup:
+        assert setup.library == "/made/op.so"
+
+
+def test_why_deepspeeds_builder_failed_is_shown(builder):
+    builder.write_text("raise RuntimeError('no such type')")
+    with (
+        pytest.raises(BenchError, match=r"(?s)DeepSpeed 0\.1 can't build.*no such type"),
+        deepspeed_shm.prepare(2),
+    ):
         pass
-    assert "no such type" in str(why.value)
-    assert not [path for path in own_cache.rglob("*") if path.is_file()]
 
 
-def test_deepspeeds_op_is_compiled_once(deepspeed_package, own_cache, monkeypatch):
-    # Writes to the file after -o, its last argument.
-    compiler = ["sh", "-c", 'for last; do :; done; echo code > "$last"']
-    monkeypatch.setattr(deepspeed_shm.config, "compiler", lambda: compiler)
-    with deepspeed_shm.prepare(2) as first:
-        pass
-    monkeypatch.setattr(deepspeed_shm.config, "compiler", lambda: None)
-    with deepspeed_shm.prepare(2) as second:
-        assert second.library == first.library
-
-
-def test_a_cache_that_cannot_be_used_is_named(deepspeed_package, own_cache):
-    own_cache.write_text("a file")
-    with pytest.raises(BenchError, match="cache.*DEEPYTORCH_CACHE_DIR"), deepspeed_shm.prepare(2):
+def test_a_build_that_does_not_end_names_its_lock(builder, monkeypatch):
+    builder.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(deepspeed_shm, "_BUILD_TIMEOUT_S", 0.1)
+    with (
+        pytest.raises(BenchError, match=r"within 0\.1 s.*deepspeed_shm_comm/lock"),
+        deepspeed_shm.prepare(2),
+    ):
         pass

@@ -1,7 +1,7 @@
 """DeepSpeed's all_reduce in shared memory for CPU inference, `inference_all_reduce_`.
 
-Its op is compiled from the sources in the installed package the way DeepSpeed's own builder
-(`ShareMemCommBuilder`) does, and called without the rest of DeepSpeed.
+Its op is compiled by DeepSpeed's own builder, `ShareMemCommBuilder`, and called without the rest of
+DeepSpeed.
 
 Each rank creates a block of 66 MiB in /dev/shm, named after MASTER_ADDR and MASTER_PORT, and leaves
 it there; `prepare` removes them.
@@ -12,11 +12,9 @@ import importlib.machinery
 import importlib.util
 import os
 import secrets
-import shlex
 import shutil
 import subprocess
-import sysconfig
-import tempfile
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -32,9 +30,11 @@ if TYPE_CHECKING:
 
 _PACKAGE = "deepspeed"
 _MODULE = "deepspeed_shm_comm"
-_SOURCES = ("shm_interface.cpp", "shm.cpp")
-_FLAGS = ("-O2", "-fopenmp", "-UC10_USE_GLOG")
-_SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+_BUILDER = (
+    "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder\n"
+    "print(ShareMemCommBuilder().load(verbose=False).__file__)"
+)
+_BUILD_TIMEOUT_S = 600  # it takes a minute or two; who dies in it leaves others waiting for ever
 _SHARED_MEMORY = Path("/dev/shm")
 _RANK_BYTES = 66 << 20
 _ADDRESS = "127.0.0.1"
@@ -44,8 +44,7 @@ _LEVELS = {"float32": (1, "AVX2"), "bfloat16": (2, "AVX-512"), "float16": (2, "A
 
 @contextlib.contextmanager
 def prepare(world_size: int) -> Iterator[Setup]:
-    """Compiles the op and chooses the names of its shared memory, which is removed at the end."""
-    folder = _package()
+    """Builds the op and chooses the names of its shared memory, which is removed at the end."""
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < world_size * _RANK_BYTES:
         raise BenchError(
@@ -59,12 +58,13 @@ def prepare(world_size: int) -> Iterator[Setup]:
         "MASTER_ADDR": _ADDRESS,
         "MASTER_PORT": token,
     }
+    library = _build()
     try:
         yield Setup(
             environment=environment,
             settings={"LOCAL_SIZE": str(world_size), "OpenMP threads per rank": "1"},
             versions={_PACKAGE: metadata.version(_PACKAGE)},
-            library=_build(folder),
+            library=library,
         )
     finally:
         prefix = f"deepspeed_allreduce_buffer_{os.getuid()}_{_ADDRESS}_{token}"
@@ -93,75 +93,39 @@ def connect(job: "Job", rank: int) -> Bind:
     return bind
 
 
-def _package() -> Path:
-    """The installed package's folder, without importing it: that takes seconds."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    if spec is None or spec.origin is None:
+def _build() -> str:
+    """Has DeepSpeed's own builder make the op, unless it did before; returns the library's path.
+
+    In a process of its own: importing DeepSpeed takes seconds, and it changes how torch behaves.
+    """
+    if importlib.util.find_spec(_PACKAGE) is None:
         raise BenchError(
             "--baseline deepspeed-shm needs DeepSpeed: DS_BUILD_OPS=0 pip install deepspeed"
         )
-    folder = Path(spec.origin).parent
-    comm = folder / "ops" / "csrc" / "cpu" / "comm"
-    if not all((comm / name).is_file() for name in _SOURCES):
-        raise BenchError(
-            f"DeepSpeed {metadata.version(_PACKAGE)} has no sources of its shared-memory op in "
-            f"{comm}: pip install -U deepspeed"
-        )
-    return folder
-
-
-def _build(folder: Path) -> str:
-    """Compiles the op unless the cache has it (a minute or two, once); returns its path."""
-    import torch
-
-    cache = config.cache_dir() / f"baselines-{os.geteuid()}"
-    version = metadata.version(_PACKAGE)
-    target = cache / f"{_MODULE}-{version}-torch{torch.__version__}{_SUFFIX}"
-    if target.is_file():
-        return str(target)
-    compiler = config.compiler()
-    if compiler is None:
-        raise BenchError(
-            "--baseline deepspeed-shm compiles DeepSpeed's op, and there is no C++ compiler: "
-            "install g++ or clang++, or name one in CXX"
-        )
+    variables = config.child_environment()
+    # Where pip put ninja, also if that environment is not the shell's.
+    path = os.pathsep.join((str(Path(sys.executable).parent), variables.get("PATH", os.defpath)))
     try:
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Complete before it gets its name, so nobody loads a part of it.
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            made = Path(scratch) / target.name
-            command = [*compiler, *_arguments(folder), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise BenchError(
-                    f"DeepSpeed {version}'s shared-memory op does not compile with "
-                    f"{shlex.join(compiler)}:\n{done.stderr.rstrip()}"
-                )
-            made.replace(target)
-    except OSError as error:
+        done = subprocess.run(
+            [sys.executable, "-c", _BUILDER],
+            env=variables | {"PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_BUILD_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
         raise BenchError(
-            f"{cache} can't be used ({error.strerror}): set DEEPYTORCH_CACHE_DIR to a folder of "
-            "your own"
+            f"DeepSpeed's shared-memory op was not built within {_BUILD_TIMEOUT_S} s: if no "
+            f"process is compiling it, remove {_MODULE}/lock in torch's folder of extensions "
+            "(TORCH_EXTENSIONS_DIR, by default ~/.cache/torch_extensions)"
         ) from None
-    return str(target)
-
-
-def _arguments(folder: Path) -> list[str]:
-    """DeepSpeed's flags and those that torch adds to an extension."""
-    from torch.utils import cpp_extension
-
-    root = folder / "ops" / "csrc" / "cpu"
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    return [
-        *_FLAGS,
-        *("-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_MODULE}"),
-        "-DTORCH_API_INCLUDE_EXTENSION_H",
-        f"-I{root / 'includes'}",
-        *(flag for path in includes for flag in ("-isystem", path)),
-        *(str(root / "comm" / name) for name in _SOURCES),
-        *(f"-L{path}" for path in cpp_extension.library_paths()),
-        *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
-    ]
+    if done.returncode != 0:
+        raise BenchError(
+            f"DeepSpeed {metadata.version(_PACKAGE)} can't build its shared-memory op:\n"
+            f"{done.stderr.rstrip()}"
+        )
+    return done.stdout.splitlines()[-1]
 
 
 def _import(path: str) -> Any:
