@@ -134,6 +134,7 @@ STARTUP := PYTHONPATH=$(CURDIR)/tests/startup OMP_NUM_THREADS=1
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
 BESIDE := tests/integrations tests/recipes tests/network tests/faults tests/docs \
           tests/multiproc/test_padding_free_training.py tests/multiproc/test_run_compare.py \
+          tests/multiproc/test_compile_zero3.py tests/multiproc/test_kernels_sharded.py \
           tests/unit/test_compile_replay.py tests/unit/test_deepspeed_flag.py \
           $(wildcard tests/unit/test_padding*.py)
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters

@@ -57,6 +57,7 @@ def test_the_short_example_learns() -> None:
     assert losses[2] < 0.1 * losses[0]
 
 
+@pytest.mark.extended
 def test_the_digits_example_learns() -> None:
     arguments = ["--epochs", "2", "--samples", "1600", "--batch-size", "32", "--fp16-allreduce"]
     output = torchrun("horovod_mnist.py", *arguments)

@@ -102,10 +102,8 @@ def test_compile_below_the_hooks_of_ddp_and_fsdp2(before: bool) -> None:
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 700), nn.Tanh(), nn.Linear(700, 500)
-        )
-        self.outward = nn.Linear(500, 3)
+        self.layers = nn.Sequential(nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 700))
+        self.outward = nn.Linear(700, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outward(self.layers(x).sin())

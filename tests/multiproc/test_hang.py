@@ -160,21 +160,19 @@ def ask_across(rank: int, world_size: int, collectives: str) -> dict[str, Any]:
         return found
 
 
-def ask_across_all(rank: int, world_size: int) -> list[dict[str, Any]]:
-    return [ask_across(rank, world_size, kind) for kind in ("native", "stock")]
-
-
-def test_ranks_on_other_nodes_are_asked_through_the_store() -> None:
-    both, *_ = spawn_ranks(ask_across_all, 4, backend=None, env=NODES, timeout_s=100)
-    for found in both:
-        assert found["verdict"]["kind"] == "never entered", found["verdict"]
-        assert found["verdict"]["ranks"] == [CULPRIT]
-        assert "never entered all_reduce #2 of group" in found["verdict"]["sentence"]
-        assert f"it is in {HERE}:" in found["verdict"]["sentence"]
-        assert 'done.get("asked")' in found["verdict"]["sentence"]
-        assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
-        assert found["not_on_this_node"] == MEMBERS
-        assert found["without_answer"] == []
+@pytest.mark.parametrize(
+    "collectives", [pytest.param("native", marks=pytest.mark.extended), "stock"]
+)
+def test_ranks_on_other_nodes_are_asked_through_the_store(collectives: str) -> None:
+    found, *_ = spawn_ranks(ask_across, 4, collectives, backend=None, env=NODES, timeout_s=100)
+    assert found["verdict"]["kind"] == "never entered", found["verdict"]
+    assert found["verdict"]["ranks"] == [CULPRIT]
+    assert "never entered all_reduce #2 of group" in found["verdict"]["sentence"]
+    assert f"it is in {HERE}:" in found["verdict"]["sentence"]
+    assert 'done.get("asked")' in found["verdict"]["sentence"]
+    assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
+    assert found["not_on_this_node"] == MEMBERS
+    assert found["without_answer"] == []
 
 
 def ask_while_it_goes_on(rank: int, world_size: int) -> tuple[int, dict[str, Any]]:
