@@ -11,6 +11,9 @@ import typer
 from deepytorch.cli import help
 
 _PACKAGE = "deepytorch.recipes"
+# Told to end, a recipe finishes its step and saves, which takes large models minutes. torchrun
+# kills it after 30 s unless told another time.
+_TO_SAVE_S = 600
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,7 +66,9 @@ def train(
         arguments[:0] = ["--config", str(config)]
 
     from deepytorch.cli import launcher
+    from deepytorch_core import config as environment
 
+    environment.set_where_unset({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_TO_SAVE_S)})
     processes = str(nproc_per_node or launcher.num_gpus() or 2)
     options = launcher.parse(
         ["--module", f"{_PACKAGE}.{recipe}", *arguments],

@@ -127,6 +127,16 @@ def launched(monkeypatch, tmp_path):
     return seen
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "600"), ("90", "90")])
+def test_train_gives_processes_time_to_save(launched, monkeypatch, given, expected):
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    invoke("train", "llama_sft")
+    assert os.environ[name] == expected  # noqa: TID251
+
+
 def test_run_puts_activation_before_the_script(launched):
     result = invoke("run", "--nproc-per-node", "3", "train.py", "--nnodes", "x", "-m", "y")
     assert result.exit_code == 7
