@@ -178,7 +178,10 @@ def tell_devices(group: Any, group_config: dict[str, str]) -> None:
 
     ours = [device for device, name in group_config.items() if name == NAME]
     if ours and "cpu" not in ours:
-        group._get_backend(torch.device(ours[0])).serve_accelerator_only(ours[0])
+        made = group._get_backend(torch.device(ours[0]))
+        while (inner := getattr(made, "wrapped_pg", None)) is not None:
+            made = inner  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        made.serve_accelerator_only(ours[0])
 
 
 def describe(group: Any) -> None:

@@ -114,6 +114,7 @@ bool Backend::supportsCoalescing() const { return at::hasCUDA(); }
 void Backend::setTimeout(Milliseconds timeout) {
   setup_.options->timeout = timeout;
   std::lock_guard lock(delegates_mutex_);
+  later_timeout_ = timeout;
   for (auto& [device, delegate] : delegates_) delegate->setTimeout(timeout);
 }
 
@@ -247,6 +248,7 @@ int Backend::poll_signals(void*) {
   }
   BackendPtr made = make();
   std::lock_guard lock(delegates_mutex_);
+  if (later_timeout_) made->setTimeout(*later_timeout_);  // it may be older than we are
   return delegates_.emplace(key, std::move(made)).first->second;
 }
 
@@ -336,6 +338,7 @@ void Backend::note_written(const Call& call) {
   const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
   if (setup_.compare && is_collective) setup_.compare(signature_of(what));
   const uint64_t sequence = ++sequence_;
+  if (!is_collective) ++messages_;
   if (setup_.inspect) inspect(what, sequence);
   if (what.results.empty()) what.results = what.outputs;
   const at::Device device = device_of(what);

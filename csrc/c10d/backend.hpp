@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -88,7 +89,9 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  // Without messages, of which each rank may have another number: torch compares this between ranks
+  // where TORCH_DISTRIBUTED_DEBUG=DETAIL.
+  uint64_t getSequenceNumberForGroup() override { return sequence_ - messages_; }
   // What torch asks before it sends a batch of messages as one call; on the host nothing is gained
   // by that, and its batches are neither safe with threads nor after a failure.
   bool supportsCoalescing() const override;
@@ -278,8 +281,10 @@ class Backend : public c10d::Backend {
   dpt_comm* comm_ = nullptr;
   pid_t made_in_ = ::getpid();  // a forked child has no business in the store
   std::atomic<uint64_t> sequence_{0};
+  std::atomic<uint64_t> messages_{0};  // of those, the sends and receives
   std::mutex making_mutex_;
   std::mutex delegates_mutex_;
+  std::optional<Milliseconds> later_timeout_;  // set since this was made
   std::map<std::string, BackendPtr> delegates_;
   std::array<BackendPtr, 2> known_delegates_;  // those for "cpu" and "cuda"
   Abandonment abandonment_;

@@ -283,7 +283,8 @@ WorkPtr Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
        .inputs = {input},
        .outputs = parts_of("all_gather", whole, input, size_),
        .results = {output},
-       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr},
+       .after = copied ? std::function<void()>([output, whole] { copy_as_made(output, whole); })
+                       : nullptr},
       replaying(
           [](c10d::Backend& stock, auto& output, auto& input, auto& options) {
             return stock._allgather_base(output, input, options);
@@ -489,7 +490,8 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
        .outputs = rows_of("output", whole, output_splits, size_),
        .uneven = !input_splits.empty() || !output_splits.empty(),
        .results = {output},
-       .after = copied ? std::function<void()>([output, whole] { output.copy_(whole); }) : nullptr},
+       .after = copied ? std::function<void()>([output, whole] { copy_as_made(output, whole); })
+                       : nullptr},
       replaying(
           [](c10d::Backend& stock,
              auto& output,

@@ -1,6 +1,7 @@
 #include "convert.hpp"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <stdexcept>
@@ -113,6 +114,12 @@ void throw_value_error(std::initializer_list<std::string> pieces) {
   return supplement->double_factor;
 }
 
+void copy_as_made(const at::Tensor& to, const at::Tensor& from) {
+  const c10::InferenceMode as_made(to.is_inference());
+  const at::NoGradGuard no_grad;  // later than the other, which may turn gradients on
+  to.copy_(from);
+}
+
 Contiguous::Contiguous(at::TensorList tensors, Direction direction) : originals_(tensors.vec()) {
   contiguous_.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
@@ -136,9 +143,8 @@ std::vector<void*> Contiguous::pointers() const {
 }
 
 void Contiguous::copy_back() const {
-  const at::NoGradGuard no_grad;
   for (size_t i = 0; i < originals_.size(); ++i) {
-    if (!originals_[i].is_same(contiguous_[i])) originals_[i].copy_(contiguous_[i]);
+    if (!originals_[i].is_same(contiguous_[i])) copy_as_made(originals_[i], contiguous_[i]);
   }
 }
 

@@ -44,6 +44,9 @@ dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op);
 double premul_factor_of(const c10d::ReduceOp& op);
 
 // Tensors as the core wants them: contiguous. Those that are not get a contiguous stand-in.
+// In whichever thread: the program may have made `to` in inference mode, or in its autograd graph.
+void copy_as_made(const at::Tensor& to, const at::Tensor& from);
+
 class Contiguous {
  public:
   enum class Direction { kInput, kOutput, kInPlace };

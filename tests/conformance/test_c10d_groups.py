@@ -206,13 +206,32 @@ def test_sequence_numbers_count_up() -> None:
     assert [later - first[0] for later in first] == [0, 1, 2]
 
 
+class GpusAlone:
+    """A group as `tell_devices` sees it, whose backend for GPUs is another group's for the host."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.group._get_backend(torch.device("cpu"))
+
+
 def detail_level(rank: int, world_size: int) -> float:
+    """Also after messages, of which each rank has another number, as the stages of a pipeline."""
+    from deepytorch_core import backend
+
+    sent = torch.ones(3)
+    for _ in range(2):
+        if rank < 2:
+            dist.send(sent, 1) if rank == 0 else dist.recv(sent, 0)
+    group = dist.new_group()
+    backend.tell_devices(GpusAlone(group), {"cuda": BACKEND})
     return summed(None, 1.0)
 
 
 def test_debug_level_detail() -> None:
     env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    assert spawn_ranks(detail_level, 2, backend=BACKEND, env=env) == [2.0, 2.0]
+    assert spawn_ranks(detail_level, 3, backend=BACKEND, env=env) == [3.0] * 3
 
 
 def in_threads(rank: int, world_size: int) -> None:

@@ -147,6 +147,40 @@ def test_means_of_whole_numbers() -> None:
     spawn_ranks(means_of_whole_numbers, 3, backend=BACKEND)
 
 
+def results_that_are_not_contiguous(rank: int, world_size: int, inference: bool) -> None:
+    """Copied to where they belong by another thread."""
+
+    def made(rows: int) -> torch.Tensor:
+        value = torch.zeros(3, rows).t()
+        return value if inference else value.requires_grad_()
+
+    ones = torch.ones(2, 3)
+    with torch.inference_mode(inference):
+        for asynchronous in (False, True):
+            whole, part, exchanged, summed = made(4), made(2), made(2), made(2)
+            listed = [made(2) for _ in range(world_size)]
+            with torch.no_grad():
+                summed += 1
+            works = [
+                dist.all_gather(listed, ones, async_op=asynchronous),
+                dist.all_gather_into_tensor(whole, ones, async_op=asynchronous),
+                dist.reduce_scatter_tensor(part, torch.ones(4, 3), async_op=asynchronous),
+                dist.all_to_all_single(exchanged, ones, async_op=asynchronous),
+                dist.all_reduce(summed, async_op=asynchronous),
+            ]
+            if asynchronous:
+                for work in works:
+                    work.wait()
+            for found, value in ((whole, 1), (part, 2), (exchanged, 1), (summed, 2)):
+                assert found.eq(value).all()
+            assert all(each.eq(1).all() for each in listed)
+
+
+@pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "trained leaves"])
+def test_results_that_are_not_contiguous(inference: bool) -> None:
+    spawn_ranks(results_that_are_not_contiguous, 2, inference, backend=BACKEND)
+
+
 def moves_of_every_type(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
         torch.manual_seed(0)

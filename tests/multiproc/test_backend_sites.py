@@ -211,6 +211,28 @@ def test_set_pg_timeout_reaches_our_backend() -> None:
     assert "rank(s) 1" in found[0]
 
 
+def set_timeout_after_the_upgrade(rank: int, world_size: int) -> list[float]:
+    """Of a stock backend that is older than ours, and first used after the time limit is set."""
+    dist.init_process_group(
+        "cpu:gloo",
+        store=rank_store("world"),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=20),
+    )
+    stock: Any = c10d._get_default_group()._get_backend(torch.device("cpu"))
+    activation.activate()
+    assert dist.get_backend() == "deepytorch"
+    c10d._set_pg_timeout(timedelta(seconds=30))
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (3,))
+    dist.all_reduce(sparse)
+    return [*sparse.to_dense().tolist(), stock.options._timeout.total_seconds()]
+
+
+def test_set_pg_timeout_reaches_a_stock_backend_that_was_there() -> None:
+    assert spawn_ranks(set_timeout_after_the_upgrade, 2, fresh=True)[0] == [1, 1, 0, 30]
+
+
 def split(rank: int, world_size: int) -> list[Any]:
     init(rank, world_size)
     half = dist.split_group(split_ranks=[[0, 1], [2]], group_desc="half")
