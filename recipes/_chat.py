@@ -123,7 +123,7 @@ def _encode_plain(conversation: Conversation, tokenizer: Any) -> tuple[list[int]
     ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     trained = [False] * len(ids)
     for text, answer in plain_text(conversation):
-        piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+        piece = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         piece = [*piece, tokenizer.eos_token_id] if answer else piece
         ids += piece
         trained += [answer] * len(piece)
@@ -152,7 +152,8 @@ def _encode_chat(
         for index, message in enumerate(conversation)
         if masked and message.role == "assistant"
     ]
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=masked)
+    # Not verbose, else it warns of a length that the examples are cut to below.
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=masked, verbose=False)
     trained = [
         any(start < last and first < end for start, end in spans)
         for first, last in found.get("offset_mapping", ())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -45,7 +46,8 @@ class Parts:
     text_encoders: list[Any]
     vae: Any
     unet: Any
-    scheduler: Any
+    scheduler: Any  # of training
+    sampler: Any = None  # the pipeline's own scheduler, where it is another one
 
     @property
     def is_xl(self) -> bool:
@@ -53,7 +55,7 @@ class Parts:
 
     def pipeline(self) -> Any:
         """The parts as diffusers' own pipeline, which generates images and saves itself."""
-        shared = {"vae": self.vae, "unet": self.unet, "scheduler": self.scheduler}
+        shared = {"vae": self.vae, "unet": self.unet, "scheduler": self.sampler or self.scheduler}
         if self.is_xl:
             pipeline: Any = StableDiffusionXLPipeline
             made = pipeline(
@@ -99,7 +101,10 @@ def load_parts(model: str) -> Parts:
         tokenizers.append(load(CLIPTokenizer, "tokenizer_2"))
         text_encoders.append(load(CLIPTextModelWithProjection, "text_encoder_2"))
     vae, scheduler = load(AutoencoderKL, "vae"), load(DDPMScheduler, "scheduler")
-    return Parts(tokenizers, text_encoders, vae, unet, scheduler)
+    settings = DDPMScheduler.load_config(model, subfolder="scheduler", **loading_options(model))
+    # DDPM, which trains, needs many more steps for an image than what pipelines come with.
+    sampler = load(getattr(diffusers, settings["_class_name"], DDPMScheduler), "scheduler")
+    return Parts(tokenizers, text_encoders, vae, unet, scheduler, sampler)
 
 
 def small_parts(architecture: str, image_size: int) -> Parts:

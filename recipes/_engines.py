@@ -80,9 +80,21 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def own_state(model: nn.Module) -> State:
     """What training changes: trained weights and buffers; frozen weights come from the model."""
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    frozen = {name for name, _ in model.named_parameters()} - trained
+    # Under each name: a tied weight has two.
+    weights = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, one in weights if not one.requires_grad}
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
+
+
+def refuse_other_weights(model: nn.Module, saved: State) -> None:
+    """RecipeError if ``saved`` lacks what training changes in ``model``, or has another shape."""
+    for name, value in own_state(model).items():
+        found = tuple(saved[name].shape) if name in saved else "missing"
+        if found != tuple(value.shape):
+            raise RecipeError(
+                f"it is of another model or adapter: {name} is {tuple(value.shape)} here, {found} "
+                "there. Give the options that shape the model as they were, or start a new run"
+            )
 
 
 class DdpEngine:
@@ -133,6 +145,7 @@ class DdpEngine:
 
     def load(self, folder: Path, rank: int, saved_by: int) -> None:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        refuse_other_weights(self.model, state["model"])
         self.model.load_state_dict(state["model"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])

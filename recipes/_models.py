@@ -115,6 +115,12 @@ def load_with(
             loaded: Any = auto_class.from_pretrained(model, dtype=dtype, **loading_options(model))
         except _LOADING_ERRORS as error:
             raise RecipeError(_cannot_load("model", model, error)) from error
+    if getattr(loaded, "_hf_peft_config_loaded", False):
+        # Its weights would be frozen, and a new adapter would take their place.
+        raise RecipeError(
+            f"model={model} is an adapter, which would be lost: take the whole model with the "
+            "adapter in it, as merge_adapter=true saves it"
+        )
     num_rows = loaded.get_input_embeddings().weight.shape[0]
     if num_rows < len(tokenizer):
         raise RecipeError(

@@ -6,7 +6,13 @@ import string
 
 import pytest
 import torch
-from transformers import BertTokenizerFast, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertTokenizerFast,
+    ByT5Tokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    tokenization_utils_base,
+)
 
 from deepytorch.recipes._chat import encode, prompt_of
 from deepytorch.recipes._config import RecipeError
@@ -233,3 +239,13 @@ def test_a_tokenizer_without_offsets_trains_whole_conversations_only():
     example, _ = encode(turns, tokenizer, whole)
     assert example.labels == example.input_ids
     assert tokenizer.decode(example.labels) == "Is it?Yes"
+
+
+@pytest.mark.parametrize("template", [None, chat_tokenizer().chat_template])
+def test_a_text_that_is_cut_brings_no_warning_of_its_length(template, monkeypatch):
+    tokenizer, said = byte_tokenizer(), []
+    tokenizer.model_max_length, tokenizer.chat_template = 8, template
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", said.append)
+    options = TextOptions(name="test", max_length=8)
+    encode((QUESTION, Message("assistant", "a rather long answer")), tokenizer, options)
+    assert said == []

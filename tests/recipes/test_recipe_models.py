@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     BartConfig,
     BartForCausalLM,
@@ -29,6 +30,7 @@ from transformers import (
 from deepytorch.recipes import bert_mlm, llama_sft
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import byte_tokenizer
+from deepytorch.recipes._engines import own_state, refuse_other_weights
 from deepytorch.recipes._models import load_model, refuse_beyond_positions, save_checkpoint
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -150,3 +152,33 @@ def test_a_configuration_that_does_not_fit_is_one_sentence(settings, message, tm
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     with pytest.raises(RecipeError, match=message):
         load_model(str(tmp_path), tokenizer)
+
+
+def test_an_adapter_is_not_taken_for_its_base_model(tmp_path):
+    tokenizer, base = byte_tokenizer(), tmp_path / "base"
+    save_checkpoint(llama(), tokenizer, base)
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(LlamaForCausalLM.from_pretrained(base), lora)
+    save_checkpoint(adapted, tokenizer, tmp_path / "adapter")
+    with pytest.raises(RecipeError, match="is an adapter, which would be lost: .*merge_adapter"):
+        load_model(str(tmp_path / "adapter"), tokenizer)
+
+
+def test_what_of_tied_weights_is_frozen_is_in_no_checkpoint():
+    adapted = get_peft_model(
+        llama(tie_word_embeddings=True), LoraConfig(target_modules="all-linear")
+    )
+    assert own_state(adapted)
+    assert all("lora_" in name for name in own_state(adapted))
+
+
+def test_other_weights_than_the_checkpoints_are_named_once():
+    def adapted(rank):
+        return get_peft_model(llama(), LoraConfig(r=rank, target_modules="all-linear"))
+
+    saved = own_state(adapted(4))
+    refuse_other_weights(adapted(4), saved)
+    with pytest.raises(RecipeError, match=r"q_proj.lora_A.default.weight is \(8, 16\) here, \(4, "):
+        refuse_other_weights(adapted(8), saved)
+    with pytest.raises(RecipeError, match="embed_tokens.weight is .* here, missing there"):
+        refuse_other_weights(llama(), saved)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import PNDMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 from peft import PeftModel
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -200,6 +200,15 @@ def test_lora_loads_into_a_pipeline(tmp_path, architecture, monkeypatch):
     assert adapted
     assert any(one.abs().max() > 0 for n, one in parts.unet.named_parameters() if "lora_B" in n)
     assert with_text == any("lora" in name for name, _ in parts.text_encoders[0].named_parameters())
+
+
+def test_a_pipeline_keeps_its_own_scheduler(tmp_path):
+    parts = _diffusion.small_parts("sd15", 32)
+    parts.sampler = PNDMScheduler.from_config(parts.scheduler.config)
+    parts.pipeline().save_pretrained(tmp_path)
+    loaded = _diffusion.load_parts(str(tmp_path))
+    assert type(loaded.scheduler).__name__ == "DDPMScheduler"
+    assert type(loaded.pipeline().scheduler).__name__ == "PNDMScheduler"
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample", "flow"])
