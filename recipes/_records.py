@@ -31,6 +31,7 @@ class Message:
 
 Conversation = tuple[Message, ...]
 
+_PAIR = ("user", "assistant")
 _LINES_WAY_OUT = "(one record a line is read from a file that ends in .jsonl)"
 
 
@@ -39,7 +40,8 @@ def read_conversations(path: Path, data_format: str = "auto") -> list[Conversati
 
     Answers may be empty: see `has_empty_answer`.
 
-    Alpaca: "instruction", "output", and perhaps "input". ShareGPT: "conversations" of "from" and
+    Alpaca: "instruction", "output", and perhaps "input", "system" and "history", a list of earlier
+    questions with their answers. ShareGPT: "conversations" of "from" and
     "value", or "messages" of "role" and "content". Raises RecipeError naming the file, the line and
     the field that is wrong.
     """
@@ -137,7 +139,25 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
 
 
 def _alpaca(record: Any, where: str) -> Conversation:
-    return as_conversation(_pair(record, where))
+    last = as_conversation(_pair(record, where))
+    system, history = (_first_of(record, field) or "" for field in ("system", "history"))
+    if not isinstance(system, str):
+        raise RecipeError(f'{where}: field "system" is a {type(system).__name__}, not a text')
+    turns = [("system", system)] if system.strip() else []
+    for pair in history if isinstance(history, list) else [history] * bool(history):
+        if not (
+            isinstance(pair, (list, tuple))
+            and len(pair) == len(_PAIR)
+            and all(isinstance(text, str) for text in pair)
+        ):
+            raise RecipeError(
+                f'{where}: field "history" must be a list of pairs of texts, a question and its '
+                f"answer; it has {pair!r:.60}"
+            )
+        turns += zip(_PAIR, pair, strict=True)
+    for role, text in turns:
+        _refuse_half_characters(text, f"{where}: what the {role} says")
+    return (*(Message(role, text) for role, text in turns), *last)
 
 
 def as_conversation(pair: InstructionPair) -> Conversation:

@@ -324,6 +324,25 @@ def test_bad_alpaca_data_is_named(tmp_path, name, text, message):
     assert str(path) in str(failure.value)
 
 
+def test_what_was_said_before_comes_before(tmp_path):
+    record = {"instruction": "And 2?", "output": "4", "system": "Double."}
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{**record, "history": [["1?", "2"]]}, record | {"history": None}]))
+    last = [Message("user", "And 2?"), Message("assistant", "4")]
+    before = [Message("user", "1?"), Message("assistant", "2")]
+    first, second = read_conversations(path)
+    assert [*first] == [Message("system", "Double."), *before, *last]
+    assert [*second] == [Message("system", "Double."), *last]
+
+
+@pytest.mark.parametrize("history", [7, ["1?"], [["1?"]], [["1?", 2]], "1?", [{"1?": "2"}]])
+def test_a_history_that_is_none_is_refused(tmp_path, history):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"instruction": "a", "output": "b", "history": history}]))
+    with pytest.raises(RecipeError, match='record 0: field "history" must be a list of pairs'):
+        read_conversations(path)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_lines_end_at_line_feeds_alone(tmp_path, encoding):
     # JSON's strings may hold these as they are, though Python ends lines at them.
