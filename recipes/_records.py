@@ -198,12 +198,13 @@ def _sharegpt(record: Any, where: str) -> Conversation:
     for number, turn in enumerate(turns):
         here = f"{where}, turn {number}"
         _require_object(turn, here)
-        role, content = _first_of(turn, "from", "role"), _first_of(turn, "value", "content")
+        who, role = _named(turn, "from", "role")
+        what, content = _named(turn, "value", "content")
         if not isinstance(role, str) or role not in ROLES:
-            raise RecipeError(f'{here}: "from" is {role!r}; known: {", ".join(ROLES)}')
+            raise RecipeError(f'{here}: "{who}" is {role!r}; known: {", ".join(ROLES)}')
         if not isinstance(content, str):
-            raise RecipeError(f'{here}: "value" must be a text, not a {type(content).__name__}')
-        _refuse_half_characters(content, f'{here}: "value"')
+            raise RecipeError(f'{here}: "{what}" must be a text, not a {type(content).__name__}')
+        _refuse_half_characters(content, f'{here}: "{what}"')
         messages.append(Message(ROLES[role], content))
     if not any(one.role == "assistant" for one in messages):
         raise RecipeError(f"{where}: no turn of the assistant, so there is nothing to learn")
@@ -211,8 +212,17 @@ def _sharegpt(record: Any, where: str) -> Conversation:
 
 
 def _first_of(record: dict[str, Any], *fields: str) -> Any:
-    """The first of the fields that has a value; tables fill what a record lacks with null."""
-    return next((record[field] for field in fields if record.get(field) is not None), None)
+    return _named(record, *fields)[1]
+
+
+def _named(record: dict[str, Any], *fields: str) -> tuple[str, Any]:
+    """The first of the fields that has a value, with its name; else one that is there at all.
+
+    Tables fill what a record lacks with null.
+    """
+    there = [field for field in fields if field in record] or fields
+    name = next((field for field in there if record.get(field) is not None), there[0])
+    return name, record.get(name)
 
 
 def _refuse_half_characters(text: str, place: str) -> None:

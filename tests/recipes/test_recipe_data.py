@@ -458,15 +458,17 @@ def test_what_a_table_fills_with_null_hides_nothing(tmp_path, field, others):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": [{"role": "user", "content": "\ud83d"}]}, 'turn 0: "value" has half a cha'),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, 'turn 0: "content" has half a ch'),
         ({"conversations": []}, 'needs a list "conversations" or "messages"'),
         ({"messages": [3]}, "turn 0: expected an object, found a int"),
         (
             {"messages": [{"role": "robot", "content": ""}]},
-            "turn 0: \"from\" is 'robot'; known: sy",
+            "turn 0: \"role\" is 'robot'; known: sy",
         ),
-        ({"messages": [{"role": ["user"], "content": ""}]}, "turn 0: \"from\" is ['user']; known"),
-        ({"messages": [{"role": "user", "content": 3}]}, 'turn 0: "value" must be a text'),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "turn 0: \"role\" is ['user']; known"),
+        ({"messages": [{"role": "user", "content": 3}]}, 'turn 0: "content" must be a text'),
+        ({"conversations": [{"from": "gpt"}]}, 'turn 0: "value" must be a text, not a None'),
+        ({"messages": [{"content": "hi"}]}, 'turn 0: "from" is None; known: '),
         ({"messages": [{"role": "user", "content": "hi"}]}, "no turn of the assistant"),
     ],
 )
