@@ -60,11 +60,6 @@ def has_empty_answer(conversation: Conversation) -> bool:
     return any(one.role == "assistant" and not one.content.strip() for one in conversation)
 
 
-def read_alpaca(path: Path) -> list[InstructionPair]:
-    """The pairs of a file in alpaca's format; see `read_conversations`."""
-    return [_pair(record, f"{path}, {where}") for where, record in _records(path)]
-
-
 def _records(path: Path) -> list[tuple[str, Any]]:
     """Each record of the file with the place it has there."""
     suffix = path.suffix.lower()
@@ -140,11 +135,11 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
 
 def _alpaca(record: Any, where: str) -> Conversation:
     last = as_conversation(_pair(record, where))
-    system, history = (_first_of(record, field) or "" for field in ("system", "history"))
+    system, history = _first_of(record, "system") or "", _first_of(record, "history") or []
     if not isinstance(system, str):
         raise RecipeError(f'{where}: field "system" is a {type(system).__name__}, not a text')
     turns = [("system", system)] if system.strip() else []
-    for pair in history if isinstance(history, list) else [history] * bool(history):
+    for pair in history if isinstance(history, list) else [history]:
         if not (
             isinstance(pair, (list, tuple))
             and len(pair) == len(_PAIR)

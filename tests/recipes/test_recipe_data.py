@@ -31,7 +31,6 @@ from deepytorch.recipes._instructions import TextOptions, fill_rows, prepare_dat
 from deepytorch.recipes._records import (
     Message,
     as_conversation,
-    read_alpaca,
     read_conversations,
 )
 from deepytorch.recipes._run import Process
@@ -269,12 +268,13 @@ def test_alpaca_list_and_lines_are_read(tmp_path):
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         {"instruction": "Greet.", "output": "Hi", "source": "ignored"},
     ]
-    expected = [InstructionPair("Add.", "1 2", "3"), InstructionPair("Greet.", "", "Hi")]
+    pairs = [InstructionPair("Add.", "1 2", "3"), InstructionPair("Greet.", "", "Hi")]
+    expected = [as_conversation(pair) for pair in pairs]
     whole, lines = tmp_path / "data.json", tmp_path / "data.jsonl"
     whole.write_text(json.dumps(records))
     lines.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
-    assert read_alpaca(whole) == expected
-    assert read_alpaca(lines) == expected
+    assert read_conversations(whole) == expected
+    assert read_conversations(lines) == expected
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_bad_alpaca_data_is_named(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(RecipeError) as failure:
-        read_alpaca(path)
+        read_conversations(path, "alpaca")
     assert message in str(failure.value)
     assert str(path) in str(failure.value)
 
@@ -352,12 +352,12 @@ def test_lines_end_at_line_feeds_alone(tmp_path, encoding):
     lines.write_bytes("\r\n\n".join(records).encode(encoding))
     whole.write_bytes(f"[{','.join(records)}]".encode(encoding))
     for path in (lines, whole):
-        assert [pair.response for pair in read_alpaca(path)] == texts
+        assert [answer.content for _, answer in read_conversations(path)] == texts
 
 
 def test_missing_data_file_is_named(tmp_path):
     with pytest.raises(RecipeError, match=r"cannot read data=.*absent\.json"):
-        read_alpaca(tmp_path / "absent.json")
+        read_conversations(tmp_path / "absent.json")
 
 
 GENERATION = (
