@@ -61,6 +61,10 @@ $(VENV)/.dependencies: $(VENV)/.tools pyproject.toml constraints.txt
 	@$(PIP) --no-deps --upgrade --target $(VENV)/vision torchvision timm
 	@# Apart: peft and diffusers import it wherever it is, a second in every process.
 	@$(PIP) --no-deps --upgrade --target $(VENV)/fp8 torchao
+	@# Apart: they ask for an older torch, and accelerate and transformers import what is there.
+	@$(PIP) --no-deps --upgrade --target $(VENV)/trainers pytorch-ignite mosaicml torchmetrics \
+	  lightning-utilities torch-optimizer pytorch-ranger coolname tabulate py-cpuinfo \
+	  importlib-metadata zipp
 	@touch $@
 
 # An editable install knows the files that were there, so a folder that changed installs again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NAME = "deepytorch"
 
 _timeout_is_final: ContextVar[bool] = ContextVar("timeout_is_final", default=False)
+_name: ContextVar[str] = ContextVar("name", default=NAME)
 _had_groups: int | None = None  # the process that made the first group: this one, or one it is of
 
 
@@ -29,6 +30,20 @@ def register() -> None:
 
     if NAME.upper() not in c10d.Backend._plugins:
         c10d.Backend.register_backend(NAME, create, extended_api=True, devices=_devices())
+        if not hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch <= 2.13
+            c10d.Backend._plugins = _Plugins(c10d.Backend._plugins)
+
+
+class _Plugins(dict[str, Any]):
+    """torch's table of backends that others add, without ours in its list of names.
+
+    While that list has a name, torch gives a group of device:backend pairs without NCCL no default
+    backend: `ProcessGroup.name()` says "undefined", and a warning comes at the end. Installing
+    deepytorch must not do that to groups of gloo.
+    """
+
+    def keys(self) -> Any:
+        return {name: None for name in self if name != NAME.upper()}.keys()
 
 
 def _devices() -> list[str]:
@@ -54,6 +69,20 @@ def final_timeout() -> Iterator[None]:
         yield
     finally:
         _timeout_is_final.reset(token)
+
+
+@contextlib.contextmanager
+def named(stock: Iterable[str]) -> Iterator[None]:
+    """While open, `create` makes backends that bear the name of the stock ones they stand for.
+
+    One backend may serve both kinds of devices and has one name: that of the accelerator's.
+    Nothing in `stock`: its own.
+    """
+    token = _name.set(max(stock, default=NAME))  # "nccl" comes behind "gloo"
+    try:
+        yield
+    finally:
+        _name.reset(token)
 
 
 def default_timeout() -> timedelta:
@@ -128,6 +157,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         global_ranks=spec.global_ranks or list(range(spec.size)),
         delegates=factory,
         native=options.enabled and options.collectives != "stock",
+        name=_name.get(),
         # By the rule for who asks for native code, else where the ranks measure that it is faster.
         by_nodes=options.collectives == "native"
         or (options.collectives == "auto" and _tune(options) in ("auto", "force")),

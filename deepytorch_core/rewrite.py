@@ -65,21 +65,21 @@ def default_group(asked: str, machine: Machine) -> str | None:
 
 
 def sub_group(
-    asked: str | None, machine: Machine, *, default_config: str, default_asked: str | None
+    asked: str, machine: Machine, *, default_config: str, default_asked: str
 ) -> str | None:
     """The backend for `new_group(backend=asked)` under a default group of ours.
 
     Args:
-        asked: the argument; None or empty when there was none.
-        default_config: the default group's devices and backends (`get_backend_config()`).
-        default_asked: what the default group had been asked for; None if not rewritten.
+        asked: the argument; that of the default group where there was none.
+        default_config: the backends that serve the default group's devices, as pairs.
+        default_asked: what the default group had been asked for.
     """
-    if not asked:
-        return default_config
     asked = asked.lower()
+    if asked == "undefined":
+        return default_config
     if asked == "gloo" and default_asked != "gloo":
         return None
-    return None if asked == "undefined" else default_group(asked, machine)
+    return default_group(asked, machine)
 
 
 def upgraded(config: str, machine: Machine) -> str | None:

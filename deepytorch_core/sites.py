@@ -1,8 +1,9 @@
 """Every known place that asks for "nccl", "gloo" or their classes, and what ours means there.
 
-docs/backend-sites.md is made from this table, and a test compares the two. A group asked for as
-"nccl" is called "deepytorch" by `get_backend()`, so such a place sees neither the name nor the
-class that it knows. Where that did harm, deepytorch_core/torch_sites.py replaces the function
+docs/backend-sites.md is made from this table, and a test compares the two. `get_backend()` and
+whatever else tells a group's name say what was asked for, so who asks for the name takes the same
+branch as without deepytorch. The class of the backend is ours. Where that did harm, or the name
+"deepytorch" that somebody asked for would, deepytorch_core/torch_sites.py replaces the function
 (undone by `deactivate`); elsewhere the table says what happens and why that is right.
 """
 
@@ -55,15 +56,16 @@ TORCH = (
     _torch(
         _C10D + "_new_group_with_tag",
         "the default group's name when backend is None",
-        'the name "deepytorch" alone would add CPU to a group of CUDA tensors',
-        remedy="replaced: inherits the default group's devices",
+        "the name that was asked for, from which the devices of ours follow",
+        remedy="replaced: tells `_new_process_group_helper` that it is a sub-group",
         test=f"{_ACTIVATION_TEST}::test_nccl_becomes_ours_for_cuda_only",
     ),
     _torch(
         _C10D + "_new_process_group_helper",
         "a default backend type, looked up for pairs by NCCL's name only (torch <= 2.13)",
-        "none is found, so `_has_hooks` warns at every destroy",
-        remedy="set to CUSTOM after creation",
+        "ours is registered under the type of the stock backend it stands for, which "
+        "`ProcessGroup.name()` tells; asked for as deepytorch, under CUSTOM",
+        remedy="set after creation; that ours is installed is kept from torch's choice for others",
         test=f"{_ACTIVATION_TEST}::test_nccl_becomes_ours_for_cuda_only",
     ),
     _torch(
@@ -84,8 +86,8 @@ TORCH = (
     _torch(
         _C10D + "monitored_barrier",
         'the name "gloo" (torch <= 2.13)',
-        "would raise for a group asked for as gloo",
-        remedy="replaced: our backend hands it to gloo",
+        "our backend hands it to gloo; a group asked for as deepytorch would be refused",
+        remedy='replaced for the name "deepytorch"',
         test=f"{_SITES_TEST}::test_monitored_barrier_names_the_absent_rank",
     ),
     _torch(
@@ -157,42 +159,41 @@ TORCH = (
     _torch(
         "distributed/device_mesh.py:_init_one_process_group",
         'the name "gloo", to make an NCCL group beside it on machines with GPUs',
-        "a default group asked for as gloo serves CUDA tensors by gloo, so the mesh uses it",
-        remedy="none needed on CPU; with GPUs ask for nccl, or pass no backend",
+        "as stock: the group beside it is asked for as pairs, so both devices are ours",
         test=f"{_SITES_TEST}::test_dtensor_and_a_mesh_of_two_dimensions",
     ),
     _torch(
         "distributed/nn/functional.py:_AllGather.backward",
         'the name "nccl" for reduce_scatter, else all_to_all of lists',
-        "all_to_all of lists, which gloo hasn't: would raise on CPU",
-        remedy="replaced: reduce_scatter",
+        'as stock; for the name "deepytorch" all_to_all of lists, which gloo hasn\'t',
+        remedy='replaced for the name "deepytorch": reduce_scatter',
         test=f"{_SITES_TEST}::test_dist_nn_all_gather_and_its_gradient",
     ),
     _torch(
         "distributed/nn/functional.py:_AllGatherBase.backward",
         'the name "nccl", else "Backend not supported!"',
-        "would raise where NCCL worked",
-        remedy="replaced: reduce_scatter",
+        'as stock; for the name "deepytorch" it would raise where NCCL worked',
+        remedy='replaced for the name "deepytorch": reduce_scatter',
         test=f"{_SITES_TEST}::test_dist_nn_all_gather_base_has_a_gradient",
     ),
     _torch(
         "distributed/nn/functional.py:_AlltoAll.forward",
         'the name "gloo" for scatters, else all_to_all of lists',
-        "all_to_all of lists, which gloo hasn't: would raise on CPU",
-        remedy="replaced for CPU tensors: all_to_all_single",
+        'as stock; for the name "deepytorch" all_to_all of lists, which gloo hasn\'t',
+        remedy='replaced for the name "deepytorch" and CPU tensors: all_to_all_single',
         test=f"{_SITES_TEST}::test_dist_nn_all_to_all_of_lists_and_its_gradient",
     ),
     _torch(
         "distributed/_shard/sharded_tensor/api.py:_get_preferred_device",
         "nccl, gloo, else the first device of the backend's name that is not cpu",
-        "would ask a torch without CUDA for its CUDA device",
-        remedy="the name is registered for cuda only where torch has it",
+        'as stock; the name "deepytorch" might ask a torch without CUDA for its CUDA device',
+        remedy="that name is registered for cuda only where torch has it",
         test=f"{_SITES_TEST}::test_sharded_tensor_prefers_the_right_device",
     ),
     _torch(
         "distributed/_shard/sharded_tensor/api.py:to, _ops/tensor_ops.py:tensor_device",
         'the name "gloo", for ranks without a shard',
-        "such a rank answers with the current CUDA device; on a machine without CUDA it raises",
+        'as stock; for the name "deepytorch" such a rank answers with the current CUDA device',
         remedy="none: deprecated class, use DTensor; ranks with a shard are not affected",
         test=f"{_SITES_TEST}::test_sharded_tensor_prefers_the_right_device",
     ),
@@ -210,19 +211,19 @@ TORCH = (
     _torch(
         "distributed/fsdp/_init_utils.py:_init_inter_node_process_group",
         "the default group's name, to make groups alike",
-        'an explicit "deepytorch" for its sub-groups',
+        "the same name for its sub-groups, so they become ours likewise",
     ),
     _torch(
         "distributed/algorithms/ddp_comm_hooks/ddp_zero_hook.py:hook_with_zero_step(_interleaved)",
         'the name "gloo", to refuse overlapping (it may hang on gloo)',
-        "would be allowed with CPU tensors, and ranks would enter different operations",
-        remedy="refused for CPU tensors, as with gloo: ZeroRedundancyOptimizer without overlap",
+        'as stock; for the name "deepytorch" ranks would enter different operations',
+        remedy='refused for the name "deepytorch" and CPU tensors, as with gloo',
         test=f"{_SITES_TEST}::test_overlapped_zero_is_refused_on_the_host",
     ),
     _torch(
         "nn/modules/_functions.py:SyncBatchNorm.forward",
         'the name "gloo", to avoid all_gather_into_tensor',
-        "takes the faster branch, which ours supports",
+        "as stock",
     ),
     _torch(
         "distributed/rpc/backend_registry.py:_init_process_group",
@@ -239,7 +240,7 @@ TORCH = (
     _torch(
         "profiler/profiler.py:_get_distributed_info, distributed/c10d_logger.py",
         'the name "nccl", to record its version',
-        "the version is not recorded",
+        "as stock; events bear stock's names, too (gloo:all_reduce)",
         test=f"{_SITES_TEST}::test_profiler_describes_the_job",
     ),
     _torch(
@@ -306,8 +307,7 @@ OTHERS = (
         framework="transformers",
         where="distributed/pipeline_parallel.py:PipelineStage.__init__",
         asks="get_backend() == 'gloo', to move activations to the CPU first",
-        with_ours="not moved: with CPU models nothing changes; CUDA tensors over a group asked for "
-        "as gloo go through gloo, which accepts them",
+        with_ours="as stock",
     ),
     Site(
         framework="transformers",
@@ -340,7 +340,7 @@ OTHERS = (
         framework="megatron-core",
         where="core/pipeline_parallel/p2p_communication.py:_p2p_ops",
         asks="get_backend() != 'ucc'",
-        with_ours="true, as for nccl",
+        with_ours="true, as for nccl and gloo",
     ),
     Site(
         framework="megatron-core",
@@ -366,14 +366,14 @@ OTHERS = (
         framework="megatron-core",
         where="core/utils.py:StragglerDetector.configure",
         asks="get_backend() == 'nccl' for the device of its messages, else cpu",
-        with_ours="cpu, which a group of CUDA only doesn't serve: fails when it is switched on",
-        remedy='initialise with no backend or "deepytorch", which serve both, to use it',
+        with_ours="as stock",
+        test="tests/multiproc/test_backend_names.py::test_programs_that_branch_on_the_name_take_their_branch",
     ),
     Site(
         framework="lightning",
         where="fabric/utilities/distributed.py:_sync_ddp",
         asks="get_backend() == 'gloo', to divide sums itself",
-        with_ours="asked for means, of whole numbers too (how many samples a metric has seen)",
+        with_ours='as stock; the name "deepytorch" is asked for means, of whole numbers too',
         remedy="means of whole numbers between CPU ranks are NCCL's: sums, divided towards zero",
         test="tests/conformance/test_c10d_types.py::test_means_of_whole_numbers",
     ),
@@ -381,14 +381,14 @@ OTHERS = (
         framework="lightning",
         where="pytorch/loops/utilities.py:_no_grad_context",
         asks="get_backend() == 'gloo', to evaluate under no_grad",
-        with_ours="evaluates under inference_mode, as with NCCL",
+        with_ours="as stock; a group asked for as deepytorch evaluates under inference_mode",
         test="tests/conformance/test_c10d_types.py::test_means_of_whole_numbers",
     ),
     Site(
         framework="lightning",
         where="fabric/strategies/ddp.py:barrier and those of the other strategies",
         asks="get_backend() == 'nccl', to name the device",
-        with_ours="a barrier on the current device, which Lightning has set",
+        with_ours="as stock",
     ),
     Site(
         framework="lightning",
@@ -410,9 +410,10 @@ def markdown(sites: Iterable[Site] = SITES) -> str:
         "Made from `deepytorch_core/sites.py`; change that, then run",
         "`python -c 'from deepytorch_core import sites; sites.write(\"docs/backend-sites.md\")'`.",
         "",
-        "`import deepytorch` changes the backend argument, not names: `get_backend()` says",
-        '"deepytorch", and an `isinstance` with ProcessGroupNCCL or ProcessGroupGloo is false.',
-        "This is what that means everywhere it is known to matter.",
+        "`import deepytorch` changes what serves a group, not what it is called: `get_backend()`",
+        'says what was asked for, and "deepytorch" only where that was. An `isinstance` with',
+        "ProcessGroupNCCL or ProcessGroupGloo is false. The table says what that means everywhere",
+        "it is known to matter.",
     ]
     for framework, version in FRAMEWORKS.items():
         lines += [

@@ -1,7 +1,8 @@
 """Places in torch that ask for a backend by its name or class, taught about ours.
 
 Only where the answer does harm; docs/backend-sites.md lists all of them, and those in frameworks.
-Every replacement calls the original for groups that are not ours.
+Every replacement calls the original for groups that are not ours. What asks for a name alone gets
+the right one, except in a group that was asked for as "deepytorch".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import backend, c10d_patches, delegates, rewrite
+from deepytorch_core import backend, c10d_patches, delegates
 from deepytorch_core.patching import Patches
 
 
@@ -38,8 +39,14 @@ def _group(c10d: Any, group: Any) -> Any:
 
 def _ours(c10d: Any, group: Any) -> list[str]:
     """Device types of this group that we serve."""
-    pairs = rewrite.parse(str(c10d._world.pg_backend_config.get(group, "")))
+    pairs = c10d_patches.served(c10d, group)
     return [device for device, name in pairs.items() if name == backend.NAME]
+
+
+def _has_own_name(c10d: Any, group: Any) -> bool:
+    """Whether the group was asked for as "deepytorch", and serves CPU tensors."""
+    this = _group(c10d, group)
+    return c10d_patches.has_own_name(c10d, this) and "cpu" in _ours(c10d, this)
 
 
 def _monitored_barrier(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +55,7 @@ def _monitored_barrier(c10d: Any, original: Callable[..., Any]) -> Callable[...,
     def monitored_barrier(
         group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
     ) -> Any:
-        if c10d._rank_not_in_group(group) or "cpu" not in _ours(c10d, _group(c10d, group)):
+        if c10d._rank_not_in_group(group) or not _has_own_name(c10d, group):
             return original(group, timeout, wait_all_ranks)
         if timeout is None:
             timeout = backend.default_timeout()
@@ -74,7 +81,7 @@ def _set_pg_timeout(c10d: Any, original: Callable[..., Any]) -> Callable[..., An
             served_by = this._get_backend(torch.device(device))
             set_timeout = getattr(served_by, "set_timeout", None)
             (set_timeout or served_by._set_default_timeout)(timeout)
-        if len(devices) < len(rewrite.parse(str(c10d._world.pg_backend_config.get(this, "")))):
+        if len(devices) < len(c10d_patches.served(c10d, this)):
             original(timeout, group)
 
     return set_pg_timeout
@@ -111,7 +118,7 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
             return c10d._new_group_with_tag(
                 [globally[rank] for rank in sorted(mine)],
                 timeout or _timeout(c10d, parent),
-                kwargs.get("backend") or c10d._world.pg_backend_config[parent],
+                kwargs.get("backend") or c10d._world.pg_map[parent][0],
                 pg_options,
                 None,
                 # Only its members come here for a group.
@@ -201,7 +208,7 @@ def install_dist_nn(functional: Any, patches: Patches) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     def ours(group: Any) -> bool:
-        return c10d_patches.is_ours(c10d, _group(c10d, group))
+        return c10d_patches.has_own_name(c10d, _group(c10d, group))
 
     patches.replace(
         functional._AllGather,
@@ -237,7 +244,7 @@ def _with_zero_step(c10d: Any, original: Callable[..., Any]) -> Callable[..., An
 
     def with_zero_step(hook: Any, ddp: Any, zero: Any, *args: Any, **kwargs: Any) -> Any:
         on_host = any(parameter.device.type == "cpu" for parameter in ddp.parameters())
-        ours = "cpu" in _ours(c10d, _group(c10d, ddp.process_group))
+        ours = _has_own_name(c10d, ddp.process_group)
         if on_host and ours and zero._overlap_with_ddp:
             raise RuntimeError(
                 "overlapping DDP with ZeRO is for GPUs, on CPUs it may hang (torch refuses it with "

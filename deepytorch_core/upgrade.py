@@ -29,9 +29,7 @@ from deepytorch_core.hang import live
 class _Upgraded:
     """What a group was before; `ours` is kept because torch has one slot for it, once."""
 
-    name: Any
     config: str
-    new_config: str
     ours: Any
     active: bool = True
 
@@ -70,7 +68,7 @@ def upgrade_existing(c10d: Any) -> str | None:
         planned = _new_config(c10d, group, machine)
         if planned is not None:
             _upgrade(c10d, group, planned)
-    c10d_patches.announce(new_config, default.size())
+    c10d_patches.announce(c10d_patches.served(c10d, default), default.size())
     return None
 
 
@@ -94,8 +92,7 @@ def downgrade_all(c10d: Any) -> None:
             kind = c10d.Backend.backend_type_map[name]
             # torch still holds the old backend under its type and takes that.
             group._register_backend(torch.device(device), kind, record.ours)
-        group._set_default_backend(_default_kind(c10d, record.config))
-        _set_names(c10d, group, record.name, record.config)
+        c10d_patches.set_served(group, None)
         record.active = False
 
 
@@ -107,19 +104,22 @@ def num_groups_made_as_ours(c10d: Any) -> int:
 def _new_config(c10d: Any, group: Any, machine: rewrite.Machine) -> str | None:
     if type(group) is not c10d.ProcessGroup:
         return None
+    if c10d_patches.is_ours(c10d, group):
+        return None
     return rewrite.upgraded(c10d._world.pg_backend_config[group], machine)
 
 
 def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
     import torch
 
-    name, _ = c10d._world.pg_map[group]
-    old_config = c10d._world.pg_backend_config[group]
-    devices = [device for device, kind in rewrite.parse(new_config).items() if kind == NAME]
+    told = c10d._world.pg_backend_config[group]
+    pairs = rewrite.parse(new_config)
+    devices = [device for device, kind in pairs.items() if kind == NAME]
     record = _upgraded.get(group)
     if record is None:
         stock = {device: group._get_backend(torch.device(device)) for device in devices}
-        record = _Upgraded(name, old_config, new_config, _adapter_over(c10d, group, stock))
+        names = c10d_patches.stood_for(rewrite.parse(told), pairs)
+        record = _Upgraded(told, _adapter_over(c10d, group, stock, name=max(names)))
         _upgraded[group] = record
     elif group is c10d.GroupMember.WORLD:
         live.rouse()
@@ -129,17 +129,17 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
         group._register_backend(
             torch.device(device), c10d.ProcessGroup.BackendType.CUSTOM, record.ours
         )
-    tell_devices(group, rewrite.parse(new_config))
-    group._set_default_backend(c10d.ProcessGroup.BackendType.CUSTOM)
+    tell_devices(group, pairs)
     group._set_group_name(group_name)
     group._set_group_desc(description)
     describe(group)
-    _set_names(c10d, group, c10d.Backend(NAME), new_config)
-    c10d_patches.remember(group, str(name))
+    # Names stay: programs branch on them. So does the type of the default backend, by which torch
+    # names the group; operations go by device.
+    c10d_patches.set_served(group, pairs)
     record.active = True
 
 
-def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
+def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any], *, name: str) -> Any:
     timeouts = [
         timeout
         for backend in stock.values()
@@ -161,19 +161,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
         global_ranks=c10d.get_process_group_ranks(group),
         delegates=lambda device_type, limit_s=0.0: stock[device_type],  # there already
         native=True,
+        name=name,
         **core_settings(options),
         **watches(store, group.group_name, group.rank(), group.size(), options=options),
     )
-
-
-def _default_kind(c10d: Any, old_config: str) -> Any:
-    names = rewrite.parse(old_config).values()
-    # torch's own choice for a group of several backends.
-    first = "nccl" if "nccl" in names else next(iter(names))
-    return c10d.Backend.backend_type_map[first]
-
-
-def _set_names(c10d: Any, group: Any, name: Any, group_config: str) -> None:
-    _, store = c10d._world.pg_map[group]
-    c10d._world.pg_map[group] = (name, store)
-    c10d._world.pg_backend_config[group] = group_config

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from deepytorch_core import rewrite
+from deepytorch_core import c10d_patches, rewrite
 from deepytorch_core.backend import NAME
 from deepytorch_core.config import Options
 
@@ -27,7 +28,7 @@ def require_served(
     """Raises IntegrationError when deepytorch does not serve `group` for tensors on `device`."""
     if options.collectives == "stock":
         return
-    backends = rewrite.parse(str(dist.get_backend_config(group)))
+    backends = c10d_patches.served(c10d, group)
     backend = backends.get(device.type)
     if backend == NAME:
         return

@@ -34,7 +34,7 @@ from deepytorch.recipes._run import (
 )
 from deepytorch.recipes._told import Telling, Told
 from deepytorch.recipes._trainer import Task, Trainer
-from deepytorch_core import decisions
+from deepytorch_core import c10d_patches, decisions
 from deepytorch_core.data.balance import WHAT
 
 _NOT_COMPARED = ("backend", "save_every", "keep_checkpoints", "evaluate_every", "wandb")
@@ -247,7 +247,9 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
         for arm in trainers
     }
     comparison = _compare.Comparison(
-        backends={arm: dist.get_backend(trainer.group) for arm, trainer in trainers.items()},
+        backends={
+            arm: c10d_patches.serving_name(trainer.group) for arm, trainer in trainers.items()
+        },
         unit=task.unit,
     )
     own = task.batches if task.balanced is None else task.balanced

@@ -330,9 +330,12 @@ void Backend::note_written(const Call& call) {
 
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
   if (comm_ == nullptr) {
-    std::rethrow_exception(make_exception(
-        DPT_ERR_ABORTED,
-        join_text({what.title, ": process group ", setup_.options->group_name, " was destroyed"})));
+    std::rethrow_exception(make_exception(DPT_ERR_ABORTED,
+                                          join_text({"deepytorch: ",
+                                                     what.title,
+                                                     ": process group ",
+                                                     setup_.options->group_name,
+                                                     " was destroyed"})));
   }
   if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
   const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
@@ -392,8 +395,13 @@ void Backend::note_written(const Call& call) {
   const dpt_place place = line ? place_of(*line) : dpt_place{};
   if (line) request.place = &place;
 
-  NativeWork::Options work_options{
-      rank_, call.op_type, call.title, sequence, call.results.vec(), setup_.explain};
+  NativeWork::Options work_options{rank_,
+                                   call.op_type,
+                                   call.title,
+                                   profiled_as(call, at::kCPU),
+                                   sequence,
+                                   call.results.vec(),
+                                   setup_.explain};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
     if (outputs->has_stand_ins()) outputs->copy_back();
@@ -446,6 +454,12 @@ void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& 
   }
 }
 
+std::string Backend::profiled_as(const Call& call, at::DeviceType device) const {
+  if (!at::hasCallbacks()) return "";
+  const char* const stock = device == at::kCPU ? "gloo" : "nccl";
+  return join_text({setup_.own_name ? "deepytorch" : stock, ":", call.title});
+}
+
 // One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.
 void Backend::inspect(const Call& call, uint64_t sequence) {
   const auto op = call.reduce_op.op_;
@@ -460,7 +474,7 @@ void Backend::inspect(const Call& call, uint64_t sequence) {
     const std::string fault = setup_.inspect(tensor);
     if (fault.empty()) continue;
     const std::string text =
-        join_text({name_in(call.title),
+        join_text({call.title,
                    " #",
                    std::to_string(sequence),
                    " of group ",
@@ -518,7 +532,7 @@ WorkPtr Backend::watched(const Submitted& submitted) {
 std::string Backend::signature_of(const Call& call) const {
   const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const at::TensorList one = gives_parts ? call.outputs : call.inputs;
-  const std::string name = name_in(call.title);
+  const std::string name = call.title;
   if (call.collective == DPT_BARRIER || one.empty()) return name;
   const std::string parts =
       call.uneven ? "uneven parts of " : join_text({std::to_string(one[0].numel()), " x "});

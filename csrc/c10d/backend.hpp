@@ -35,8 +35,9 @@ using Milliseconds = std::chrono::milliseconds;
 class Backend : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
-    explicit Options(Milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options("deepytorch", timeout) {}
+    explicit Options(Milliseconds timeout = kBackendDefaultTimeout,
+                     const std::string& name = "deepytorch")
+        : c10d::Backend::Options(name, timeout) {}
   };
 
   struct Setup {
@@ -51,6 +52,9 @@ class Backend : public c10d::Backend {
     // "rank 1 (pid 4711) died", or nothing; asked after the stock backend failed on host memory.
     std::function<std::string()> who_died;
     bool native;
+    // The group was asked for as "deepytorch". Others bear the names of the stock backends that we
+    // stand for, since programs branch on them.
+    bool own_name;
     const dpt_api* api;
     dpt_tune tune = DPT_TUNE_OFF;
     std::string profile;        // path; empty: none
@@ -85,7 +89,7 @@ class Backend : public c10d::Backend {
   // is the accelerator's, whose stream only the stock backend waits for.
   void serve_accelerator_only(const std::string& device) { barrier_device_ = at::Device(device); }
 
-  const std::string getBackendName() const override { return "deepytorch"; }
+  const std::string getBackendName() const override { return setup_.options->backend; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -163,7 +167,7 @@ class Backend : public c10d::Backend {
   struct Call {
     dpt_collective collective;
     c10d::OpType op_type;
-    const char* title;
+    const char* title;  // c10d's name of the operation
     Milliseconds timeout = c10d::kUnsetTimeout;
     bool asynchronous = true;
     at::TensorList inputs;
@@ -180,6 +184,8 @@ class Backend : public c10d::Backend {
     // Runs after a native operation, before anyone is told of its end.
     std::function<void()> after;
   };
+  // Its name in a profile, as the stock backend's: "gloo:all_reduce"; empty while nothing profiles.
+  std::string profiled_as(const Call& call, at::DeviceType device) const;
   // What all ranks must say alike of a collective.
   std::string signature_of(const Call& call) const;
   // Of its tensors; the host's where it has none.

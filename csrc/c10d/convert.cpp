@@ -66,11 +66,6 @@ std::string join_text(std::initializer_list<std::string> pieces) {
   return text;
 }
 
-std::string name_in(const std::string& title) {
-  const size_t colon = title.find(':');
-  return colon == std::string::npos ? "an operation" : title.substr(colon + 1);
-}
-
 void throw_value_error(std::initializer_list<std::string> pieces) {
   C10_THROW_ERROR(ValueError, "deepytorch: " + join_text(pieces));
 }

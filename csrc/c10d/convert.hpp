@@ -20,8 +20,6 @@ std::string text_of(const std::exception& error);
 // Text from pieces, without streams: torch and this library may each carry a C++ library of their
 // own, and a stream that takes its locale from the other's copy crashes.
 std::string join_text(std::initializer_list<std::string> pieces);
-// "all_reduce" of "deepytorch:all_reduce".
-std::string name_in(const std::string& title);
 [[noreturn]] void throw_value_error(std::initializer_list<std::string> pieces);
 
 // A ValueError with the text that follows unless `condition`; the text is built only then.

@@ -40,7 +40,7 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
     const bool broke = said.find("transport") != said.npos || said.find("onnection") != said.npos;
     const Group& group = *watch_.group;
     if (const std::string who = broke ? group.who_died() : ""; !who.empty()) {
-      const std::string text = join_text({name_in(watch_.title),
+      const std::string text = join_text({watch_.title,
                                           " of group ",
                                           group.name,
                                           " on rank ",

@@ -94,10 +94,12 @@ dpt_waits DelegatedStream::is_waiting() {
 
 DeviceWork::DeviceWork(int rank,
                        c10d::OpType op_type,
-                       const char* title,
+                       const std::string& profiled_as,
                        uint64_t sequence,
                        std::vector<at::Tensor> results)
-    : c10d::Work(rank, op_type, title), sequence_(sequence), results_(std::move(results)) {}
+    : c10d::Work(rank, op_type, profiled_as.empty() ? nullptr : profiled_as.c_str()),
+      sequence_(sequence),
+      results_(std::move(results)) {}
 
 // Nobody waited, and PyTorch's allocator would give the memory to the caller's stream while the
 // operation is under way. Told of the operation's stream, it holds it back for that. It does

@@ -86,7 +86,7 @@ class DeviceWork : public c10d::Work {
  public:
   DeviceWork(int rank,
              c10d::OpType op_type,
-             const char* title,
+             const std::string& profiled_as,
              uint64_t sequence,
              std::vector<at::Tensor> results);
   // Also before anybody waited: a hook may keep the future alone, a program nothing at all.

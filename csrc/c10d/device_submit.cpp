@@ -227,7 +227,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
     tensors.insert(tensors.end(), used.begin(), used.end());
   }
   auto work = c10::make_intrusive<DeviceWork>(
-      rank_, call.op_type, call.title, sequence, call.results.vec());
+      rank_, call.op_type, profiled_as(call, at::kCUDA), sequence, call.results.vec());
   work->started(*submitted.stream, std::move(tensors));
   if (failure) std::rethrow_exception(failure);  // the work holds back what is in use
   return work;

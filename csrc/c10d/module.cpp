@@ -162,6 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::vector<uint64_t>& global_ranks,
          py::object delegates,
          bool native,
+         const std::string& name,
          const std::string& tune,
          const std::string& profile,
          size_t staging_bytes,
@@ -172,7 +173,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          py::object compare,
          py::object inspect,
          py::object device_memory) {
-        auto options = c10::make_intrusive<Backend::Options>(timeout);
+        auto options = c10::make_intrusive<Backend::Options>(timeout, name);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
         decltype(Backend::Setup::make_hierarchy) make_hierarchy;
@@ -189,6 +190,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                            .make_hierarchy = std::move(make_hierarchy),
                            .who_died = who_died(delegates),
                            .native = native,
+                           .own_name = name == "deepytorch",
                            .api = core_api(),
                            .tune = parse_tune(tune),
                            .profile = profile,
@@ -210,6 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("global_ranks"),
       py::arg("delegates"),
       py::arg("native") = true,
+      py::arg("name") = "deepytorch",
       py::arg("tune") = "off",
       py::arg("profile") = "",
       py::arg("staging_bytes") = 0,

@@ -19,7 +19,7 @@ WorkPtr Backend::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
   check_root("send", peer);
   return submit({.collective = DPT_SEND,
                  .op_type = c10d::OpType::SEND,
-                 .title = "deepytorch:send",
+                 .title = "send",
                  .inputs = tensors,
                  .root = peer,
                  .tag = tag,
@@ -67,7 +67,7 @@ WorkPtr Backend::receive(std::vector<at::Tensor>& tensors,
   const bool any = peer == DPT_ANY_RANK;
   return submit({.collective = DPT_RECV,
                  .op_type = any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
-                 .title = "deepytorch:recv",
+                 .title = "recv",
                  .outputs = tensors,
                  .root = peer,
                  .tag = tag,

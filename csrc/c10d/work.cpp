@@ -86,7 +86,10 @@ std::exception_ptr with_explanation(const Explain& explain, const std::exception
 }
 
 NativeWork::NativeWork(Options options, const std::optional<std::vector<at::Tensor>>& profiled)
-    : c10d::Work(options.rank, options.op_type, options.title, profiled),
+    : c10d::Work(options.rank,
+                 options.op_type,
+                 options.profiled_as.empty() ? nullptr : options.profiled_as.c_str(),
+                 profiled),
       options_(std::move(options)) {}
 
 void NativeWork::complete(dpt_status status, const std::string& message) {
@@ -162,11 +165,11 @@ bool NativeWork::wait(std::chrono::milliseconds timeout) {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
           end - std::chrono::steady_clock::now());
       if (left.count() <= 0) {
-        std::rethrow_exception(
-            make_exception(DPT_ERR_TIMEOUT,
-                           std::string(options_.title) + " #" + std::to_string(options_.sequence) +
-                               ": wait() gave up after " + std::to_string(timeout.count()) +
-                               " ms; the operation is still under way"));
+        std::rethrow_exception(make_exception(
+            DPT_ERR_TIMEOUT,
+            std::string("deepytorch: ") + options_.title + " #" +
+                std::to_string(options_.sequence) + ": wait() gave up after " +
+                std::to_string(timeout.count()) + " ms; the operation is still under way"));
       }
       slice = std::min(slice, left);
     }

@@ -31,7 +31,8 @@ class NativeWork : public c10d::Work {
   struct Options {
     int rank;
     c10d::OpType op_type;
-    const char* title;  // in profiles, e.g. "deepytorch:all_reduce"
+    const char* title;
+    std::string profiled_as;  // its name in a profile; empty: it is in none
     uint64_t sequence;
     std::vector<at::Tensor> results;  // what result() and the future give
     Explain explain = nullptr;

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from deepytorch_core import config
+from deepytorch_core import c10d_patches, config
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.job import BenchError, parse_names, parse_sizes
 from deepytorch_core.bench.nccl_choices import (
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
         dist.init_process_group(
             "nccl", store=PrefixStore("ranks", store), rank=rank, world_size=size, timeout=limit
         )
-        if dist.get_backend() != "nccl":
+        if c10d_patches.serving_name() != "nccl":
             raise BenchError("this is about NCCL alone: start it with DEEPYTORCH_ENABLED=0")
         ranks = worker.Ranks(dist.new_group(backend="gloo", timeout=limit))
         communicators = PluginCommunicators(table, device)

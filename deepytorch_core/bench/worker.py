@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from deepytorch_core import config
+from deepytorch_core import c10d_patches, config
 from deepytorch_core.bench import timing
 from deepytorch_core.bench.baselines import LIMITS
 from deepytorch_core.bench.job import BenchError, Run
@@ -187,7 +187,7 @@ def _world(name: str) -> dist.ProcessGroup:
     """The default group; a baseline that something replaced would compare us with ourselves."""
     group = dist.group.WORLD
     assert group is not None
-    actual = dist.get_backend(group)
+    actual = c10d_patches.serving_name(group)
     if actual != name:
         raise BenchError(f"the baseline {name!r} was replaced by {actual!r} in this process")
     return group

@@ -214,8 +214,10 @@ def _leave_gloo_together() -> None:
     """gloo's set-up of a group fails on a rank that is still at it when another leaves."""
     import torch.distributed as dist
 
+    from deepytorch_core.c10d_patches import serving_name
+
     assert _place is not None
-    if not dist.is_initialized() or dist.get_backend() != "gloo":
+    if not dist.is_initialized() or serving_name() != "gloo":
         return
     leaving = rank_store("leaving")
     if leaving.add("ranks", 1) == _place.world_size:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from deepytorch_core import activation
+from deepytorch_core import activation, c10d_patches
 from deepytorch_core.testing import needs_gpus, rank_store, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
@@ -50,7 +50,9 @@ def _groups(rank: int, world_size: int, backend: str | None, *, when: str) -> di
     groups = (None, group, mesh.get_group("all"))
     found: dict[str, Any] = {
         "names": [dist.get_backend(g) for g in groups],
-        "devices": dist.get_backend_config(),
+        "type": c10d._get_default_group().name(),
+        "of cuda": [g._get_backend(torch.device("cuda")).name() for g in (group, groups[2])],
+        "served": c10d_patches.served(c10d, c10d._get_default_group()),
         "totals": [_total(g) for g in groups],
         "objects": objects,
     }
@@ -65,13 +67,15 @@ def _groups(rank: int, world_size: int, backend: str | None, *, when: str) -> di
 
 @pytest.mark.parametrize(
     ("backend", "devices"),
-    [("nccl", "cuda:deepytorch"), (None, "cpu:deepytorch,cuda:deepytorch")],
+    [("nccl", ["cuda"]), (None, ["cpu", "cuda"])],
 )
-def test_groups_made_after_the_import(backend: str | None, devices: str) -> None:
+def test_groups_made_after_the_import(backend: str | None, devices: list[str]) -> None:
     for found in spawn_ranks(_groups, 2, backend, when="before", fresh=True):
         assert found == {
-            "names": ["deepytorch"] * 3,
-            "devices": devices,
+            "names": [backend or "undefined"] * 3,
+            "type": "nccl",
+            "of cuda": ["nccl"] * 2,
+            "served": {device: "deepytorch" for device in devices},
             "totals": [2.0] * 3,
             "objects": [0, 1],
             "initialised": False,
@@ -81,8 +85,10 @@ def test_groups_made_after_the_import(backend: str | None, devices: str) -> None
 def test_an_existing_group_is_upgraded_and_back() -> None:
     for found in spawn_ranks(_groups, 2, "nccl", when="after", fresh=True):
         assert found == {
-            "names": ["deepytorch"] * 3 + ["nccl"],
-            "devices": "cuda:deepytorch",
+            "names": ["nccl"] * 4,
+            "type": "nccl",
+            "of cuda": ["nccl"] * 2,
+            "served": {"cuda": "deepytorch"},
             "totals": [2.0] * 4,
             "objects": [0, 1],
             "initialised": False,

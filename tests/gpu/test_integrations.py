@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 from deepytorch_core.testing.tensors import rank_gpu
 
@@ -46,7 +46,7 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
     return {
         "losses": losses,
         "decided": [one["what"] for one in report.decisions if "what" in one],
-        "backend": dist.get_backend(),
+        "backend": serving_name(),
         "calls": sum(row.calls for row in rows),
         "delegated": sum(row.calls for row in rows if row.algorithm == "delegate"),
     }

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 from deepytorch_core.testing.tensors import rank_gpu
 
@@ -158,7 +159,7 @@ def _activated(rank: int, world_size: int, address: str) -> tuple[str, float]:
     )
     value = torch.ones(4, device=device)
     dist.all_reduce(value)
-    name = dist.get_backend()
+    name = serving_name()
     result = value[0].item()
     dist.destroy_process_group()
     deepytorch.deactivate()

@@ -19,6 +19,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from deepytorch_core.c10d_patches import serving_name
+
 SEQUENCE = 16
 VOCABULARY = 64
 MICROBATCHES = 2
@@ -107,7 +109,7 @@ def train(collection: Any, *, steps: int = 20, distributed_optimizer: bool = Fal
 def backends_of(collection: Any) -> dict[str, str]:
     """The backend of each group by its name in the collection."""
     return {
-        name: torch.distributed.get_backend(group)
+        name: serving_name(group)
         for name, group in vars(collection).items()
         if isinstance(group, torch.distributed.ProcessGroup)
     }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import deepytorch
 from deepytorch.integrations import _contract
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 
@@ -93,10 +94,10 @@ def join_and_leave(rank: int, world_size: int) -> tuple[str, int, str]:
     value = torch.full((1000,), float(rank))
     dist.all_reduce(value)
     assert value[0].item() == sum(range(world_size))
-    during = dist.get_backend()
+    during = serving_name()
     native = deepytorch.report().native_calls
     joined.leave()
-    return during, native, dist.get_backend()
+    return during, native, serving_name()
 
 
 def test_join_upgrades_the_group_that_exists_and_leave_gives_it_back() -> None:
@@ -108,7 +109,7 @@ def join_with(rank: int, world_size: int, given: list[dict[str, Any]]) -> tuple[
     stock_group()
     with pytest.raises(_contract.IntegrationError) as error:
         _contract.join("test", given[rank])
-    return str(error.value), dist.get_backend(), deepytorch.is_active()
+    return str(error.value), serving_name(), deepytorch.is_active()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_rank_that_does_not_come_is_named(served: bool) -> None:
 def join_switched_off(rank: int, world_size: int) -> tuple[bool, str]:
     stock_group()
     joined = _contract.join("test", {"enabled": True})
-    return joined.options.enabled, dist.get_backend()
+    return joined.options.enabled, serving_name()
 
 
 def test_the_off_switch_wins() -> None:

@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import deepytorch
 from deepytorch.integrations import ddp
 from deepytorch.integrations._contract import IntegrationError
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
 STEPS = 20
@@ -67,12 +68,12 @@ def train_both(
     stock = train(DistributedDataParallel(make_model(), **kwargs), rank)
     model = ddp.prepare_ddp(make_model(), **kwargs)
     assert ddp.prepare_ddp(model) is model
-    assert dist.get_backend() == "deepytorch"
+    assert serving_name() == "deepytorch"
     ours = train(model, rank)
     native, placed = native_ops(), in_registered_memory()
     assert ddp.undo(model)
     assert not ddp.undo(model)
-    assert (dist.get_backend(), deepytorch.is_active()) == ("gloo", False)
+    assert (serving_name(), deepytorch.is_active()) == ("gloo", False)
     train(model, rank, 1)
     return stock, ours, native, placed
 
@@ -156,7 +157,7 @@ def bad(rank: int, world_size: int) -> list[str]:
         with pytest.raises(IntegrationError) as error:
             apply(model, **keywords[min(rank, len(keywords) - 1)])
         said.append(str(error.value))
-        assert (dist.get_backend(), deepytorch.is_active()) == ("gloo", False)
+        assert (serving_name(), deepytorch.is_active()) == ("gloo", False)
     assert not ddp.undo(wrapped)
     return said
 
@@ -203,13 +204,13 @@ def switched_off(rank: int, world_size: int) -> None:
     ddp.tune_buckets(model, enabled=False)
     assert vars(model).keys() == before
     assert (model._comm_hooks, dict(model._forward_pre_hooks)) == ([], {})
-    assert dist.get_backend() == "gloo"
+    assert serving_name() == "gloo"
     assert not ddp.undo(model)
 
     # Stock collectives: the hook is there, the memory is torch's.
     model = ddp.prepare_ddp(make_model(), collectives="stock", compress="bf16")
     train(model, rank, 3)
-    assert (dist.get_backend(), in_registered_memory()) == ("gloo", 0)
+    assert (serving_name(), in_registered_memory()) == ("gloo", 0)
     assert ddp.undo(model)
 
 
@@ -226,7 +227,7 @@ def on_a_mesh_and_a_group(rank: int, world_size: int) -> None:
         {"device_mesh": mesh["replicate"]},
     ):
         model = ddp.prepare_ddp(make_model(), **kwargs)
-        assert dist.get_backend(model.process_group) == "deepytorch"
+        assert serving_name(model.process_group) == "deepytorch"
         train(model, rank // 2, 3)
         assert_same_on_all_ranks(model.module.state_dict()["0.weight"], str(list(kwargs)))
         assert ddp.undo(model)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 import deepytorch
 from deepytorch.integrations import _groups, fsdp
 from deepytorch.integrations._contract import IntegrationError
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.config import Options
 from deepytorch_core.testing import spawn_ranks
 
@@ -109,7 +110,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         with pytest.raises(IntegrationError) as error:
             apply(model)
         said.append(str(error.value))
-        assert (dist.get_backend(), deepytorch.is_active()) == ("gloo", False)
+        assert (serving_name(), deepytorch.is_active()) == ("gloo", False)
         assert not isinstance(model, nn.Module) or not fsdp.undo(model)
     return said
 
@@ -137,7 +138,7 @@ def wrong_arguments(rank: int, world_size: int) -> list[str]:
     attempt(fsdp.register_comm_hook, one, {"colectives": "native"})
     attempt(fsdp.apply_fsdp2, two, {"tune": "off"}, {"tune": "perhaps"})
     attempt(fsdp.apply_fsdp2, two, {"tune": "off"}, {"tune": "auto"})
-    assert (dist.get_backend(), deepytorch.is_active()) == ("gloo", False)
+    assert (serving_name(), deepytorch.is_active()) == ("gloo", False)
     fsdp.register_comm_hook(one, compress="bf16")
     attempt(fsdp.register_comm_hook, one, {})
     return said
@@ -183,14 +184,14 @@ def left_alone(rank: int, world_size: int) -> None:
     fsdp.apply_fsdp2(two, enabled=False)
     assert one._comm_hook is None
     assert vars(fsdp._fsdp2_units(two)[1][0]) == comms
-    assert dist.get_backend() == "gloo"
+    assert serving_name() == "gloo"
     assert not fsdp.undo(one)
     assert not fsdp.undo(two)
 
     # Stock collectives: a hook that does what torch does, and torch's own buffers.
     fsdp.register_comm_hook(one, collectives="stock")
     fsdp.apply_fsdp2(two, collectives="stock")
-    assert dist.get_backend() == "gloo"
+    assert serving_name() == "gloo"
     assert deepytorch.report().decisions[-1]["reason"] == "collectives=stock"
     for model in (one, two):
         model(torch.ones(2, 3)).sum().backward()

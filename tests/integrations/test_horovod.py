@@ -12,6 +12,7 @@ import torch.distributed as dist
 import deepytorch
 import deepytorch.integrations.horovod as hvd
 from deepytorch.integrations._horovod_common import Placement
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 
@@ -320,7 +321,7 @@ def on_stock(rank: int, world_size: int) -> str:
         ((values(0, (3, 2)) + values(1, (3, 2))) / 2).split([2, 1])[rank],
     )
     assert hvd.alltoall(torch.arange(3), splits=[1, 2])[1].tolist() == [1 + rank] * 2
-    name = dist.get_backend()
+    name = serving_name()
     hvd.shutdown()
     return name
 

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 import deepytorch
 import deepytorch.integrations.horovod as hvd
 from deepytorch_core import config
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 
@@ -24,7 +25,7 @@ def init_with(rank: int, world_size: int, given: list[dict[str, Any]]) -> str:
     with pytest.raises(hvd.IntegrationError) as error:
         hvd.init(**given[rank])
     assert not hvd.is_initialized()
-    assert dist.get_backend() == "gloo"
+    assert serving_name() == "gloo"
     return str(error.value)
 
 
@@ -52,7 +53,7 @@ def come_and_go(rank: int, world_size: int) -> tuple[str, str, str]:
     before = attributes()
     hvd.init(collectives="native", compile="off")
     hvd.init()
-    during = dist.get_backend()
+    during = serving_name()
     module = nn.Linear(2, 2)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
     module(torch.ones(2)).sum().backward()
@@ -66,10 +67,10 @@ def come_and_go(rank: int, world_size: int) -> tuple[str, str, str]:
     module(torch.ones(2) * rank).sum().backward()
     optimizer.step()  # an ordinary one again
     optimizer.zero_grad()
-    after = dist.get_backend()
+    after = serving_name()
     hvd.init()
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
-    again = dist.get_backend()
+    again = serving_name()
     hvd.shutdown()
     return during, after, again
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core import testing
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 HERE = Path(__file__).parent
@@ -73,7 +74,7 @@ def train(collection: Any, **kwargs: Any) -> list[float]:
 
 def backends_of(collection: Any) -> dict[str, str]:
     return {
-        name: dist.get_backend(group)
+        name: serving_name(group)
         for name, group in vars(collection).items()
         if isinstance(group, dist.ProcessGroup)
     }
@@ -199,9 +200,9 @@ def installed(rank: int, world_size: int) -> tuple[dict[str, str], list[str], bo
         parallel_state.initialize_model_parallel(2)
         # Code that reads the globals.
         found = {
-            "tp": dist.get_backend(parallel_state.get_tensor_model_parallel_group()),
-            "pp": dist.get_backend(parallel_state.get_pipeline_model_parallel_group()),
-            "dp": dist.get_backend(parallel_state.get_data_parallel_group()),
+            "tp": serving_name(parallel_state.get_tensor_model_parallel_group()),
+            "pp": serving_name(parallel_state.get_pipeline_model_parallel_group()),
+            "dp": serving_name(parallel_state.get_data_parallel_group()),
         }
         collection = ProcessGroupCollection.use_mpu_process_groups()
         assert collection.tp is parallel_state.get_tensor_model_parallel_group()
@@ -239,7 +240,7 @@ def undone(rank: int, world_size: int) -> list[str]:
             name for name in {**before, **after} if before.get(name) is not after.get(name)
         ]
         assert list(c10d._world.pg_map) == groups
-        assert dist.get_backend() == "gloo"
+        assert serving_name() == "gloo"
         assert factory.build() is not first
         factory.undo()
         return different
@@ -259,7 +260,7 @@ def switched_off(rank: int, world_size: int, options: dict[str, Any]) -> dict[st
         found = backends_of(factory.build())
         factory.undo()
         os.environ.pop("DEEPYTORCH_ENABLED", None)  # noqa: TID251
-        return {**found, "world": dist.get_backend()}
+        return {**found, "world": serving_name()}
 
 
 @pytest.mark.parametrize("options", [{"enabled": False}, {"collectives": "stock"}, {}])
@@ -278,7 +279,7 @@ def refused(rank: int, world_size: int, given: list[dict[str, Any]]) -> str:
         with pytest.raises(IntegrationError) as error:
             ProcessGroupFactory(**arguments).build(**for_build)
         assert dict(vars(parallel_state)) == before
-        assert dist.get_backend() == "gloo"
+        assert serving_name() == "gloo"
         return str(error.value)
 
 
@@ -364,7 +365,7 @@ def with_nccl_options(rank: int, world_size: int) -> str:
         value = torch.ones(3)
         dist.all_reduce(value, group=collection.tp)
         assert value.tolist() == [2.0] * 3
-        return dist.get_backend(collection.tp)
+        return serving_name(collection.tp)
 
 
 def test_options_for_nccl_are_tolerated() -> None:
@@ -378,7 +379,7 @@ def in_two_worlds(rank: int, world_size: int) -> list[str]:
     lost = ProcessGroupFactory(tensor=2, backend_for={"tp": "stock"})
     for number, factory in enumerate((lost, ProcessGroupFactory(tensor=2), lost)):
         with stock_world(rank, world_size, f"world {number}"):  # nothing is undone
-            found.append(dist.get_backend(factory.build().tp))
+            found.append(serving_name(factory.build().tp))
         dist.destroy_process_group()
     return found
 
@@ -401,7 +402,7 @@ def on_a_grid(rank: int, world_size: int) -> tuple[str, list[float], set[str]]:
         value = torch.full((3,), float(rank))
         dist.all_reduce(value, group=group)
         done = {row.algorithm for row in deepytorch.report().rows}
-        return dist.get_backend(group), value.tolist(), done
+        return serving_name(group), value.tolist(), done
 
 
 def test_a_grid_takes_our_name_as_its_backend() -> None:
@@ -416,8 +417,8 @@ def with_experts(rank: int, world_size: int) -> dict[str, int]:
             context=2, expert=2, backend_for={"ep": "deepytorch", "expt_dp": "stock"}
         )
         collection = factory.build(create_gloo_process_groups=False)
-        assert dist.get_backend(collection.ep) == "deepytorch"
-        assert dist.get_backend(collection.expt_dp) == "gloo"
+        assert serving_name(collection.ep) == "deepytorch"
+        assert serving_name(collection.expt_dp) == "gloo"
         sizes = {name: getattr(collection, name).size() for name in ("cp", "dp", "ep", "expt_dp")}
         factory.undo()
         return sizes

@@ -22,6 +22,7 @@ import deepytorch
 from deepytorch.integrations import _contract
 from deepytorch.integrations import transformers as adapter
 from deepytorch.recipes._data import byte_tokenizer
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20
@@ -225,7 +226,7 @@ def apply_and_undo(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         for _ in range(2):
             assert adapter.accelerate_trainer(trainer) is trainer
         first = trainer.accelerator
-        during = dist.get_backend()
+        during = serving_name()
         # As for every trial of a hyperparameter search.
         trainer.create_accelerator_and_postprocess()
         renewed = trainer.accelerator is not first and any(
@@ -239,7 +240,7 @@ def apply_and_undo(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             "undone": undone,
             "keys": found.keys() ^ vars(trainer).keys(),
             "accelerator": accelerators ^ vars(trainer.accelerator).keys(),
-            "backend": dist.get_backend(),
+            "backend": serving_name(),
             "active": deepytorch.is_active(),
         }
 
@@ -261,9 +262,9 @@ def undo_mixin(rank: int, world_size: int, folder: Path) -> tuple[str, list[bool
     with process_state():
         trainer = build("mixin", folder)
         return (
-            dist.get_backend(),
+            serving_name(),
             [adapter.undo(trainer), adapter.undo(trainer)],
-            dist.get_backend(),
+            serving_name(),
         )
 
 
@@ -277,7 +278,7 @@ def switched_off(rank: int, world_size: int, folder: Path) -> tuple[str, set[str
         trainer = build("stock", folder)
         found = set(vars(trainer))
         adapter.accelerate_trainer(trainer)
-        return dist.get_backend(), found ^ set(vars(trainer))
+        return serving_name(), found ^ set(vars(trainer))
 
 
 def test_switched_off_it_is_the_stock_trainer(tmp_path: Path) -> None:

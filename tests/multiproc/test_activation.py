@@ -31,8 +31,10 @@ def init(rank: int, world_size: int, backend: str | None, name: str = "world") -
     )
 
 
-def names(group: dist.ProcessGroup | None = None) -> tuple[str, str]:
-    return dist.get_backend(group), dist.get_backend_config(group)
+def names(group: dist.ProcessGroup | None = None) -> tuple[str, dict[str, str]]:
+    """The name that torch tells, and what serves each device."""
+    this = c10d._get_default_group() if group is None else group
+    return dist.get_backend(group), c10d_patches.served(c10d, this)
 
 
 def total(world_size: int, group: dist.ProcessGroup | None = None) -> float:
@@ -60,8 +62,9 @@ def groups_of_each_kind(rank: int, world_size: int, backend: str | None) -> dict
     return found
 
 
-OURS = ("deepytorch", "cpu:deepytorch")
-GLOO = ("gloo", "cpu:gloo,cuda:gloo")
+SERVED = {"cpu": "deepytorch"}
+OURS = ("gloo", SERVED)
+GLOO = ("gloo", {"cpu": "gloo", "cuda": "gloo"})
 
 
 @pytest.mark.parametrize(
@@ -69,15 +72,17 @@ GLOO = ("gloo", "cpu:gloo,cuda:gloo")
     # A sub-group of gloo is gloo, unless gloo is what the whole job was asked to use.
     [(None, GLOO), ("gloo", OURS), ("cpu:gloo", GLOO), ("deepytorch", GLOO)],
 )
-def test_groups_made_after_the_import(asked: str | None, gloo_sub_group: tuple[str, str]) -> None:
+def test_groups_made_after_the_import(
+    asked: str | None, gloo_sub_group: tuple[str, dict[str, str]]
+) -> None:
     for found in spawn_ranks(groups_of_each_kind, 2, asked):
         assert found == {
-            "default": OURS,
+            "default": (asked or "undefined", SERVED),
             "total": 2,
-            "sub-group None": OURS,
+            "sub-group None": (asked or "undefined", SERVED),
             "sub-group gloo": gloo_sub_group,
-            "sub-group deepytorch": OURS,
-            "sub-group cpu:gloo": OURS,
+            "sub-group deepytorch": ("deepytorch", SERVED),
+            "sub-group cpu:gloo": ("cpu:gloo", SERVED),
             "native": 4 if gloo_sub_group == GLOO else 5,
         }
 
@@ -146,7 +151,7 @@ def upgrade(rank: int, world_size: int) -> dict[str, Any]:
     after = [names(), names(group), total(world_size), total(world_size, group)]
     assert default._get_backend(torch.device("cpu")) is stock
     assert stacks_threads()  # there is a group of ours
-    assert names(newer)[0] == "deepytorch"  # was made so, and has nothing to go back to
+    assert names(newer) == OURS  # was made so, and has nothing to go back to
     assert total(world_size, newer) == world_size
 
     before = native_calls()
@@ -157,9 +162,9 @@ def upgrade(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_existing_groups_are_upgraded_in_place_and_back() -> None:
-    both = ("deepytorch", "cpu:deepytorch,cuda:gloo")
+    both = ("gloo", {"cpu": "deepytorch", "cuda": "gloo"})
     for found in spawn_ranks(upgrade, 2):
-        assert found["during"] == [both, both, 2, 2, both, 2, 2]
+        assert found["during"] == [both, both, 2, 2, OURS, 2, 2]
         assert found["native"] == 2
         assert found["after"] == [GLOO, GLOO, 2, 2]
         assert found["again"] == [both, 2, 1]
@@ -187,7 +192,8 @@ def upgrade_of_other_backends(rank: int, world_size: int) -> list[Any]:
 
 
 def test_an_explicit_group_needs_no_upgrade_and_its_gloo_companion_stays() -> None:
-    assert spawn_ranks(upgrade_of_other_backends, 2) == [[OURS, GLOO, 2]] * 2
+    expected = [("deepytorch", SERVED), GLOO, 2]
+    assert spawn_ranks(upgrade_of_other_backends, 2) == [expected] * 2
 
 
 def unable(rank: int, world_size: int, *, before: bool) -> tuple[Any, ...]:
@@ -293,7 +299,7 @@ def rewrite_of_nccl(rank: int, world_size: int) -> list[Any]:
 
 
 def test_nccl_becomes_ours_for_cuda_only() -> None:
-    ours = ("deepytorch", "cuda:deepytorch")
+    ours = ("nccl", {"cuda": "deepytorch"})
     for found in spawn_ranks(rewrite_of_nccl, 2):
         assert found == [ours, ours, ours, ["cuda"], GLOO, "cuda"]
 

@@ -4,7 +4,6 @@
 import random
 
 import pytest
-import torch.distributed as dist
 
 from deepytorch.recipes._balance import StepBalance
 from deepytorch.recipes._batches import EndlessBatches
@@ -12,6 +11,7 @@ from deepytorch.recipes._config import RecipeError, load_config
 from deepytorch.recipes._instructions import TextOptions
 from deepytorch.recipes._trainer import Trainer
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
+from deepytorch_core.c10d_patches import serving_name
 
 RANKS, BATCH, ACCUMULATION = 3, 2, 4
 CHANCE = random.Random(7)
@@ -116,7 +116,7 @@ def test_a_comparison_leaves_stocks_batches_to_the_stock_arm(tmp_path, monkeypat
 
     def noting(self, micro_batches):
         rows = [batch.attention_mask.sum(1).tolist() for batch in micro_batches]
-        taken.setdefault(dist.get_backend(self.group), []).append(rows)
+        taken.setdefault(serving_name(self.group), []).append(rows)
         return step(self, micro_batches)
 
     monkeypatch.setattr(Trainer, "step", noting)

@@ -20,14 +20,20 @@ INIT = """
 import atexit
 
 def destroy_gloo():
-    if dist.is_initialized() and dist.get_backend() == "gloo":
+    if dist.is_initialized() and served()[0] == "gloo":
         dist.destroy_process_group()
+
+def served():
+    from torch.distributed import distributed_c10d as c10d
+    from deepytorch_core import c10d_patches, rewrite
+    devices = c10d_patches.served(c10d, c10d._get_default_group())
+    return c10d_patches.serving_name(), rewrite.join(devices)
 
 def init(backend=None, **kwargs):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **kwargs)
     atexit.register(destroy_gloo)
     dist.all_reduce(torch.ones(1))
-    return dist.get_backend(), dist.get_backend_config()
+    return served()
 """
 
 

@@ -47,13 +47,18 @@ def test_without_argument_other_accelerators_keep_their_own() -> None:
     ("asked", "default_config", "default_asked", "expected"),
     [
         # Nothing given: as the default group, device by device.
-        (None, "cuda:deepytorch", "nccl", "cuda:deepytorch"),
-        ("", "cpu:deepytorch,cuda:gloo", "gloo", "cpu:deepytorch,cuda:gloo"),
+        (
+            "undefined",
+            "cpu:deepytorch,cuda:deepytorch",
+            "undefined",
+            "cpu:deepytorch,cuda:deepytorch",
+        ),
+        ("undefined", "cpu:deepytorch,cuda:gloo", "undefined", "cpu:deepytorch,cuda:gloo"),
         ("nccl", "cuda:deepytorch", "nccl", "cuda:deepytorch"),
-        ("nccl", "cpu:deepytorch,cuda:deepytorch", None, "cuda:deepytorch"),
+        ("nccl", "cpu:deepytorch,cuda:deepytorch", "deepytorch", "cuda:deepytorch"),
         # gloo beside something else is there for what only gloo does.
         ("gloo", "cuda:deepytorch", "nccl", None),
-        ("gloo", "cpu:deepytorch,cuda:deepytorch", None, None),
+        ("gloo", "cpu:deepytorch,cuda:deepytorch", "deepytorch", None),
         ("gloo", "cpu:deepytorch,cuda:deepytorch", "undefined", None),
         ("gloo", "cpu:deepytorch,cuda:gloo", "gloo", "cpu:deepytorch,cuda:gloo"),
         ("cpu:gloo,cuda:nccl", "cuda:deepytorch", "nccl", "cpu:deepytorch,cuda:deepytorch"),
@@ -62,7 +67,7 @@ def test_without_argument_other_accelerators_keep_their_own() -> None:
     ],
 )
 def test_sub_group(
-    asked: str | None, default_config: str, default_asked: str | None, expected: str | None
+    asked: str, default_config: str, default_asked: str, expected: str | None
 ) -> None:
     chosen = rewrite.sub_group(
         asked, GPU, default_config=default_config, default_asked=default_asked
