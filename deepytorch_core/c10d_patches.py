@@ -67,6 +67,15 @@ def asked_for(group: Any) -> str | None:
     return _asked_for.get(group)
 
 
+def stocks_timeout(c10d: Any, parent: Any, asked: Any) -> Any:
+    """Torch's time limit of a group made under `parent` with backend `asked`, if with any.
+
+    By what the program asked for: torch would go by the name that we put there.
+    """
+    named = asked or asked_for(parent) or c10d._world.pg_map[parent][0]
+    return c10d._get_default_timeout(c10d.Backend(str(named)))
+
+
 def remember(group: Any, asked: str) -> None:
     _asked_for[group] = asked
 
@@ -178,10 +187,13 @@ def _make(
     if backend.NAME not in asked:
         result: tuple[Any, Any] = original(*args, **kwargs)
         return result
-    # By identity: the same value given explicitly is another object, and wins.
-    defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
-    if any(kwargs.get("timeout") is default for default in defaults):
-        kwargs = {**kwargs, "timeout": backend.default_timeout()}
+    timeout = kwargs.get("timeout")
+    if timeout is not None:
+        # By identity: the same value given explicitly is another object, and wins.
+        defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
+        if any(timeout is default for default in defaults):
+            timeout = backend.default_timeout(timeout)
+        kwargs = {**kwargs, "timeout": min(timeout, backend.LONGEST)}
     with backend.final_timeout():
         made, store = original(*args, **kwargs)
     if isinstance(made, c10d.ProcessGroup) and made in c10d._world.pg_map:
@@ -221,6 +233,8 @@ def _sub_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
                 default_config=c10d._world.pg_backend_config[default],
                 default_asked=asked_for(default),
             )
+            if chosen is not None and timeout is None:
+                timeout = stocks_timeout(c10d, default, backend)
             backend = chosen or backend
         return original(ranks, timeout, backend, *args, **kwargs)
 

@@ -51,7 +51,7 @@ def _monitored_barrier(c10d: Any, original: Callable[..., Any]) -> Callable[...,
         if c10d._rank_not_in_group(group) or "cpu" not in _ours(c10d, _group(c10d, group)):
             return original(group, timeout, wait_all_ranks)
         if timeout is None:
-            timeout = backend.default_timeout()
+            timeout = backend.default_timeout(c10d.default_pg_timeout)
         elif isinstance(timeout, int | float):
             timeout = timedelta(seconds=timeout)
         return _group(c10d, group).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
@@ -102,6 +102,7 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         # different groups before still agree.
         number = c10d._world.pg_map[parent][1].add(f"deepytorch/splits/{parent.rank()}", 1)
         mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
+        asked = kwargs.get("backend")
         if mine is None:
             return None
         if len(set(mine)) != len(mine):
@@ -110,8 +111,8 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         with _named(c10d, hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
             return c10d._new_group_with_tag(
                 [globally[rank] for rank in sorted(mine)],
-                timeout or _timeout(c10d, parent),
-                kwargs.get("backend") or c10d._world.pg_backend_config[parent],
+                c10d_patches.stocks_timeout(c10d, parent, asked) if timeout is None else timeout,
+                asked or c10d._world.pg_backend_config[parent],
                 pg_options,
                 None,
                 # Only its members come here for a group.
@@ -156,14 +157,6 @@ def _named(c10d: Any, name: str) -> Iterator[None]:
         yield
     finally:
         c10d._hash_ranks_to_str = original
-
-
-def _timeout(c10d: Any, group: Any) -> timedelta | None:
-    """A group's own, where its backend tells."""
-    import torch
-
-    device = torch.device(_ours(c10d, group)[0])
-    return getattr(group._get_backend(device).options, "_timeout", None)
 
 
 def _add_ephemeral_timeout(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
