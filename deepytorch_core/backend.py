@@ -65,7 +65,8 @@ def default_timeout(stocks: timedelta) -> timedelta:
     seconds = config.current().timeout_s
     if seconds is None:
         return stocks
-    return timedelta(seconds=min(seconds, LONGEST.total_seconds()))
+    # As a float a century of seconds is exact.
+    return LONGEST if seconds >= LONGEST.total_seconds() else timedelta(seconds=seconds)
 
 
 def limit_of(group: Any) -> timedelta:

@@ -54,6 +54,7 @@ def _monitored_barrier(c10d: Any, original: Callable[..., Any]) -> Callable[...,
             timeout = backend.default_timeout(c10d.default_pg_timeout)
         elif isinstance(timeout, int | float):
             timeout = timedelta(seconds=timeout)
+        timeout = min(timeout, backend.LONGEST)
         return _group(c10d, group).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     return monitored_barrier
@@ -69,6 +70,7 @@ def _set_pg_timeout(c10d: Any, original: Callable[..., Any]) -> Callable[..., An
             original(timeout, group)
             return
         this = _group(c10d, group)
+        timeout = min(timeout, backend.LONGEST)
         devices = _ours(c10d, this)
         for device in devices:
             served_by = this._get_backend(torch.device(device))

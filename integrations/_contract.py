@@ -279,9 +279,9 @@ def _exchange(
         raise bystander.disagreement(adapter, declining)
     absent = [other for other in range(size) if other not in statements]
     if absent:
-        when = hopeless or f"within {limit_s:g} s{_doing(absent)}"
+        when = hopeless or f" within {limit_s:g} s{_doing(absent)}"
         raise IntegrationError(
-            f"{adapter}: rank(s) {', '.join(map(str, absent))} did not call it {when}: use it on "
+            f"{adapter}: rank(s) {', '.join(map(str, absent))} did not call it{when}: use it on "
             f"every rank or on none; {OFF_SWITCH}"
         )
     return list(statements.values())
@@ -334,10 +334,10 @@ def _await(adapter: str, own: Any, place: tuple[int, int], limit_s: float) -> tu
 
 
 def _awaited(least_s: float) -> str:
-    """ "and waits for this one in ...": a rank that can't call anything before that ends."""
+    """ ", and wait for this one in ...": what can't call anything before that ends."""
     hang = sys.modules.get("deepytorch_core.hang.live")
     operation = hang.awaited(least_s) if hang is not None else ""
-    return f"and waits for this one in {operation}" if operation else ""
+    return f", and wait for this one in {operation}" if operation else ""
 
 
 def _doing(absent: list[int]) -> str:

@@ -72,6 +72,11 @@ class Desk:
         self._descriptors: tuple[int, ...] = (reading, writing, memory)
         _desks.add(self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether questions are taken."""
+        return bool(self._descriptors)
+
     def wait(self, seconds: float) -> list[Question]:
         """The questions that came in, each noted as taken; sooner than `seconds` if there are."""
         if not self._descriptors:

@@ -92,7 +92,11 @@ class _Home:
     def rouse(self) -> None:
         """Tell of waits, until `rest`."""
         if self.size > 1 and self.watch is None and not self.over.is_set():
-            self.watch = waiting.Watch(self.job, self.rank)
+            self.watch = waiting.Watch(self.job, self.rank, asks=self.can_ask)
+
+    def can_ask(self) -> bool:
+        """Whether ranks of this job are on other nodes, and can be asked."""
+        return self.desk is not None and self.desk.is_open
 
     def rest(self) -> None:
         watch, self.watch = self.watch, None

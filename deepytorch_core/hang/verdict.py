@@ -300,7 +300,7 @@ class _Case:
         if known is None:
             sentence = (
                 f"rank {first} {what}; nothing is known of it: it has no flight record on the "
-                "nodes that were looked at, so it exited, or runs elsewhere"
+                "nodes that were looked at, so it has not joined yet, exited, or runs elsewhere"
             )
             kind = MISSING
         else:

@@ -9,6 +9,7 @@ is ended by that: a rank that prepares its data for a quarter of an hour is none
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from deepytorch_core.console import say
 from deepytorch_core.hang import collect, evidence, inquiry, verdict, words
@@ -16,7 +17,7 @@ from deepytorch_core.hang.evidence import Operation, Rank
 
 FIRST_S = 45.0
 """A wait that is so long is told of, with 15 s left until it has lasted a minute."""
-_AGAIN = 4
+AGAIN = 4
 """So many times as long it is told of once more."""
 # Ranks that began to wait within so long of each other leave it to the first of them.
 _TOGETHER_S = 5.0
@@ -31,11 +32,13 @@ class Watch:
     Args:
         job: its name in the flight records.
         rank: this process's in the default group.
+        asks: whether ranks on other nodes are to be asked, and can be.
     """
 
-    def __init__(self, job: str, rank: int) -> None:
+    def __init__(self, job: str, rank: int, *, asks: Callable[[], bool]) -> None:
         self._job = job
         self._rank = rank
+        self._asks = asks
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deepytorch-waits", daemon=True)
         self._thread.start()
@@ -54,7 +57,7 @@ class Watch:
                 due_s = FIRST_S  # another wait
             before_s = waited_s
             if waited_s >= due_s:
-                due_s = _AGAIN * waited_s
+                due_s = AGAIN * waited_s
                 try:
                     self._tell()
                 except Exception as error:  # nobody asked, so nobody is to be bothered
@@ -73,7 +76,7 @@ class Watch:
         }
         if not waiting or min(waiting) != self._rank:
             return
-        ranks, problem = _all_ranks(job)
+        ranks, problem = _all_ranks(job, asks=self._asks())
         mine = next(one for one in ranks if one.rank == self._rank)
         found = verdict.judge(ranks, least_s=least_s)
         operation = longest_wait(mine)
@@ -104,11 +107,11 @@ def _is_issued(operation: Operation) -> bool:
     return operation.state == evidence.ISSUED and on_device
 
 
-def _all_ranks(job: collect.Job) -> tuple[list[Rank], str]:
+def _all_ranks(job: collect.Job, *, asks: bool) -> tuple[list[Rank], str]:
     """Evidence of every rank, and why the other nodes' could not be had."""
     elsewhere = job.elsewhere()
     answer = inquiry.Answer()
-    if elsewhere:
+    if elsewhere and asks:
         answer = inquiry.ask([one.pid for one in job.records], how=inquiry.GENTLY)
     local = collect.ranks(job.records, stacks_limit_s=_STACKS_LIMIT_S, gently=True)
     return collect.together(local, answer.ranks, elsewhere), answer.problem
@@ -120,7 +123,8 @@ def _sentence(mine: Rank, operation: Operation, found: str, problem: str) -> str
     place = words.place(mine)
     text = f"rank {mine.rank} has waited {words.duration(operation.age_s)} in {what}"
     text += f" at {place}" if place else ""
-    text += f": {found}"
+    # It may yet come.
+    text += f": {found.replace(f'never entered {what}', 'has not entered it')}"
     text += f" (other nodes could not be asked: {problem})" if problem else ""
     left_s = operation.limit_s - operation.age_s
     if left_s > 0:
