@@ -112,6 +112,7 @@ def wait_in_all(rank: int, world_size: int, folder: str, collectives: str) -> di
     """In each case, what this rank said, and the result."""
     found = {}
     with job(rank, world_size, f"job {collectives}", collectives=collectives):
+        backward(dist.new_group(backend="deepytorch"))  # the first DDP imports much
         group = dist.new_group(backend="deepytorch")
         for name, (act, _) in CASES.items():
             flag = Path(folder) / f"{collectives} {name}"
