@@ -20,6 +20,8 @@ from deepytorch_core.console import say
 HERE_LIMIT_S = 60.0
 # After so long it is said whom they wait for.
 PATIENCE_S = 5.0
+# The same where ranks may well come late: well before a minute is over.
+TELL_S = 45.0
 # As long as another rank may compile.
 _READY_LIMIT_S = 960.0
 
@@ -68,19 +70,30 @@ def agree(
     return None if final == _YES else final
 
 
-def gather(store: Any, *, rank: int, size: int, value: str, here_limit_s: float) -> list[str]:
+def gather(
+    store: Any, *, rank: int, size: int, value: str, here_limit_s: float, what: str = ""
+) -> list[str]:
     """Every rank's `value`, by rank; the same list, or the same error, on every rank.
 
     Args:
         store: a torch Store with a key space of its own for this exchange.
         here_limit_s: seconds to wait for every rank to come here.
+        what: the ranks do here, for the line that tells of a long wait; empty: none does.
 
     Raises RuntimeError naming the ranks that did not come.
     """
     keys = [f"value/{other}" for other in range(size)]
     store.set(keys[rank], value)
     if rank == 0:
-        absent = _absent(store, keys, here_limit_s)
+        absent = _absent(store, keys, min(TELL_S, here_limit_s))
+        if absent and here_limit_s > TELL_S:
+            if what:
+                say(
+                    f"{what} waits for {named(absent)}, {TELL_S:g} s by now, up to "
+                    f"{here_limit_s:g} s",
+                    level="warning",
+                )
+            absent = _absent(store, keys, here_limit_s - TELL_S)
         verdict = f"{named(absent)} did not come within {here_limit_s:g} s" if absent else _YES
     elif _absent(store, ["verdict"], 2 * here_limit_s):
         verdict = "rank 0 came to no decision"

@@ -85,9 +85,51 @@ def named(stock: Iterable[str]) -> Iterator[None]:
         _name.reset(token)
 
 
-def default_timeout() -> timedelta:
-    """What replaces torch's default timeout: option `timeout_s`."""
-    return timedelta(seconds=config.current().timeout_s)
+LONGEST = timedelta(days=36500)
+"""No time limit is longer. C++ counts in nanoseconds, and what overflows would be over at once."""
+
+
+def default_timeout(stocks: timedelta) -> timedelta:
+    """The limit of a group for which the program gave none: option `timeout_s`, else torch's."""
+    seconds = config.current().timeout_s
+    if seconds is None:
+        return stocks
+    # As a float a century of seconds is exact.
+    return LONGEST if seconds >= LONGEST.total_seconds() else timedelta(seconds=seconds)
+
+
+def limit_of(group: Any) -> timedelta:
+    """The longest time limit of a ProcessGroup's backends; torch's default where none tells."""
+    import torch
+
+    limits = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # it has none for this device
+            limits.append(timeout_of(group._get_backend(torch.device(device))))
+    return longest(limits)
+
+
+def timeout_of(made: Any) -> timedelta | None:
+    """A backend's own time limit, where it tells."""
+    return getattr(getattr(made, "options", None), "_timeout", None)
+
+
+def longest(limits: Iterable[timedelta | None]) -> timedelta:
+    """Of those that are known; torch's default where there is none."""
+    known = [limit for limit in limits if limit is not None]
+    return max(known, default=default_timeout(_torch_default_timeout()))
+
+
+def _check_timeout(timeout: timedelta, group: str, size: int) -> None:
+    """Refuse what gloo refuses when it is made: no time at all to meet other ranks in."""
+    import torch.distributed as dist
+
+    limit_ms = timeout / timedelta(milliseconds=1)
+    if limit_ms < 0 or (limit_ms < 1 and size > 1):
+        raise dist.DistBackendError(
+            f"group {group}: a time limit of {timeout.total_seconds():g} s: give a timeout of at "
+            f"least 1 ms, or none for torch's default; {OFF_SWITCH}"
+        )
 
 
 def note_group(name: str, size: int) -> None:
@@ -121,9 +163,10 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     """
     if _is_default():
         joined_as(dist_options.group_rank)
-    timeout: timedelta = dist_options.timeout
+    timeout: timedelta = min(dist_options.timeout, LONGEST)
     if not _timeout_is_final.get() and timeout == _torch_default_timeout():
-        timeout = default_timeout()
+        timeout = default_timeout(timeout)
+    _check_timeout(timeout, dist_options.group_id, dist_options.group_size)
     spec = GroupSpec.of(dist_options, pg_options, timeout=timeout)
     factory = StockFactory(spec)
     if spec.size > 1 and _accelerator() == "cpu" and config.spans_nodes():
@@ -162,7 +205,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         by_nodes=options.collectives == "native"
         or (options.collectives == "auto" and _tune(options) in ("auto", "force")),
         **core_settings(options),
-        **watches(spec.store, spec.name, spec.rank, spec.size, options=options),
+        **watches(spec, options=options),
     )
     factory.live_options = getattr(made, "options", None)
     backend: Backend = made
@@ -237,20 +280,18 @@ def core_settings(options: config.Options) -> dict[str, Any]:
     }
 
 
-def watches(
-    store: Any, name: str, rank: int, size: int, *, options: config.Options
-) -> dict[str, Any]:
+def watches(spec: GroupSpec, *, options: config.Options) -> dict[str, Any]:
     """What a group's backend asks when an operation fails, and with `debug` before each one.
 
-    Keywords of `create_backend`; `store` is the group's.
+    Keywords of `create_backend`.
     """
     from deepytorch_core.hang import live, mismatch
 
-    compares = options.debug and size > 1
-    return {
-        "explain": live.explainer(name),
-        "compare": mismatch.comparer(store, name, rank, size) if compares else None,
-    }
+    compare = None
+    if options.debug and spec.size > 1:
+        limit_s = spec.timeout.total_seconds()
+        compare = mismatch.comparer(spec.store, spec.name, spec.rank, spec.size, limit_s=limit_s)
+    return {"explain": live.explainer(spec.name), "compare": compare}
 
 
 def _is_default() -> bool:

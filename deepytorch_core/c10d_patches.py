@@ -232,10 +232,13 @@ def _make(
     if backend.NAME not in str(chosen or asked):
         result: tuple[Any, Any] = original(*args, **kwargs)
         return result
-    # By identity: the same value given explicitly is another object, and wins.
-    defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
-    if any(kwargs.get("timeout") is default for default in defaults):
-        kwargs = {**kwargs, "timeout": backend.default_timeout()}
+    timeout = kwargs.get("timeout")
+    if timeout is not None:
+        # By identity: the same value given explicitly is another object, and wins.
+        defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
+        if any(timeout is default for default in defaults):
+            timeout = backend.default_timeout(timeout)
+        kwargs = {**kwargs, "timeout": min(timeout, backend.LONGEST)}
     told = rewrite.parse(str(c10d.BackendConfig(c10d.Backend(asked))))
     stands_for = set() if chosen is None else stood_for(told, rewrite.parse(chosen))
     with backend.final_timeout(), backend.named(stands_for):

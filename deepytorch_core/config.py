@@ -77,6 +77,9 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
 
 _TRUE = ("true", "on", "yes", "1")
 _FALSE = ("false", "off", "no", "0")
+GLOO_TIMEOUT_S = 1800.0
+"""Torch's own time limit of gloo, for groups that are made without torch."""
+
 _DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _Parser = Callable[[str, Any], Any]
@@ -222,11 +225,11 @@ class Options:
         _optional(_text),
         "path of the profile that keeps decisions between runs; default: profile.json in the cache",
     )
-    timeout_s: float = _option(
-        600.0,
-        _number(integral=False, above=0),
-        "time limit of a collective in seconds, in place of torch's default one; an explicit "
-        "timeout= wins",
+    timeout_s: float | None = _option(
+        None,
+        _optional(_number(integral=False, above=0)),
+        "time limit of a collective in seconds where the program gives none; default: torch's own, "
+        "30 minutes, or 10 for a group that was asked for as nccl",
     )
     log: str = _option(
         "info", _choice("debug", "info", "warning", "error"), "least severe message printed"

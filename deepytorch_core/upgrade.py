@@ -15,13 +15,15 @@ from deepytorch_core import adapter, c10d_patches, config, rewrite
 from deepytorch_core.backend import (
     NAME,
     core_settings,
-    default_timeout,
     describe,
+    longest,
     note_group,
     tell_devices,
+    timeout_of,
     watches,
 )
 from deepytorch_core.console import say_once
+from deepytorch_core.delegates import GroupSpec
 from deepytorch_core.hang import live
 
 
@@ -140,28 +142,31 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
 
 
 def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any], *, name: str) -> Any:
-    timeouts = [
-        timeout
-        for backend in stock.values()
-        if (timeout := getattr(getattr(backend, "options", None), "_timeout", None)) is not None
-    ]
     module = adapter.load()
     store = c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store())
     if group is c10d.GroupMember.WORLD:
         live.join(store, rank=group.rank(), size=group.size(), life=group)
     options = config.current()
     note_group(group.group_name, group.size())
-    return module.create_backend(
-        store,
-        group.rank(),
-        group.size(),
+    spec = GroupSpec(
+        store=store,
+        rank=group.rank(),
+        size=group.size(),
         # The group's own, even if it is torch's default: whether it was given is not recorded.
-        timeout=min(timeouts, default=default_timeout()),
-        group_name=group.group_name,
+        timeout=longest(timeout_of(backend) for backend in stock.values()),
+        name=group.group_name,
         global_ranks=c10d.get_process_group_ranks(group),
+    )
+    return module.create_backend(
+        spec.store,
+        spec.rank,
+        spec.size,
+        timeout=spec.timeout,
+        group_name=spec.name,
+        global_ranks=spec.global_ranks,
         delegates=lambda device_type, limit_s=0.0: stock[device_type],  # there already
         native=True,
         name=name,
         **core_settings(options),
-        **watches(store, group.group_name, group.rank(), group.size(), options=options),
+        **watches(spec, options=options),
     )

@@ -75,7 +75,7 @@ class ArrayWorld:
             rank,
             size,
             name=framework,
-            timeout_s=options["timeout_s"],
+            timeout_s=options["timeout_s"] or config.GLOO_TIMEOUT_S,
             tune="profile" if options["deterministic"] else options["tune"],
             profile="" if profile is None else str(profile),
             staging_bytes=(options["staging_mb"] or 0) << 20,

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/wait.hpp"
 #include "bindings/buffer.hpp"
 #include "bindings/register.hpp"
 #include "comm/c_api.hpp"
@@ -109,7 +110,8 @@ class PyCommunicator {
       : store_(std::move(store)),
         rank_(rank),
         size_(size),
-        timeout_ms_(static_cast<int64_t>(settings.timeout_s * 1e3)) {
+        timeout_ms_(static_cast<int64_t>(
+            std::min(settings.timeout_s * 1e3, static_cast<double>(kLongestWait.count())))) {
     if (size < 1 || rank < 0 || rank >= size) {
       throw py::value_error("rank " + std::to_string(rank) + " of " + std::to_string(size));
     }
@@ -277,7 +279,7 @@ void register_communicator(py::module_& m) {
            py::arg("size"),
            py::kw_only(),
            py::arg("name"),
-           py::arg("timeout_s") = 600.0,
+           py::arg("timeout_s") = 1800.0,
            py::arg("tune") = "off",
            py::arg("profile") = "",
            py::arg("staging_bytes") = 0)

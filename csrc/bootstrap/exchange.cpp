@@ -94,24 +94,33 @@ constexpr std::chrono::milliseconds kLook{1};
 
 bool present(Store& store, const std::string& key) { return store.get(key, kLook).has_value(); }
 
+std::string limit_of(const WaitContext& wait) {
+  return " within " + std::to_string(wait.deadline.timeout().count()) + " ms";
+}
+
+// `complete`: what is wrong if all have come.
 [[noreturn]] void throw_missing(Store& store,
                                 const std::string& key,
                                 const std::vector<int64_t>& global_ranks,
-                                const WaitContext& wait) {
-  std::string ranks;
+                                const WaitContext& wait,
+                                const std::string& complete) {
+  std::string made;     // of those that are missing, who made the group
+  std::string unknown;  // and who did not
   for (size_t peer = 0; peer < global_ranks.size(); ++peer) {
     if (present(store, key + "/" + std::to_string(peer))) continue;
+    std::string& ranks = present(store, kProcessKey + std::to_string(peer)) ? made : unknown;
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(global_ranks[peer]);
   }
-  const std::string limit = std::to_string(wait.deadline.timeout().count()) + " ms";
-  if (ranks.empty()) {
-    throw Error(DPT_ERR_TIMEOUT,
-                wait.describe() + ": not all ranks joined within " + limit +
-                    "; by now all have. A longer timeout would have been enough");
+  std::string text;
+  if (!unknown.empty()) {
+    text = "rank(s) " + unknown + " did not join" + limit_of(wait) +
+           " and have not made the group: did they crash, or run without deepytorch?";
   }
-  throw Error(DPT_ERR_TIMEOUT,
-              wait.describe() + ": rank(s) " + ranks + " did not join within " + limit +
-                  ". Did they crash, or run without deepytorch?");
+  if (!made.empty()) {
+    text += (text.empty() ? "rank(s) " : " Rank(s) ") + made + " did not join" + limit_of(wait) +
+            " though they have made the group: was this call skipped there, or are they busy?";
+  }
+  throw Error(DPT_ERR_TIMEOUT, wait.describe() + ": " + (text.empty() ? complete : text));
 }
 
 // Values under key/0 .. key/size-1, waiting for each.
@@ -125,7 +134,12 @@ std::vector<std::string> collect(Store& store,
       all[peer] = wait_for_key(store, key + "/" + std::to_string(peer), wait, "");
     } catch (const Error& error) {
       if (error.status() != DPT_ERR_TIMEOUT) throw;
-      throw_missing(store, key, global_ranks, wait);
+      throw_missing(store,
+                    key,
+                    global_ranks,
+                    wait,
+                    "not all ranks joined" + limit_of(wait) +
+                        "; by now all have. A longer timeout would have been enough");
     }
   }
   return all;
@@ -156,6 +170,7 @@ Meeting meet(Store& store,
              const std::string& mine,
              const WaitContext& wait) {
   constexpr const char* kAnnouncement = "deepytorch/meeting";
+  const std::string leader = "rank " + std::to_string(global_ranks[0]);
   const std::string answer = random_id() + " " + mine;
   Meeting meeting;
   auto key = [&](const char* name) { return "deepytorch/" + meeting.id + "/" + name; };
@@ -171,17 +186,14 @@ Meeting meet(Store& store,
     store.set(key("list"), list);
   }
   while (answers.empty()) {
-    const std::string announced = wait_for_key(store,
-                                               kAnnouncement,
-                                               wait,
-                                               "rank " + std::to_string(global_ranks[0]) +
-                                                   " did not join within the timeout. Did it "
-                                                   "crash, or run without deepytorch?");
-    if (announced != meeting.id) {
-      meeting.id = announced;
+    const auto announced = store.get(kAnnouncement, wait.deadline.next_slice());
+    if (announced && *announced != meeting.id) {
+      meeting.id = *announced;
       store.set(key("answer") + "/" + std::to_string(rank), answer);
     }
-    if (const auto list = store.get(key("list"), wait.deadline.next_slice())) {
+    const auto list =
+        announced ? store.get(key("list"), wait.deadline.next_slice()) : std::nullopt;
+    if (list) {
       answers = split_lines(*list);
       if (answers.size() == global_ranks.size() && answers[rank] == answer) break;
       // The list of an earlier meeting: rank 0 has not announced this one yet.
@@ -189,7 +201,14 @@ Meeting meet(Store& store,
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     wait.check();
-    if (wait.deadline.expired()) throw_missing(store, key("answer"), global_ranks, wait);
+    if (!wait.deadline.expired()) continue;
+    // Without an announcement nobody could have answered: then it is rank 0 that is missing.
+    throw_missing(store,
+                  key("answer"),
+                  meeting.id.empty() ? std::vector{global_ranks[0]} : global_ranks,
+                  wait,
+                  leader + " did not bring the meeting of all ranks to its end" + limit_of(wait) +
+                      ": is it busy or stopped, or is its own time limit shorter?");
   }
   for (const std::string& line : answers) {
     meeting.words.push_back(line.substr(line.find(' ') + 1));

@@ -112,6 +112,7 @@ c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
 bool Backend::supportsCoalescing() const { return at::hasCUDA(); }
 
 void Backend::setTimeout(Milliseconds timeout) {
+  timeout = std::min(timeout, kLongestWait);
   setup_.options->timeout = timeout;
   std::lock_guard lock(delegates_mutex_);
   later_timeout_ = timeout;
@@ -218,14 +219,14 @@ int Backend::poll_signals(void*) {
   return make_once(device_type, [&] { return setup_.make_delegate(device_type, limit_s.count()); });
 }
 
-[[gnu::hot]] BackendPtr Backend::delegate_of(const at::Device& device) {
+[[gnu::hot]] BackendPtr Backend::delegate_of(const at::Device& device, Milliseconds limit) {
   BackendPtr& known = known_delegates_[device.is_cuda() ? 1 : 0];
   const bool is_usual = device.is_cuda() || device.is_cpu();
   if (is_usual) {
     std::lock_guard lock(delegates_mutex_);
     if (known) return known;
   }
-  BackendPtr made = delegate_for(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  BackendPtr made = delegate_for(c10::DeviceTypeName(device.type(), /*lower_case=*/true), limit);
   if (!is_usual) return made;
   std::lock_guard lock(delegates_mutex_);
   return known = std::move(made);
@@ -262,7 +263,9 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
   Backend& backend = submitted->backend;
   try {
     if (!device.is_cuda()) {
-      submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device));
+      const Milliseconds own = submitted->call.timeout;
+      const Milliseconds limit = own == c10d::kUnsetTimeout ? Milliseconds{} : own;
+      submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device, limit));
       return DPT_OK;
     }
     submitted->delegated =
@@ -328,15 +331,18 @@ void Backend::note_written(const Call& call) {
   }
 }
 
+void Backend::check_open(const Call& call) const {
+  if (comm_ != nullptr) return;
+  std::rethrow_exception(make_exception(DPT_ERR_ABORTED,
+                                        join_text({"deepytorch: ",
+                                                   call.title,
+                                                   ": process group ",
+                                                   setup_.options->group_name,
+                                                   " was destroyed"})));
+}
+
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
-  if (comm_ == nullptr) {
-    std::rethrow_exception(make_exception(DPT_ERR_ABORTED,
-                                          join_text({"deepytorch: ",
-                                                     what.title,
-                                                     ": process group ",
-                                                     setup_.options->group_name,
-                                                     " was destroyed"})));
-  }
+  check_open(what);
   if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
   const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
   if (setup_.compare && is_collective) setup_.compare(signature_of(what));
@@ -417,6 +423,7 @@ void Backend::note_written(const Call& call) {
 
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, work, &outcome);
+  work->record_as(setup_.api, submitted->recorded);
   if (request.asynchronous != 0) note_place(request, submitted->recorded);
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
@@ -555,8 +562,7 @@ dpt_request Backend::describe(Submitted& submitted) const {
   dpt_request request = describe(submitted.call);
   request.call = &submitted;
   request.recorded = &submitted.recorded;
-  const Milliseconds timeout = submitted.call.timeout;
-  request.timeout_ms = (timeout == c10d::kUnsetTimeout ? setup_.options->timeout : timeout).count();
+  request.timeout_ms = limit_of(submitted.call).count();
   return request;
 }
 

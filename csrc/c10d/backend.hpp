@@ -196,6 +196,8 @@ class Backend : public c10d::Backend {
   }
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
+  // Throws where the group was destroyed.
+  void check_open(const Call& call) const;
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);
@@ -216,6 +218,10 @@ class Backend : public c10d::Backend {
   // The request without its buffers: `count` and `dtype` describe one buffer; unless parts are
   // uneven, every buffer has the same.
   dpt_request describe(Submitted& submitted) const;
+  // The call's own limit, or the group's.
+  Milliseconds limit_of(const Call& call) const {
+    return call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout;
+  }
   // Also without what only matters once it waits, or the core starts it.
   static dpt_request describe(const Call& call);
   // Counts it in when a group of calls is open.
@@ -238,7 +244,7 @@ class Backend : public c10d::Backend {
                         WorkPtr* work);
   // The request of an operation on an accelerator that native code may serve, without its buffers;
   // false: it is another.
-  static bool describe_plain(const Call& call, const at::Device& device, dpt_request* request);
+  bool describe_plain(const Call& call, const at::Device& device, dpt_request* request) const;
   static void* start_stream(void* call);
   static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
@@ -257,7 +263,7 @@ class Backend : public c10d::Backend {
   // waits.
   BackendPtr delegate_for(const std::string& device_type, std::chrono::milliseconds limit = {});
   // The same, without a search for what was made before.
-  BackendPtr delegate_of(const at::Device& device);
+  BackendPtr delegate_of(const at::Device& device, Milliseconds limit = {});
   BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);

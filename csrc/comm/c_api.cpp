@@ -99,6 +99,8 @@ void record_place(uint64_t recorded, const dpt_place* place) {
   FlightRecord::instance().note_place(recorded, *place);
 }
 
+[[gnu::hot]] void record_wait(uint64_t recorded) { FlightRecord::instance().note_wait(recorded); }
+
 int event_ended(void* event) { return DeviceGroup::has_ended(event) ? 1 : 0; }
 
 [[gnu::hot]] int begin_known(dpt_comm* comm, const dpt_request* request, dpt_known* begun) {
@@ -144,7 +146,8 @@ const dpt_api* api() {
                              begin_known,
                              fail_known,
                              begin_coalesced,
-                             record_place};
+                             record_place,
+                             record_wait};
   return &table;
 }
 

@@ -38,6 +38,7 @@ from deepytorch_core.hang import (
     store_limit,
     table,
     verdict,
+    waiting,
     words,
 )
 from deepytorch_core.hang.evidence import Rank
@@ -59,7 +60,7 @@ _LOST_LIMIT_S = 10.0
 _MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
 _STACKS_LIMIT_S = 2.0  # so long they are waited for, where others wait for the answer
 # How the cases are called that are asked for from outside, and what marks one that is over.
-_FIRST, _AGAIN, _OVER = "asked/", "asked again/", "over"
+_ASKED, _OVER = "asked {}/", "over"
 _INQUIRY_POLL_S = 0.05
 # An older failure is not what is being told.
 _FRESH_S = 60.0
@@ -79,12 +80,28 @@ class _Home:
     job: str
     over: threading.Event = dataclasses.field(default_factory=threading.Event)
     desk: inquiry.Desk | None = None
+    watch: waiting.Watch | None = None
 
     def end(self) -> None:
-        """Have the thread that listens for this job end soon."""
+        """Have the threads of this job end soon."""
         self.over.set()
         if self.desk is not None:
             self.desk.wake()
+        self.rest()
+
+    def rouse(self) -> None:
+        """Tell of waits, until `rest`."""
+        if self.size > 1 and self.watch is None and not self.over.is_set():
+            self.watch = waiting.Watch(self.job, self.rank, asks=self.can_ask)
+
+    def can_ask(self) -> bool:
+        """Whether ranks of this job are on other nodes, and can be asked."""
+        return self.desk is not None and self.desk.is_open
+
+    def rest(self) -> None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.stop()
 
 
 _home: _Home | None = None
@@ -148,11 +165,14 @@ def rouse() -> None:
     if _home is not None:
         signal = answer.register()
         _core.identify_process(job=_home.job, rank=_home.rank, world_size=_home.size, signal=signal)
+        _home.rouse()
 
 
 def rest() -> None:
     """Answer nobody, until `rouse`: no group of this process goes through deepytorch any more."""
     answer.unregister()
+    if _home is not None:
+        _home.rest()
 
 
 def _let_go(home: _Home) -> None:
@@ -211,6 +231,26 @@ def whereabouts(ranks: Iterable[int]) -> str:
             for rank in ranks:
                 if rank in known:
                     return f"rank {rank}: {words.state(known[rank])}"
+    return ""
+
+
+def awaited(least_s: float) -> str:
+    """The operation of the default group in which ranks of this node wait for this one.
+
+    For `least_s` already; "barrier #3 of group 0", empty for none. Raises nothing.
+    """
+    home = _home
+    with contextlib.suppress(Exception):
+        from torch.distributed import distributed_c10d as c10d
+
+        if home is not None:
+            found = verdict.judge(
+                collect.ranks(_records(home), stacks_limit_s=None), least_s=least_s
+            )
+            blamed = found.kind == verdict.NEVER_ENTERED and home.rank in found.ranks
+            # In other groups threads of their own may wait for each other.
+            if blamed and found.group == c10d._get_default_group().group_name:
+                return found.operation
     return ""
 
 
@@ -371,7 +411,7 @@ def _here(home: _Home) -> list[Rank]:
     return collect.ranks(_records(home))
 
 
-def _answer(home: _Home, store: Any, *, with_stacks: bool = True) -> None:
+def _answer(home: _Home, store: Any, *, how: str = inquiry.FIRST) -> None:
     """Leave this node's evidence for the judge, unless another rank of the node does."""
     if store.compare_set(f"node/{_node()}", "", str(home.rank)).decode() != str(home.rank):
         return
@@ -379,7 +419,8 @@ def _answer(home: _Home, store: Any, *, with_stacks: bool = True) -> None:
     judge = store.compare_set("judge", "", str(home.rank)).decode()
     if judge in {str(one.rank) for one in records}:
         return  # it sees for itself
-    for one in collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S if with_stacks else None):
+    limit_s = None if how == inquiry.AGAIN else _STACKS_LIMIT_S
+    for one in collect.ranks(records, stacks_limit_s=limit_s, gently=how == inquiry.GENTLY):
         if one.process != evidence.MISSING and not store.check([_OVER]):
             # Main threads come last in their stacks, and it is those that are needed.
             short = dataclasses.replace(one, stacks=one.stacks[-_MOST_STACKS:])
@@ -424,8 +465,9 @@ def _listen(home: _Home) -> None:
             if own.check([f"call/{number}"]):
                 case = own.get(f"call/{number}").decode()
                 number += 1
-                brief = case.startswith(_AGAIN)
-                _answer(home, PrefixStore(f"case/{case}", own), with_stacks=not brief)
+                hows = (inquiry.AGAIN, inquiry.GENTLY)
+                how = next((how for how in hows if case.startswith(_ASKED.format(how))), "")
+                _answer(home, PrefixStore(f"case/{case}", own), how=how or inquiry.FIRST)
             for one in inquiries:
                 one.look()
             silent = next((one.silent for one in inquiries if one.is_over), silent)
@@ -457,7 +499,7 @@ class _Inquiry:
         self._desk = home.desk
         self._own = own
         self._question = question
-        case = f"{_AGAIN if question.again else _FIRST}{question.token}"
+        case = f"{_ASKED.format(question.how)}{question.token}"
         self._store: Any = PrefixStore(f"case/{case}", own)
         # Another rank of this node may have been asked the same, before this one came to it.
         is_judge = self._store.compare_set("judge", "", str(home.rank)).decode() == str(home.rank)
@@ -469,7 +511,8 @@ class _Inquiry:
         }
         asked = {rank for rank, node in self._nodes.items() if node not in ("", _node())}
         self._awaited = {
-            self._nodes[rank] for rank in (asked - silent if question.again else asked)
+            self._nodes[rank]
+            for rank in (asked - silent if question.how == inquiry.AGAIN else asked)
         }
         self._until = time.monotonic() + inquiry.ANSWER_LIMIT_S
 

@@ -20,6 +20,7 @@ from deepytorch.integrations._contract import IntegrationError, Joined, join, re
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
 from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
 from deepytorch_core import activation, agreement, config
+from deepytorch_core.backend import limit_of
 from deepytorch_core.launchers import Launched
 
 _ADAPTER = "horovod"
@@ -143,7 +144,7 @@ def init(
     joined = join(_ADAPTER, options)
     _world = World(group, joined, _placement(), made_group)
     global_process_set._register(0, list(range(_world.placement.size)), group)
-    _world.journal = _join.Journal(joined.options.timeout_s)
+    _world.journal = _join.Journal(limit_of(group).total_seconds())
     if process_sets not in (None, "dynamic"):
         if isinstance(process_sets, str):
             raise ValueError(f"process_sets={process_sets!r}: expected a list or 'dynamic'")
