@@ -324,7 +324,8 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
 // backward pass.
 void Backend::note_written(const Call& call) {
   const bool copies = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER ||
-                      call.collective == DPT_REDUCE_SCATTER;
+                      call.collective == DPT_REDUCE_SCATTER ||
+                      call.op_type == c10d::OpType::ALLTOALL;
   if (!copies) return;
   for (const at::Tensor& tensor : call.results) {
     if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
@@ -339,6 +340,15 @@ void Backend::check_open(const Call& call) const {
                                                    ": process group ",
                                                    setup_.options->group_name,
                                                    " was destroyed"})));
+}
+
+// What this rank's tensors are for.
+Contiguous::Direction Backend::in_place_direction(const Call& call) const {
+  using Direction = Contiguous::Direction;
+  const bool is_root = call.root == rank_;
+  if (call.collective == DPT_BROADCAST) return is_root ? Direction::kInput : Direction::kOutput;
+  if (call.collective == DPT_REDUCE && !is_root) return Direction::kInput;
+  return Direction::kInPlace;
 }
 
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
@@ -377,7 +387,7 @@ void Backend::check_open(const Call& call) const {
 
   using Direction = Contiguous::Direction;
   const auto inputs = std::make_shared<Contiguous>(
-      call.inputs, call.in_place ? Direction::kInPlace : Direction::kInput);
+      call.inputs, call.in_place ? in_place_direction(call) : Direction::kInput);
   const auto outputs =
       call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
   const std::vector<void*> input_pointers = inputs->pointers();
@@ -410,7 +420,7 @@ void Backend::check_open(const Call& call) const {
                                    setup_.explain};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
-    if (outputs->has_stand_ins()) outputs->copy_back();
+    outputs->copy_back();
     if (submitted->call.after) submitted->call.after();
   };
   work_options.source = call.source;
