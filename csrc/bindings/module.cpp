@@ -1,6 +1,7 @@
 // The Python module deepytorch_core._core; its typed face is deepytorch_core/_core.pyi.
 #include <pybind11/pybind11.h>
 
+#include "base/log.hpp"
 #include "bindings/register.hpp"
 #include "deepytorch.h"
 
@@ -10,6 +11,8 @@ PYBIND11_MODULE(_core, m) {
   m.attr("abi_version") = DPT_ABI_VERSION;
   // As CMake writes them, "80-real 90a-real 90-virtual"; "" without GPU kernels.
   m.attr("gpu_architectures") = DPT_GPU_ARCHITECTURES;
+  // What Python sees at its start is what the process was given.
+  if (pybind11::module_::import("sys").attr("__stderr__").is_none()) dpt::silence_log();
   dpt::register_comm(m);
   dpt::register_communicator(m);
   dpt::register_topology(m);

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,9 +125,15 @@ def _may_use_rdma(machine: Topology) -> bool:
 
 
 def node_name() -> str:
-    """Equal for the processes that share a network: this boot of the machine, this namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip()}/{Path('/proc/self/ns/net').readlink()}"
+    """Equal for the processes that share a network: this boot of the machine, this namespace.
+
+    Without /proc the machine's name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return os.uname().nodename
 
 
 def _plan(store: Any, size: int) -> dict[str, Any]:
