@@ -17,6 +17,7 @@ from deepytorch_core.backend import (
     core_settings,
     default_timeout,
     describe,
+    join,
     note_group,
     tell_devices,
     watches,
@@ -96,6 +97,7 @@ def downgrade_all(c10d: Any) -> None:
             group._register_backend(torch.device(device), kind, record.ours)
         group._set_default_backend(_default_kind(c10d, record.config))
         _set_names(c10d, group, record.name, record.config)
+        record.ours.leave()
         record.active = False
 
 
@@ -121,8 +123,11 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
         stock = {device: group._get_backend(torch.device(device)) for device in devices}
         record = _Upgraded(name, old_config, new_config, _adapter_over(c10d, group, stock))
         _upgraded[group] = record
-    elif group is c10d.GroupMember.WORLD:
-        live.rouse()
+    else:
+        record.ours.rejoin()
+        if group is c10d.GroupMember.WORLD:
+            config.renew()
+            live.rouse()
     # torch keeps these in the backends, and asks whichever comes first.
     group_name, description = group.group_name, group.group_desc
     for device in devices:
@@ -147,8 +152,9 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
     ]
     module = adapter.load()
     store = c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store())
+    closed = None
     if group is c10d.GroupMember.WORLD:
-        live.join(store, rank=group.rank(), size=group.size(), life=group)
+        closed = join(store, rank=group.rank(), size=group.size())
     options = config.current()
     note_group(group.group_name, group.size())
     return module.create_backend(
@@ -160,6 +166,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
         group_name=group.group_name,
         global_ranks=c10d.get_process_group_ranks(group),
         delegates=lambda device_type, limit_s=0.0: stock[device_type],  # there already
+        closed=closed,
         native=True,
         **core_settings(options),
         **watches(store, group.group_name, group.rank(), group.size(), options=options),

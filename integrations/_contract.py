@@ -17,7 +17,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import activation, agreement, bystander, config
+from deepytorch_core import activation, agreement, bystander, config, stores
 from deepytorch_core.config import Options
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH
@@ -235,7 +235,10 @@ def _connection(adapter: str) -> tuple[Any, int, int]:
             f"{adapter}: torch.distributed is not initialised: call init_process_group() first, "
             "in a process that torchrun or `deepytorch run` has started"
         )
-    return c10d._get_default_store(), c10d.get_rank(), c10d.get_world_size()
+    store, size = c10d._get_default_store(), c10d.get_world_size()
+    if missing := stores.lacks(store):
+        raise IntegrationError(f"{adapter}: {missing}: give init_process_group another store")
+    return store, c10d.get_rank(), size
 
 
 def _statement(
@@ -263,7 +266,7 @@ def _exchange(
     own.set(bystander.JOINS, "1")
     own.set(str(rank), json.dumps(statement))
     here = _await(adapter, own, rank, size)
-    statements = {sender: json.loads(own.get(str(sender))) for sender in here}
+    statements = {sender: json.loads(stores.text(own, str(sender))) for sender in here}
     declining = {
         sender: one[bystander.DECLINES]
         for sender, one in statements.items()
@@ -272,7 +275,7 @@ def _exchange(
     if declining:
         with contextlib.suppress(RuntimeError):  # as one of them may have ended
             told = [bystander.knows(sender) for sender in declining]
-            agreement.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
+            stores.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
         raise bystander.disagreement(adapter, declining)
     absent = [other for other in range(size) if other not in statements]
     if absent:
@@ -294,7 +297,7 @@ def _await(adapter: str, own: Any, rank: int, size: int) -> list[int]:
         return [other for other in range(size) if own.check([str(other)])]
 
     patience_s = min(agreement.PATIENCE_S, HERE_LIMIT_S / 2)
-    if not agreement.poll(is_over, patience_s):
+    if not stores.poll(is_over, patience_s):
         present = here()
         if rank == min(present):
             absent = [other for other in range(size) if other not in present]
@@ -303,7 +306,7 @@ def _await(adapter: str, own: Any, rank: int, size: int) -> list[int]:
                 f"for every rank or for none{_doing(absent)}",
                 level="warning",
             )
-        agreement.poll(is_over, HERE_LIMIT_S - patience_s)
+        stores.poll(is_over, HERE_LIMIT_S - patience_s)
     return here()
 
 
