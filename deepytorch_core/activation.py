@@ -171,6 +171,7 @@ def deactivate() -> None:
         hang = sys.modules.get("deepytorch_core.hang.live")
         if hang is not None:
             hang.rest()
+        config.withdraw()
 
 
 def is_active() -> bool:

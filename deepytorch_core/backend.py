@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config, counts, device_memory, finite
-from deepytorch_core.console import joined_as
+from deepytorch_core import config, counts, device_memory, finite, stores
+from deepytorch_core.console import joined_as, say_once
 from deepytorch_core.delegates import GroupSpec, StockFactory
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
 
@@ -140,6 +140,19 @@ def note_group(name: str, size: int) -> None:
         _had_groups = os.getpid()
 
 
+def join(store: Any, *, rank: int, size: int) -> Callable[[], None]:
+    """Call it where a default group of ours is made; returns what to call when it has ended."""
+    from deepytorch_core.hang import live
+
+    leave = live.join(store, rank=rank, size=size)
+
+    def closed() -> None:
+        leave()
+        config.withdraw()
+
+    return closed
+
+
 def why_not_here() -> str | None:
     """Why this process can have no group of ours, whatever the others can; None if it can."""
     if _had_groups in (None, os.getpid()):
@@ -163,32 +176,38 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     """
     if _is_default():
         joined_as(dist_options.group_rank)
+        config.renew()
     timeout: timedelta = min(dist_options.timeout, LONGEST)
     if not _timeout_is_final.get() and timeout == _torch_default_timeout():
         timeout = default_timeout(timeout)
     _check_timeout(timeout, dist_options.group_id, dist_options.group_size)
     spec = GroupSpec.of(dist_options, pg_options, timeout=timeout)
     factory = StockFactory(spec)
+    missing = stores.lacks(spec.store) if spec.size > 1 else ""
     if spec.size > 1 and _accelerator() == "cpu" and config.spans_nodes():
         # All ranks are here, as stock gloo needs them. Later a message between two nodes, which is
         # gloo's, may need it on two ranks alone.
         factory("cpu")
     options = config.current()
-    if options.enabled and _is_default():
-        _take_tuned(spec)
-    _measure_network(spec, options)
+    if not missing:
+        if options.enabled and _is_default():
+            _take_tuned(spec)
+        _measure_network(spec, options)
     if not options.enabled and _accelerator() == "cpu":
         return factory("cpu")  # switched off: gloo itself, without a line of ours in between
     if (reason := why_not_here()) is not None:
         raise AdapterError(f"group {spec.name}: {reason}. {OFF_SWITCH}")
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
-    from deepytorch_core.hang import live, stacks, store_limit
+    from deepytorch_core.hang import stacks, store_limit
 
     module = adapter.load()
     module.set_library_folders(list(stacks.library_folders()))
-    if _is_default():
+    closed = None
+    if missing:
+        say_once(f"group {spec.name} is served by the stock backend: {missing}", level="warning")
+    elif _is_default():
         store_limit.limit(spec.store, timeout.total_seconds())
-        live.join(spec.store, rank=spec.rank, size=spec.size, life=factory)
+        closed = join(spec.store, rank=spec.rank, size=spec.size)
 
     note_group(spec.name, spec.size)
     made = module.create_backend(
@@ -199,7 +218,8 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         group_name=spec.name,
         global_ranks=spec.global_ranks or list(range(spec.size)),
         delegates=factory,
-        native=options.enabled and options.collectives != "stock",
+        closed=closed,
+        native=options.enabled and options.collectives != "stock" and not missing,
         name=_name.get(),
         # By the rule for who asks for native code, else where the ranks measure that it is faster.
         by_nodes=options.collectives == "native"
@@ -288,7 +308,7 @@ def watches(spec: GroupSpec, *, options: config.Options) -> dict[str, Any]:
     from deepytorch_core.hang import live, mismatch
 
     compare = None
-    if options.debug and spec.size > 1:
+    if options.debug and spec.size > 1 and not stores.lacks(spec.store):
         limit_s = spec.timeout.total_seconds()
         compare = mismatch.comparer(spec.store, spec.name, spec.rank, spec.size, limit_s=limit_s)
     return {"explain": live.explainer(spec.name), "compare": compare}

@@ -329,6 +329,7 @@ def documented() -> list[tuple[str, Any, str]]:
 
 
 _current: Options | None = None
+_set: dict[str, str] = {}  # the environment variables that were put in place
 
 
 def current() -> Options:
@@ -353,20 +354,18 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     ]
 
 
-def export_for_core() -> None:
-    """Show the native core the options it reads for itself, before it is loaded.
+def for_core() -> dict[str, str]:
+    """The options that the native core reads for itself, as variables of its environment.
 
-    Its C++ side reads the environment once (csrc/base/env); an option given as a keyword would
-    not be seen there otherwise.
+    It reads those once (csrc/base/env); an option given as a keyword would not be seen there.
     """
-    if current().log != os.environ.get(_PREFIX + "LOG", Options.log):
-        os.environ[_PREFIX + "LOG"] = current().log
-    ifname = current().ifname
-    if ifname is not None:
-        os.environ[_PREFIX + "IFNAME"] = ifname
-    reduce_threads = current().reduce_threads
-    if reduce_threads is not None:
-        os.environ[_PREFIX + "REDUCE_THREADS"] = str(reduce_threads)
+    options = current()
+    given = {
+        "LOG": options.log,
+        "IFNAME": options.ifname,
+        "REDUCE_THREADS": options.reduce_threads,
+    }
+    return {_PREFIX + name: str(value) for name, value in given.items() if value is not None}
 
 
 def rank() -> int:
@@ -455,6 +454,7 @@ def set_for_nccl(settings: Mapping[str, str]) -> None:
         if name in os.environ or not known:
             raise ValueError(f"{name} is not for deepytorch to set")
     os.environ.update(settings)
+    _set.update(settings)
 
 
 def set_where_unset(settings: Mapping[str, str]) -> None:
@@ -464,8 +464,21 @@ def set_where_unset(settings: Mapping[str, str]) -> None:
     """
     theirs = nccl_settings()
     for name, value in settings.items():
-        if name not in theirs:
-            os.environ.setdefault(name, value)
+        if name not in theirs and name not in os.environ:
+            os.environ[name] = _set[name] = value
+
+
+def withdraw() -> None:
+    """Take out of the environment what was put there, until `renew`."""
+    for name, value in _set.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+
+
+def renew() -> None:
+    """Put back what `withdraw` took, unless the user has set it since."""
+    for name, value in _set.items():
+        os.environ.setdefault(name, value)
 
 
 def is_set(variable: str) -> bool:
@@ -502,8 +515,11 @@ def profile_path(options: Options | None = None) -> Path | None:
 
 
 def temporary_dir() -> Path:
-    """The system's folder for temporary files."""
-    return Path(tempfile.gettempdir())
+    """The system's folder for temporary files; where none can be written, the usual one."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path("/tmp")
 
 
 def compiler() -> list[str] | None:

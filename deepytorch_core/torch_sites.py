@@ -302,7 +302,8 @@ def _all_to_all_forward(
             return original(ctx, group, outputs, *tensors)
         ctx.group = group
         ctx.input_tensor_size_list = [tensor.size() for tensor in tensors]
-        received = torch.empty(sum(output.numel() for output in outputs), dtype=tensors[0].dtype)
+        size = sum(output.numel() for output in outputs)
+        received = torch.empty(size, dtype=tensors[0].dtype, device="cpu")
         c10d.all_to_all_single(
             received,
             torch.cat([tensor.reshape(-1) for tensor in tensors]),

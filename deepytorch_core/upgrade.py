@@ -16,6 +16,7 @@ from deepytorch_core.backend import (
     NAME,
     core_settings,
     describe,
+    join,
     longest,
     note_group,
     tell_devices,
@@ -95,6 +96,7 @@ def downgrade_all(c10d: Any) -> None:
             # torch still holds the old backend under its type and takes that.
             group._register_backend(torch.device(device), kind, record.ours)
         c10d_patches.set_served(group, None)
+        record.ours.leave()
         record.active = False
 
 
@@ -123,8 +125,11 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
         names = c10d_patches.stood_for(rewrite.parse(told), pairs)
         record = _Upgraded(told, _adapter_over(c10d, group, stock, name=max(names)))
         _upgraded[group] = record
-    elif group is c10d.GroupMember.WORLD:
-        live.rouse()
+    else:
+        record.ours.rejoin()
+        if group is c10d.GroupMember.WORLD:
+            config.renew()
+            live.rouse()
     # torch keeps these in the backends, and asks whichever comes first.
     group_name, description = group.group_name, group.group_desc
     for device in devices:
@@ -144,8 +149,9 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
 def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any], *, name: str) -> Any:
     module = adapter.load()
     store = c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store())
+    closed = None
     if group is c10d.GroupMember.WORLD:
-        live.join(store, rank=group.rank(), size=group.size(), life=group)
+        closed = join(store, rank=group.rank(), size=group.size())
     options = config.current()
     note_group(group.group_name, group.size())
     spec = GroupSpec(
@@ -165,6 +171,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any], *, name: str) ->
         group_name=spec.name,
         global_ranks=spec.global_ranks,
         delegates=lambda device_type, limit_s=0.0: stock[device_type],  # there already
+        closed=closed,
         native=True,
         name=name,
         **core_settings(options),

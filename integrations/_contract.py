@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import activation, agreement, bystander, config
+from deepytorch_core import activation, agreement, bystander, config, stores
 from deepytorch_core.backend import limit_of
 from deepytorch_core.config import Options
 from deepytorch_core.console import say
@@ -237,7 +237,10 @@ def _connection(adapter: str) -> tuple[Any, int, int]:
             f"{adapter}: torch.distributed is not initialised: call init_process_group() first, "
             "in a process that torchrun or `deepytorch run` has started"
         )
-    return c10d._get_default_store(), c10d.get_rank(), c10d.get_world_size()
+    store, size = c10d._get_default_store(), c10d.get_world_size()
+    if missing := stores.lacks(store):
+        raise IntegrationError(f"{adapter}: {missing}: give init_process_group another store")
+    return store, c10d.get_rank(), size
 
 
 def _statement(
@@ -266,7 +269,7 @@ def _exchange(
     own.set(str(rank), json.dumps(statement))
     limit_s = here_limit_s()
     here, hopeless = _await(adapter, own, (rank, size), limit_s)
-    statements = {sender: json.loads(own.get(str(sender))) for sender in here}
+    statements = {sender: json.loads(stores.text(own, str(sender))) for sender in here}
     declining = {
         sender: one[bystander.DECLINES]
         for sender, one in statements.items()
@@ -275,7 +278,7 @@ def _exchange(
     if declining:
         with contextlib.suppress(RuntimeError):  # as one of them may have ended
             told = [bystander.knows(sender) for sender in declining]
-            agreement.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
+            stores.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
         raise bystander.disagreement(adapter, declining)
     absent = [other for other in range(size) if other not in statements]
     if absent:
@@ -315,7 +318,7 @@ def _await(adapter: str, own: Any, place: tuple[int, int], limit_s: float) -> tu
 
     started = time.monotonic()
     patience_s = min(agreement.PATIENCE_S, limit_s / 2)
-    if agreement.poll(is_over, patience_s):
+    if stores.poll(is_over, patience_s):
         return here(), ""
     present = here()
     if rank == min(present):
@@ -326,7 +329,7 @@ def _await(adapter: str, own: Any, place: tuple[int, int], limit_s: float) -> tu
             level="warning",
         )
     while (left_s := limit_s - (time.monotonic() - started)) > 0:
-        if agreement.poll(is_over, min(_LOOK_S, left_s)):
+        if stores.poll(is_over, min(_LOOK_S, left_s)):
             break
         if hopeless := _awaited(patience_s):
             return here(), hopeless

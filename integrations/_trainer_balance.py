@@ -251,5 +251,5 @@ def _arrow_lengths(table: Any, name: str) -> list[int]:
 def _length(sample: Any) -> int:
     mask = sample.get(_MASK)
     if mask is not None:
-        return int(torch.as_tensor(mask).count_nonzero())
+        return int(torch.as_tensor(mask, device="cpu").count_nonzero())
     return len(sample[_IDS])

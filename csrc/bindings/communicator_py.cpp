@@ -130,7 +130,12 @@ class PyCommunicator {
     const dpt_store table{&store_, store_set, store_get};
     const dpt_delegate delegate{nullptr, no_delegate, no_delegate, nullptr, nullptr, nullptr};
     dpt_error error{};
-    const dpt_status status = api()->comm_create(&options, &table, &delegate, &comm_, &error);
+    dpt_status status = DPT_OK;
+    {
+      // A thread of the core may be asking the store meanwhile.
+      const py::gil_scoped_release release;
+      status = api()->comm_create(&options, &table, &delegate, &comm_, &error);
+    }
     if (status != DPT_OK) raise(status, error.message);
   }
   ~PyCommunicator() { close(); }

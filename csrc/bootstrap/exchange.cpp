@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <sys/random.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -13,6 +14,8 @@
 namespace dpt {
 namespace {
 
+constexpr const char* kUnknown = "unknown";
+
 std::string read_line(const char* path) {
   std::ifstream file(path);
   std::string line;
@@ -20,17 +23,26 @@ std::string read_line(const char* path) {
   return line;
 }
 
+// Without /proc a node is known by its name alone.
+std::string this_boot() {
+  std::string id = read_line("/proc/sys/kernel/random/boot_id");
+  if (!id.empty()) return id;
+  utsname system{};
+  uname(&system);
+  return std::string("unknown-") + system.nodename;
+}
+
 std::string read_link(const char* path) {
   char target[256];
   const ssize_t length = readlink(path, target, sizeof target);
-  return length > 0 ? std::string(target, length) : "unknown";
+  return length > 0 ? std::string(target, length) : kUnknown;
 }
 
 }  // namespace
 
 std::string PeerInfo::serialize() const {
   std::ostringstream out;
-  out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << node
+  out << process << ' ' << boot_id << ' ' << network << ' ' << node
       << ' ' << pid << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << fixed_chunk_bytes
       << ' ' << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
@@ -59,9 +71,9 @@ PeerInfo PeerInfo::parse(const std::string& text) {
 
 PeerInfo PeerInfo::of_this_process() {
   PeerInfo info;
-  info.boot_id = read_line("/proc/sys/kernel/random/boot_id");
+  info.boot_id = this_boot();
   info.network = read_link("/proc/self/ns/net");
-  info.node = (info.boot_id.empty() ? "unknown" : info.boot_id) + "@" + info.network;
+  info.node = info.boot_id + "@" + info.network;
   info.pid = getpid();
   info.mark = own_process_mark();
   cpu_set_t cores;
@@ -232,12 +244,18 @@ std::optional<std::string> start_time_of(const std::string& pid) {
   return field;
 }
 
+// This process's; nothing without a /proc, or with one of another pid namespace, in which the
+// numbers are other processes'.
+std::optional<std::string> own_start_time() {
+  const std::string pid = std::to_string(getpid());
+  return read_link("/proc/self") == pid ? start_time_of(pid) : std::nullopt;
+}
+
 }  // namespace
 
 std::string own_process_mark() {
-  const std::string pid = std::to_string(getpid());
-  return read_line("/proc/sys/kernel/random/boot_id") + " " + read_link("/proc/self/ns/pid") + " " +
-         pid + " " + start_time_of(pid).value_or("unknown");
+  return this_boot() + " " + read_link("/proc/self/ns/pid") + " " + std::to_string(getpid()) + " " +
+         own_start_time().value_or(kUnknown);
 }
 
 std::string stamp_of_now() {
@@ -251,13 +269,14 @@ std::optional<std::string> dead_process(const std::string& mark) {
   std::istringstream in(mark);
   std::string boot_id, pid_namespace, pid, start;
   in >> boot_id >> pid_namespace >> pid >> start;
-  const bool visible = boot_id == read_line("/proc/sys/kernel/random/boot_id") &&
+  const std::optional<std::string> own_start = own_start_time();
+  const bool visible = own_start && start != kUnknown && boot_id == this_boot() &&
                        pid_namespace == read_link("/proc/self/ns/pid");
   if (!in || !visible || start_time_of(pid) == start) return std::nullopt;
   uint64_t left = 0;
-  uint64_t own_start = 0;
-  std::istringstream(start_time_of(std::to_string(getpid())).value_or("")) >> own_start;
-  if (in >> left && left < own_start) return std::nullopt;
+  uint64_t own = 0;
+  std::istringstream(*own_start) >> own;
+  if (in >> left && left < own) return std::nullopt;
   return pid;
 }
 

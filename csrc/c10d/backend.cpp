@@ -51,6 +51,12 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   init();
   delegated_group_ = std::make_shared<const DelegatedWork::Group>(DelegatedWork::Group{
       rank_, setup_.api, setup_.explain, setup_.options->group_name, setup_.who_died});
+  make_comm();
+  const std::lock_guard lock(live_mutex);
+  live().insert(this);
+}
+
+void Backend::make_comm() {
   std::vector<int64_t> global_ranks;
   for (const uint64_t rank : setup_.options->global_ranks_in_group) {
     global_ranks.push_back(static_cast<int64_t>(rank));
@@ -87,8 +93,6 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
   if (rank_ != 0) setup_.store->set(kMadeKey + std::to_string(rank_), std::vector<uint8_t>{1});
-  const std::lock_guard lock(live_mutex);
-  live().insert(this);
 }
 
 Backend::~Backend() {
@@ -102,6 +106,7 @@ Backend::~Backend() {
     abandonment_.settle();
     delegates_.clear();
     known_delegates_ = {};
+    tell_closed();
   });
 }
 
@@ -169,7 +174,7 @@ void Backend::let_others_make_it() {
   without_gil([&] { somebody_is_lost = !wait_for_keys(*setup_.store, made, kMakingLimit); });
 }
 
-void Backend::shutdown() {
+bool Backend::end_comm() {
   let_others_make_it();
   dpt_comm* const comm = std::exchange(comm_, nullptr);
   bool abandoned = false;
@@ -177,6 +182,21 @@ void Backend::shutdown() {
     if (comm != nullptr) setup_.api->comm_destroy(comm);
     abandoned = abandonment_.settle();
   });
+  return abandoned;
+}
+
+void Backend::leave() { end_comm(); }
+
+void Backend::rejoin() {
+  if (comm_ == nullptr) without_gil([&] { make_comm(); });
+}
+
+void Backend::tell_closed() {
+  if (const auto closed = std::exchange(setup_.closed, nullptr)) closed();
+}
+
+void Backend::shutdown() {
+  const bool abandoned = end_comm();
   std::map<std::string, BackendPtr> delegates;
   {
     std::lock_guard lock(delegates_mutex_);
@@ -189,6 +209,7 @@ void Backend::shutdown() {
       if (!abandoned || device == kCpu) delegate->shutdown();
     }
     delegates.clear();
+    tell_closed();
   });
 }
 
@@ -198,14 +219,7 @@ void Backend::finish_all() {
     const std::lock_guard lock(live_mutex);
     backends = live();
   }
-  for (Backend* backend : backends) {
-    backend->let_others_make_it();
-    dpt_comm* const comm = std::exchange(backend->comm_, nullptr);
-    without_gil([&] {
-      if (comm != nullptr) backend->setup_.api->comm_destroy(comm);
-      backend->abandonment_.settle();
-    });
-  }
+  for (Backend* backend : backends) backend->end_comm();
 }
 
 int Backend::poll_signals(void*) {

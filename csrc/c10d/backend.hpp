@@ -69,6 +69,8 @@ class Backend : public c10d::Backend {
     // Compares what this rank is about to start with the other ranks', and throws where they
     // differ; empty: nobody asked for that.
     std::function<void(const std::string& call)> compare;
+    // Called when the group has ended, or its last holder has gone; unset: nobody asked for that.
+    std::function<void()> closed;
     // Registered memory on GPUs, where this process has any; unset: NCCL allocates.
     struct DeviceMemory {
       std::function<bool()> is_there;
@@ -88,6 +90,11 @@ class Backend : public c10d::Backend {
   // c10d does not tell a backend the device of a barrier; in a group that serves no CPU tensors it
   // is the accelerator's, whose stream only the stock backend waits for.
   void serve_accelerator_only(const std::string& device) { barrier_device_ = at::Device(device); }
+
+  // Ends the native part and nothing else, until `rejoin`. Of a group that is not to be ours any
+  // more, and may be again.
+  void leave();
+  void rejoin();
 
   const std::string getBackendName() const override { return setup_.options->backend; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
@@ -284,6 +291,10 @@ class Backend : public c10d::Backend {
   // meet at their first operation: without one rank 0, which is it as a rule, would take the store
   // away from ranks that are still making the group.
   void let_others_make_it();
+  void make_comm();
+  // Whether the delegates were abandoned.
+  bool end_comm();
+  void tell_closed();
 
   Setup setup_;
   std::shared_ptr<const DelegatedWork::Group> delegated_group_;

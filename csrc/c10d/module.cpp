@@ -69,6 +69,19 @@ std::function<void(const std::string&)> wrap_compare(py::object compare) {
   };
 }
 
+std::function<void()> wrap_closed(py::object closed) {
+  if (closed.is_none()) return nullptr;
+  return [held = hold(std::move(closed))] {
+    if (!Py_IsInitialized()) return;
+    const py::gil_scoped_acquire gil;
+    try {
+      (*held)();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("ending a process group");
+    }
+  };
+}
+
 std::function<std::string(const at::Tensor&)> wrap_inspect(py::object inspect) {
   if (inspect.is_none()) return nullptr;
   return [held = hold(std::move(inspect))](const at::Tensor& tensor) {
@@ -147,6 +160,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def_property_readonly("options", &Backend::getBackendOptions)
+      .def("leave", &Backend::leave, "Ends the native part of the group, until `rejoin`.")
+      .def("rejoin", &Backend::rejoin, "Makes it again; the ranks meet at the next operation.")
       .def("serve_accelerator_only",
            &Backend::serve_accelerator_only,
            py::arg("device"),
@@ -161,6 +176,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& group_name,
          const std::vector<uint64_t>& global_ranks,
          py::object delegates,
+         py::object closed,
          bool native,
          const std::string& name,
          const std::string& tune,
@@ -181,27 +197,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           make_hierarchy =
               wrap_factory<const std::string&, const std::vector<int>&>(delegates.attr("by_nodes"));
         }
-        return c10::make_intrusive<Backend>(
-            Backend::Setup{.store = store,
-                           .rank = rank,
-                           .size = size,
-                           .options = std::move(options),
-                           .make_delegate = wrap_factory<const std::string&, double>(delegates),
-                           .make_hierarchy = std::move(make_hierarchy),
-                           .who_died = who_died(delegates),
-                           .native = native,
-                           .own_name = name == "deepytorch",
-                           .api = core_api(),
-                           .tune = parse_tune(tune),
-                           .profile = profile,
-                           .staging_bytes = staging_bytes,
-                           .raise_errors = raise_errors,
-                           .inspect = wrap_inspect(std::move(inspect)),
-                           .delegate_competes = delegate_competes,
-                           .by_nodes = by_nodes,
-                           .explain = wrap_explain(std::move(explain)),
-                           .compare = wrap_compare(std::move(compare)),
-                           .device_memory = wrap_memory(std::move(device_memory))});
+        Backend::Setup setup{.store = store,
+                             .rank = rank,
+                             .size = size,
+                             .options = std::move(options),
+                             .make_delegate = wrap_factory<const std::string&, double>(delegates),
+                             .make_hierarchy = std::move(make_hierarchy),
+                             .who_died = who_died(delegates),
+                             .native = native,
+                             .own_name = name == "deepytorch",
+                             .api = core_api(),
+                             .tune = parse_tune(tune),
+                             .profile = profile,
+                             .staging_bytes = staging_bytes,
+                             .raise_errors = raise_errors,
+                             .inspect = wrap_inspect(std::move(inspect)),
+                             .delegate_competes = delegate_competes,
+                             .by_nodes = by_nodes,
+                             .explain = wrap_explain(std::move(explain)),
+                             .compare = wrap_compare(std::move(compare)),
+                             .closed = wrap_closed(std::move(closed)),
+                             .device_memory = wrap_memory(std::move(device_memory))};
+        // A store may be Python's, and be asked by a thread of the core meanwhile.
+        const py::gil_scoped_release no_gil;
+        return c10::make_intrusive<Backend>(std::move(setup));
       },
       py::arg("store"),
       py::arg("rank"),
@@ -211,6 +230,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("group_name"),
       py::arg("global_ranks"),
       py::arg("delegates"),
+      py::arg("closed") = py::none(),
       py::arg("native") = true,
       py::arg("name") = "deepytorch",
       py::arg("tune") = "off",
@@ -224,7 +244,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("inspect") = py::none(),
       py::arg("device_memory") = py::none(),
       "A process group's backend; `delegates(device_type)` makes the stock one when needed, and "
-      "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages.");
+      "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages; "
+      "`closed()` is called when the group has ended.");
 
   py::class_<Hierarchy, c10d::Backend, c10::intrusive_ptr<Hierarchy>>(m, "Hierarchy")
       .def(py::init([](int rank,

@@ -8,7 +8,6 @@ collectives do; it is for finding a fault.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from deepytorch_core import agreement
+from deepytorch_core import agreement, stores
 from deepytorch_core.hang import stacks
 
 
@@ -36,10 +35,9 @@ def comparer(
     from torch._C._distributed_c10d import PrefixStore
 
     # Not the group's own connection: other threads may be waiting over that.
-    with contextlib.suppress(RuntimeError, NotImplementedError):
-        store = store.clone()
+    own_connection = stores.connection(store)
     # A former group of this name may have left keys in the store.
-    own = agreement.numbered(store, "deepytorch/compare", rank)
+    own = agreement.numbered(own_connection, "deepytorch/compare", rank)
     numbers = itertools.count(1)
 
     def compare(call: str) -> None:
@@ -47,10 +45,9 @@ def comparer(
         what = f"collective #{number} of group {group} on rank {rank} of {size} (debug=on)"
         _compare(PrefixStore(str(number), own), (rank, size), call, what=what, limit_s=limit_s)
         if number > 1:  # all ranks have come here, so all are through with the last one
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                own.delete_key(f"{number - 1}/value/{rank}")
-                if rank == 0:
-                    own.delete_key(f"{number - 1}/verdict")
+            last = PrefixStore(str(number - 1), own)
+            common = ["verdict", "verdict/claims"] if rank == 0 else []
+            stores.drop(last, [f"value/{rank}", *common])
 
     return compare
 

@@ -131,9 +131,13 @@ def open_memfd(pid: int, name: str, flags: int) -> int | None:
 
 
 def find() -> list[int]:
-    """Processes of this user with a flight record of their own."""
-    found = []
-    for entry in os.listdir("/proc"):
+    """Processes of this user with a flight record of their own, as far as /proc shows them."""
+    found: list[int] = []
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return found
+    for entry in entries:
         if not entry.isdecimal():
             continue
         with contextlib.suppress(OSError, RecordError):

@@ -43,9 +43,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="deepytorch-waits", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Have the thread end; it is gone in a moment, unless it is just looking."""
+    def stop(self, *, limit_s: float) -> None:
+        """End the thread, and wait so long for it where it is just looking."""
         self._over.set()
+        self._thread.join(limit_s)
 
     def _run(self) -> None:
         from deepytorch_core import _core

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from deepytorch.integrations._horovod_common import HorovodInternalError
+from deepytorch_core import stores
 
 Entry = tuple[Any, ...]
 """What a peer needs to take part in a collective: its name, then plain values."""
@@ -62,7 +63,7 @@ class Journal:
         self._thread: threading.Thread | None = None
         if self._size > 1:
             # A connection of its own: a store serves one waiting thread at a time.
-            listening = (self._store.clone(),)
+            listening = (stores.connection(self._store),)
             self._thread = threading.Thread(target=self._listen, args=listening, daemon=True)
             self._thread.start()
 

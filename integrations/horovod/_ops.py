@@ -205,7 +205,11 @@ def sparse_allreduce_async(
 
     def finish() -> torch.Tensor:
         summed = torch.sparse_coo_tensor(
-            indices.wait()[0].t(), values.wait()[0], own.shape, check_invariants=False
+            indices.wait()[0].t(),
+            values.wait()[0],
+            own.shape,
+            device=own.device,
+            check_invariants=False,
         ).coalesce()
         return summed / process_set.group.size() if chosen is ReduceOp.Average else summed
 
@@ -470,4 +474,4 @@ def _numbers(splits: torch.Tensor | Sequence[int] | None) -> list[int] | None:
 
 def _with_splits(result: tuple[torch.Tensor, list[int]], splits: Any) -> Any:
     rows, counts = result
-    return rows if splits is None else (rows, torch.tensor(counts, dtype=torch.int32))
+    return rows if splits is None else (rows, torch.tensor(counts, dtype=torch.int32, device="cpu"))

@@ -97,7 +97,7 @@ def broadcast_object(
     device = default_device(process_set)
     is_root = rank() == root_rank
     data = _to_bytes(obj, device) if is_root else torch.empty(0, dtype=torch.uint8, device=device)
-    count = torch.tensor([data.numel()], device=device)
+    count = torch.tensor([data.numel()], dtype=torch.int64, device=device)
     broadcast_(count, root_rank, name, process_set)
     if not is_root:
         data = data.new_empty(int(count.item()))
@@ -110,7 +110,8 @@ def allgather_object(
 ) -> list[Any]:
     """The objects of all ranks, by rank; they must pickle."""
     data = _to_bytes(obj, default_device(process_set))
-    sizes = allgather(torch.tensor([data.numel()], device=data.device), name, process_set)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=data.device)
+    sizes = allgather(size, name, process_set)
     parts = torch.split(allgather(data, name, process_set), sizes.tolist())
     return [_from_bytes(part) for part in parts]
 
@@ -146,7 +147,8 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def _check_same(lines: list[str], process_set: ProcessSet) -> None:
     device = default_device(process_set)
-    code = torch.tensor([zlib.crc32("\n".join(lines).encode())], device=device)
+    checked = [zlib.crc32("\n".join(lines).encode())]
+    code = torch.tensor(checked, dtype=torch.int64, device=device)
     if len(set(allgather(code, process_set=process_set).tolist())) == 1:
         return
     all_lines = allgather_object(lines, process_set=process_set)

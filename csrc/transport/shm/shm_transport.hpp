@@ -24,6 +24,7 @@ struct ShmConnection {
   // The peers' pools, already known to the segment; keep them as long as that. Empty when some rank
   // can't take part: then no rank of the group uses registered memory.
   std::vector<std::shared_ptr<const MappedPool>> pools;
+  MemoryPool::Hold own_pool;  // likewise
   std::string why_not;  // the same text on every rank
 };
 
