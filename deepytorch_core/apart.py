@@ -201,13 +201,13 @@ class Watch:
         if store.add(_SAID, 1) > 1:
             return
         say(
-            f"several of the {size} ranks seem to train apart, each a model of its own: "
-            f"{self._steps} optimizer steps ended without a collective since that could carry "
-            "gradients. It happens where the model was not wrapped in DistributedDataParallel or "
-            "FSDP (a framework may leave that out for a launcher or backend that it does not "
-            "know), where .module of the wrapper is called in its place, where no_sync() is never "
-            "left, and where the wrapper's group has one rank. Wrap the model and call the "
-            "wrapper. If it is meant, as for an ensemble, DEEPYTORCH_LOG=error leaves this out",
+            f"several of the {size} ranks seem to train apart, each a model of its own: before "
+            f"none of the last {self._steps} optimizer steps was there an operation between "
+            "ranks that could carry gradients. It happens where the model is not wrapped in "
+            "DistributedDataParallel or FSDP (a framework may leave that out for a launcher or "
+            "backend that it does not know), where .module of the wrapper is called in its "
+            "place, where no_sync() is never left, or where the wrapper's group has one rank. "
+            "If it is meant, as for an ensemble, DEEPYTORCH_LOG=error leaves this out",
             level="warning",
         )
 

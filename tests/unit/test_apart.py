@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +83,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: SimpleNamespace
-) -> Iterator[Callable[[list[Rank]], int]]:
+) -> Callable[[list[Rank]], int]:
     """Ends the training of these ranks, and tells how many lines were printed until then."""
 
     def count(ranks: list[Rank]) -> int:
@@ -92,7 +92,7 @@ def lines(
             rank.watch.end()
         return capsys.readouterr().err.count(LINE)
 
-    yield count
+    return count
 
 
 def pair(train: Callable[[Rank], object], *models: Callable[[], torch.nn.Module]) -> list[Rank]:
