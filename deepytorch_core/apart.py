@@ -88,8 +88,8 @@ class Watch:
             self._begin(first)
             return
         if given > 0 and given >= self._least(optimizer):
-            self._note_sync()
-            self._look_at = _LEAST_STEPS
+            self._synced = self._first
+            self._wait()
             return
         self._steps += 1
         if self._steps >= self._look_at:
@@ -135,14 +135,16 @@ class Watch:
             self._bytes = _bytes_of(optimizer)
         return (_PART_AT_TIMES if self._steps else _PART_AT_EACH) * self._bytes
 
-    def _note_sync(self) -> None:
-        self._synced = self._first
+    def _wait(self) -> None:
+        """Count anew, and don't look before there can be something to say."""
         self._steps = 0
         self._began = 0.0
+        self._look_at = _LEAST_STEPS
 
     def _look(self, optimizer: Any) -> None:
         c10d = sys.modules.get(_C10D)
         if c10d is None or not c10d.is_initialized() or c10d.get_world_size() == 1:
+            self._wait()
             return
         others = _operations_of_others(c10d)
         if others is None or _are_connected_otherwise():
@@ -150,7 +152,8 @@ class Watch:
             return
         known, self._others = self._others, others
         if known is not None and others != known:
-            self._note_sync()
+            self._synced = self._first
+            self._wait()
             return
         if self._began == 0.0:
             self._began = time.monotonic()
@@ -158,7 +161,7 @@ class Watch:
         if key is None:
             return
         if not _trains(optimizer):
-            self._steps = 0
+            self._wait()
             return
         if self._bytes == 0:
             self._bytes = _bytes_of(optimizer)
@@ -169,7 +172,7 @@ class Watch:
         took_s = time.monotonic() - self._began
         sure = self._steps >= _SURE_STEPS or (self._steps >= _LEAST_STEPS and took_s >= _SURE_S)
         if sure:
-            # Others may be this rank's alone: a probe of what was trained together, for one.
+            # These may be this rank's own: a probe of what was trained together, for one.
             is_own = self._synced is not None and self._synced is not self._first
             return None if is_own else _SURE
         return _STEPPED if self._synced is None and _STEPPED not in self._left else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core import apart, counts
-from deepytorch_core.patching import Patches
+from deepytorch_core.patching import Patches, original_of
 
 LINE = "seem to train apart"
 SIZE = 1000  # bytes of a model below: 4 * 250
@@ -160,26 +160,32 @@ def test_metrics_are_no_gradients(
     assert lines(ranks) == 1
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_groups_of_gloo_without_operations(
-    steps: int,
+def test_gradients_may_be_compressed_further_than_averages(
+    lines: Callable[[list[Rank]], int],
+) -> None:
+    assert lines(pair(lambda rank: rank.train(30, given=8_000), large, large)) == 0
+
+
+@pytest.mark.parametrize(("at", "num_lines"), [((), 1), (range(20), 0), ((5,), 0), ((19,), 0)])
+def test_groups_of_gloo_count_their_operations(
+    at: Collection[int],
+    num_lines: int,
     lines: Callable[[list[Rank]], int],
     job: SimpleNamespace,
 ) -> None:
     job.ProcessGroupGloo = Group
     group = Group()
     job._world.pg_map[group] = None
-
-    def train(rank: Rank) -> None:
-        for _ in range(20):
-            group.operations += 1 if steps else 0
+    ranks = [Rank(), Rank()]
+    for step in range(20):
+        group.operations += step in at
+        for rank in ranks:
             rank.train(1)
-
-    assert lines(pair(train)) == (0 if steps else 1)
+    assert lines(ranks) == num_lines
 
 
 def average_each(period: int) -> Callable[[Rank], object]:
-    return lambda rank: rank.train(3000, given=SIZE, every=period)
+    return lambda rank: rank.train(3003, given=SIZE, every=period)
 
 
 def one_average_at_the_end(rank: Rank) -> None:
@@ -194,9 +200,9 @@ def another_optimizer_after(rank: Rank) -> None:
 
 
 def an_optimizer_for_each_sample(rank: Rank) -> None:
-    for _ in range(5):
-        rank.optimizer = rank.optimizer_of(torch.nn.Linear(8, 8))
-        rank.train(300)
+    for given in (0, 0, 100):
+        rank.optimizer = rank.optimizer_of(torch.nn.Linear(1000, 1000))
+        rank.train(300, given=given)
 
 
 def synchronised_late(rank: Rank) -> None:
@@ -253,6 +259,17 @@ def test_one_rank_that_trains_beside_others(lines: Callable[[list[Rank]], int]) 
 
 def test_ranks_with_models_of_their_own(lines: Callable[[list[Rank]], int]) -> None:
     ranks = pair(lambda rank: rank.train(3000), lambda: None, lambda: torch.nn.Linear(8, 8))
+    assert lines(ranks) == 0
+
+
+def test_steps_before_the_group_do_not_count(
+    job: SimpleNamespace, lines: Callable[[list[Rank]], int]
+) -> None:
+    job.is_initialized = lambda: False
+    ranks = pair(lambda rank: rank.train(1000))
+    job.is_initialized = lambda: True
+    for rank in ranks:
+        rank.train(300).train(5, given=SIZE)
     assert lines(ranks) == 0
 
 
@@ -332,6 +349,26 @@ def test_graphs_that_hold_collectives(
         graph.capture_end()
         rank.train(1100)
     assert lines(ranks) == (0 if collectives else 1)
+
+
+def test_torchs_graphs_and_groups_are_watched() -> None:
+    from torch.cuda import graphs
+    from torch.distributed import distributed_c10d as c10d
+
+    seams = [
+        (graphs.CUDAGraph, "capture_begin"),
+        (graphs.CUDAGraph, "capture_end"),
+        (c10d, "_update_default_pg"),
+    ]
+    patches = Patches()
+    apart.install_graphs(graphs, patches)
+    apart.install(c10d, patches)
+    try:
+        # Maybe by an activation before this test.
+        for owner, name in seams:
+            assert original_of(getattr(owner, name)) is not getattr(owner, name)
+    finally:
+        patches.undo()
 
 
 def test_nothing_is_kept_alive(job: SimpleNamespace) -> None:
