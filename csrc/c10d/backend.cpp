@@ -365,8 +365,22 @@ Contiguous::Direction Backend::in_place_direction(const Call& call) const {
   return Direction::kInPlace;
 }
 
+// Of a list some are counted twice, which does no harm: what counts is whether it may be gradients.
+[[gnu::hot]] void Backend::note_given(const Call& call) const {
+  if (size_ == 1) return;  // there is nobody to give it to
+  uint64_t elements = 0;
+  uint64_t bytes = 0;
+  // Not nbytes, which sparse tensors refuse.
+  for (const at::Tensor& tensor : call.inputs.empty() ? call.outputs : call.inputs) {
+    elements += static_cast<uint64_t>(tensor.numel());
+    bytes += static_cast<uint64_t>(tensor.numel()) * tensor.itemsize();
+  }
+  if (elements > 1) c10d_adapter::note_given(bytes);
+}
+
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
   check_open(what);
+  note_given(what);
   if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
   const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
   if (setup_.compare && is_collective) setup_.compare(signature_of(what));

@@ -209,6 +209,7 @@ class Backend : public c10d::Backend {
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);
   Contiguous::Direction in_place_direction(const Call& call) const;
+  void note_given(const Call& call) const;
   // Once it has begun, so that other ranks don't wait for this one's GIL.
   void note_place(const dpt_request& request, uint64_t recorded);
   void find_place(uint64_t recorded) const;

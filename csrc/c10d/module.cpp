@@ -145,6 +145,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("failures",
         &dpt::c10d_adapter::failures,
         "How many operations of this process ended in an error.");
+  m.def("given_bytes",
+        &dpt::c10d_adapter::given_bytes,
+        "Bytes that this process gave to operations with other ranks, or took from them where it "
+        "gave none; one element is left out, as of a loss or a count.");
 
   m.def("set_library_folders",
         &dpt::c10d_adapter::set_library_folders,

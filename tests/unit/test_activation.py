@@ -218,6 +218,7 @@ def test_deactivating_leaves_torch_as_it_was() -> None:
         "_new_group_with_tag",
         "_new_process_group_helper",
         "_set_pg_timeout",
+        "_update_default_pg",
         "backward",
         "batch_isend_irecv",
         "forward",
