@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from deepytorch.integrations._contract import IntegrationError, Joined, join, require
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
@@ -312,21 +312,21 @@ def _store(launched: Launched) -> Store:
         "timeout": timedelta(seconds=_RENDEZVOUS_S),
     }
     if address is not None:
-        return TCPStore(*address, **here)
+        # One server for all times that the ranks meet: a port is not free at once.
+        everyone = TCPStore(*address, multi_tenant=True, **here)
+        return PrefixStore(f"deepytorch/horovod/{next(_meetings)}", everyone)
     require_one_node(
         launched,
         "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, for every "
         "rank (mpirun -x MASTER_ADDR -x MASTER_PORT), or use torchrun",
     )
     meeting = local_store(launched, "torch")
-    # After a shutdown the ranks meet anew, at another port: what they read must not be the last.
-    key = f"port/{next(_meetings)}"
     if launched.rank == 0:
         store = TCPStore("127.0.0.1", 0, wait_for_workers=False, **here)
-        meeting.set(key, str(store.port).encode())
+        meeting.set("port", str(store.port).encode())
         meeting.remove_at_exit()
         return store
-    port = meeting.get_alive(key, _RENDEZVOUS_S)
+    port = meeting.get_alive("port", _RENDEZVOUS_S)
     if port is None:
         raise IntegrationError(
             f"horovod: rank 0 did not come within {_RENDEZVOUS_S:g} s: is it on this node, and did "
