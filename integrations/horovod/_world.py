@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from deepytorch.integrations._contract import IntegrationError, Joined, join, require
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
@@ -25,7 +25,9 @@ from deepytorch_core.launchers import Launched
 
 _ADAPTER = "horovod"
 _RENDEZVOUS_S = 300.0
+_STUCK_S = 60.0
 _numbers = itertools.count(1)
+_meetings = itertools.count(1)
 
 
 class ProcessSet:
@@ -39,6 +41,7 @@ class ProcessSet:
         self.ranks: list[int] | None = sorted(ranks)
         self.process_set_id: int | None = None
         self._group: dist.ProcessGroup | None = None
+        self._rounds: Any = None  # _rounds.Rounds, which builds on this module
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ProcessSet: the ranks {list(ranks)} are not all different")
 
@@ -72,11 +75,33 @@ class ProcessSet:
             raise ValueError(f"{self} {reason}")
         return self._group
 
-    def _register(self, number: int, ranks: list[int], group: dist.ProcessGroup | None) -> None:
-        self.process_set_id, self.ranks, self._group = number, ranks, group
+    @property
+    def rounds(self) -> Any:
+        """Where its operations are begun, a `_rounds.Rounds`. Raises as `group` does."""
+        _ = self.group
+        return self._rounds
 
-    def _forget(self) -> None:
-        self.process_set_id = self._group = None
+    def _register(self, number: int, ranks: list[int], group: dist.ProcessGroup | None) -> None:
+        """Every rank calls it."""
+        from . import _rounds
+
+        self.process_set_id, self.ranks, self._group = number, ranks, group
+        others = group if len(ranks) == 1 else dist.new_group(ranks)
+        if group is not None:
+            stuck_s = 0.0 if in_debug() else _STUCK_S
+            self._rounds = _rounds.Rounds(self, others, stuck_s=stuck_s)
+
+    def _forget(self, *, alive: bool) -> None:
+        """Also of torch, unless all groups are gone there already."""
+        groups = {self._group}
+        if self._rounds is not None:
+            self._rounds.close()
+            groups.add(self._rounds.group)
+        for group in groups - {None, dist.group.WORLD}:
+            if alive:
+                with contextlib.suppress(ValueError):  # the user has destroyed this one
+                    dist.destroy_process_group(group)
+        self.process_set_id = self._group = self._rounds = None
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -166,14 +191,10 @@ def shutdown() -> None:
     for reducer in ended.reducers:
         reducer.stop()
     ended.journal.close()
+    # Gone where the user destroyed all groups himself.
     alive = dist.is_initialized() and dist.group.WORLD is ended.group
-    for process_set in ended.sets:
-        # Already gone where the user destroyed all groups himself.
-        if alive and process_set._group is not None:
-            with contextlib.suppress(ValueError):
-                dist.destroy_process_group(process_set._group)
-        process_set._forget()
-    global_process_set._forget()
+    for process_set in [*ended.sets, global_process_set]:
+        process_set._forget(alive=alive)
     global_process_set.ranks = []
     if alive and ended.made_group:
         dist.destroy_process_group()
@@ -211,9 +232,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set not in here.sets:
         return False
     here.sets.remove(process_set)
-    if process_set._group is not None:
-        dist.destroy_process_group(process_set._group)
-    process_set._forget()
+    process_set._forget(alive=True)
     return True
 
 
@@ -225,6 +244,11 @@ def rank() -> int:
 def size() -> int:
     """The number of ranks."""
     return world().placement.size
+
+
+def size_op() -> torch.Tensor:
+    """`size()` as a tensor, int32 on the CPU."""
+    return torch.tensor(size(), dtype=torch.int32, device="cpu")
 
 
 def local_rank() -> int:
@@ -289,7 +313,9 @@ def _store(launched: Launched) -> Store:
         "timeout": timedelta(seconds=_RENDEZVOUS_S),
     }
     if address is not None:
-        return TCPStore(*address, **here)
+        # One server for all times that the ranks meet: a port is not free at once.
+        everyone = TCPStore(*address, multi_tenant=True, **here)
+        return PrefixStore(f"deepytorch/horovod/{next(_meetings)}", everyone)
     require_one_node(
         launched,
         "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, for every "
