@@ -46,8 +46,6 @@ CHOICE = [
 ]
 # What PyTorch's run_test.py sets for a file; such a file has a process of its own.
 ENVIRONMENT = {"test_distributed_spawn.py": {"BACKEND": "gloo", "WORLD_SIZE": "3"}}
-# PyTorch ends a test's children when its time is up and says where they were; then ours.
-GRACE_S = 30.0
 
 Rows = dict[str, dict[str, Any]]
 
@@ -58,7 +56,8 @@ class Arm:
     def __init__(self, name: str, asked: argparse.Namespace) -> None:
         self.name = name
         self._root = asked.checkout / "test"
-        self._limit_s = asked.limit
+        # PyTorch ends a test's children when its time is up, and says where they were.
+        self._until_killed_s = asked.limit + asked.grace
         self._folder = asked.logs / name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._groups = self._folder / "groups"
@@ -116,7 +115,7 @@ class Arm:
                 pytest.wait(1)
                 return True
             for row in _lines(rows)[-1:]:
-                over = time.time() - row["began"] > self._limit_s + GRACE_S
+                over = time.time() - row["began"] > self._until_killed_s
                 if row["outcome"] is None and over:
                     return False
 
@@ -132,7 +131,8 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="all files of test/distributed")
     parser.add_argument("--json", type=Path, help="file for what became of each test")
     parser.add_argument("--logs", type=Path, help="folder for what the tests print")
-    parser.add_argument("--limit", type=float, default=60, help="seconds that a test may take")
+    parser.add_argument("--limit", type=int, default=60, help="seconds that a test may take")
+    parser.add_argument("--grace", type=int, default=30, help="then, until it is killed")
     parser.add_argument(
         "--start",
         choices=("fork", "spawn"),
