@@ -197,8 +197,8 @@ def compare(arms: tuple[Arm, Arm], label: str, files: list[Path]) -> tuple[list[
 
 
 def _label(file: Path, suite: Path) -> str:
-    own = file.name in ENVIRONMENT
-    return str((file if own else file.parent).relative_to(suite)).replace("/", "_")
+    own = file if file.name in ENVIRONMENT else file.parent
+    return "_".join(("distributed", *own.relative_to(suite).parts))
 
 
 def _outcome(rows: Rows, test: str) -> str:
