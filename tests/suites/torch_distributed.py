@@ -152,14 +152,15 @@ def main() -> int:
     found: tuple[Rows, Rows] = {}, {}
     differing: list[str] = []
     # A process for the files of a folder: importing torch for each would take half of the time.
-    for label, members in groupby(sorted(files), lambda file: _label(file, suite)):
-        first, differ = compare(arms, label, list(members))
+    labelled = sorted((_label(file, suite), file) for file in files)
+    for label, members in groupby(labelled, lambda each: each[0]):
+        first, differ = compare(arms, label, [file for _, file in members])
         for all_rows, rows in zip(found, first, strict=True):
             all_rows.update(rows)
         differing += differ
     groups = arms[1].groups()
-    print(f"{len(differing)} of {len(found[0])} tests differ; deepytorch took over")
-    print(f"{groups.total()} groups in {len(groups)} tests; their output is in {asked.logs}")
+    print(f"{len(differing)} of {len(found[0])} tests differ; what they print is in {asked.logs}")
+    print(f"deepytorch took over {groups.total()} groups, in {len(groups)} tests")
     if asked.json:
         outcome = {STOCK: found[0], OURS: found[1], "differing": differing, "groups": groups}
         asked.json.write_text(json.dumps(outcome, indent=1))
@@ -206,7 +207,8 @@ def _outcome(rows: Rows, test: str) -> str:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    written, _, _ = file.read_text().rpartition("\n")  # the last may still be on its way
+    return [json.loads(line) for line in written.splitlines()]
 
 
 if __name__ == "__main__":
