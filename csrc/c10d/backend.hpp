@@ -205,6 +205,10 @@ class Backend : public c10d::Backend {
 
   // Throws where the group was destroyed.
   void check_open(const Call& call) const;
+  // Reduces the one tensor of `tensors` in place and, where that is another, copies it to `result`.
+  WorkPtr all_reduce_into(const at::Tensor& result,
+                          std::vector<at::Tensor>& tensors,
+                          const c10d::AllreduceOptions& options);
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);

@@ -43,6 +43,32 @@ std::vector<at::Tensor> at_places(const std::vector<at::Tensor>& list,
   return some;
 }
 
+// The tensors of a list, with copies in place of those that share memory with others of it: each is
+// then reduced once, as if the list was one message.
+std::vector<at::Tensor> apart(const std::vector<at::Tensor>& list) {
+  using Bytes = std::pair<const char*, const char*>;
+  const auto bytes_of = [](const at::Tensor& tensor) -> Bytes {
+    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    return {begin, tensor.numel() == 0 ? begin : begin + (last + 1) * tensor.element_size()};
+  };
+  std::vector<std::pair<Bytes, size_t>> order;
+  order.reserve(list.size());
+  for (size_t i = 0; i < list.size(); ++i) order.emplace_back(bytes_of(list[i]), i);
+  std::sort(order.begin(), order.end());
+  std::vector<at::Tensor> result = list;
+  const char* end = nullptr;
+  for (size_t i = 1; i < order.size(); ++i) {
+    end = std::max(end, order[i - 1].first.second);
+    if (order[i].first.first >= end) continue;
+    for (const size_t place : {order[i - 1].second, order[i].second}) {
+      if (result[place].is_same(list[place])) result[place] = list[place].clone();
+    }
+  }
+  return result;
+}
+
 }  // namespace
 
 bool Backend::is_only_asked_for(const Call& call) const {
@@ -91,9 +117,13 @@ WorkPtr Backend::coalesced(c10d::OpType op_type,
 
 WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                      const c10d::AllreduceCoalescedOptions& options) {
+  const bool on_host = std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& each) {
+    return each.is_cpu() && each.layout() == at::kStrided;
+  });
+  const std::vector<at::Tensor> reduced = on_host ? apart(tensors) : tensors;
   const auto start = [&](size_t i) {
-    std::vector<at::Tensor> one = {tensors[i]};
-    return allreduce(one, options);
+    std::vector<at::Tensor> one = {reduced[i]};
+    return all_reduce_into(tensors[i], one, options);
   };
   const auto together = [&](c10d::Backend& stock, const Places& places) {
     std::vector<at::Tensor> some = at_places(tensors, places);

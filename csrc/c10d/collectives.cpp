@@ -183,8 +183,20 @@ void check_parts(const char* op, bool is_root, size_t found, int size) {
 [[gnu::hot]] WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors,
                                         const c10d::AllreduceOptions& asked) {
   check_single("all_reduce", tensors);
+  return all_reduce_into(tensors[0], tensors, asked);
+}
+
+[[gnu::hot]] WorkPtr Backend::all_reduce_into(const at::Tensor& result,
+                                              std::vector<at::Tensor>& tensors,
+                                              const c10d::AllreduceOptions& asked) {
   c10d::AllreduceOptions options = asked;
-  const auto after = integer_mean(&options.reduceOp, tensors[0], size_);
+  auto after = integer_mean(&options.reduceOp, tensors[0], size_);
+  if (!result.is_same(tensors[0])) {
+    after = [mean = std::move(after), result, reduced = tensors[0]] {
+      if (mean) mean();
+      copy_as_made(result, reduced);
+    };
+  }
   return submit({.collective = DPT_ALL_REDUCE,
                  .op_type = c10d::OpType::ALLREDUCE,
                  .title = "all_reduce",
@@ -491,6 +503,8 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
                                std::vector<int64_t>& input_splits,
                                const c10d::AllToAllOptions& options) {
   check_dtypes("all_to_all", {output}, input);
+  // Gloo and NCCL refuse it in these words.
+  DPT_CHECK_VALUE(input.is_contiguous(), {"Tensors must be contiguous: the input of all_to_all"});
   // A strided output cannot be cut into contiguous rows: write into a stand-in and copy back. Off
   // the host nobody would copy it back, and the stock backend has to refuse it.
   const bool copied = output.device().is_cpu() && !output.is_contiguous();
@@ -501,7 +515,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
        .title = "all_to_all",
        .timeout = options.timeout,
        .asynchronous = options.asyncOp,
-       .inputs = rows_of("input", input.contiguous(), input_splits, size_),
+       .inputs = rows_of("input", input, input_splits, size_),
        .outputs = rows_of("output", whole, output_splits, size_),
        .uneven = !input_splits.empty() || !output_splits.empty(),
        .results = {output},

@@ -38,6 +38,16 @@ dpt_tune parse_tune(const std::string& name) {
   throw py::value_error("tune=\"" + name + "\": expected off, auto, force or profile");
 }
 
+// What ProcessGroupGloo's class offers beside c10d's: programs ask a group's backend for it.
+void lend_from_gloo(const py::object& backend) {
+  const py::module_ c10d = py::module_::import("torch._C._distributed_c10d");
+  if (!py::hasattr(c10d, "ProcessGroupGloo")) return;
+  const py::object offers = c10d.attr("ProcessGroupGloo").attr("__dict__");
+  for (const char* name : {"Device", "_Options", "create_device", "create_default_device"}) {
+    if (offers.contains(name)) py::setattr(backend, name, offers[name]);
+  }
+}
+
 // Called and released with the GIL.
 std::shared_ptr<py::object> hold(py::object object) {
   return {new py::object(std::move(object)), [](py::object* held) {
@@ -162,8 +172,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                [](Milliseconds timeout) { return c10::make_intrusive<Backend::Options>(timeout); }),
            py::arg("timeout") = Milliseconds(kBackendDefaultTimeout));
 
-  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
-      .def_property_readonly("options", &Backend::getBackendOptions)
+  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>> backend(m, "Backend");
+  lend_from_gloo(backend);
+  backend.def_property_readonly("options", &Backend::getBackendOptions)
+      .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"))
       .def("leave", &Backend::leave, "Ends the native part of the group, until `rejoin`.")
       .def("rejoin", &Backend::rejoin, "Makes it again; the ranks meet at the next operation.")
       .def("serve_accelerator_only",

@@ -246,15 +246,7 @@ def sparse_allreduce_async(
     def finish(parts: list[torch.Tensor]) -> torch.Tensor:
         indices, values = parts
         summed = torch.sparse_coo_tensor(
-<<<<<<< HEAD:integrations/horovod/_ops.py
-            indices.wait()[0].t(),
-            values.wait()[0],
-            own.shape,
-            device=own.device,
-            check_invariants=False,
-=======
-            indices.t(), values, own.shape, check_invariants=False
->>>>>>> horovod:integrations/horovod/mpi_ops.py
+            indices.t(), values, own.shape, device=own.device, check_invariants=False
         ).coalesce()
         return summed / process_set.group.size() if chosen is ReduceOp.Average else summed
 
@@ -511,23 +503,6 @@ def _decompressed(
     ]
 
 
-<<<<<<< HEAD:integrations/horovod/_ops.py
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _numbers(splits: torch.Tensor | Sequence[int] | None) -> list[int] | None:
-    if splits is None:
-        return None
-    found = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    return [int(split) for split in found]
-
-
-def _with_splits(result: tuple[torch.Tensor, list[int]], splits: Any) -> Any:
-    rows, counts = result
-    return rows if splits is None else (rows, torch.tensor(counts, dtype=torch.int32, device="cpu"))
-=======
 def _counts(counts: Sequence[int], splits: torch.Tensor | Sequence[int] | None) -> torch.Tensor:
     device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
     return torch.tensor(counts, dtype=torch.int32, device=device)
->>>>>>> horovod:integrations/horovod/mpi_ops.py

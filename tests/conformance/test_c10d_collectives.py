@@ -7,6 +7,7 @@ ranks, from the same seed. Where gloo has no such call, `REFERENCES` says what i
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -60,6 +61,29 @@ def all_reduce_coalesced(group: Group, rank: int, size: int) -> Any:
     with pytest.warns(FutureWarning):
         dist.all_reduce_coalesced(tensors, group=group)
     return tensors
+
+
+def all_reduce_of_lists_that_share_memory(group: Group, rank: int, size: int) -> Any:
+    """Gloo reduces a list as one message, so what is in it twice is reduced once."""
+    twice, rows, columns, large = values(5), values(9), values(6, 4), values(70001)
+    for tensors in (
+        [twice, twice],
+        [twice[:2], values(3), twice.view(5, 1), twice],
+        [rows[2:7], rows[:5]],
+        [columns[:, ::2], columns[:, 1::2]],
+        [large[1:], large],
+    ):
+        with pytest.warns(FutureWarning):
+            dist.all_reduce_coalesced(tensors, group=group)
+    whole, greatest = values(8), values(8, dtype=torch.int64)
+    with pytest.warns(FutureWarning):
+        work = dist.all_reduce_coalesced([greatest] * 3, dist.ReduceOp.MAX, group, async_op=True)
+    with dist._coalescing_manager(group=group, async_ops=True) as manager:
+        dist.all_reduce(whole, group=group)
+        dist.all_reduce(whole[4:], group=group)
+    for waited_for in (work, manager):
+        waited_for.wait()
+    return twice, rows, columns, large, greatest, whole
 
 
 def coalescing_manager(group: Group, rank: int, size: int) -> Any:
@@ -194,7 +218,18 @@ def what_gloo_refuses(group: Group, rank: int, size: int) -> Any:
             dist.all_reduce(tensor, op, group=group)
         except RuntimeError as error:
             said.append(str(error).splitlines()[0])
+    with pytest.raises(ValueError, match="Tensors must be contiguous"):
+        dist.all_to_all_single(torch.zeros(size, 3), values(3, size).t(), group=group)
     return said
+
+
+def what_only_gloo_has(group: Group, rank: int, size: int) -> Any:
+    """Programs ask the backend of a group that they know to be gloo's."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    devices = [backend.create_device(interface="lo"), backend.create_default_device()]
+    assert all(isinstance(device, backend.Device) for device in devices)
+    backend._set_default_timeout(timedelta(seconds=77))
+    return backend.options._timeout
 
 
 def broadcast(group: Group, rank: int, size: int) -> Any:
@@ -336,6 +371,7 @@ CASES: list[Case] = [
     all_reduce,
     all_reduce_of_a_scalar,
     all_reduce_coalesced,
+    all_reduce_of_lists_that_share_memory,
     coalescing_manager,
     coalesced_gathers_and_scatters,
     all_gather,
@@ -349,6 +385,7 @@ CASES: list[Case] = [
     reduce_scatter_of_parts_that_differ,
     what_autograd_hears_of,
     what_gloo_refuses,
+    what_only_gloo_has,
     broadcast,
     reduce,
     gather,

@@ -276,7 +276,9 @@ def start(
         splits: list[Any] = [None, None]
         if step.lengths is not None:
             splits = [[len(part) for part in side] for side in (incoming, parts[rank])]
-        return dist.all_to_all_single(output, one(torch.cat(parts[rank])), *splits, **options)
+        # Every backend refuses an input that is not contiguous.
+        whole_input = one(torch.cat(parts[rank])).contiguous()
+        return dist.all_to_all_single(output, whole_input, *splits, **options)
 
     calls: dict[str, Callable[[], Any]] = {
         call.__name__: call
