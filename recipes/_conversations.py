@@ -269,7 +269,9 @@ def _conversation(
     options = _fields.options_of(record, where)
     found = Conversation(tuple(turns), options, num_given, where=where)
     if not found.answers:
-        raise RecipeError(f"{where}: no turn of the assistant is trained, so there is nothing to learn")
+        raise RecipeError(
+            f"{where}: no turn of the assistant is trained, so there is nothing to learn"
+        )
     return found
 
 

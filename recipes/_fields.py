@@ -90,7 +90,8 @@ def one_of(given: dict[str, Any], where: str, *fields: str) -> tuple[str, Any]:
     for other in valued[1:]:
         if given[other] != given[valued[0]]:
             raise RecipeError(
-                f'{where}: "{valued[0]}" and "{other}" say the same thing otherwise: leave one out'
+                f'{where}: "{valued[0]}" and "{other}" mean the same and have different values: '
+                "leave one out"
             )
     name = (valued or there)[0]
     return name, given.get(name)
@@ -210,7 +211,9 @@ def extras_of(turn: dict[str, Any], here: str, role: str) -> dict[str, Any]:
         if not is_given(value):
             continue
         if field not in allowed:
-            raise RecipeError(f'{here}: "{field}" has no place in a turn of the {role}: leave it out')
+            raise RecipeError(
+                f'{here}: "{field}" has no place in a turn of the {role}: leave it out'
+            )
         if field in (CALLS, "function_call"):
             if CALLS in found:
                 raise RecipeError(f'{here}: "{CALLS}" and "{field}" at once: leave one out')

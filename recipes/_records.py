@@ -89,7 +89,7 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    # Rows of a table all have the fields that any of them has: what one lacks is null, at any depth.
+    # Rows of a table all have the same fields: what one lacks is null, at any depth.
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -161,13 +161,15 @@ class Chat:
         marked_turn, said = _with_mark(turn)
         marked = [*self._turns[:index], marked_turn]
         before, _, behind = self._render([*marked, *after]).partition(_ANSWER)
+        if CALLS in turn:
+            behind = behind.replace(_ANSWER, said)  # a tool's name, which results have too
         for version in (said, said.lstrip("\n"), said.strip()):  # Qwen3's takes newlines off
             if text != before + version + behind:
                 continue
             closing = self._render(marked).partition(_ANSWER)[2]
             end = len(before + version)
             if CALLS in turn:
-                end += len(_shared(closing, behind).rstrip())
+                end += len(_shared(closing.replace(_ANSWER, said), behind).rstrip())
             else:
                 end += _end_token(closing, behind, self._tokenizer)
             if turn.keys() <= {"role", "content"}:

@@ -166,7 +166,9 @@ def test_a_long_prompt_is_cut_from_the_left(few_positions, num_tokens, tmp_path)
 
 def test_a_sample_that_fails_is_a_line(few_positions, tmp_path, capsys):
     turns = (QUESTION, Message("assistant", "Hi"))
-    print_sample(few_positions, byte_tokenizer(), Conversation(turns), 3, tmp_path / "no" / "folder")
+    print_sample(
+        few_positions, byte_tokenizer(), Conversation(turns), 3, tmp_path / "no" / "folder"
+    )
     assert "sample      none: [Errno 2]" in capsys.readouterr().out
 
 
