@@ -249,6 +249,7 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
     comparison = _compare.Comparison(
         backends={arm: dist.get_backend(trainer.group) for arm, trainer in trainers.items()},
         unit=task.unit,
+        draws_others=by_chance,
     )
     own = task.batches if task.balanced is None else task.balanced
     _say_balance(own, process)

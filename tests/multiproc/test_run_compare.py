@@ -114,6 +114,29 @@ time.sleep(1000)
 """
 
 
+# Under deepytorch it trains otherwise, or has drawn a random number more, as its argument says.
+OTHERWISE = """
+import os, sys
+import torch
+
+ours = os.environ["DEEPYTORCH_ENABLED"] == "1"
+if ours and sys.argv[1] == "draws":
+    torch.rand(1)
+layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4)]
+generator = torch.Generator().manual_seed(1)
+inputs, targets = torch.randn(32, 16, generator=generator), torch.arange(32) % 4
+model = torch.nn.Sequential(*layers)
+for one in model.parameters():
+    torch.nn.init.normal_(one, std=0.3, generator=generator)
+rate = 2.0 if ours and sys.argv[1] == "rate" else 0.1
+optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+while True:
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 class Project:
     """A folder with a script, in which comparisons are started."""
 
@@ -189,6 +212,25 @@ def test_plain_ddp_that_never_ends_and_saves(project: Project) -> None:
     assert "no difference beyond the noise" in done.stdout
     assert f"checkpoints not kept: in {project.elsewhere}" in " ".join(done.stdout.split())
     assert "<svg" in project.receipt.read_text()
+
+
+@pytest.mark.usefixtures("without_torchrun")
+@pytest.mark.parametrize("what", ["rate", "draws"])
+def test_a_wrong_run_is_told_from_other_random_numbers(project: Project, what: str) -> None:
+    done = project.compare(OTHERWISE, "--steps", "16", given=what)
+    assert done.exit_code == 0, done.exception
+    assert "one more run of stock, with weights moved by rounding" in " ".join(done.stderr.split())
+    stock, ours, nudged = project.found()["runs"]
+    assert (nudged["arm"], nudged["seams"]) == ("stock, nudged", stock["seams"])
+    assert nudged["losses"][0] == stock["losses"][0]
+    assert nudged["losses"][1:] != stock["losses"][1:]
+    (verdict,) = project.found()["verdicts"]
+    is_wrong = what == "rate"
+    assert (verdict["word"] == "not the same training") == is_wrong
+    assert (verdict["losses"]["drawn_from"] == 1) != is_wrong
+    said = " ".join(done.stdout.split())
+    assert ("so no speed-up is claimed: its loss is" in said) == is_wrong
+    assert ("others than stock's from step 1 on, so dropout and noise differ" in said) != is_wrong
 
 
 @pytest.mark.extended
