@@ -111,7 +111,7 @@ def told_apart(optimizers: Iterable[Any]) -> float | None:
 
 def drawn() -> int:
     """How far this process's random generators are: alike where as many numbers were drawn."""
-    told = zlib.crc32(torch.get_rng_state().numpy())
-    if torch.cuda.is_initialized():
-        told = zlib.crc32(torch.cuda.get_rng_state().numpy(), told)
+    told = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        told = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), told)
     return told

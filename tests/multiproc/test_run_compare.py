@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -14,7 +15,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch.cli import compare, launcher
+from deepytorch.cli import compare, launcher, runner
+from deepytorch_core.testing import spawn_ranks
 
 # Never ends; two micro-batches a step; saves into its folder, over what is there, and elsewhere.
 PLAIN = """
@@ -114,22 +116,25 @@ time.sleep(1000)
 """
 
 
-# Under deepytorch it trains otherwise, or has drawn a random number more, as its argument says.
+# Under deepytorch it has another learning rate or is no DDP, or has drawn a random number more.
 OTHERWISE = """
 import os, sys
-import torch
+import torch, torch.distributed as dist
 
-ours = os.environ["DEEPYTORCH_ENABLED"] == "1"
-if ours and sys.argv[1] == "draws":
-    torch.rand(1)
+what = sys.argv[1] if os.environ["DEEPYTORCH_ENABLED"] == "1" else ""
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+data = torch.Generator().manual_seed(1 + dist.get_rank())
+inputs, targets = torch.randn(32, 16, generator=data), torch.arange(32) % 4
 layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4)]
-generator = torch.Generator().manual_seed(1)
-inputs, targets = torch.randn(32, 16, generator=generator), torch.arange(32) % 4
 model = torch.nn.Sequential(*layers)
-for one in model.parameters():
-    torch.nn.init.normal_(one, std=0.3, generator=generator)
-rate = 2.0 if ours and sys.argv[1] == "rate" else 0.1
-optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+if what == "alone":
+    for one in model.parameters():
+        dist.broadcast(one.data, 0)
+else:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+torch.rand(1 if what == "draws" else 0)
+optimizer = torch.optim.SGD(model.parameters(), lr=2.0 if what == "rate" else 0.1)
 while True:
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
@@ -214,23 +219,53 @@ def test_plain_ddp_that_never_ends_and_saves(project: Project) -> None:
     assert "<svg" in project.receipt.read_text()
 
 
-@pytest.mark.usefixtures("without_torchrun")
-@pytest.mark.parametrize("what", ["rate", "draws"])
+# Imported once, not by each of many ranks.
+PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "deepytorch_core.compare.probe")
+
+
+def start(rank: int, world_size: int, arguments: list[str], folder: str) -> None:
+    """What torchrun would start."""
+    os.chdir(folder)
+    runner.main(arguments)
+
+
+@pytest.fixture
+def by_forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked with torch in them, where torchrun would take seconds for each run."""
+
+    def launch(job: compare.Job, folder: Path, variables: Any, log: Path, watch: Any) -> int:
+        plan = folder / "plan.json"
+        arguments = ["--compare", str(plan), *compare._arguments(job)[1:]]
+        view = json.loads(plan.read_text())["workspace"]
+        env = {**variables, "DEEPYTORCH_TUNE": "off", "DEEPYTORCH_COMPILE": "off"}
+        ranks = job.world_size
+        spawn_ranks(start, ranks, arguments, view, env=env, preload=PRELOAD, fresh=True)
+        return 0
+
+    monkeypatch.setattr(compare, "_launch", launch)
+
+
+@pytest.mark.usefixtures("by_forking")
+@pytest.mark.parametrize("what", ["rate", "alone", "draws", "nothing"])
 def test_a_wrong_run_is_told_from_other_random_numbers(project: Project, what: str) -> None:
-    done = project.compare(OTHERWISE, "--steps", "16", given=what)
+    steps = ["--nproc-per-node", "2", "--steps", "16"]
+    done = project.compare(OTHERWISE, *steps, given=what)
     assert done.exit_code == 0, done.exception
-    assert "one more run of stock, with weights moved by rounding" in " ".join(done.stderr.split())
-    stock, ours, nudged = project.found()["runs"]
-    assert (nudged["arm"], nudged["seams"]) == ("stock, nudged", stock["seams"])
-    assert nudged["losses"][0] == stock["losses"][0]
-    assert nudged["losses"][1:] != stock["losses"][1:]
-    (verdict,) = project.found()["verdicts"]
-    is_wrong = what == "rate"
-    assert (verdict["word"] == "not the same training") == is_wrong
-    assert (verdict["losses"]["drawn_from"] == 1) != is_wrong
-    said = " ".join(done.stdout.split())
-    assert ("so no speed-up is claimed: its loss is" in said) == is_wrong
-    assert ("others than stock's from step 1 on, so dropout and noise differ" in said) != is_wrong
+    found = project.found()
+    said, (verdict,) = " ".join(done.stdout.split()), found["verdicts"]
+    reasons = {
+        "rate": "so no speed-up is claimed: its loss is",
+        "alone": "so no speed-up is claimed: its ranks end with different weights, where stock's",
+    }
+    assert (verdict["word"] == "not the same training") == (what in reasons)
+    assert reasons.get(what, "no difference") in said
+    assert ("others than stock's from step 1 on, so dropout and noise" in said) == (what == "draws")
+    stock, _, *nudged = found["runs"]
+    assert stock["is_replicated"]
+    assert [one["arm"] for one in nudged] == ["stock, nudged"] * (what in ("rate", "draws"))
+    for one in nudged:
+        assert one["losses"][0] == stock["losses"][0]
+        assert one["losses"][1:] != stock["losses"][1:]
 
 
 @pytest.mark.extended
