@@ -83,7 +83,9 @@ def move(optimizer: Any, unit: float) -> None:
                 noise = torch.rand(
                     weight.shape, generator=generators[device], dtype=torch.float32, device=device
                 )
-                weight.mul_((1 + (2 * noise - 1) * unit).to(weight.dtype))
+                # Tensors of a script's own kind may not know how.
+                with contextlib.suppress(RuntimeError, TypeError):
+                    weight.mul_((1 + (2 * noise - 1) * unit).to(weight.dtype))
 
 
 def weights_of(optimizer: Any) -> list[torch.Tensor]:
@@ -104,7 +106,7 @@ def told_apart(optimizers: Iterable[Any]) -> float | None:
                 if weight.dtype in _MOVED and weight.numel():
                     norm: Any = torch.linalg.vector_norm(weight, dtype=torch.float64)
                     total += place * float(norm)
-    except (RuntimeError, TypeError, AttributeError, KeyError):
+    except Exception:  # optimizers and tensors of whatever kind a script has
         return None
     return total
 
@@ -113,5 +115,6 @@ def drawn() -> int:
     """How far this process's random generators are: alike where as many numbers were drawn."""
     told = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        told = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), told)
+        with contextlib.suppress(RuntimeError):  # while a graph is captured
+            told = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), told)
     return told

@@ -19,6 +19,7 @@ from deepytorch_core.compare import nudge, result
 from deepytorch_core.compare.losses import agreement
 from deepytorch_core.compare.receipt import write
 from deepytorch_core.compare.result import NUDGED, OTHERWISE, Sample, judge
+from deepytorch_core.errors import CompareError
 
 STEPS = 40
 
@@ -315,6 +316,19 @@ def test_stock_is_nudged_where_that_decides(
     assert [one.arm for one in samples[4:]] == ([] if nudged is None else [NUDGED])
     assert ("one more run of stock" in said[-1]) == (nudged is not None)
     assert asked[0].variables == asked[-1].variables or nudged is None
+
+
+def test_a_nudge_that_fails_takes_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_once(one: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
+        if arm.is_nudged:
+            raise CompareError("no luck")
+        return run(arm.name, LOSSES if arm.name == "stock" else changed(1, 2.5))
+
+    monkeypatch.setattr(compare, "run_once", run_once)
+    samples, remarks = compare.compare(job(steps=6), lambda line: None)
+    assert len(samples) == 4
+    assert remarks == ["stock, nudged: no luck"]
+    assert judge(samples, "deepytorch").word == OTHERWISE
 
 
 def test_a_nudge_moves_weights_by_rounding_and_replicas_alike() -> None:

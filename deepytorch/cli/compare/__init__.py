@@ -166,7 +166,10 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
             f"weights moved by rounding{' and other random numbers' if nudged.is_redrawn else ''}, "
             "tells what that does to them"
         )
-        samples.append(run_once(job, nudged, remarks))
+        try:
+            samples.append(run_once(job, nudged, remarks))
+        except CompareError as error:  # what was measured is worth more than this yardstick
+            remarks.append(f"{result.NUDGED}: {error}")
     return samples, list(dict.fromkeys(remarks))
 
 
