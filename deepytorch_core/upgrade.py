@@ -151,6 +151,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any]) -> Any:
         live.join(store, rank=group.rank(), size=group.size(), life=group)
     options = config.current()
     note_group(group.group_name, group.size())
+    store = module.own_client(store)
     return module.create_backend(
         store,
         group.rank(),
