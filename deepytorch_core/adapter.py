@@ -115,6 +115,11 @@ def load(sources: Sources | None = None) -> ModuleType:
             raise AdapterError(_cannot_import(path, error)) from error
 
 
+def loaded() -> ModuleType | None:
+    """The adapter if this process has it: without it there are no groups of ours."""
+    return sys.modules.get(MODULE_NAME)
+
+
 def find(sources: Sources | None = None) -> Path | None:
     """Path of an adapter that fits this torch and may be trusted; None if there is none."""
     this = tag(sources or Sources.find())

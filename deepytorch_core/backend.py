@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -182,19 +183,10 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         timeout = default_timeout(timeout)
     _check_timeout(timeout, dist_options.group_id, dist_options.group_size)
     spec = GroupSpec.of(dist_options, pg_options, timeout=timeout)
-    factory = StockFactory(spec)
-    missing = stores.lacks(spec.store) if spec.size > 1 else ""
-    if spec.size > 1 and _accelerator() == "cpu" and config.spans_nodes():
-        # All ranks are here, as stock gloo needs them. Later a message between two nodes, which is
-        # gloo's, may need it on two ranks alone.
-        factory("cpu")
     options = config.current()
-    if not missing:
-        if options.enabled and _is_default():
-            _take_tuned(spec)
-        _measure_network(spec, options)
     if not options.enabled and _accelerator() == "cpu":
-        return factory("cpu")  # switched off: gloo itself, without a line of ours in between
+        # Switched off: gloo itself, without a line of ours in between.
+        return StockFactory(spec)("cpu")
     if (reason := why_not_here()) is not None:
         raise AdapterError(f"group {spec.name}: {reason}. {OFF_SWITCH}")
     from deepytorch_core import adapter  # here: importing torch registers the name, no more
@@ -202,12 +194,24 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
 
     module = adapter.load()
     module.set_library_folders(list(stacks.library_folders()))
+    theirs = spec.store
+    missing = stores.lacks(theirs) if spec.size > 1 else ""
+    spec = replace(spec, store=module.own_client(theirs))
+    factory = StockFactory(spec)
+    if spec.size > 1 and _accelerator() == "cpu" and config.spans_nodes():
+        # All ranks are here, as stock gloo needs them. Later a message between two nodes, which is
+        # gloo's, may need it on two ranks alone.
+        factory("cpu")
     closed = None
     if missing:
         say_once(f"group {spec.name} is served by the stock backend: {missing}", level="warning")
-    elif _is_default():
-        store_limit.limit(spec.store, timeout.total_seconds())
-        closed = join(spec.store, rank=spec.rank, size=spec.size)
+    else:
+        if _is_default():
+            if options.enabled:
+                _take_tuned(spec)
+            store_limit.limit(theirs, timeout.total_seconds())
+            closed = join(theirs, rank=spec.rank, size=spec.size)
+        _measure_network(spec, options)
 
     note_group(spec.name, spec.size)
     made = module.create_backend(

@@ -122,7 +122,7 @@ class StockFactory:
                 f"it serves {' and '.join(STOCK_BACKENDS)}"
             )
         # Keys of its own: several backends of one group share the group's store.
-        store = c10d.PrefixStore(f"delegate/{device_type}/", self._spec.store)
+        store = c10d.PrefixStore(f"delegate/{device_type}/", self._store())
         if name == "gloo":  # NCCL needs only those ranks that take part
             gloo_env.before_gloo()
             if not stores.lacks(store):
@@ -196,6 +196,16 @@ class StockFactory:
         while not (found := self._spec.dead()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return found
+
+    def _store(self) -> Store:
+        """The group's, over a client in which nobody waits for another.
+
+        Torch's own where there is no adapter, so that no thread of ours can be in the store.
+        """
+        from deepytorch_core import adapter
+
+        module = adapter.loaded()
+        return self._spec.store if module is None else module.own_client(self._spec.store)
 
     def _meet(self, store: Store, limit_s: float) -> None:
         """Waits until all ranks are here and fit to make gloo's part of the group.

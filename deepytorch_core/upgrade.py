@@ -155,7 +155,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any], *, name: str) ->
     options = config.current()
     note_group(group.group_name, group.size())
     spec = GroupSpec(
-        store=store,
+        store=module.own_client(store),
         rank=group.rank(),
         size=group.size(),
         # The group's own, even if it is torch's default: whether it was given is not recorded.

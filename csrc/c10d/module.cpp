@@ -7,6 +7,7 @@
 #include "backend.hpp"
 #include "hierarchy.hpp"
 #include "in_collective.hpp"
+#include "own_client.hpp"
 #include "python_bridge.hpp"
 
 namespace py = pybind11;
@@ -55,6 +56,15 @@ std::shared_ptr<py::object> hold(py::object object) {
             const py::gil_scoped_acquire gil;
             delete held;
           }};
+}
+
+dpt::c10d_adapter::OnWait wrap_on_wait(py::object on_wait) {
+  if (on_wait.is_none()) return nullptr;
+  return [held = hold(std::move(on_wait))](const std::vector<std::string>& keys,
+                                           std::chrono::duration<double> waited) {
+    const py::gil_scoped_acquire gil;
+    (*held)(keys, waited.count());
+  };
 }
 
 std::function<std::string(const std::string&)> wrap_explain(py::object explain) {
@@ -165,6 +175,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("folders"),
         "Says below which folders lies no code of the user's own, for the calling lines in the "
         "flight record.");
+
+  m.def(
+      "own_client",
+      [](const c10::intrusive_ptr<c10d::Store>& store, py::object on_wait) {
+        auto wrapped = wrap_on_wait(std::move(on_wait));
+        const py::gil_scoped_release no_gil;  // it connects
+        return dpt::c10d_adapter::own_client(store, std::move(wrapped));
+      },
+      py::arg("store"),
+      py::arg("on_wait") = py::none(),
+      "The same keys as in `store` over a client of this process's groups, in which no thread "
+      "waits for another. Who waits calls `on_wait(keys, waited_s)` about once a second; what it "
+      "raises ends the wait.");
 
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(
       m, "Options", "Options of a deepytorch group; pass as pg_options.")
