@@ -131,17 +131,18 @@ def test_who_is_waited_for_is_said_while_it_lasts(collectives: str, tmp_path: Pa
     ranks = spawn_ranks(wait_in_all, 3, str(tmp_path), collectives, fresh=True, timeout_s=200)
     for name, (_, operation) in CASES.items():
         assert [rank[name][1] for rank in ranks] == [[3.0] * 3] * 3, name
-        first, *others = [rank[name][0] for rank in ranks]
-        lines = [line for line in first.splitlines() if "has waited" in line]
-        assert len(lines) == 1, (name, first)
-        assert not any("has waited" in said for said in others), (name, others)
+        said = [rank[name][0].count("has waited") for rank in ranks]
+        # On a busy machine the second may have begun to wait long before the first.
+        assert said in ([1, 0, 0], [0, 1, 0], [1, 1, 0]), (name, ranks)
+        told = ranks[0][name][0] + ranks[1][name][0]
         late = r"rank 2 \(node \S+, pid \d+\) (has not entered it|never sent to rank 0, which .*)"
         assert re.search(
-            rf"rank 0 has waited \d\S* s in {operation}.* at {HERE}:\d+ .*: {late}; it is in "
+            rf"rank [01] has waited \d\S* s in {operation}.* at {HERE}:\d+ .*: {late}; it is in "
             rf"{HERE}:\d+ time.sleep\(0.05\) for \d\S* s; the time limit of 1800 s ends the wait "
             r"in 17\d\d s$",
-            lines[0],
-        ), (name, lines[0])
+            told,
+            re.M,
+        ), (name, told)
 
 
 def say_nothing(rank: int, world_size: int, folder: str) -> str:
