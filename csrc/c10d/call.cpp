@@ -7,13 +7,14 @@
 
 namespace dpt::c10d_adapter {
 
-// Where gloo copies into the outputs, autograd hears of it: a graph that has saved one refuses its
-// backward pass.
+// Where gloo or NCCL copies into the outputs, autograd hears of it: a graph that has saved one
+// refuses its backward pass.
 void Backend::note_written(const Call& call) {
-  const bool copies = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER ||
-                      call.collective == DPT_REDUCE_SCATTER ||
-                      call.op_type == c10d::OpType::ALLTOALL;
-  if (!copies) return;
+  const bool gloo_copies = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER ||
+                           call.collective == DPT_REDUCE_SCATTER ||
+                           call.op_type == c10d::OpType::ALLTOALL;
+  const bool nccl_copies = call.op_type == c10d::OpType::ALLGATHER;
+  if (!(device_of(call).is_cpu() ? gloo_copies : nccl_copies)) return;
   for (const at::Tensor& tensor : call.results) {
     if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   }

@@ -210,6 +210,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   submit_to_core(request, submitted, nullptr, &outcome);
   note_place(request, submitted.recorded);
   if (outcome == DPT_DELEGATED) return watched(submitted);
+  note_written(call);
   std::exception_ptr failure;
   if (taken) {
     const c10::StreamGuard behind(*submitted.stream);

@@ -71,11 +71,10 @@ class OwnClient : public c10d::Store {
 
   void wait(const Keys& keys, const std::chrono::milliseconds& timeout) override {
     if (await_keys(store(), keys, timeout, on_wait_)) return;
-    C10_THROW_ERROR(DistStoreError,
-                    join_text({"wait timeout after ",
-                               std::to_string(timeout.count()),
-                               "ms, keys: ",
-                               joined(keys)}));
+    C10_THROW_ERROR(
+        DistStoreError,
+        join_text(
+            {"wait timeout after ", std::to_string(timeout.count()), "ms, keys: ", joined(keys)}));
   }
 
   Bytes get(const std::string& key) override {
