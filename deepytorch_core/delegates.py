@@ -96,7 +96,7 @@ class StockFactory:
         self._spec = spec
         # One of the program's own would go with the program's last reference to it: torch keeps
         # what is C++'s of it, and that calls functions which are then no longer there.
-        self._store = stores.root(spec.store)
+        self._kept_store = stores.root(spec.store)
         self.made: dict[str, Any] = {}
         _factories.add(self)
         # The deepytorch backend's own options, once it exists: its timeout may change later.

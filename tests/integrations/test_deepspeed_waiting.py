@@ -88,7 +88,8 @@ def test_a_sleeper_is_named_while_the_others_wait(
     losses = [rank[0] for rank in found]
     assert losses == [losses[0]] * 3
     assert re.search(
-        r"rank [01] has waited .* of group \d+ \(.*: rank 2 \(node .*\) has not entered it; it is in "
+        r"rank [01] has waited .* of group \d+ \(.*: rank 2 \(node .*\) has not entered it; "
+        r"it is in "
         rf"{HERE}:\d+ time.sleep\(0.1\) for .* s; the time limit of 1800 s ends the wait in ",
         found[0][1] + found[1][1],
     ), found
