@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +98,7 @@ def broadcast_optimizer_state(
     if not is_root:
         if is_fresh and root_was_fresh:
             step_alone(optimizer)
-        _load(optimizer, state)
+        optimizer.load_state_dict(state)
 
 
 def broadcast_object(
@@ -158,16 +159,6 @@ def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | N
             parameter.grad = zeros.to_sparse() if sparse else zeros
 
 
-def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state into the groups that there are: schedulers made before have hold of them."""
-    groups, entries = optimizer.param_groups, optimizer.state
-    optimizer.load_state_dict(state)
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        group.update(loaded)
-    entries.update(optimizer.state)
-    optimizer.param_groups, optimizer.state = groups, entries
-
-
 class _Outline:
     """A tensor without its values."""
 
@@ -219,14 +210,22 @@ def _check_same(lines: list[str], process_set: ProcessSet) -> None:
 def _to_bytes(obj: Any, device: torch.device) -> tuple[torch.Tensor, Exception | None]:
     """The pickled object; nothing and the error where that fails, which the others must know."""
     try:
-        try:
-            data = pickle.dumps(obj)
-        except Exception:  # functions and classes without an importable name, as in Horovod
-            cloudpickle: Any = importlib.import_module("cloudpickle")
-            data = cloudpickle.dumps(obj)
+        data = _pickled(obj)
     except Exception as error:
         return _nothing(device), error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), None
+
+
+def _pickled(obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj)
+    except Exception as error:
+        # It takes functions and classes that can't be imported by name too; Horovod needs it.
+        if importlib.util.find_spec("cloudpickle") is None:
+            error.add_note("pip install cloudpickle, where Horovod's own library would take this")
+            raise
+    data: bytes = importlib.import_module("cloudpickle").dumps(obj)
+    return data
 
 
 def _nothing(device: torch.device) -> torch.Tensor:

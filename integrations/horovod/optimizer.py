@@ -194,6 +194,7 @@ class DistributedMixin:
     """What DistributedOptimizer adds to the class of the optimizer that it was given."""
 
     param_groups: list[dict[str, Any]]
+    state: dict[Any, Any]
     _reducer: Reducer
     _groups: int | Sequence[_Parameters] | None
     _parameter_names: dict[torch.Tensor, str]
@@ -276,10 +277,19 @@ class DistributedMixin:
         self._watch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; unfinished reductions are forgotten."""
+        """Load a state; unfinished reductions are forgotten.
+
+        Into the groups that there are: a scheduler may have been made for the optimizer within.
+        """
         self._reducer.reset()
         self._synchronized, self._should_synchronize = False, True
+        groups, entries = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        entries.clear()
+        entries.update(self.state)
+        self.param_groups, self.state = groups, entries
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes one step takes."""
