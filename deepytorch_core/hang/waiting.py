@@ -19,6 +19,8 @@ FIRST_S = 45.0
 """A wait that is so long is told of, with 15 s left until it has lasted a minute."""
 AGAIN = 4
 """So many times as long it is told of once more."""
+# The same where another rank had it to tell: that one may wait for something else.
+_NEXT_TRY = 1.25
 # Ranks that began to wait within so long of each other leave it to the first of them.
 _TOGETHER_S = 5.0
 _PERIOD_S = 10.0
@@ -58,17 +60,19 @@ class Watch:
                 due_s = FIRST_S  # another wait
             before_s = waited_s
             if waited_s >= due_s:
-                due_s = AGAIN * waited_s
                 try:
-                    self._tell()
+                    has_told = self._tell()
                 except Exception as error:  # nobody asked, so nobody is to be bothered
                     say(f"a wait was not explained: {error}", level="debug")
+                    has_told = False
+                due_s = (AGAIN if has_told else _NEXT_TRY) * waited_s
             pause_s = max(_LEAST_PAUSE_S, min(_PERIOD_S, FIRST_S, due_s - waited_s))
 
-    def _tell(self) -> None:
+    def _tell(self) -> bool:
+        """Say who is waited for, if this rank is to say it and somebody is."""
         job = next(iter(collect.jobs(name=self._job)), None)
         if job is None:
-            return
+            return False
         least_s = FIRST_S - _TOGETHER_S if FIRST_S > _TOGETHER_S else FIRST_S / 2
         waiting = {
             one.rank: operation
@@ -76,13 +80,15 @@ class Watch:
             if (operation := longest_wait(one)) is not None and operation.age_s >= least_s
         }
         if not waiting or min(waiting) != self._rank:
-            return
+            return False
         ranks, problem = _all_ranks(job, asks=self._asks())
         mine = next(one for one in ranks if one.rank == self._rank)
         found = verdict.judge(ranks, least_s=least_s)
         operation = longest_wait(mine)
-        if operation is not None and found.kind != verdict.NO_HANG and not self._over.is_set():
-            say(_sentence(mine, operation, found.sentence, problem), level="warning")
+        if operation is None or found.kind == verdict.NO_HANG or self._over.is_set():
+            return False
+        say(_sentence(mine, operation, found.sentence, problem), level="warning")
+        return True
 
 
 def longest_wait(rank: Rank) -> Operation | None:

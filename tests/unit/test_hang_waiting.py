@@ -79,7 +79,9 @@ class Clock:
         return False
 
 
-def told(monkeypatch: pytest.MonkeyPatch, waits: list[tuple[float, float]]) -> list[float]:
+def told(
+    monkeypatch: pytest.MonkeyPatch, waits: list[tuple[float, float]], *, by_me: bool = True
+) -> list[float]:
     """How old each wait was when it was told of; `waits` begin and end at these times."""
     clock, found = Clock(waits[-1][1] + 100), []
 
@@ -89,7 +91,12 @@ def told(monkeypatch: pytest.MonkeyPatch, waits: list[tuple[float, float]]) -> l
     monkeypatch.setattr(_core, "longest_wait_s", age_s)
     watch = object.__new__(waiting.Watch)
     watch._over = clock  # type: ignore[assignment]
-    monkeypatch.setattr(watch, "_tell", lambda: found.append(age_s()), raising=False)
+
+    def tell() -> bool:
+        found.append(age_s())
+        return by_me
+
+    monkeypatch.setattr(watch, "_tell", tell, raising=False)
     watch._run()
     # Somebody who looks all the time costs something.
     assert clock.looks < clock.now_s / 5
@@ -103,6 +110,14 @@ def test_a_wait_is_told_of_before_a_minute_is_over_and_then_more_rarely(
     ages = told(monkeypatch, [(began_s, began_s + 3700)])
     assert [round(age / 5) * 5 for age in ages] == [45, 180, 720, 2880]
     assert ages[0] < 46
+
+
+def test_who_left_it_to_another_looks_again_within_the_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ages = told(monkeypatch, [(0, 3600)], by_me=False)
+    assert [round(age) for age in ages[:3]] == [45, 56, 70]
+    assert len(ages) < 22  # an hour long
 
 
 def test_each_wait_is_told_of_and_short_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
