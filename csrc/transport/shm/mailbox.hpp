@@ -8,9 +8,10 @@
 // Each of the three has one writer and one reader and never blocks: a function says that there is
 // no room, or nothing new. Who waits does so on its doorbell (Segment::await_ring).
 //
-// NOTE [Room] Each of the three is small, and no number of messages may stall in it. Writers keep on
-// their heap what finds no room, and neither side stops reading because it can't write: a receiver
-// reads letters as long as it looks for a match, a sender reads replies as long as one is missing.
+// NOTE [Room] Each of the three is small, and no number of messages may stall in it. Writers keep
+// on their heap what finds no room, and neither side stops reading because it can't write: a
+// receiver reads letters as long as it looks for a match, a sender reads replies as long as one is
+// missing.
 #pragma once
 
 #include <cstddef>
