@@ -84,16 +84,19 @@ def told_of(tests: str, checkout: Path, *options: str) -> tuple[dict[str, Any], 
     folder = checkout / "test" / "distributed"
     folder.mkdir(parents=True)
     (folder / "test_each.py").write_text(tests)
+    (folder / "test_broken.py").write_text("import not_there")
     outcomes = checkout / "outcomes.json"
-    command = [sys.executable, str(COMMAND), str(checkout), "--files", "test_each.py"]
+    command = [sys.executable, str(COMMAND), str(checkout), "--files", "test_*.py"]
     command += ["--json", str(outcomes), "--logs", str(checkout / "logs"), *options]
     ended = subprocess.run(command, capture_output=True, text=True, env=config.child_environment())
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert (ended.returncode, ended.stderr) == (1, ""), ended.stdout
     return json.loads(outcomes.read_text()), ended.stdout
 
 
 def outcomes_of(told: dict[str, Any], arm: str) -> dict[str, str]:
-    return {name.removeprefix(FILE): row["outcome"] for name, row in told[arm].items()}
+    found = {name.removeprefix(FILE): row["outcome"] for name, row in told[arm].items()}
+    assert found.pop("distributed/test_broken.py") == "failed"
+    return found
 
 
 def test_tells_what_differs_and_what_was_taken_over(tmp_path: Path) -> None:

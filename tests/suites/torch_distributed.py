@@ -91,8 +91,11 @@ class Arm:
         """False if a test took too long. What `rows` has already does not run again."""
         command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull]
         command += [f"--rootdir={self._root}", "--noconftest", "-p", "no:cacheprovider"]
-        command += ["-p", "suite_plugin", *(str(self._root / one) for one in tests or files)]
+        command += ["-p", "suite_plugin", "--continue-on-collection-errors"]
+        command += [str(self._root / one) for one in tests or files]
         env = {**self._env, **ENVIRONMENT.get(files[0].name, {}), "SUITE_ROWS": str(rows)}
+        # PyTorch runs each file as a script, whose folder is looked into for what it imports.
+        env["PYTHONPATH"] += f"{os.pathsep}{files[0].parent}"
         with tempfile.TemporaryDirectory() as folder, rows.with_suffix(".log").open("a") as log:
             pytest = subprocess.Popen(
                 command,
@@ -115,8 +118,8 @@ class Arm:
                 pytest.wait(1)
                 return True
             for row in _lines(rows)[-1:]:
-                over = time.time() - row["began"] > self._until_killed_s
-                if row["outcome"] is None and over:
+                still = row["outcome"] is None
+                if still and time.time() - row["began"] > self._until_killed_s:
                     return False
 
     def groups(self) -> Counter[str]:

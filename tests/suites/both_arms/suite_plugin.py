@@ -31,6 +31,12 @@ def pytest_collection_modifyitems(items):
     multiprocessing.set_forkserver_preload(imported)
 
 
+def pytest_collectreport(report):
+    if not report.passed:
+        why = str(report.longrepr)[-4000:]
+        _write({"test": report.nodeid, "outcome": report.outcome, "seconds": 0.0, "why": why})
+
+
 def pytest_runtest_logstart(nodeid, location):
     _rows[nodeid] = {"test": nodeid, "outcome": "passed", "seconds": 0.0, "why": ""}
     _rows[nodeid]["began"] = time.time()
