@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import agreement, counts
+from deepytorch_core import counts, stores
 from deepytorch_core.console import say
 from deepytorch_core.patching import Patches
 
@@ -116,7 +116,7 @@ class Watch:
             if averaged or self._steps < 2 or _operations_of_others(c10d) != self._others:
                 return
             store = self._store(c10d)
-            if agreement.poll(lambda: store.add(_STEPPED, 0) > 1, _END_LIMIT_S):
+            if stores.poll(lambda: store.add(_STEPPED, 0) > 1, _END_LIMIT_S):
                 self._say(store, c10d.get_world_size())
         except Exception as error:  # a store may have fewer functions, or be gone
             self._give_up(error)

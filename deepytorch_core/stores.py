@@ -45,10 +45,11 @@ def lacks(store: Any) -> str:
         return ""
     asked: Any = PrefixStore("deepytorch", store)  # so torch checks what it answers
     missing = []
-    for name, ask in (
-        ("add", lambda: asked.add("probe", 0)),
-        ("check", lambda: asked.check(["probe"])),
-    ):
+    questions: dict[str, Callable[[], Any]] = {
+        "add": lambda: asked.add("probe", 0),
+        "check": lambda: asked.check(["probe"]),
+    }
+    for name, ask in questions.items():
         try:
             ask()
         except Exception:  # each kind of store has errors of its own for that

@@ -1,5 +1,5 @@
-// One line per message on stderr, "deepytorch: ..." with the process id at debug level. Where stderr
-// can't be written nothing more is tried.
+// One line per message on stderr, "deepytorch: ..." with the process id at debug level. Where
+// stderr can't be written nothing more is tried.
 #pragma once
 
 #include <string>

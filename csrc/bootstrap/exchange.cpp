@@ -42,9 +42,9 @@ std::string read_link(const char* path) {
 
 std::string PeerInfo::serialize() const {
   std::ostringstream out;
-  out << process << ' ' << boot_id << ' ' << network << ' ' << node
-      << ' ' << pid << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << fixed_chunk_bytes
-      << ' ' << affinity.size();
+  out << process << ' ' << boot_id << ' ' << network << ' ' << node << ' ' << pid << ' '
+      << usable_cores << ' ' << max_chunk_bytes << ' ' << fixed_chunk_bytes << ' '
+      << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
   out << ' ' << mark;
   return out.str();
@@ -203,8 +203,7 @@ Meeting meet(Store& store,
       meeting.id = *announced;
       store.set(key("answer") + "/" + std::to_string(rank), answer);
     }
-    const auto list =
-        announced ? store.get(key("list"), wait.deadline.next_slice()) : std::nullopt;
+    const auto list = announced ? store.get(key("list"), wait.deadline.next_slice()) : std::nullopt;
     if (list) {
       answers = split_lines(*list);
       if (answers.size() == global_ranks.size() && answers[rank] == answer) break;

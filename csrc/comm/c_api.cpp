@@ -40,8 +40,8 @@ dpt_status guarded(dpt_error* error, Function&& function) {
   }
 }
 
-// Groups that this process has left before they were connected, and that others may still use: those
-// invite this process, for which it needs no program.
+// Groups that this process has left before they were connected, and that others may still use:
+// those invite this process, for which it needs no program.
 class Retired {
  public:
   static Retired& instance() {

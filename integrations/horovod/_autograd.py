@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ class _Gather(torch.autograd.Function):
         names = names_of_parts(name, len(tensors))
         handles = [
             process_set.rounds.begin(
-                lambda tensor=tensor: _requests.all_gather(tensor), part, asynchronous=False
+                functools.partial(_requests.all_gather, tensor), part, asynchronous=False
             )
             for tensor, part in zip(tensors, names, strict=True)
         ]
@@ -173,7 +174,7 @@ class _Scatter(torch.autograd.Function):
         names = names_of_parts(name, len(tensors))
         handles = [
             process_set.rounds.begin(
-                lambda tensor=tensor: _requests.reduce_scatter(tensor, reduction),
+                functools.partial(_requests.reduce_scatter, tensor, reduction),
                 part,
                 asynchronous=False,
             )

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from deepytorch.integrations._horovod_rendezvous import local_store, require_one
 from deepytorch_core import activation, agreement, config
 from deepytorch_core.backend import limit_of
 from deepytorch_core.launchers import Launched
+
+if TYPE_CHECKING:
+    from ._rounds import Rounds  # which builds on this module
 
 _ADAPTER = "horovod"
 _RENDEZVOUS_S = 300.0
@@ -41,7 +44,7 @@ class ProcessSet:
         self.ranks: list[int] | None = sorted(ranks)
         self.process_set_id: int | None = None
         self._group: dist.ProcessGroup | None = None
-        self._rounds: Any = None  # _rounds.Rounds, which builds on this module
+        self._rounds: Rounds | None = None
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ProcessSet: the ranks {list(ranks)} are not all different")
 
@@ -76,9 +79,10 @@ class ProcessSet:
         return self._group
 
     @property
-    def rounds(self) -> Any:
-        """Where its operations are begun, a `_rounds.Rounds`. Raises as `group` does."""
+    def rounds(self) -> Rounds:
+        """Where its operations are begun. Raises as `group` does."""
         _ = self.group
+        assert self._rounds is not None
         return self._rounds
 
     def _register(self, number: int, ranks: list[int], group: dist.ProcessGroup | None) -> None:
@@ -87,7 +91,7 @@ class ProcessSet:
 
         self.process_set_id, self.ranks, self._group = number, ranks, group
         others = group if len(ranks) == 1 else dist.new_group(ranks)
-        if group is not None:
+        if group is not None and others is not None:
             stuck_s = 0.0 if in_debug() else _STUCK_S
             self._rounds = _rounds.Rounds(self, others, stuck_s=stuck_s)
 

@@ -151,7 +151,7 @@ def run(func: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _
     """A decorator: give every rank the state, the first argument, and call the function with it."""
 
     @functools.wraps(func)
-    def synchronized(state: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def synchronized(state: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         state.sync()
         return func(state, *args, **kwargs)
 

@@ -418,7 +418,7 @@ def _parts(
 def step_alone(optimizer: torch.optim.Optimizer) -> None:
     """The step of the optimizer's own class, without reductions and without those who count it."""
     if isinstance(optimizer, DistributedMixin):
-        super(DistributedMixin, optimizer).step()  # type: ignore[misc]
+        super(DistributedMixin, optimizer).step()
     else:
         type(optimizer).step(optimizer)
 

@@ -85,8 +85,7 @@ TEST(Watchdog, WithoutPidfdsLearnsOfDeathsAndNotOfStops) {
   Sleeper stopped;
   Sleeper killed;
   Told told;
-  Watchdog watchdog([&](const std::string& process) { told.death(process); },
-                    [&] { told.tick(); });
+  Watchdog watchdog([&](const std::string& process) { told.death(process); }, [&] { told.tick(); });
   watchdog.watch("stopped", {}, stopped.mark());
   watchdog.watch("killed", {}, killed.mark());
   kill(stopped.pid(), SIGSTOP);

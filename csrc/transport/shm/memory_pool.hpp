@@ -8,10 +8,9 @@
 // NOTE [Pages] A freed block keeps its pages for the next one, as every caching allocator does: no
 // system call in steady state. `trim` gives them back.
 //
-// Lifecycle: the file is made at the first need. Once nobody holds it any more it goes with the last
-// block. A child of fork() keeps the mapping only if its parent's tensors lie there, and owns none
-// of it (after_fork).
-// Thread safety: all functions from any thread.
+// Lifecycle: the file is made at the first need. Once nobody holds it any more it goes with the
+// last block. A child of fork() keeps the mapping only if its parent's tensors lie there, and owns
+// none of it (after_fork). Thread safety: all functions from any thread.
 #pragma once
 
 #include <atomic>

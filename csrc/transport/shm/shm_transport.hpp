@@ -25,7 +25,7 @@ struct ShmConnection {
   // can't take part: then no rank of the group uses registered memory.
   std::vector<std::shared_ptr<const MappedPool>> pools;
   MemoryPool::Hold own_pool;  // likewise
-  std::string why_not;  // the same text on every rank
+  std::string why_not;        // the same text on every rank
 };
 
 struct ShmGroup {
