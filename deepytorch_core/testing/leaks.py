@@ -117,8 +117,8 @@ def _descriptors() -> dict[int, str]:
 
 
 def _kind(link: str) -> str:
-    """Of what a descriptor is: "socket", "anon_inode:[eventpoll]", or a file's path."""
-    return link if link.startswith("anon_inode") else link.split(":")[0]
+    """Of what a descriptor is: "socket", "anon_inode:[eventpoll]", "/memfd:name", or a path."""
+    return link if link.startswith(("anon_inode", "/memfd")) else link.split(":")[0]
 
 
 def _threads() -> list[str]:

@@ -296,13 +296,13 @@ def train_fsdp2(
         ours = train(model, rank)
         native = native_ops()
         decision = deepytorch.report().decisions[-1]
+        assert in_registered_memory() > 0
         assert fsdp.undo(model)
         assert not fsdp.undo(model)
         assert communication(model) == before
         assert (backends(model), deepytorch.is_active()) == ({"gloo"}, False)
         train(model, rank, 1)
         results[way] = {"stock": stock, "ours": ours, "native": native, "decision": decision}
-    assert in_registered_memory() > 0
     return results
 
 
