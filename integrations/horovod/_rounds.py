@@ -98,7 +98,7 @@ class Rounds:
         self._is_driven = self._is_closing = self._has_joined = False
         self._broken: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._num_joins = self._count = 0  # since the last join; ranks have begun as many since
+        self._num_joins = self._count = 0  # of what has no name, since the last join
         # Who drives has them:
         self._told: list[dict[str, Facts]] = [{} for _ in self._ranks]
         self._joined: list[int] = []
@@ -144,6 +144,7 @@ class Rounds:
         finally:
             with self._changed:
                 self._waited_for.remove(operation)
+                self._changed.notify_all()
 
     def join(self) -> None:
         """From now on this rank takes part in what the others do, until all have joined."""
@@ -188,9 +189,13 @@ class Rounds:
 
     def _serve(self) -> None:
         while not self._is_closing:
-            self._drive(lambda: self._is_closing or not (self._begun or self._has_joined))
+            self._drive(lambda: self._is_closing or not self._is_left_alone())
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closing or self._begun or self._has_joined)
+                self._changed.wait_for(lambda: self._is_closing or self._is_left_alone())
+
+    def _is_left_alone(self) -> bool:
+        """Whether there is something to do and nobody who waits for it."""
+        return self._has_joined or bool(self._begun and not self._waited_for)
 
     def _drive(self, is_done: Callable[[], bool]) -> None:
         """Go through rounds, or wait while another thread does."""
@@ -292,9 +297,8 @@ class Rounds:
             "operations, under the same names, on every rank"
         )
         with self._changed:
-            for operation in self._waited_for:
-                if self._begun.pop(operation.name, None) is not None:
-                    operation.fail(error)
+            for name in said[self.group.rank()][2]:
+                self._begun.pop(name).fail(error)
             self._changed.notify_all()
         return True
 

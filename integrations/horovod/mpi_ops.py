@@ -176,10 +176,9 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Begin `grouped_allreduce_`; `synchronize(handle)` returns the tensors."""
     reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
-    handle: Handle = process_set.rounds.begin(
+    return process_set.rounds.begin(
         lambda: _requests.all_reduce(tensors, reduction), name, asynchronous=True
     )
-    return handle
 
 
 def grouped_allreduce_async(
@@ -401,10 +400,9 @@ def reducescatter_async(
     """Begin `reducescatter` without a gradient; `synchronize(handle)` returns this rank's rows."""
     own = tensor.detach()
     reduction = Reduction(reduce_op(op), prescale_factor, postscale_factor)
-    handle: Handle = process_set.rounds.begin(
+    return process_set.rounds.begin(
         lambda: _requests.reduce_scatter(own, reduction), name, asynchronous=True
     )
-    return handle
 
 
 def reducescatter(

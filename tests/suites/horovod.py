@@ -35,7 +35,7 @@ import torch
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 WANTED = 0.98
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 # They take no vectors, such as a bias, which the tests give to every optimizer there is: the tests
 # are older, and fail with Horovod's own library too.
 NEWER_OPTIMIZERS = ("Muon",)
@@ -52,6 +52,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--file", type=Path, default=Path("test/parallel/test_torch.py"))
     asked = parser.parse_args()
+    # This file's folder: `horovod` is not to be found there.
+    sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]
     file = asked.checkout / asked.file
     theirs = Stock(asked.ranks) if asked.stock else None
     # The ranks are forks of this process: what all of them import is imported once.
