@@ -99,7 +99,8 @@ def all_to_all(group: Group, mine: torch.Tensor, asynchronous: bool) -> list[tor
     done(dist.all_to_all(outputs, [mine] * group.size(), group=group, async_op=asynchronous))
     rows = mine.shape[0] // group.size() * group.size()
     whole = torch.zeros(rows, COLUMNS)
-    done(dist.all_to_all_single(whole, mine[:rows], group=group, async_op=asynchronous))
+    dense = mine[:rows].contiguous()  # gloo refuses others
+    done(dist.all_to_all_single(whole, dense, group=group, async_op=asynchronous))
     return [*outputs, whole]
 
 

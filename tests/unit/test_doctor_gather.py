@@ -401,7 +401,7 @@ def fake_cuda(*, corrupt: bool) -> Any:
 
     return SimpleNamespace(
         uint8=torch.uint8,
-        empty=lambda size, *, dtype, pin_memory: torch.empty(size, dtype=dtype),
+        empty=lambda size, *, dtype, device, pin_memory: torch.empty(size, dtype=dtype),
         empty_like=torch.empty_like,
         randint=randint,
         zeros=zeros,

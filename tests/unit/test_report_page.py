@@ -69,7 +69,7 @@ def report(**changes: Any) -> dict[str, Any]:
         ],
         "decisions": [plan, choice],
         "loaders": [],
-        "options": {"tune": "off", "timeout_s": 600.0},
+        "options": {"tune": "off", "timeout_s": None},
         "course": course,
         "memory": memory,
     }

@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d as c10d
 from deepytorch_core import _core, activation, backend, c10d_patches, config, upgrade
 
 GLOOS = c10d.default_pg_timeout
-NCCLS = timedelta(minutes=10)
 CPU = torch.device("cpu")
 YEAR = timedelta(days=365)
 
@@ -52,7 +51,7 @@ def test_without_a_limit_it_is_torchs(name: str | None) -> None:
     dist.destroy_process_group()
     activation.activate()
     init(name)
-    assert "deepytorch" in dist.get_backend_config()
+    assert c10d_patches.serving_name() == "deepytorch"
     ours = [limit(), limit(dist.new_group([0])), limit(dist.new_group([0], backend=name))]
     assert ours == stock == [GLOOS] * 3
 
@@ -76,29 +75,6 @@ def test_of_several_backends_the_longest_limit_counts() -> None:
     assert backend.longest(limits) == timedelta(minutes=30)
     assert backend.longest([None]) == GLOOS
     assert upgrade.longest is backend.longest
-
-
-# Asked for as, under a default group asked for as; what torch gives such a group.
-@pytest.mark.parametrize(
-    ("asked", "default", "expected"),
-    [
-        ("nccl", "gloo", NCCLS),
-        ("NCCL", "gloo", NCCLS),
-        (None, "nccl", NCCLS),
-        ("gloo", "nccl", GLOOS),
-        (None, "undefined", GLOOS),
-        ("cpu:gloo,cuda:nccl", "nccl", GLOOS),
-    ],
-)
-def test_torchs_limit_goes_by_what_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, default: str, expected: timedelta
-) -> None:
-    monkeypatch.setattr(c10d, "default_pg_nccl_timeout", NCCLS)
-    activation.activate()
-    init("gloo")
-    group = c10d._get_default_group()
-    c10d_patches.remember(group, default)
-    assert c10d_patches.stocks_timeout(c10d, group, asked) == expected
 
 
 def test_a_split_group_has_torchs_limit() -> None:
