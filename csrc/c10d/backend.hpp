@@ -181,6 +181,7 @@ class Backend : public c10d::Backend {
     int tag = 0;
     std::shared_ptr<int> source;  // of a recv: receives the sender's rank
     at::TensorList results;       // what the future gives; outputs when empty
+    at::TensorList shown;         // whose shapes a profile tells; inputs when empty
     // Runs after a native operation, before anyone is told of its end.
     std::function<void()> after;
   };
@@ -196,10 +197,6 @@ class Backend : public c10d::Backend {
   }
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
-  // Reduces the one tensor of `tensors` in place and, where that is another, copies it to `result`.
-  WorkPtr all_reduce_into(const at::Tensor& result,
-                          std::vector<at::Tensor>& tensors,
-                          const c10d::AllreduceOptions& options);
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);
