@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import config, course, deepspeed_flag
+from deepytorch_core import apart, config, course, deepspeed_flag
 from deepytorch_core.console import say, say_once
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.import_hook import ImportHook
@@ -27,6 +27,7 @@ _DIST_NN = "torch.distributed.nn.functional"
 _ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _LOADER = "torch.utils.data.dataloader"
 _OPTIMIZER = "torch.optim.optimizer"
+_GRAPHS = "torch.cuda.graphs"
 
 
 @dataclass
@@ -41,6 +42,7 @@ class _Active:
             ImportHook(_ZERO_HOOKS, _arm_zero_hooks),
             ImportHook(_LOADER, _arm_loader),
             ImportHook(_OPTIMIZER, _arm_optimizer),
+            ImportHook(_GRAPHS, _arm_graphs),
         ]
     )
 
@@ -171,6 +173,7 @@ def deactivate() -> None:
         hang = sys.modules.get("deepytorch_core.hang.live")
         if hang is not None:
             hang.rest()
+        config.withdraw()
 
 
 def is_active() -> bool:
@@ -184,6 +187,7 @@ def _arm(c10d: ModuleType) -> None:
     try:
         from deepytorch_core import c10d_patches, registered, torch_sites
 
+        apart.install(c10d, _active.patches)
         c10d_patches.install(c10d, _active.patches)
         torch_sites.install(c10d, _active.patches)
         registered.install(_active.patches)
@@ -222,3 +226,8 @@ def _arm_loader(dataloader: ModuleType) -> None:
 def _arm_optimizer(optimizers: ModuleType) -> None:
     if _active is not None:
         course.install(optimizers)
+
+
+def _arm_graphs(graphs: ModuleType) -> None:
+    if _active is not None:
+        apart.install_graphs(graphs, _active.patches)

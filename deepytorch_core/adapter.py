@@ -45,6 +45,7 @@ from deepytorch_core.torch_builds import TorchBuild, installed
 from deepytorch_core.trust import why_not_private
 
 MODULE_NAME = "deepytorch_c10d"
+NO_HOME = "this user has no home folder"
 
 _HERE = Path(__file__).parent
 _COMPILE_LIMIT_S = 900.0
@@ -93,10 +94,12 @@ def load(sources: Sources | None = None) -> ModuleType:
         module = sys.modules.get(MODULE_NAME)
         if module is not None:
             return module
-        # The adapter asks the core for its function table while it is being imported.
-        config.export_for_core()
         import torch  # noqa: F401  (the adapter needs torch's libraries in the process)
 
+        from deepytorch_core import _core
+
+        for name, value in config.for_core().items():
+            _core.set_variable(name, value)
         sources = sources or Sources.find()
         path = find(sources) or build(sources=sources)
         try:
@@ -112,6 +115,11 @@ def load(sources: Sources | None = None) -> ModuleType:
             raise AdapterError(_cannot_import(path, error)) from error
 
 
+def loaded() -> ModuleType | None:
+    """The adapter if this process has it: without it there are no groups of ours."""
+    return sys.modules.get(MODULE_NAME)
+
+
 def find(sources: Sources | None = None) -> Path | None:
     """Path of an adapter that fits this torch and may be trusted; None if there is none."""
     this = tag(sources or Sources.find())
@@ -120,7 +128,7 @@ def find(sources: Sources | None = None) -> Path | None:
         return prebuilt
     for folder in cache_folders():
         cached = folder / this / _file_name()
-        if cached.is_file() and _why_not_trusted(cached) is None:
+        if _is_usable(cached):
             return cached
     return None
 
@@ -161,13 +169,18 @@ def build(
     this = tag(sources, torch)
     target = folder / this / _file_name()
     asked = time.time()
-    with _locked(folder / f"{this}.lock"):
-        usable = target.is_file() and _why_not_trusted(target) is None
-        # With force, a binary that came while we waited for the lock is as new as ours.
-        if usable and (not force or target.stat().st_mtime > asked):
-            return target
-        _remove_leftovers(folder, this)
-        _compile_into(folder / this, sources, torch)
+    try:
+        with _locked(folder / f"{this}.lock"):
+            # With force, a binary that came while we waited for the lock is as new as ours.
+            if _is_usable(target) and (not force or target.stat().st_mtime > asked):
+                return target
+            _remove_leftovers(folder, this)
+            _compile_into(folder / this, sources, torch)
+    except OSError as error:
+        raise AdapterError(
+            f"the c10d adapter can't be compiled in {folder} ({error.strerror}): make room, or set "
+            "DEEPYTORCH_CACHE_DIR to another folder"
+        ) from error
     return target
 
 
@@ -233,20 +246,20 @@ def _import(path: Path) -> ModuleType:
 
 
 def cache_folders() -> list[Path]:
-    """Where compiled adapters are looked for: the user's cache, then the temporary files."""
+    """Where compiled adapters are looked for: the user's cache, if any, then temporary files."""
     me = os.geteuid()
-    return [
-        config.cache_dir() / f"adapter-{me}",
-        config.temporary_dir() / f"deepytorch-{me}" / f"adapter-{me}",
-    ]
+    folders = [config.temporary_dir() / f"deepytorch-{me}" / f"adapter-{me}"]
+    with contextlib.suppress(RuntimeError):  # no home
+        folders.insert(0, config.cache_dir() / f"adapter-{me}")
+    return folders
 
 
 def _writable_cache() -> Path:
     """The cache folder, or, when that can't be used, a private one among the temporary files."""
-    usual, fallback = cache_folders()
-    reason = why_not_usable(usual)
+    *usual, fallback = cache_folders()
+    reason = why_not_usable(usual[0]) if usual else NO_HOME
     if reason is None:
-        return usual
+        return usual[0]
     # Its parent is ours too: /tmp is open to all, and only there is the name for the taking.
     other = why_not_usable(fallback.parent) or why_not_usable(fallback)
     if other is None:
@@ -278,15 +291,14 @@ def why_not_usable(folder: Path) -> str | None:
     return reason
 
 
-def _why_not_trusted(binary: Path) -> str | None:
+def _is_usable(binary: Path) -> bool:
+    """Whether it is there, and nobody else can have written it."""
     try:
-        for path in (binary.parent.parent, binary.parent, binary):
-            reason = why_not_private(path)
-            if reason is not None:
-                return reason
-    except OSError as error:
-        return f"{binary} can't be read ({error.strerror})"
-    return None
+        return binary.is_file() and not any(
+            why_not_private(path) for path in (binary.parent.parent, binary.parent, binary)
+        )
+    except OSError:  # a folder that can't be looked into
+        return False
 
 
 @contextlib.contextmanager

@@ -8,11 +8,10 @@ whichever rank comes to an end first; a rank that comes later reads that verdict
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
+from deepytorch_core import stores
 from deepytorch_core.console import say
 
 # Ranks come here from the same line of the same script; the rendezvous has just brought them
@@ -20,10 +19,10 @@ from deepytorch_core.console import say
 HERE_LIMIT_S = 60.0
 # After so long it is said whom they wait for.
 PATIENCE_S = 5.0
+# The same where ranks may well come late: well before a minute is over.
+TELL_S = 45.0
 # As long as another rank may compile.
 _READY_LIMIT_S = 960.0
-
-_FIRST_PAUSE_S, _PAUSE_S = 0.0005, 0.05
 
 _YES = "yes"
 
@@ -31,11 +30,14 @@ _YES = "yes"
 def numbered(store: Any, name: str, rank: int) -> Any:
     """A key space of its own for the next exchange called `name`.
 
-    Counted in the store: processes that share it may have had others before, each its own.
+    Counted in the store: processes that share it may have had others before, each its own. Raises
+    RuntimeError where the store has not got what is needed to agree.
     """
     from torch._C._distributed_c10d import PrefixStore
 
-    number = store.add(f"{name}/calls/{rank}", 1)
+    if missing := stores.lacks(store):
+        raise RuntimeError(missing)
+    number = PrefixStore(name, store).add(f"calls/{rank}", 1)
     return PrefixStore(f"{name}/{number}", store)
 
 
@@ -64,32 +66,43 @@ def agree(
     else:
         verdict = _await(store, here_limit_s, tells=rank == 1)
     # The first verdict stands: a rank that had given up must not be left behind by one that hadn't.
-    final = store.compare_set("verdict", "", verdict).decode()
+    final = stores.first(store, "verdict", verdict)
     return None if final == _YES else final
 
 
-def gather(store: Any, *, rank: int, size: int, value: str, here_limit_s: float) -> list[str]:
+def gather(
+    store: Any, *, rank: int, size: int, value: str, here_limit_s: float, what: str = ""
+) -> list[str]:
     """Every rank's `value`, by rank; the same list, or the same error, on every rank.
 
     Args:
         store: a torch Store with a key space of its own for this exchange.
         here_limit_s: seconds to wait for every rank to come here.
+        what: the ranks do here, for the line that tells of a long wait; empty: none does.
 
     Raises RuntimeError naming the ranks that did not come.
     """
     keys = [f"value/{other}" for other in range(size)]
     store.set(keys[rank], value)
     if rank == 0:
-        absent = _absent(store, keys, here_limit_s)
+        absent = _absent(store, keys, min(TELL_S, here_limit_s))
+        if absent and here_limit_s > TELL_S:
+            if what:
+                say(
+                    f"{what} waits for {named(absent)}, {TELL_S:g} s by now, up to "
+                    f"{here_limit_s:g} s",
+                    level="warning",
+                )
+            absent = _absent(store, keys, here_limit_s - TELL_S)
         verdict = f"{named(absent)} did not come within {here_limit_s:g} s" if absent else _YES
-    elif _absent(store, ["verdict"], 2 * here_limit_s):
-        verdict = "rank 0 came to no decision"
+    elif stores.wait(store, ["verdict"], 2 * here_limit_s):
+        verdict = stores.text(store, "verdict")
     else:
-        verdict = store.get("verdict").decode()
-    final = store.compare_set("verdict", "", verdict).decode()
+        verdict = "rank 0 came to no decision"
+    final = stores.first(store, "verdict", verdict)
     if final != _YES:
         raise RuntimeError(final)
-    return [one.decode() for one in store.multi_get(keys)]
+    return stores.texts(store, keys)
 
 
 def _judge(store: Any, size: int, here_limit_s: float) -> str:
@@ -99,20 +112,19 @@ def _judge(store: Any, size: int, here_limit_s: float) -> str:
     absent = _absent(store, [f"ready/{rank}" for rank in range(size)], _READY_LIMIT_S)
     if absent:
         return f"{named(absent)} did not have it ready within {_READY_LIMIT_S:g} s"
-    answers = store.multi_get([f"ready/{rank}" for rank in range(size)])
+    answers = stores.texts(store, [f"ready/{rank}" for rank in range(size)])
     for rank, answer in enumerate(answers):
-        if answer.decode() != _YES:
-            return f"rank {rank}: {answer.decode()}"
+        if answer != _YES:
+            return f"rank {rank}: {answer}"
     return _YES
 
 
 def _await(store: Any, here_limit_s: float, *, tells: bool) -> str:
     if _not_here(store, [0], here_limit_s, tells=tells):
         return f"rank 0 did not activate it within {here_limit_s:g} s"
-    if _absent(store, ["verdict"], here_limit_s + _READY_LIMIT_S):
+    if not stores.wait(store, ["verdict"], here_limit_s + _READY_LIMIT_S):
         return "rank 0 came to no decision"
-    verdict: str = store.get("verdict").decode()
-    return verdict
+    return stores.text(store, "verdict")
 
 
 def _not_here(store: Any, ranks: list[int], limit_s: float, *, tells: bool) -> list[int]:
@@ -127,25 +139,9 @@ def _not_here(store: Any, ranks: list[int], limit_s: float, *, tells: bool) -> l
 
 def _absent(store: Any, keys: list[str], limit_s: float) -> list[int]:
     """Wait for all `keys`; return the indices of those that did not come in time."""
-    try:
-        store.wait(keys, timedelta(seconds=limit_s))
-    except RuntimeError:  # torch's DistStoreError: the time is over
-        return [index for index, key in enumerate(keys) if not store.check([key])]
-    return []
-
-
-def poll(is_there: Callable[[], bool], limit_s: float) -> bool:
-    """Ask again and again; False when the time is over. A store's own wait can't end early.
-
-    That one also prints two lines of torch's when the time is over.
-    """
-    until, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
-    while not is_there():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _PAUSE_S)
-    return True
+    if stores.wait(store, keys, limit_s):
+        return []
+    return [index for index, key in enumerate(keys) if not store.check([key])]
 
 
 def named(numbers: Sequence[int]) -> str:

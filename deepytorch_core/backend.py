@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config, counts, device_memory, finite
-from deepytorch_core.console import joined_as
+from deepytorch_core import config, counts, device_memory, finite, stores
+from deepytorch_core.console import joined_as, say_once
 from deepytorch_core.delegates import GroupSpec, StockFactory
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
 
@@ -85,9 +86,51 @@ def named(stock: Iterable[str]) -> Iterator[None]:
         _name.reset(token)
 
 
-def default_timeout() -> timedelta:
-    """What replaces torch's default timeout: option `timeout_s`."""
-    return timedelta(seconds=config.current().timeout_s)
+LONGEST = timedelta(days=36500)
+"""No time limit is longer. C++ counts in nanoseconds, and what overflows would be over at once."""
+
+
+def default_timeout(stocks: timedelta) -> timedelta:
+    """The limit of a group for which the program gave none: option `timeout_s`, else torch's."""
+    seconds = config.current().timeout_s
+    if seconds is None:
+        return stocks
+    # As a float a century of seconds is exact.
+    return LONGEST if seconds >= LONGEST.total_seconds() else timedelta(seconds=seconds)
+
+
+def limit_of(group: Any) -> timedelta:
+    """The longest time limit of a ProcessGroup's backends; torch's default where none tells."""
+    import torch
+
+    limits = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # it has none for this device
+            limits.append(timeout_of(group._get_backend(torch.device(device))))
+    return longest(limits)
+
+
+def timeout_of(made: Any) -> timedelta | None:
+    """A backend's own time limit, where it tells."""
+    return getattr(getattr(made, "options", None), "_timeout", None)
+
+
+def longest(limits: Iterable[timedelta | None]) -> timedelta:
+    """Of those that are known; torch's default where there is none."""
+    known = [limit for limit in limits if limit is not None]
+    return max(known, default=default_timeout(_torch_default_timeout()))
+
+
+def _check_timeout(timeout: timedelta, group: str, size: int) -> None:
+    """Refuse what gloo refuses when it is made: no time at all to meet other ranks in."""
+    import torch.distributed as dist
+
+    limit_ms = timeout / timedelta(milliseconds=1)
+    if limit_ms < 0 or (limit_ms < 1 and size > 1):
+        raise dist.DistBackendError(
+            f"group {group}: a time limit of {timeout.total_seconds():g} s: give a timeout of at "
+            f"least 1 ms, or none for torch's default; {OFF_SWITCH}"
+        )
 
 
 def note_group(name: str, size: int) -> None:
@@ -96,6 +139,19 @@ def note_group(name: str, size: int) -> None:
     counts.note_group(name, size)
     if _had_groups is None:
         _had_groups = os.getpid()
+
+
+def join(store: Any, *, rank: int, size: int) -> Callable[[], None]:
+    """Call it where a default group of ours is made; returns what to call when it has ended."""
+    from deepytorch_core.hang import live
+
+    leave = live.join(store, rank=rank, size=size)
+
+    def closed() -> None:
+        leave()
+        config.withdraw()
+
+    return closed
 
 
 def why_not_here() -> str | None:
@@ -121,31 +177,41 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     """
     if _is_default():
         joined_as(dist_options.group_rank)
-    timeout: timedelta = dist_options.timeout
+        config.renew()
+    timeout: timedelta = min(dist_options.timeout, LONGEST)
     if not _timeout_is_final.get() and timeout == _torch_default_timeout():
-        timeout = default_timeout()
+        timeout = default_timeout(timeout)
+    _check_timeout(timeout, dist_options.group_id, dist_options.group_size)
     spec = GroupSpec.of(dist_options, pg_options, timeout=timeout)
+    options = config.current()
+    if not options.enabled and _accelerator() == "cpu":
+        # Switched off: gloo itself, without a line of ours in between.
+        return StockFactory(spec)("cpu")
+    if (reason := why_not_here()) is not None:
+        raise AdapterError(f"group {spec.name}: {reason}. {OFF_SWITCH}")
+    from deepytorch_core import adapter  # here: importing torch registers the name, no more
+    from deepytorch_core.hang import stacks, store_limit
+
+    module = adapter.load()
+    module.set_library_folders(list(stacks.library_folders()))
+    theirs = spec.store
+    missing = stores.lacks(theirs) if spec.size > 1 else ""
+    spec = replace(spec, store=module.own_client(theirs))
     factory = StockFactory(spec)
     if spec.size > 1 and _accelerator() == "cpu" and config.spans_nodes():
         # All ranks are here, as stock gloo needs them. Later a message between two nodes, which is
         # gloo's, may need it on two ranks alone.
         factory("cpu")
-    options = config.current()
-    if options.enabled and _is_default():
-        _take_tuned(spec)
-    _measure_network(spec, options)
-    if not options.enabled and _accelerator() == "cpu":
-        return factory("cpu")  # switched off: gloo itself, without a line of ours in between
-    if (reason := why_not_here()) is not None:
-        raise AdapterError(f"group {spec.name}: {reason}. {OFF_SWITCH}")
-    from deepytorch_core import adapter  # here: importing torch registers the name, no more
-    from deepytorch_core.hang import live, stacks, store_limit
-
-    module = adapter.load()
-    module.set_library_folders(list(stacks.library_folders()))
-    if _is_default():
-        store_limit.limit(spec.store, timeout.total_seconds())
-        live.join(spec.store, rank=spec.rank, size=spec.size, life=factory)
+    closed = None
+    if missing:
+        say_once(f"group {spec.name} is served by the stock backend: {missing}", level="warning")
+    else:
+        if _is_default():
+            if options.enabled:
+                _take_tuned(spec)
+            store_limit.limit(theirs, timeout.total_seconds())
+            closed = join(theirs, rank=spec.rank, size=spec.size)
+        _measure_network(spec, options)
 
     note_group(spec.name, spec.size)
     made = module.create_backend(
@@ -156,13 +222,14 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
         group_name=spec.name,
         global_ranks=spec.global_ranks or list(range(spec.size)),
         delegates=factory,
-        native=options.enabled and options.collectives != "stock",
+        closed=closed,
+        native=options.enabled and options.collectives != "stock" and not missing,
         name=_name.get(),
         # By the rule for who asks for native code, else where the ranks measure that it is faster.
         by_nodes=options.collectives == "native"
         or (options.collectives == "auto" and _tune(options) in ("auto", "force")),
         **core_settings(options),
-        **watches(spec.store, spec.name, spec.rank, spec.size, options=options),
+        **watches(spec, options=options),
     )
     factory.live_options = getattr(made, "options", None)
     backend: Backend = made
@@ -237,20 +304,18 @@ def core_settings(options: config.Options) -> dict[str, Any]:
     }
 
 
-def watches(
-    store: Any, name: str, rank: int, size: int, *, options: config.Options
-) -> dict[str, Any]:
+def watches(spec: GroupSpec, *, options: config.Options) -> dict[str, Any]:
     """What a group's backend asks when an operation fails, and with `debug` before each one.
 
-    Keywords of `create_backend`; `store` is the group's.
+    Keywords of `create_backend`.
     """
     from deepytorch_core.hang import live, mismatch
 
-    compares = options.debug and size > 1
-    return {
-        "explain": live.explainer(name),
-        "compare": mismatch.comparer(store, name, rank, size) if compares else None,
-    }
+    compare = None
+    if options.debug and spec.size > 1 and not stores.lacks(spec.store):
+        limit_s = spec.timeout.total_seconds()
+        compare = mismatch.comparer(spec.store, spec.name, spec.rank, spec.size, limit_s=limit_s)
+    return {"explain": live.explainer(spec.name), "compare": compare}
 
 
 def _is_default() -> bool:

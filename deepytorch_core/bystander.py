@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from deepytorch_core import agreement
+from deepytorch_core import agreement, stores
 from deepytorch_core.errors import OFF_SWITCH, IntegrationError
 
 DECLINES = "declines"
@@ -77,7 +77,7 @@ class Bystander:
             self._own.set(str(rank), json.dumps({DECLINES: self._reason}))
             self._own.set(DECLINES, "1")
             everyone = [str(other) for other in range(size)]
-            agreement.poll(
+            stores.poll(
                 lambda: self._own.check([JOINS]) or self._own.check(everyone),
                 _MEET_LIMIT_S if waits else 0,
             )

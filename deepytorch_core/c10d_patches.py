@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import adapter, agreement, backend, config, rewrite
+from deepytorch_core import adapter, agreement, backend, config, rewrite, stores
 from deepytorch_core.console import joined_as, say_once
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
 from deepytorch_core.patching import Patches
@@ -113,15 +113,20 @@ def decide(store: Any, *, rank: int, size: int) -> str | None:
     """Let all ranks agree to use deepytorch; None, or the reason why none of them will."""
     from torch._C._distributed_c10d import PrefixStore
 
-    own = agreement.numbered(store, "deepytorch/decision", rank)
     stock = config.current().collectives == "stock"
-    reason = agreement.agree(
-        own,
-        rank=rank,
-        size=size,
-        prepare=lambda: _other_options(own) or (None if stock else _why_not_ready()),
-        here_limit_s=agreement.HERE_LIMIT_S,
-    )
+    if size == 1:
+        reason = None if stock else _why_not_ready()
+    elif missing := stores.lacks(store):
+        return missing
+    else:
+        own = agreement.numbered(store, "deepytorch/decision", rank)
+        reason = agreement.agree(
+            own,
+            rank=rank,
+            size=size,
+            prepare=lambda: _other_options(own) or (None if stock else _why_not_ready()),
+            here_limit_s=agreement.HERE_LIMIT_S,
+        )
     if reason is None and not stock:
         from deepytorch_core.tune import start
 
@@ -143,7 +148,7 @@ def _other_options(store: Any) -> str | None:
     """How this rank's options differ from those of the rank that came first."""
     mine = config.current().to_dict()
     shared = {name: value for name, value in mine.items() if name not in config.OF_A_RANK}
-    first = json.loads(store.compare_set("options", "", json.dumps(shared)))
+    first = json.loads(stores.first(store, "options", json.dumps(shared)))
     differing = [name for name, value in shared.items() if value != first.get(name)]
     if not differing:
         return None
@@ -232,10 +237,13 @@ def _make(
     if backend.NAME not in str(chosen or asked):
         result: tuple[Any, Any] = original(*args, **kwargs)
         return result
-    # By identity: the same value given explicitly is another object, and wins.
-    defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
-    if any(kwargs.get("timeout") is default for default in defaults):
-        kwargs = {**kwargs, "timeout": backend.default_timeout()}
+    timeout = kwargs.get("timeout")
+    if timeout is not None:
+        # By identity: the same value given explicitly is another object, and wins.
+        defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
+        if any(timeout is default for default in defaults):
+            timeout = backend.default_timeout(timeout)
+        kwargs = {**kwargs, "timeout": min(timeout, backend.LONGEST)}
     told = rewrite.parse(str(c10d.BackendConfig(c10d.Backend(asked))))
     stands_for = set() if chosen is None else stood_for(told, rewrite.parse(chosen))
     with backend.final_timeout(), backend.named(stands_for):

@@ -77,6 +77,9 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
 
 _TRUE = ("true", "on", "yes", "1")
 _FALSE = ("false", "off", "no", "0")
+GLOO_TIMEOUT_S = 1800.0
+"""Torch's own time limit of gloo, for groups that are made without torch."""
+
 _DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 _Parser = Callable[[str, Any], Any]
@@ -222,11 +225,11 @@ class Options:
         _optional(_text),
         "path of the profile that keeps decisions between runs; default: profile.json in the cache",
     )
-    timeout_s: float = _option(
-        600.0,
-        _number(integral=False, above=0),
-        "time limit of a collective in seconds, in place of torch's default one; an explicit "
-        "timeout= wins",
+    timeout_s: float | None = _option(
+        None,
+        _optional(_number(integral=False, above=0)),
+        "time limit of a collective in seconds where the program gives none; default: torch's own, "
+        "30 minutes, or 10 for a group that was asked for as nccl",
     )
     log: str = _option(
         "info", _choice("debug", "info", "warning", "error"), "least severe message printed"
@@ -326,6 +329,7 @@ def documented() -> list[tuple[str, Any, str]]:
 
 
 _current: Options | None = None
+_set: dict[str, str] = {}  # the environment variables that were put in place
 
 
 def current() -> Options:
@@ -350,20 +354,18 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     ]
 
 
-def export_for_core() -> None:
-    """Show the native core the options it reads for itself, before it is loaded.
+def for_core() -> dict[str, str]:
+    """The options that the native core reads for itself, as variables of its environment.
 
-    Its C++ side reads the environment once (csrc/base/env); an option given as a keyword would
-    not be seen there otherwise.
+    It reads those once (csrc/base/env); an option given as a keyword would not be seen there.
     """
-    if current().log != os.environ.get(_PREFIX + "LOG", Options.log):
-        os.environ[_PREFIX + "LOG"] = current().log
-    ifname = current().ifname
-    if ifname is not None:
-        os.environ[_PREFIX + "IFNAME"] = ifname
-    reduce_threads = current().reduce_threads
-    if reduce_threads is not None:
-        os.environ[_PREFIX + "REDUCE_THREADS"] = str(reduce_threads)
+    options = current()
+    given = {
+        "LOG": options.log,
+        "IFNAME": options.ifname,
+        "REDUCE_THREADS": options.reduce_threads,
+    }
+    return {_PREFIX + name: str(value) for name, value in given.items() if value is not None}
 
 
 def rank() -> int:
@@ -452,6 +454,7 @@ def set_for_nccl(settings: Mapping[str, str]) -> None:
         if name in os.environ or not known:
             raise ValueError(f"{name} is not for deepytorch to set")
     os.environ.update(settings)
+    _set.update(settings)
 
 
 def set_where_unset(settings: Mapping[str, str]) -> None:
@@ -461,8 +464,21 @@ def set_where_unset(settings: Mapping[str, str]) -> None:
     """
     theirs = nccl_settings()
     for name, value in settings.items():
-        if name not in theirs:
-            os.environ.setdefault(name, value)
+        if name not in theirs and name not in os.environ:
+            os.environ[name] = _set[name] = value
+
+
+def withdraw() -> None:
+    """Take out of the environment what was put there, until `renew`."""
+    for name, value in _set.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+
+
+def renew() -> None:
+    """Put back what `withdraw` took, unless the user has set it since."""
+    for name, value in _set.items():
+        os.environ.setdefault(name, value)
 
 
 def is_set(variable: str) -> bool:
@@ -499,8 +515,11 @@ def profile_path(options: Options | None = None) -> Path | None:
 
 
 def temporary_dir() -> Path:
-    """The system's folder for temporary files."""
-    return Path(tempfile.gettempdir())
+    """The system's folder for temporary files; where none can be written, the usual one."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return Path("/tmp")
 
 
 def compiler() -> list[str] | None:

@@ -2,24 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from deepytorch_core import config
 
 _LEVELS = ("debug", "info", "warning", "error")
 
+_given_up: Any = None  # the stream that could not be written
 _joined_as: int | None = None
 _when_joined: list[Callable[[], object]] = []
 
 
 def say(text: str, *, level: str = "info") -> None:
-    """Print one line, whatever the rank, if option `log` lets `level` through."""
+    """Print one line, whatever the rank, if option `log` lets `level` through.
+
+    Raises nothing: where stderr is closed, full or read by nobody, nothing more goes there.
+    """
+    global _given_up
     if _LEVELS.index(level) < _LEVELS.index(config.current().log):
         return
-    # In one write, so that lines of several ranks don't mix.
-    sys.stderr.write(f"deepytorch: {text}\n")
-    sys.stderr.flush()
+    stream = sys.stderr
+    if stream is None or stream is _given_up:
+        return
+    try:
+        with _without_broken_pipe():
+            # In one write, so that lines of several ranks don't mix.
+            _write(stream, f"deepytorch: {text}\n")
+    except Exception:  # whatever a stream of the program's own raises
+        _given_up = stream
+
+
+def _write(stream: Any, line: str) -> None:
+    buffer = getattr(stream, "buffer", None)
+    if type(stream) is not io.TextIOWrapper or not isinstance(
+        getattr(buffer, "raw", None), io.FileIO
+    ):
+        stream.write(line)
+        stream.flush()
+        return
+    # Past the buffers, where a line that can't be written would stay: the interpreter tries again
+    # at its end, and lets the program fail with status 120.
+    stream.flush()
+    data = line.encode(stream.encoding, stream.errors or "strict")
+    while data:
+        data = data[os.write(stream.fileno(), data) :]
+
+
+@contextlib.contextmanager
+def _without_broken_pipe() -> Iterator[None]:
+    """Keep the signal of a pipe that nobody reads from a program that does not ignore it."""
+    if signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python leaves it
+        yield
+        return
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    was_pending = signal.SIGPIPE in signal.sigpending()
+    try:
+        yield
+    finally:
+        if not was_pending:
+            signal.sigtimedwait({signal.SIGPIPE}, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def say_once(text: str, *, level: str = "info") -> None:

@@ -124,6 +124,13 @@ def failures() -> int:
     return failed if _parents is None else failed - _parents.failures
 
 
+def given_bytes() -> int:
+    """Bytes that went into operations with other ranks, a parent's too. One element is left out."""
+    adapter = _adapter()
+    given: int = adapter.given_bytes() if adapter is not None else 0
+    return given
+
+
 def _core() -> Any:
     """None where it is not loaded: then nothing has run."""
     return sys.modules.get("deepytorch_core._core")

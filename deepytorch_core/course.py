@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import counts
+from deepytorch_core import apart, counts
 from deepytorch_core.console import global_rank
 
 _MOST_BUCKETS = 120
@@ -124,8 +124,8 @@ class Course:
         """How many steps have ended."""
         return self._steps
 
-    def stepped(self, optimizer: Any) -> None:
-        """An optimizer has stepped."""
+    def stepped(self, optimizer: Any) -> bool:
+        """An optimizer has stepped; returns whether a step has ended with that."""
         groups = optimizer.param_groups
         parameters = groups[0]["params"] if groups else ()
         key = id(parameters[0]) if parameters else id(optimizer)
@@ -135,7 +135,7 @@ class Course:
             self._last_clocks = _clocks()
             if self._stepped_on and key not in self._stepped_on:
                 self._stepped_on.add(key)
-                return
+                return False
             self._stepped_on = {key}
             self._steps += 1
             adapter = sys.modules.get("deepytorch_c10d")
@@ -145,6 +145,7 @@ class Course:
                 self._begin(now, counters())
             elif now - self._open[1] >= max(self._interval_s, self._pause_s):
                 self._sample(now)
+        return True
 
     def pause(self) -> None:
         """What follows, up to the next step, belongs to no step."""
@@ -272,6 +273,7 @@ def uninstall() -> None:
         _hook.remove()
         _hook = None
         _course.pause()
+        apart.pause()
 
 
 def at_first_step(act: Callable[[], object]) -> None:
@@ -288,7 +290,8 @@ def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
 
     # A step in a graph: looking at the clock would break it.
     if not torch.compiler.is_compiling() and not _is_within_another():
-        _course.stepped(optimizer)
+        if _course.stepped(optimizer):
+            apart.stepped(optimizer)
         if _at_first_step is not None and _course.steps == 1:
             _at_first_step()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-from deepytorch_core import config
+from deepytorch_core import config, stores
 from deepytorch_core.errors import OFF_SWITCH
 
 if TYPE_CHECKING:
@@ -66,10 +66,11 @@ class GroupSpec:
         """The ranks whose processes on this node have certainly ended; "rank 1 (pid 4711) died"."""
         from deepytorch_core import _core
 
-        found = []
+        found: list[str] = []
+        if stores.lacks(self.store):
+            return ""
         for rank in range(self.size):
-            key = f"{_MARK_KEY}{rank}"
-            mark = self.store.get(key).decode() if self.store.check([key]) else ""
+            mark = stores.there(self.store, f"{_MARK_KEY}{rank}") or ""
             pid = _core.dead_process(mark)
             if pid is not None:
                 found.append(f"rank {self.global_rank(rank)} (pid {pid}) died")
@@ -93,6 +94,9 @@ class StockFactory:
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
+        # One of the program's own would go with the program's last reference to it: torch keeps
+        # what is C++'s of it, and that calls functions which are then no longer there.
+        self._kept_store = stores.root(spec.store)
         self.made: dict[str, Any] = {}
         _factories.add(self)
         # The deepytorch backend's own options, once it exists: its timeout may change later.
@@ -118,10 +122,11 @@ class StockFactory:
                 f"it serves {' and '.join(STOCK_BACKENDS)}"
             )
         # Keys of its own: several backends of one group share the group's store.
-        store = c10d.PrefixStore(f"delegate/{device_type}/", self._spec.store)
+        store = c10d.PrefixStore(f"delegate/{device_type}/", self._store())
         if name == "gloo":  # NCCL needs only those ranks that take part
             gloo_env.before_gloo()
-            self._meet(store, limit_s or self.timeout.total_seconds())
+            if not stores.lacks(store):
+                self._meet(store, limit_s or self.timeout.total_seconds())
         try:
             if hasattr(c10d.Backend, "_ensure_backend_registered"):  # torch >= 2.14
                 backend = self._from_registry(name, store)
@@ -192,6 +197,16 @@ class StockFactory:
             time.sleep(0.02)
         return found
 
+    def _store(self) -> Store:
+        """The group's, over a client in which nobody waits for another.
+
+        Torch's own where there is no adapter, so that no thread of ours can be in the store.
+        """
+        from deepytorch_core import adapter
+
+        module = adapter.loaded()
+        return self._spec.store if module is None else module.own_client(self._spec.store)
+
     def _meet(self, store: Store, limit_s: float) -> None:
         """Waits until all ranks are here and fit to make gloo's part of the group.
 
@@ -205,12 +220,12 @@ class StockFactory:
         try:
             store.set(keys[spec.rank], self._why_unfit())
             self._wait_for(store, keys, what, limit_s)
-            words = store.multi_get(keys)
+            words = stores.texts(store, keys)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             reason = str(error).partition("\n")[0]
             raise _backend_error(f"{what}: rendezvous store: {reason}") from error
         unfit = [
-            f"rank {spec.global_rank(rank)} can't: {word.decode()}"
+            f"rank {spec.global_rank(rank)} can't: {word}"
             for rank, word in enumerate(words)
             if word
         ]

@@ -281,7 +281,7 @@ def run_once(
     assert group is not None
 
     def zeros(parts: int) -> torch.Tensor:
-        return torch.zeros(share * parts, dtype=dtype)
+        return torch.zeros(share * parts, dtype=dtype, device="cpu")
 
     mine = zeros(1)
     parts = list(zeros(world_size).chunk(world_size)) if rank == 0 else None

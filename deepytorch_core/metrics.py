@@ -245,21 +245,24 @@ def serve(where: str) -> tuple[str, int] | None:
         host, port = config.host_and_port(where)
         if port:
             port += asked[1]
+        registry.register(_Collector())
+        server = None
         try:
             server = _Server(host, port)
-        except (OSError, OverflowError) as error:
+            server.registry = registry
+            threading.Thread(
+                target=server.serve_forever, args=(0.2,), name="deepytorch metrics", daemon=True
+            ).start()
+        except (OSError, OverflowError, RuntimeError) as error:  # or there are too many threads
+            if server is not None:
+                server.server_close()
             why = str(error)
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 why = "another process has this port, give option metrics another"
             line = f"metrics of rank {global_rank()} are not served at {host}:{port}: {why}"
             say(line, level="warning")
             return None
-        server.registry = registry
-        registry.register(_Collector())
         _served = server
-        threading.Thread(
-            target=server.serve_forever, args=(0.2,), name="deepytorch metrics", daemon=True
-        ).start()
         host, port = server.address
         say(f"metrics of rank {global_rank()} at http://{host}:{port}{PATH}")
         return server.address

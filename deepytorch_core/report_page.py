@@ -53,12 +53,18 @@ def write(path: Path, reports: Mapping[str, Saved], comparisons: Sequence[Saved]
 
 def _against_stock(comparisons: Sequence[Saved]) -> list[str]:
     """What was found by running the script with and without deepytorch."""
-    return [
-        f"{one['arm']}: {one['speedup']:.2f}x stock's speed "
-        f"({one['spread'][0]:.2f} to {one['spread'][1]:.2f}), {one['word']}."
-        for found in comparisons
-        for one in found["verdicts"]
-    ]
+    return [_verdict(one) for found in comparisons for one in found["verdicts"]]
+
+
+def _verdict(one: Saved) -> str:
+    apart = one.get("losses", {}).get("apart")
+    if apart is not None:
+        return f"{one['arm']}: {one['word']}, so no speed-up is claimed: {apart}."
+    low, high = one["spread"]
+    return (
+        f"{one['arm']}: {one['speedup']:.2f}x stock's speed ({low:.2f} to {high:.2f}), "
+        f"{one['word']}."
+    )
 
 
 def headline(reports: Sequence[Saved]) -> str:

@@ -71,8 +71,9 @@ TORCH = (
     _torch(
         _C10D + "_get_default_timeout",
         "10 minutes for nccl, 30 for all others",
-        "option timeout_s (600 s); an explicit timeout wins even if it has the same value",
-        remedy="replaced in `_new_process_group_helper`, by identity",
+        "the same, by the name that was asked for; option timeout_s where it is set. An explicit "
+        "timeout wins even if it has the same value",
+        remedy="looked up by that name; replaced in `_new_process_group_helper`, by identity",
         test=f"{_UNIT_TEST}/test_backend.py::test_an_explicit_timeout_wins_even_if_it_equals_the_default",
     ),
     _torch(

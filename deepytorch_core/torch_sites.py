@@ -58,9 +58,10 @@ def _monitored_barrier(c10d: Any, original: Callable[..., Any]) -> Callable[...,
         if c10d._rank_not_in_group(group) or not _has_own_name(c10d, group):
             return original(group, timeout, wait_all_ranks)
         if timeout is None:
-            timeout = backend.default_timeout()
+            timeout = backend.default_timeout(c10d.default_pg_timeout)
         elif isinstance(timeout, int | float):
             timeout = timedelta(seconds=timeout)
+        timeout = min(timeout, backend.LONGEST)
         return _group(c10d, group).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     return monitored_barrier
@@ -76,6 +77,7 @@ def _set_pg_timeout(c10d: Any, original: Callable[..., Any]) -> Callable[..., An
             original(timeout, group)
             return
         this = _group(c10d, group)
+        timeout = min(timeout, backend.LONGEST)
         devices = _ours(c10d, this)
         for device in devices:
             served_by = this._get_backend(torch.device(device))
@@ -117,7 +119,7 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         with _named(c10d, hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
             return c10d._new_group_with_tag(
                 [globally[rank] for rank in sorted(mine)],
-                timeout or _timeout(c10d, parent),
+                timeout,
                 kwargs.get("backend") or c10d._world.pg_map[parent][0],
                 pg_options,
                 None,
@@ -163,14 +165,6 @@ def _named(c10d: Any, name: str) -> Iterator[None]:
         yield
     finally:
         c10d._hash_ranks_to_str = original
-
-
-def _timeout(c10d: Any, group: Any) -> timedelta | None:
-    """A group's own, where its backend tells."""
-    import torch
-
-    device = torch.device(_ours(c10d, group)[0])
-    return getattr(group._get_backend(device).options, "_timeout", None)
 
 
 def _add_ephemeral_timeout(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,7 +302,8 @@ def _all_to_all_forward(
             return original(ctx, group, outputs, *tensors)
         ctx.group = group
         ctx.input_tensor_size_list = [tensor.size() for tensor in tensors]
-        received = torch.empty(sum(output.numel() for output in outputs), dtype=tensors[0].dtype)
+        size = sum(output.numel() for output in outputs)
+        received = torch.empty(size, dtype=tensors[0].dtype, device="cpu")
         c10d.all_to_all_single(
             received,
             torch.cat([tensor.reshape(-1) for tensor in tensors]),

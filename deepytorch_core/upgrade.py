@@ -15,13 +15,16 @@ from deepytorch_core import adapter, c10d_patches, config, rewrite
 from deepytorch_core.backend import (
     NAME,
     core_settings,
-    default_timeout,
     describe,
+    join,
+    longest,
     note_group,
     tell_devices,
+    timeout_of,
     watches,
 )
 from deepytorch_core.console import say_once
+from deepytorch_core.delegates import GroupSpec
 from deepytorch_core.hang import live
 
 
@@ -93,6 +96,7 @@ def downgrade_all(c10d: Any) -> None:
             # torch still holds the old backend under its type and takes that.
             group._register_backend(torch.device(device), kind, record.ours)
         c10d_patches.set_served(group, None)
+        record.ours.leave()
         record.active = False
 
 
@@ -121,8 +125,11 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
         names = c10d_patches.stood_for(rewrite.parse(told), pairs)
         record = _Upgraded(told, _adapter_over(c10d, group, stock, name=max(names)))
         _upgraded[group] = record
-    elif group is c10d.GroupMember.WORLD:
-        live.rouse()
+    else:
+        record.ours.rejoin()
+        if group is c10d.GroupMember.WORLD:
+            config.renew()
+            live.rouse()
     # torch keeps these in the backends, and asks whichever comes first.
     group_name, description = group.group_name, group.group_desc
     for device in devices:
@@ -140,28 +147,33 @@ def _upgrade(c10d: Any, group: Any, new_config: str) -> None:
 
 
 def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any], *, name: str) -> Any:
-    timeouts = [
-        timeout
-        for backend in stock.values()
-        if (timeout := getattr(getattr(backend, "options", None), "_timeout", None)) is not None
-    ]
     module = adapter.load()
     store = c10d.PrefixStore("deepytorch/upgrade/", group.get_group_store())
+    closed = None
     if group is c10d.GroupMember.WORLD:
-        live.join(store, rank=group.rank(), size=group.size(), life=group)
+        closed = join(store, rank=group.rank(), size=group.size())
     options = config.current()
     note_group(group.group_name, group.size())
-    return module.create_backend(
-        store,
-        group.rank(),
-        group.size(),
+    spec = GroupSpec(
+        store=module.own_client(store),
+        rank=group.rank(),
+        size=group.size(),
         # The group's own, even if it is torch's default: whether it was given is not recorded.
-        timeout=min(timeouts, default=default_timeout()),
-        group_name=group.group_name,
+        timeout=longest(timeout_of(backend) for backend in stock.values()),
+        name=group.group_name,
         global_ranks=c10d.get_process_group_ranks(group),
+    )
+    return module.create_backend(
+        spec.store,
+        spec.rank,
+        spec.size,
+        timeout=spec.timeout,
+        group_name=spec.name,
+        global_ranks=spec.global_ranks,
         delegates=lambda device_type, limit_s=0.0: stock[device_type],  # there already
+        closed=closed,
         native=True,
         name=name,
         **core_settings(options),
-        **watches(store, group.group_name, group.rank(), group.size(), options=options),
+        **watches(spec, options=options),
     )

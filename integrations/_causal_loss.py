@@ -103,9 +103,11 @@ def _probe(owner: Any, setting: Setting) -> Probe:
     tokens = max(64, min(wanted, _MOST_LOGITS // head.out_features))
     generator = torch.Generator().manual_seed(tokens)
     dtype = next(head.parameters()).dtype
-    hidden = torch.randn(1, tokens, head.in_features, generator=generator)
+    on_host: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    size = (1, tokens, head.in_features)
+    hidden = torch.randn(size, dtype=torch.float32, **on_host)
     hidden = hidden.to(setting.device, dtype)
-    labels = torch.randint(0, head.out_features, (1, tokens), generator=generator)
+    labels = torch.randint(0, head.out_features, size[:2], **on_host)
     labels[:, ::5] = IGNORED_LABEL
     labels = labels.to(setting.device)
 
@@ -143,8 +145,8 @@ def _copy_of(head: Any) -> nn.Module:
         copied: nn.Module = copy.deepcopy(head)
         return copied
     # Nobody has all of its weights, and whatever they are, kernels take as long.
-    has_bias, dtype = head.bias is not None, head.weight.dtype
-    return nn.Linear(head.in_features, head.out_features, bias=has_bias, dtype=dtype)
+    made: dict[str, Any] = {"bias": head.bias is not None, "dtype": head.weight.dtype}
+    return nn.Linear(head.in_features, head.out_features, **made, device="cpu")
 
 
 class _LossKernel(Kernel):

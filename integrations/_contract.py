@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,15 +18,16 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import activation, agreement, bystander, config
+from deepytorch_core import activation, agreement, bystander, config, stores
+from deepytorch_core.backend import limit_of
 from deepytorch_core.config import Options
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.errors import IntegrationError as IntegrationError
 from deepytorch_core.patching import Patches
 
-# Ranks call an adapter at the same line of the same script.
-HERE_LIMIT_S = 60.0
+# So often it is looked whether a rank that has not come can't come any more.
+_LOOK_S = 2.0
 
 
 def require(distribution: str, versions: str, *, tested: str) -> None:
@@ -235,7 +237,10 @@ def _connection(adapter: str) -> tuple[Any, int, int]:
             f"{adapter}: torch.distributed is not initialised: call init_process_group() first, "
             "in a process that torchrun or `deepytorch run` has started"
         )
-    return c10d._get_default_store(), c10d.get_rank(), c10d.get_world_size()
+    store, size = c10d._get_default_store(), c10d.get_world_size()
+    if missing := stores.lacks(store):
+        raise IntegrationError(f"{adapter}: {missing}: give init_process_group another store")
+    return store, c10d.get_rank(), size
 
 
 def _statement(
@@ -262,8 +267,9 @@ def _exchange(
     own = agreement.numbered(store, f"deepytorch/{adapter}", rank)
     own.set(bystander.JOINS, "1")
     own.set(str(rank), json.dumps(statement))
-    here = _await(adapter, own, rank, size)
-    statements = {sender: json.loads(own.get(str(sender))) for sender in here}
+    limit_s = here_limit_s()
+    here, hopeless = _await(adapter, own, (rank, size), limit_s)
+    statements = {sender: json.loads(stores.text(own, str(sender))) for sender in here}
     declining = {
         sender: one[bystander.DECLINES]
         for sender, one in statements.items()
@@ -272,19 +278,36 @@ def _exchange(
     if declining:
         with contextlib.suppress(RuntimeError):  # as one of them may have ended
             told = [bystander.knows(sender) for sender in declining]
-            agreement.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
+            stores.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
         raise bystander.disagreement(adapter, declining)
     absent = [other for other in range(size) if other not in statements]
     if absent:
+        when = hopeless or f" within {limit_s:g} s{_doing(absent)}"
         raise IntegrationError(
-            f"{adapter}: rank(s) {', '.join(map(str, absent))} did not call it within "
-            f"{HERE_LIMIT_S:g} s{_doing(absent)}: use it on every rank or on none; {OFF_SWITCH}"
+            f"{adapter}: rank(s) {', '.join(map(str, absent))} did not call it{when}: use it on "
+            f"every rank or on none; {OFF_SWITCH}"
         )
     return list(statements.values())
 
 
-def _await(adapter: str, own: Any, rank: int, size: int) -> list[int]:
-    """Wait until all ranks have come, or one that declines; the ranks that are here by then."""
+def here_limit_s() -> float:
+    """How long the ranks of the default group wait for each other in an adapter, in seconds.
+
+    As long as in the collective that would come next without it, in whatever group: one of them may
+    prepare its data.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    own = limit_of(c10d._get_default_group())
+    return max(own, c10d.default_pg_timeout).total_seconds()
+
+
+def _await(adapter: str, own: Any, place: tuple[int, int], limit_s: float) -> tuple[list[int], str]:
+    """Wait until all ranks have come, or one that declines, or they can't any more.
+
+    Returns the ranks that are here by then, and what the others wait in for this one.
+    """
+    rank, size = place
     everyone = [str(other) for other in range(size)]
 
     def is_over() -> bool:
@@ -293,18 +316,31 @@ def _await(adapter: str, own: Any, rank: int, size: int) -> list[int]:
     def here() -> list[int]:
         return [other for other in range(size) if own.check([str(other)])]
 
-    patience_s = min(agreement.PATIENCE_S, HERE_LIMIT_S / 2)
-    if not agreement.poll(is_over, patience_s):
-        present = here()
-        if rank == min(present):
-            absent = [other for other in range(size) if other not in present]
-            say(
-                f"{adapter} waits for {agreement.named(absent)}, up to {HERE_LIMIT_S:g} s: it is "
-                f"for every rank or for none{_doing(absent)}",
-                level="warning",
-            )
-        agreement.poll(is_over, HERE_LIMIT_S - patience_s)
-    return here()
+    started = time.monotonic()
+    patience_s = min(agreement.PATIENCE_S, limit_s / 2)
+    if stores.poll(is_over, patience_s):
+        return here(), ""
+    present = here()
+    if rank == min(present):
+        absent = [other for other in range(size) if other not in present]
+        say(
+            f"{adapter} waits for {agreement.named(absent)}, up to {limit_s:g} s: it is "
+            f"for every rank or for none{_doing(absent)}",
+            level="warning",
+        )
+    while (left_s := limit_s - (time.monotonic() - started)) > 0:
+        if stores.poll(is_over, min(_LOOK_S, left_s)):
+            break
+        if hopeless := _awaited(patience_s):
+            return here(), hopeless
+    return here(), ""
+
+
+def _awaited(least_s: float) -> str:
+    """ ", and wait for this one in ...": what can't call anything before that ends."""
+    hang = sys.modules.get("deepytorch_core.hang.live")
+    operation = hang.awaited(least_s) if hang is not None else ""
+    return f", and wait for this one in {operation}" if operation else ""
 
 
 def _doing(absent: list[int]) -> str:

@@ -75,7 +75,7 @@ class ArrayWorld:
             rank,
             size,
             name=framework,
-            timeout_s=options["timeout_s"],
+            timeout_s=options["timeout_s"] or config.GLOO_TIMEOUT_S,
             tune="profile" if options["deterministic"] else options["tune"],
             profile="" if profile is None else str(profile),
             staging_bytes=(options["staging_mb"] or 0) << 20,
@@ -99,7 +99,7 @@ class ArrayWorld:
 
         Args:
             arrays: the same shapes and dtypes on every rank.
-            op: the average of integers is rounded down.
+            op: the average of integers is cut off.
             factors: multiply what goes in, and what comes out.
 
         Raises HorovodInternalError, on every rank, when shapes or dtypes differ.
@@ -181,8 +181,8 @@ class ArrayWorld:
             )
 
     def _reduce(self, array: Array, op: ReduceOp) -> Array:
-        floors = op is ReduceOp.Average and array.dtype.kind in "iu"
-        core_op = "sum" if floors else _CORE_OPS[op]
+        is_whole = op is ReduceOp.Average and array.dtype.kind in "iu"
+        core_op = "sum" if is_whole else _CORE_OPS[op]
         result = np.empty(array.shape, array.dtype)
         source = np.ascontiguousarray(array)
         _translated(
@@ -192,7 +192,8 @@ class ArrayWorld:
             _bytes_of(source),
             _bytes_of(result),
         )
-        return result // self.placement.size if floors else result
+        # Cut off, as Horovod does.
+        return np.sign(result) * (np.abs(result) // self.placement.size) if is_whole else result
 
     def _gather(self, array: Array, outputs: list[Array]) -> None:
         buffers = [_bytes_of(output) for output in outputs]

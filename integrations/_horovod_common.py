@@ -35,7 +35,9 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     """
     if average is not None:
         if op is not None:
-            raise ValueError("op replaces average: give one of them")
+            raise ValueError(
+                "The op parameter supersedes average. Please provide only one of them."
+            )
         warnings.warn(
             "average= is deprecated: use op=hvd.Average or op=hvd.Sum",
             DeprecationWarning,

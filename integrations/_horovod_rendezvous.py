@@ -2,7 +2,8 @@
 
 The folder belongs to the user, is named after the job and goes with rank 0, unless that is killed.
 A file is a key: a line about its writer, then the value. What earlier processes of the same job
-left there, such as those that torchrun has started again, is not seen.
+left there, such as those that torchrun has started again, is not seen; nor is what these processes
+left when they met before, between a `shutdown` and an `init`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import tempfile
 import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +24,14 @@ from deepytorch_core import config
 from deepytorch_core.launchers import Launched
 
 _PAUSE_S = 0.002
+_meetings: Counter[Path] = Counter()
 
 
 class LocalStore:
-    """Keys and values that the processes of one job on this node share."""
+    """Keys and values that the processes of one job on this node share, those of one meeting."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, meeting: int = 1) -> None:
+        self._folder, self._meeting = folder, meeting
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key; readers see the old value or the new one, never a part."""
@@ -69,11 +72,11 @@ class LocalStore:
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _path(self, key: str) -> Path:
-        return self._folder / urllib.parse.quote(key, safe="")
+        return self._folder / urllib.parse.quote(f"{self._meeting}/{key}", safe="")
 
 
 def local_store(launched: Launched, framework: str) -> LocalStore:
-    """The store that this node's processes of the job share.
+    """The store that this node's processes of the job share; one for each time that they meet.
 
     Raises IntegrationError when the folder is another user's.
     """
@@ -91,7 +94,8 @@ def local_store(launched: Launched, framework: str) -> LocalStore:
         raise IntegrationError(
             f"horovod: {folder.parent} can be written by others: remove it, or set TMPDIR"
         )
-    return LocalStore(folder)
+    _meetings[folder] += 1
+    return LocalStore(folder, _meetings[folder])
 
 
 def require_one_node(launched: Launched, remedy: str) -> None:

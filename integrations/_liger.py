@@ -115,10 +115,12 @@ def _rope_probe(space: Any, head: int, setting: Setting) -> Probe:
     generator = torch.Generator().manual_seed(head)
     dtype = setting.autocast or next(setting.model.parameters()).dtype
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(setting.device, dtype)
+    on_host: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
 
-    half = torch.rand(1, 512, head // 2, generator=generator) * 6.28
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, **on_host).to(setting.device, dtype)
+
+    half = torch.rand(1, 512, head // 2, **on_host) * 6.28
     angles = torch.cat([half, half], dim=-1).to(setting.device)
     inputs = nn.ParameterDict({"q": draw(2, 8, 512, head), "k": draw(2, 2, 512, head)})
     gradients = [draw(2, 8, 512, head), draw(2, 2, 512, head)]

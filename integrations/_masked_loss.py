@@ -136,9 +136,11 @@ def _probe(owner: Any, setting: Setting) -> Probe:
     generator = torch.Generator().manual_seed(tokens)
     dtype = next(probed.parameters()).dtype
     width = getattr(owner.config, "hidden_size", None) or owner.get_output_embeddings().in_features
-    hidden = torch.randn(2, tokens // 2, width, generator=generator).to(setting.device, dtype)
-    labels = torch.randint(0, probed.vocabulary, (2, tokens // 2), generator=generator)
-    trained = torch.rand(labels.shape, generator=generator) < 1 / _TRAINED
+    on_host: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    size = (2, tokens // 2)
+    hidden = torch.randn(*size, width, dtype=torch.float32, **on_host).to(setting.device, dtype)
+    labels = torch.randint(0, probed.vocabulary, size, dtype=torch.int64, **on_host)
+    trained = torch.rand(size, dtype=torch.float32, **on_host) < 1 / _TRAINED
     labels = labels.masked_fill(~trained, IGNORED_LABEL).to(setting.device)
     bound = most_targets(int(trained.sum()))
 

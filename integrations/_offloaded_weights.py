@@ -98,7 +98,10 @@ class Staging:
         pieces = self._pieces.get(target.dtype)
         if pieces is None:
             pinned = torch.cuda.is_available()
-            pieces = [torch.empty(_STAGED, dtype=target.dtype, pin_memory=pinned) for _ in range(2)]
+            pieces = [
+                torch.empty(_STAGED, dtype=target.dtype, device="cpu", pin_memory=pinned)
+                for _ in range(2)
+            ]
             self._pieces[target.dtype] = pieces
         left: list[Any] = [None, None]
         for number, begin in enumerate(range(0, exact.numel(), _STAGED)):

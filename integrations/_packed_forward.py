@@ -305,7 +305,8 @@ class PackedForward:
             whole, rest = divmod(filling, shape.max_length)
             lengths += [shape.max_length] * whole + [rest]
         lengths += [0] * (shape.num_sequences + 1 - len(lengths))
-        bounds = torch.tensor(lengths).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+        sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        bounds = sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True)
         packed = {key: value for key, value in call.items() if value is not None}
         packed["input_ids"] = _filled(packing.pack(ids), filling, 0)
         packed["attention_mask"] = _filled(torch.ones_like(packed["input_ids"]), 0, 0)

@@ -158,9 +158,10 @@ def _check_mask(
 ) -> None:
     causal, window = said
     last = _SEEN_UP_TO - 1
-    query = torch.tensor([0, 1, 2, 63, 511, 4095, last // 2, last]).unsqueeze(1)
-    key = torch.arange(_SEEN_UP_TO).unsqueeze(0)
-    zero = torch.zeros((), dtype=torch.int64)
+    on_host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+    query = torch.tensor([0, 1, 2, 63, 511, 4095, last // 2, last], **on_host).unsqueeze(1)
+    key = torch.arange(_SEEN_UP_TO, **on_host).unsqueeze(0)
+    zero = torch.zeros((), **on_host)
     truly = function(zero, zero, query, key).expand(query.shape[0], key.shape[1])
     distance = key - query
     expected = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -296,7 +297,7 @@ def _counts_items(call: Callable[..., Any], batch: dict[str, Tensor], model: Any
     """
     sums = []
     for count in (1, _LARGE_COUNT):
-        items = torch.tensor(count, device=batch["labels"].device)
+        items = torch.tensor(count, dtype=torch.int64, device=batch["labels"].device)
         try:
             output = call(**batch, num_items_in_batch=items, **_uncached(model))
         except (TypeError, ValueError):
@@ -334,14 +335,16 @@ def _batch(model: Any) -> dict[str, Tensor]:
     size = (len(_LENGTHS), _WIDTH)
     vocabulary = model.get_input_embeddings().num_embeddings
     # Not the first ids, which may mean something to a model: padding, for one.
-    ids = torch.randint(min(4, vocabulary - 1), vocabulary, size, generator=generator)
-    mask = torch.zeros(size, dtype=torch.int64)
+    on_host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+    least = min(4, vocabulary - 1)
+    ids = torch.randint(least, vocabulary, size, generator=generator, **on_host)
+    mask = torch.zeros(size, **on_host)
     for row, length in enumerate(_LENGTHS):
         mask[row, :length] = 1
     mask[-1] = mask[-1].flip(0)
     outputs = getattr(model.config, "num_labels", 2)
     classes = vocabulary if _predicts_tokens(model) else outputs
-    labels = torch.randint(0, classes, size, generator=generator)
+    labels = torch.randint(0, classes, size, generator=generator, **on_host)
     labels[mask == 0] = -100
     labels[-1, _WIDTH - _LENGTHS[-1]] = -100  # else a causal model predicts it from padding
     ids[mask == 0] = getattr(model.config, "pad_token_id", None) or 0

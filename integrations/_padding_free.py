@@ -238,7 +238,7 @@ def agreed(name: str, prepare: Callable[[], str | None]) -> str | None:
         rank=rank,
         size=c10d.get_world_size(),
         prepare=prepare,
-        here_limit_s=_contract.HERE_LIMIT_S,
+        here_limit_s=_contract.here_limit_s(),
     )
 
 

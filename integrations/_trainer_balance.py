@@ -201,13 +201,16 @@ def _why_not_all(lengths: Sequence[int] | None) -> str | None:
     if not c10d.is_initialized():
         return _UNKNOWN if told == _UNKNOWN else None
     rank = c10d.get_rank()
-    found = agreement.gather(
-        agreement.numbered(c10d._get_default_store(), f"deepytorch/{_NAME}", rank),
-        rank=rank,
-        size=c10d.get_world_size(),
-        value=told,
-        here_limit_s=_contract.HERE_LIMIT_S,
-    )
+    try:
+        found = agreement.gather(
+            agreement.numbered(c10d._get_default_store(), f"deepytorch/{_NAME}", rank),
+            rank=rank,
+            size=c10d.get_world_size(),
+            value=told,
+            here_limit_s=_contract.here_limit_s(),
+        )
+    except RuntimeError as error:  # the same on all ranks
+        return str(error)
     if _UNKNOWN in found:
         return _UNKNOWN
     return "the samples of the ranks' data sets differ in length" if len(set(found)) > 1 else None
@@ -248,5 +251,5 @@ def _arrow_lengths(table: Any, name: str) -> list[int]:
 def _length(sample: Any) -> int:
     mask = sample.get(_MASK)
     if mask is not None:
-        return int(torch.as_tensor(mask).count_nonzero())
+        return int(torch.as_tensor(mask, device="cpu").count_nonzero())
     return len(sample[_IDS])

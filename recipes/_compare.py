@@ -86,6 +86,7 @@ class Comparison:
 
     backends: dict[str, str]  # of stock, ours and perhaps _rounding.ARM
     unit: str = "tokens"
+    draws_others: bool = False  # whether dropout leaves out other parts in each arm
     losses: dict[str, list[float]] = field(init=False)
     step_time_s: dict[str, list[float]] = field(init=False)
     num_units: dict[str, list[int]] = field(init=False)
@@ -170,6 +171,7 @@ class Comparison:
         ratio = Spread.of(self.ratios)
         return {
             "loss_difference": self.loss_difference,
+            "draws_others": self.draws_others,
             "step_ratio": ratio.median,
             "step_ratio_quartiles": [ratio.low, ratio.high],
             "step_ratios": self.ratios,
@@ -199,6 +201,7 @@ def write_results(
     process: Process,
 ) -> None:
     """Write compare.json (every sample, machine, versions, commit) and compare.png."""
+    verdict = comparison.verdict(config["loss_tolerance"])
     from deepytorch_core.bench import record
 
     report = deepytorch.report()
@@ -209,6 +212,7 @@ def write_results(
         "device": process.device.type,
         "config": config,
         **comparison.to_dict(),
+        "not_equivalent": verdict,
         "native_calls": report.native_calls,
         "delegated_calls": report.delegated_calls,
         "decisions": [one for one in report.decisions if "what" in one],  # of what computes
@@ -219,13 +223,16 @@ def write_results(
     try:
         text = json.dumps(result, indent=1)
         (run_dir / "compare.json").write_text(text + "\n", encoding="utf-8")
-        plot(comparison, run_dir / "compare.png")
+        plot(comparison, run_dir / "compare.png", verdict)
     except OSError as error:
         raise RecipeError(f"cannot write the comparison to {run_dir}: {error}") from error
 
 
-def plot(comparison: Comparison, path: Path) -> None:
-    """Both loss curves, their difference, and how both arms' step times are distributed."""
+def plot(comparison: Comparison, path: Path, verdict: str | None) -> None:
+    """Both loss curves, their difference, and how both arms' step times are distributed.
+
+    No ratio of times where ``verdict`` says that the runs are not equivalent.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -247,11 +254,10 @@ def plot(comparison: Comparison, path: Path) -> None:
     milliseconds = [[value * 1e3 for value in comparison.timed_steps(arm)] for arm in ARMS]
     times.hist(milliseconds, bins=20, color=["0.6", "C0"], label=[stock_name, our_name])
     ratio = Spread.of(comparison.ratios)
-    times.set(
-        xlabel="step time, ms",
-        ylabel="steps",
-        title=f"stock / ours: {ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})",
-    )
+    title = f"stock / ours: {ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
+    if verdict is not None:
+        title = "the losses differ: no ratio is claimed"
+    times.set(xlabel="step time, ms", ylabel="steps", title=title)
     times.legend()
     figure.savefig(path, dpi=130)
 
@@ -273,14 +279,16 @@ def print_table(comparison: Comparison, run_dir: Path, tolerance: float) -> None
     console.print(table)
 
     ratio, report = Spread.of(comparison.ratios), deepytorch.report()
+    told = (
+        f"{ratio.median:.3f}x stock/ours, median; middle half {ratio.low:.3f} to "
+        f"{ratio.high:.3f}; above 1 deepytorch is faster"
+    )
+    if comparison.verdict(tolerance) is not None:
+        told = "not claimed: the two runs are not equivalent, by their losses"
     nothing = "" if report.native_calls else ": both arms ran the stock collectives"
     for label, text in (
         ("loss difference", _difference_text(comparison, tolerance)),
-        (
-            "step ratio",
-            f"{ratio.median:.3f}x stock/ours, median; middle half {ratio.low:.3f} to "
-            f"{ratio.high:.3f}; above 1 deepytorch is faster",
-        ),
+        ("step ratio", told),
         (
             "collectives",
             f"{report.native_calls} native, {report.delegated_calls} delegated{nothing}",
@@ -297,7 +305,8 @@ def _difference_text(comparison: Comparison, tolerance: float) -> str:
     if _rounding.ARM not in comparison.backends:
         return f"{most} (limit {tolerance:g})"
     ours, again = comparison.drift("ours"), comparison.drift(_rounding.ARM)
-    return (
+    told = (
         f"{most}; in the second half {ours.size:.3g} on average, where two stock runs lie "
         f"{again.size:.3g} apart"
     )
+    return f"{told}, both with dropout of their own" if comparison.draws_others else told

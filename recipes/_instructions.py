@@ -20,9 +20,9 @@ from deepytorch.recipes._chat import (
     print_masked,
 )
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._conversations import Conversations, has_empty_answer
 from deepytorch.recipes._data import Batch, Example, collate
 from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._records import has_empty_answer
 from deepytorch.recipes._run import Process, console
 from deepytorch_core import decisions
 from deepytorch_core.data.balance import WHAT
@@ -34,7 +34,7 @@ class TextOptions(RunOptions):
 
     model: str | None = None
     data: str | None = None
-    data_format: Literal["auto", "alpaca", "sharegpt"] = "auto"
+    data_format: Literal["auto", "alpaca", "sharegpt", "prompt"] = "auto"
     train_on_prompt: bool = False
     max_length: int = 512
     held_out: int = 4
@@ -81,7 +81,8 @@ class Data:
 
 def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     """Read, shuffle, split and encode ``config.data``; says what was cut, left and held out."""
-    conversations = load_conversations(config.data, config.data_format)
+    loaded = load_conversations(config.data, config.data_format)
+    conversations = loaded.found
     order = [number for number, one in enumerate(conversations) if not has_empty_answer(one)]
     num_empty = len(conversations) - len(order)
     if not order:
@@ -93,8 +94,7 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     kept, trained, told = hold_out(order, config.held_out)
 
     def encoded(numbers: list[int]) -> tuple[list[Example], str]:
-        chosen = [conversations[number] for number in numbers]
-        return encode_all(chosen, tokenizer, config, numbers=numbers)
+        return encode_all([conversations[number] for number in numbers], tokenizer, config)
 
     examples, summary = encoded(trained)
     try:
@@ -107,6 +107,7 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
         told += f", {len(kept) - len(left_out)} of these left out because of a longer prompt"
     if process.is_main:
         console.print(f"data        {summary}; {told}", highlight=False)
+        _say_unknown(loaded)
         if kept and not left_out:
             console.print(
                 "held out    no loss is computed: the prompts of all held-out examples fill "
@@ -147,8 +148,21 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     # Every rank evaluates all of them, so that each has as many.
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
     longest = max(len(one.input_ids) for one in (*examples, *left_out))
-    sample = conversations[kept[0]] if kept else ()
+    sample = conversations[kept[0]] if kept else Conversation()
     return Data(batches_with(None), balanced, held_out, sample, longest)
+
+
+def _say_unknown(loaded: Conversations) -> None:
+    """Name, once, the fields that no format knows: their texts are not trained."""
+    told = [
+        f"{', '.join(names)}{where}"
+        for names, where in ((loaded.unknown, ""), (loaded.unknown_in_turns, " of turns"))
+        if names
+    ]
+    if told:
+        console.print(
+            f"left out    fields that no format of data knows: {'; '.join(told)}", highlight=False
+        )
 
 
 def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:

@@ -251,6 +251,7 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             arm: c10d_patches.serving_name(trainer.group) for arm, trainer in trainers.items()
         },
         unit=task.unit,
+        draws_others=by_chance,
     )
     own = task.batches if task.balanced is None else task.balanced
     _say_balance(own, process)

@@ -1,6 +1,8 @@
 #include "base/env.hpp"
 
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <sstream>
 #include <string>
 
@@ -9,8 +11,20 @@
 namespace dpt {
 namespace {
 
+std::mutex given_mutex;
+std::map<std::string, std::string>& given() {
+  static auto* const variables = new std::map<std::string, std::string>;
+  return *variables;
+}
+
+const char* look_up(const char* name) {
+  const std::lock_guard lock(given_mutex);
+  const auto found = given().find(name);
+  return found != given().end() ? found->second.c_str() : std::getenv(name);
+}
+
 LogLevel read_log_level() {
-  const char* value = std::getenv("DEEPYTORCH_LOG");
+  const char* value = look_up("DEEPYTORCH_LOG");
   if (value == nullptr) return LogLevel::kInfo;
   const std::string name = value;
   if (name == "debug") return LogLevel::kDebug;
@@ -21,7 +35,7 @@ LogLevel read_log_level() {
 
 // A whole number in [least, most] that is a multiple of `step`; 0 where there is none.
 size_t read_number(const char* name, size_t least, size_t most, size_t step = 1) {
-  const char* value = std::getenv(name);
+  const char* value = look_up(name);
   if (value == nullptr || *value == '\0') return 0;
   char* end = nullptr;
   const unsigned long long number = std::strtoull(value, &end, 10);
@@ -35,7 +49,7 @@ size_t read_number(const char* name, size_t least, size_t most, size_t step = 1)
 }
 
 bool read_switch(const char* name) {
-  const char* value = std::getenv(name);
+  const char* value = look_up(name);
   const std::string text = value == nullptr ? "" : value;
   if (text == "1") return true;
   if (text.empty() || text == "0") return false;
@@ -43,7 +57,7 @@ bool read_switch(const char* name) {
 }
 
 std::string read_text(const char* name) {
-  const char* value = std::getenv(name);
+  const char* value = look_up(name);
   return value == nullptr ? "" : value;
 }
 
@@ -67,6 +81,11 @@ std::vector<std::string> read_list(const char* name) {
 }
 
 }  // namespace
+
+void set_variable(const std::string& name, const std::string& value) {
+  const std::lock_guard lock(given_mutex);
+  given()[name] = value;
+}
 
 const Env& env() {
   static const Env instance{

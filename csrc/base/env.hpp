@@ -55,4 +55,7 @@ struct Env {
 
 const Env& env();
 
+// In place of what the environment says of it, as long as nobody has called env().
+void set_variable(const std::string& name, const std::string& value);
+
 }  // namespace dpt

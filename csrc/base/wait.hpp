@@ -14,10 +14,18 @@ namespace dpt {
 // Longest time a wait sleeps before it looks at the abort word, the deadline and Ctrl-C again.
 constexpr std::chrono::milliseconds kWaitSlice{100};
 
+// No wait is longer. Clocks count nanoseconds in 64 bits, and a limit that overflows them would be
+// over at once: a century leaves room for what is added to it.
+constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24 * 36500);
+
+constexpr std::chrono::milliseconds limited(std::chrono::milliseconds timeout) {
+  return std::clamp(timeout, std::chrono::milliseconds(0), kLongestWait);
+}
+
 class Deadline {
  public:
   explicit Deadline(std::chrono::milliseconds timeout)
-      : timeout_(timeout), end_(std::chrono::steady_clock::now() + timeout) {}
+      : timeout_(limited(timeout)), end_(std::chrono::steady_clock::now() + timeout_) {}
 
   std::chrono::milliseconds timeout() const { return timeout_; }
   // The same, ending by `grace` later.

@@ -191,6 +191,11 @@ void register_comm(py::module_& m) {
       py::arg("description"),
       "What the flight record shall call a group.");
   m.def(
+      "longest_wait_s",
+      [] { return static_cast<double>(FlightRecord::instance().longest_wait_ns()) / 1e9; },
+      "For how many seconds this process has been in an operation that it or others wait for; 0: "
+      "in none. Takes some microseconds.");
+  m.def(
       "pause_flight_record",
       [](bool paused) { FlightRecord::instance().pause(paused); },
       py::arg("paused"),

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "base/wait.hpp"
 #include "bindings/buffer.hpp"
 #include "bindings/register.hpp"
 #include "comm/c_api.hpp"
@@ -109,7 +110,8 @@ class PyCommunicator {
       : store_(std::move(store)),
         rank_(rank),
         size_(size),
-        timeout_ms_(static_cast<int64_t>(settings.timeout_s * 1e3)) {
+        timeout_ms_(static_cast<int64_t>(
+            std::min(settings.timeout_s * 1e3, static_cast<double>(kLongestWait.count())))) {
     if (size < 1 || rank < 0 || rank >= size) {
       throw py::value_error("rank " + std::to_string(rank) + " of " + std::to_string(size));
     }
@@ -128,7 +130,12 @@ class PyCommunicator {
     const dpt_store table{&store_, store_set, store_get};
     const dpt_delegate delegate{nullptr, no_delegate, no_delegate, nullptr, nullptr, nullptr};
     dpt_error error{};
-    const dpt_status status = api()->comm_create(&options, &table, &delegate, &comm_, &error);
+    dpt_status status = DPT_OK;
+    {
+      // A thread of the core may be asking the store meanwhile.
+      const py::gil_scoped_release release;
+      status = api()->comm_create(&options, &table, &delegate, &comm_, &error);
+    }
     if (status != DPT_OK) raise(status, error.message);
   }
   ~PyCommunicator() { close(); }
@@ -277,7 +284,7 @@ void register_communicator(py::module_& m) {
            py::arg("size"),
            py::kw_only(),
            py::arg("name"),
-           py::arg("timeout_s") = 600.0,
+           py::arg("timeout_s") = 1800.0,
            py::arg("tune") = "off",
            py::arg("profile") = "",
            py::arg("staging_bytes") = 0)

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <sys/random.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -13,6 +14,8 @@
 namespace dpt {
 namespace {
 
+constexpr const char* kUnknown = "unknown";
+
 std::string read_line(const char* path) {
   std::ifstream file(path);
   std::string line;
@@ -20,19 +23,28 @@ std::string read_line(const char* path) {
   return line;
 }
 
+// Without /proc a node is known by its name alone.
+std::string this_boot() {
+  std::string id = read_line("/proc/sys/kernel/random/boot_id");
+  if (!id.empty()) return id;
+  utsname system{};
+  uname(&system);
+  return std::string("unknown-") + system.nodename;
+}
+
 std::string read_link(const char* path) {
   char target[256];
   const ssize_t length = readlink(path, target, sizeof target);
-  return length > 0 ? std::string(target, length) : "unknown";
+  return length > 0 ? std::string(target, length) : kUnknown;
 }
 
 }  // namespace
 
 std::string PeerInfo::serialize() const {
   std::ostringstream out;
-  out << process << ' ' << (boot_id.empty() ? "unknown" : boot_id) << ' ' << network << ' ' << node
-      << ' ' << pid << ' ' << usable_cores << ' ' << max_chunk_bytes << ' ' << fixed_chunk_bytes
-      << ' ' << affinity.size();
+  out << process << ' ' << boot_id << ' ' << network << ' ' << node << ' ' << pid << ' '
+      << usable_cores << ' ' << max_chunk_bytes << ' ' << fixed_chunk_bytes << ' '
+      << affinity.size();
   for (const uint64_t word : affinity) out << ' ' << word;
   out << ' ' << mark;
   return out.str();
@@ -59,9 +71,9 @@ PeerInfo PeerInfo::parse(const std::string& text) {
 
 PeerInfo PeerInfo::of_this_process() {
   PeerInfo info;
-  info.boot_id = read_line("/proc/sys/kernel/random/boot_id");
+  info.boot_id = this_boot();
   info.network = read_link("/proc/self/ns/net");
-  info.node = (info.boot_id.empty() ? "unknown" : info.boot_id) + "@" + info.network;
+  info.node = info.boot_id + "@" + info.network;
   info.pid = getpid();
   info.mark = own_process_mark();
   cpu_set_t cores;
@@ -94,24 +106,33 @@ constexpr std::chrono::milliseconds kLook{1};
 
 bool present(Store& store, const std::string& key) { return store.get(key, kLook).has_value(); }
 
+std::string limit_of(const WaitContext& wait) {
+  return " within " + std::to_string(wait.deadline.timeout().count()) + " ms";
+}
+
+// `complete`: what is wrong if all have come.
 [[noreturn]] void throw_missing(Store& store,
                                 const std::string& key,
                                 const std::vector<int64_t>& global_ranks,
-                                const WaitContext& wait) {
-  std::string ranks;
+                                const WaitContext& wait,
+                                const std::string& complete) {
+  std::string made;     // of those that are missing, who made the group
+  std::string unknown;  // and who did not
   for (size_t peer = 0; peer < global_ranks.size(); ++peer) {
     if (present(store, key + "/" + std::to_string(peer))) continue;
+    std::string& ranks = present(store, kProcessKey + std::to_string(peer)) ? made : unknown;
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(global_ranks[peer]);
   }
-  const std::string limit = std::to_string(wait.deadline.timeout().count()) + " ms";
-  if (ranks.empty()) {
-    throw Error(DPT_ERR_TIMEOUT,
-                wait.describe() + ": not all ranks joined within " + limit +
-                    "; by now all have. A longer timeout would have been enough");
+  std::string text;
+  if (!unknown.empty()) {
+    text = "rank(s) " + unknown + " did not join" + limit_of(wait) +
+           " and have not made the group: did they crash, or run without deepytorch?";
   }
-  throw Error(DPT_ERR_TIMEOUT,
-              wait.describe() + ": rank(s) " + ranks + " did not join within " + limit +
-                  ". Did they crash, or run without deepytorch?");
+  if (!made.empty()) {
+    text += (text.empty() ? "rank(s) " : " Rank(s) ") + made + " did not join" + limit_of(wait) +
+            " though they have made the group: was this call skipped there, or are they busy?";
+  }
+  throw Error(DPT_ERR_TIMEOUT, wait.describe() + ": " + (text.empty() ? complete : text));
 }
 
 // Values under key/0 .. key/size-1, waiting for each.
@@ -125,7 +146,12 @@ std::vector<std::string> collect(Store& store,
       all[peer] = wait_for_key(store, key + "/" + std::to_string(peer), wait, "");
     } catch (const Error& error) {
       if (error.status() != DPT_ERR_TIMEOUT) throw;
-      throw_missing(store, key, global_ranks, wait);
+      throw_missing(store,
+                    key,
+                    global_ranks,
+                    wait,
+                    "not all ranks joined" + limit_of(wait) +
+                        "; by now all have. A longer timeout would have been enough");
     }
   }
   return all;
@@ -156,6 +182,7 @@ Meeting meet(Store& store,
              const std::string& mine,
              const WaitContext& wait) {
   constexpr const char* kAnnouncement = "deepytorch/meeting";
+  const std::string leader = "rank " + std::to_string(global_ranks[0]);
   const std::string answer = random_id() + " " + mine;
   Meeting meeting;
   auto key = [&](const char* name) { return "deepytorch/" + meeting.id + "/" + name; };
@@ -171,17 +198,13 @@ Meeting meet(Store& store,
     store.set(key("list"), list);
   }
   while (answers.empty()) {
-    const std::string announced = wait_for_key(store,
-                                               kAnnouncement,
-                                               wait,
-                                               "rank " + std::to_string(global_ranks[0]) +
-                                                   " did not join within the timeout. Did it "
-                                                   "crash, or run without deepytorch?");
-    if (announced != meeting.id) {
-      meeting.id = announced;
+    const auto announced = store.get(kAnnouncement, wait.deadline.next_slice());
+    if (announced && *announced != meeting.id) {
+      meeting.id = *announced;
       store.set(key("answer") + "/" + std::to_string(rank), answer);
     }
-    if (const auto list = store.get(key("list"), wait.deadline.next_slice())) {
+    const auto list = announced ? store.get(key("list"), wait.deadline.next_slice()) : std::nullopt;
+    if (list) {
       answers = split_lines(*list);
       if (answers.size() == global_ranks.size() && answers[rank] == answer) break;
       // The list of an earlier meeting: rank 0 has not announced this one yet.
@@ -189,7 +212,14 @@ Meeting meet(Store& store,
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     wait.check();
-    if (wait.deadline.expired()) throw_missing(store, key("answer"), global_ranks, wait);
+    if (!wait.deadline.expired()) continue;
+    // Without an announcement nobody could have answered: then it is rank 0 that is missing.
+    throw_missing(store,
+                  key("answer"),
+                  meeting.id.empty() ? std::vector{global_ranks[0]} : global_ranks,
+                  wait,
+                  leader + " did not bring the meeting of all ranks to its end" + limit_of(wait) +
+                      ": is it busy or stopped, or is its own time limit shorter?");
   }
   for (const std::string& line : answers) {
     meeting.words.push_back(line.substr(line.find(' ') + 1));
@@ -213,12 +243,18 @@ std::optional<std::string> start_time_of(const std::string& pid) {
   return field;
 }
 
+// This process's; nothing without a /proc, or with one of another pid namespace, in which the
+// numbers are other processes'.
+std::optional<std::string> own_start_time() {
+  const std::string pid = std::to_string(getpid());
+  return read_link("/proc/self") == pid ? start_time_of(pid) : std::nullopt;
+}
+
 }  // namespace
 
 std::string own_process_mark() {
-  const std::string pid = std::to_string(getpid());
-  return read_line("/proc/sys/kernel/random/boot_id") + " " + read_link("/proc/self/ns/pid") + " " +
-         pid + " " + start_time_of(pid).value_or("unknown");
+  return this_boot() + " " + read_link("/proc/self/ns/pid") + " " + std::to_string(getpid()) + " " +
+         own_start_time().value_or(kUnknown);
 }
 
 std::string stamp_of_now() {
@@ -232,13 +268,14 @@ std::optional<std::string> dead_process(const std::string& mark) {
   std::istringstream in(mark);
   std::string boot_id, pid_namespace, pid, start;
   in >> boot_id >> pid_namespace >> pid >> start;
-  const bool visible = boot_id == read_line("/proc/sys/kernel/random/boot_id") &&
+  const std::optional<std::string> own_start = own_start_time();
+  const bool visible = own_start && start != kUnknown && boot_id == this_boot() &&
                        pid_namespace == read_link("/proc/self/ns/pid");
   if (!in || !visible || start_time_of(pid) == start) return std::nullopt;
   uint64_t left = 0;
-  uint64_t own_start = 0;
-  std::istringstream(start_time_of(std::to_string(getpid())).value_or("")) >> own_start;
-  if (in >> left && left < own_start) return std::nullopt;
+  uint64_t own = 0;
+  std::istringstream(*own_start) >> own;
+  if (in >> left && left < own) return std::nullopt;
   return pid;
 }
 

@@ -38,6 +38,9 @@ std::vector<std::string> all_gather(Store& store,
                                     const std::string& mine,
                                     const WaitContext& wait);
 
+// Under this, by rank in the group, who has made the group leaves the mark of its process.
+constexpr const char* kProcessKey = "deepytorch/process/";
+
 // A group's ranks meeting anew.
 struct Meeting {
   std::string id;                  // fresh: prefix for keys that no earlier meeting can have used

@@ -51,6 +51,12 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   init();
   delegated_group_ = std::make_shared<const DelegatedWork::Group>(DelegatedWork::Group{
       rank_, setup_.api, setup_.explain, setup_.options->group_name, setup_.who_died});
+  make_comm();
+  const std::lock_guard lock(live_mutex);
+  live().insert(this);
+}
+
+void Backend::make_comm() {
   std::vector<int64_t> global_ranks;
   for (const uint64_t rank : setup_.options->global_ranks_in_group) {
     global_ranks.push_back(static_cast<int64_t>(rank));
@@ -87,8 +93,6 @@ Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(st
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
   if (rank_ != 0) setup_.store->set(kMadeKey + std::to_string(rank_), std::vector<uint8_t>{1});
-  const std::lock_guard lock(live_mutex);
-  live().insert(this);
 }
 
 Backend::~Backend() {
@@ -102,6 +106,7 @@ Backend::~Backend() {
     abandonment_.settle();
     delegates_.clear();
     known_delegates_ = {};
+    tell_closed();
   });
 }
 
@@ -112,6 +117,7 @@ c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
 bool Backend::supportsCoalescing() const { return at::hasCUDA(); }
 
 void Backend::setTimeout(Milliseconds timeout) {
+  timeout = std::min(timeout, kLongestWait);
   setup_.options->timeout = timeout;
   std::lock_guard lock(delegates_mutex_);
   later_timeout_ = timeout;
@@ -168,7 +174,7 @@ void Backend::let_others_make_it() {
   without_gil([&] { somebody_is_lost = !wait_for_keys(*setup_.store, made, kMakingLimit); });
 }
 
-void Backend::shutdown() {
+bool Backend::end_comm() {
   let_others_make_it();
   dpt_comm* const comm = std::exchange(comm_, nullptr);
   bool abandoned = false;
@@ -176,6 +182,21 @@ void Backend::shutdown() {
     if (comm != nullptr) setup_.api->comm_destroy(comm);
     abandoned = abandonment_.settle();
   });
+  return abandoned;
+}
+
+void Backend::leave() { end_comm(); }
+
+void Backend::rejoin() {
+  if (comm_ == nullptr) without_gil([&] { make_comm(); });
+}
+
+void Backend::tell_closed() {
+  if (const auto closed = std::exchange(setup_.closed, nullptr)) closed();
+}
+
+void Backend::shutdown() {
+  const bool abandoned = end_comm();
   std::map<std::string, BackendPtr> delegates;
   {
     std::lock_guard lock(delegates_mutex_);
@@ -188,6 +209,7 @@ void Backend::shutdown() {
       if (!abandoned || device == kCpu) delegate->shutdown();
     }
     delegates.clear();
+    tell_closed();
   });
 }
 
@@ -197,14 +219,7 @@ void Backend::finish_all() {
     const std::lock_guard lock(live_mutex);
     backends = live();
   }
-  for (Backend* backend : backends) {
-    backend->let_others_make_it();
-    dpt_comm* const comm = std::exchange(backend->comm_, nullptr);
-    without_gil([&] {
-      if (comm != nullptr) backend->setup_.api->comm_destroy(comm);
-      backend->abandonment_.settle();
-    });
-  }
+  for (Backend* backend : backends) backend->end_comm();
 }
 
 int Backend::poll_signals(void*) {
@@ -218,14 +233,14 @@ int Backend::poll_signals(void*) {
   return make_once(device_type, [&] { return setup_.make_delegate(device_type, limit_s.count()); });
 }
 
-[[gnu::hot]] BackendPtr Backend::delegate_of(const at::Device& device) {
+[[gnu::hot]] BackendPtr Backend::delegate_of(const at::Device& device, Milliseconds limit) {
   BackendPtr& known = known_delegates_[device.is_cuda() ? 1 : 0];
   const bool is_usual = device.is_cuda() || device.is_cpu();
   if (is_usual) {
     std::lock_guard lock(delegates_mutex_);
     if (known) return known;
   }
-  BackendPtr made = delegate_for(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  BackendPtr made = delegate_for(c10::DeviceTypeName(device.type(), /*lower_case=*/true), limit);
   if (!is_usual) return made;
   std::lock_guard lock(delegates_mutex_);
   return known = std::move(made);
@@ -262,7 +277,9 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
   Backend& backend = submitted->backend;
   try {
     if (!device.is_cuda()) {
-      submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device));
+      const Milliseconds own = submitted->call.timeout;
+      const Milliseconds limit = own == c10d::kUnsetTimeout ? Milliseconds{} : own;
+      submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device, limit));
       return DPT_OK;
     }
     submitted->delegated =
@@ -317,26 +334,9 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   return replay.on(*delegate);
 }
 
-// Where gloo copies into the outputs, autograd hears of it: a graph that has saved one refuses its
-// backward pass.
-void Backend::note_written(const Call& call) {
-  const bool copies = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER ||
-                      call.collective == DPT_REDUCE_SCATTER;
-  if (!copies) return;
-  for (const at::Tensor& tensor : call.results) {
-    if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
-  if (comm_ == nullptr) {
-    std::rethrow_exception(make_exception(DPT_ERR_ABORTED,
-                                          join_text({"deepytorch: ",
-                                                     what.title,
-                                                     ": process group ",
-                                                     setup_.options->group_name,
-                                                     " was destroyed"})));
-  }
+  check_open(what);
+  note_given(what);
   if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
   const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
   if (setup_.compare && is_collective) setup_.compare(signature_of(what));
@@ -371,7 +371,7 @@ void Backend::note_written(const Call& call) {
 
   using Direction = Contiguous::Direction;
   const auto inputs = std::make_shared<Contiguous>(
-      call.inputs, call.in_place ? Direction::kInPlace : Direction::kInput);
+      call.inputs, call.in_place ? in_place_direction(call) : Direction::kInput);
   const auto outputs =
       call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
   const std::vector<void*> input_pointers = inputs->pointers();
@@ -404,7 +404,7 @@ void Backend::note_written(const Call& call) {
                                    setup_.explain};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
-    if (outputs->has_stand_ins()) outputs->copy_back();
+    outputs->copy_back();
     if (submitted->call.after) submitted->call.after();
   };
   work_options.source = call.source;
@@ -417,6 +417,7 @@ void Backend::note_written(const Call& call) {
 
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, work, &outcome);
+  work->record_as(setup_.api, submitted->recorded);
   if (request.asynchronous != 0) note_place(request, submitted->recorded);
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
@@ -452,12 +453,6 @@ void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& 
     const dpt_place place = place_of(*line);
     setup_.api->record_place(recorded, &place);
   }
-}
-
-std::string Backend::profiled_as(const Call& call, at::DeviceType device) const {
-  if (!at::hasCallbacks()) return "";
-  const char* const stock = device == at::kCPU ? "gloo" : "nccl";
-  return join_text({setup_.own_name ? "deepytorch" : stock, ":", call.title});
 }
 
 // One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.
@@ -527,65 +522,6 @@ WorkPtr Backend::watched(const Submitted& submitted) {
       work,
       DelegatedWork::Watch{
           delegated_group_, submitted.call.op_type, submitted.call.title, submitted.recorded});
-}
-
-std::string Backend::signature_of(const Call& call) const {
-  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
-  const at::TensorList one = gives_parts ? call.outputs : call.inputs;
-  const std::string name = call.title;
-  if (call.collective == DPT_BARRIER || one.empty()) return name;
-  const std::string parts =
-      call.uneven ? "uneven parts of " : join_text({std::to_string(one[0].numel()), " x "});
-  std::string text = join_text({name, " of ", parts, c10::toString(one[0].scalar_type())});
-  if (one[0].layout() != at::kStrided) text += ", not strided";
-  if (call.core_reduce_op != DPT_NO_REDUCE) {
-    // In the order of c10d's enum.
-    constexpr const char* kNames[] = {
-        "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
-    const size_t op = static_cast<uint8_t>(static_cast<c10d::ReduceOp::RedOpType>(call.reduce_op));
-    text += join_text({", ", op < std::size(kNames) ? kNames[op] : "another reduce op"});
-  }
-  const bool has_root = call.collective == DPT_BROADCAST || call.collective == DPT_REDUCE ||
-                        call.collective == DPT_GATHER || call.collective == DPT_SCATTER;
-  if (has_root) text += join_text({", root ", std::to_string(call.root)});
-  return text;
-}
-
-dpt_request Backend::describe(Submitted& submitted) const {
-  dpt_request request = describe(submitted.call);
-  request.call = &submitted;
-  request.recorded = &submitted.recorded;
-  const Milliseconds timeout = submitted.call.timeout;
-  request.timeout_ms = (timeout == c10d::kUnsetTimeout ? setup_.options->timeout : timeout).count();
-  return request;
-}
-
-[[gnu::hot]] dpt_request Backend::describe(const Call& call) {
-  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
-  const bool has_outputs_only = gives_parts || call.collective == DPT_RECV;
-  const at::TensorList one = has_outputs_only ? call.outputs : call.inputs;
-  const bool reduces = call.core_reduce_op != DPT_NO_REDUCE;
-  const Elements elements = one.empty() ? Elements{DPT_UINT8, 0} : elements_of(one[0], reduces);
-  return {.collective = call.collective,
-          .dtype = elements.dtype,
-          .reduce_op = call.core_reduce_op,
-          .premul_factor = reduces ? premul_factor_of(call.reduce_op) : 1,
-          .root = call.root,
-          .tag = call.tag,
-          .count = elements.count,
-          .asynchronous = call.asynchronous,
-          .source = call.source.get()};
-}
-
-void Backend::check_root(const char* op, int64_t root) const {
-  DPT_CHECK_VALUE(root >= 0 && root < size_,
-                  {op,
-                   " on rank ",
-                   std::to_string(rank_),
-                   ": root ",
-                   std::to_string(root),
-                   " is not a rank of this group of ",
-                   std::to_string(size_)});
 }
 
 }  // namespace dpt::c10d_adapter

@@ -69,6 +69,8 @@ class Backend : public c10d::Backend {
     // Compares what this rank is about to start with the other ranks', and throws where they
     // differ; empty: nobody asked for that.
     std::function<void(const std::string& call)> compare;
+    // Called when the group has ended, or its last holder has gone; unset: nobody asked for that.
+    std::function<void()> closed;
     // Registered memory on GPUs, where this process has any; unset: NCCL allocates.
     struct DeviceMemory {
       std::function<bool()> is_there;
@@ -88,6 +90,11 @@ class Backend : public c10d::Backend {
   // c10d does not tell a backend the device of a barrier; in a group that serves no CPU tensors it
   // is the accelerator's, whose stream only the stock backend waits for.
   void serve_accelerator_only(const std::string& device) { barrier_device_ = at::Device(device); }
+
+  // Ends the native part and nothing else, until `rejoin`. Of a group that is not to be ours any
+  // more, and may be again.
+  void leave();
+  void rejoin();
 
   const std::string getBackendName() const override { return setup_.options->backend; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
@@ -197,9 +204,13 @@ class Backend : public c10d::Backend {
   }
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
+  // Throws where the group was destroyed.
+  void check_open(const Call& call) const;
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);
+  Contiguous::Direction in_place_direction(const Call& call) const;
+  void note_given(const Call& call) const;
   // Once it has begun, so that other ranks don't wait for this one's GIL.
   void note_place(const dpt_request& request, uint64_t recorded);
   void find_place(uint64_t recorded) const;
@@ -217,6 +228,10 @@ class Backend : public c10d::Backend {
   // The request without its buffers: `count` and `dtype` describe one buffer; unless parts are
   // uneven, every buffer has the same.
   dpt_request describe(Submitted& submitted) const;
+  // The call's own limit, or the group's.
+  Milliseconds limit_of(const Call& call) const {
+    return call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout;
+  }
   // Also without what only matters once it waits, or the core starts it.
   static dpt_request describe(const Call& call);
   // Counts it in when a group of calls is open.
@@ -239,7 +254,7 @@ class Backend : public c10d::Backend {
                         WorkPtr* work);
   // The request of an operation on an accelerator that native code may serve, without its buffers;
   // false: it is another.
-  static bool describe_plain(const Call& call, const at::Device& device, dpt_request* request);
+  bool describe_plain(const Call& call, const at::Device& device, dpt_request* request) const;
   static void* start_stream(void* call);
   static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
@@ -258,7 +273,7 @@ class Backend : public c10d::Backend {
   // waits.
   BackendPtr delegate_for(const std::string& device_type, std::chrono::milliseconds limit = {});
   // The same, without a search for what was made before.
-  BackendPtr delegate_of(const at::Device& device);
+  BackendPtr delegate_of(const at::Device& device, Milliseconds limit = {});
   BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
@@ -278,6 +293,10 @@ class Backend : public c10d::Backend {
   // meet at their first operation: without one rank 0, which is it as a rule, would take the store
   // away from ranks that are still making the group.
   void let_others_make_it();
+  void make_comm();
+  // Whether the delegates were abandoned.
+  bool end_comm();
+  void tell_closed();
 
   Setup setup_;
   std::shared_ptr<const DelegatedWork::Group> delegated_group_;

@@ -6,6 +6,7 @@
 
 #include "backend.hpp"
 #include "python_bridge.hpp"
+#include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -384,9 +385,23 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& asked) {
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  const bool own = options.timeout != c10d::kUnsetTimeout;
-  const auto limit = own ? options.timeout : std::chrono::milliseconds{};
-  without_gil([&] { delegate_for("cpu", limit)->monitoredBarrier(options, wait_all_ranks); });
+  const auto replay = replaying(
+      [](c10d::Backend& stock, auto& options, auto& wait_all_ranks) {
+        stock.monitoredBarrier(options, wait_all_ranks);
+        return WorkPtr();
+      },
+      options,
+      wait_all_ranks);
+  Submitted submitted(*this,
+                      {.collective = DPT_BARRIER,
+                       .op_type = c10d::OpType::BARRIER,
+                       .title = "deepytorch:barrier",
+                       .timeout = options.timeout,
+                       .asynchronous = false},
+                      replay);
+  check_open(submitted.call);
+  hand_over(submitted, "monitored");
+  setup_.api->record_end(submitted.recorded, DPT_OK, /*on_stream=*/0);
 }
 
 WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& asked) {

@@ -117,10 +117,11 @@ void throw_value_error(std::initializer_list<std::string> pieces) {
 void copy_as_made(const at::Tensor& to, const at::Tensor& from) {
   const c10::InferenceMode as_made(to.is_inference());
   const at::NoGradGuard no_grad;  // later than the other, which may turn gradients on
-  to.copy_(from);
+  to.variable_data().copy_(from);
 }
 
-Contiguous::Contiguous(at::TensorList tensors, Direction direction) : originals_(tensors.vec()) {
+Contiguous::Contiguous(at::TensorList tensors, Direction direction)
+    : originals_(tensors.vec()), direction_(direction) {
   contiguous_.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
     // A lazily conjugated or negated tensor has other values in memory than it stands for.
@@ -128,7 +129,6 @@ Contiguous::Contiguous(at::TensorList tensors, Direction direction) : originals_
       contiguous_.push_back(tensor);
       continue;
     }
-    has_stand_ins_ = true;
     contiguous_.push_back(direction == Direction::kOutput
                               ? at::empty(tensor.sizes(), tensor.options())
                               : tensor.detach().clone(at::MemoryFormat::Contiguous));
@@ -143,6 +143,7 @@ std::vector<void*> Contiguous::pointers() const {
 }
 
 void Contiguous::copy_back() const {
+  if (direction_ == Direction::kInput) return;
   for (size_t i = 0; i < originals_.size(); ++i) {
     if (!originals_[i].is_same(contiguous_[i])) copy_as_made(originals_[i], contiguous_[i]);
   }

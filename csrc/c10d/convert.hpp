@@ -43,25 +43,26 @@ bool is_integer_mean(const c10d::ReduceOp& op, const at::Tensor& tensor);
 // The factor of PREMUL_SUM; 1 for other reduce ops.
 double premul_factor_of(const c10d::ReduceOp& op);
 
-// Tensors as the core wants them: contiguous. Those that are not get a contiguous stand-in.
-// In whichever thread: the program may have made `to` in inference mode, or in its autograd graph.
+// In whichever thread: the program may have made `to` in inference mode, or in its autograd graph,
+// which hears as little of it as where the operation writes to the tensor itself.
 void copy_as_made(const at::Tensor& to, const at::Tensor& from);
 
+// Tensors as the core wants them: contiguous. Those that are not get a contiguous stand-in.
 class Contiguous {
  public:
+  // Nothing is ever written to an input, whose memory may be read-only or overlap itself.
   enum class Direction { kInput, kOutput, kInPlace };
   Contiguous(at::TensorList tensors, Direction direction);
 
   at::TensorList tensors() const { return contiguous_; }
   std::vector<void*> pointers() const;
-  bool has_stand_ins() const { return has_stand_ins_; }
-  // After the operation: copies stand-ins back (outputs and in-place tensors).
+  // After the operation: copies stand-ins back, those of outputs and in-place tensors.
   void copy_back() const;
 
  private:
   std::vector<at::Tensor> originals_;
   std::vector<at::Tensor> contiguous_;
-  bool has_stand_ins_ = false;
+  Direction direction_;
 };
 
 // Why native host code cannot take these tensors ("tensors on cuda", ...), or nothing.

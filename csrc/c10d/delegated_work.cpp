@@ -23,8 +23,9 @@ bool DelegatedWork::isCompleted() {
 
 bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
   const InCollective counted;
+  watch_.group->api->record_wait(watch_.recorded);
   try {
-    const bool done = work_->wait(timeout);
+    const bool done = work_->wait(std::min(timeout, kLongestWait));
     ended(DPT_OK);
     return done;
   } catch (const std::exception& error) {
@@ -63,6 +64,7 @@ void DelegatedWork::synchronize() {
 c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   auto future = work_->getFuture();
   if (!followed_.exchange(true)) {
+    watch_.group->api->record_wait(watch_.recorded);
     future->addCallback([api = watch_.group->api, recorded = watch_.recorded, since = now_ns()](
                             c10::ivalue::Future& done) {
       note_followed(since);

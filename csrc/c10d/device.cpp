@@ -138,7 +138,7 @@ void DeviceWork::synchronize() {
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   synchronize();
   if (timeout == kNoTimeout || !done_) return true;
-  const auto end = std::chrono::steady_clock::now() + timeout;
+  const auto end = end_of_wait(timeout);
   while (!done_->query()) {
     if (std::chrono::steady_clock::now() >= end) {
       std::rethrow_exception(make_exception(

@@ -79,11 +79,12 @@ int Backend::is_busy(void* call) {
 
 [[gnu::hot]] bool Backend::describe_plain(const Call& call,
                                           const at::Device& device,
-                                          dpt_request* request) {
+                                          dpt_request* request) const {
   if (call.uneven || call.not_native != nullptr) return false;
   if (why_not_plain(call.inputs, device) != nullptr) return false;
   if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) return false;
   *request = describe(call);
+  request->timeout_ms = limit_of(call).count();
   request->on_device = 1;
   request->device = device.index();
   return true;
@@ -209,6 +210,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   submit_to_core(request, submitted, nullptr, &outcome);
   note_place(request, submitted.recorded);
   if (outcome == DPT_DELEGATED) return watched(submitted);
+  note_written(call);
   std::exception_ptr failure;
   if (taken) {
     const c10::StreamGuard behind(*submitted.stream);

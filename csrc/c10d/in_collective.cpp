@@ -9,6 +9,7 @@ namespace {
 
 std::atomic<int64_t> exposed_ns{0};
 std::atomic<uint64_t> num_failures{0};
+std::atomic<uint64_t> num_given_bytes{0};
 thread_local bool is_inside = false;
 
 struct Followed {
@@ -49,5 +50,11 @@ double exposed_s() { return static_cast<double>(exposed_ns.load(std::memory_orde
 void note_failure() { num_failures.fetch_add(1, std::memory_order_relaxed); }
 
 uint64_t failures() { return num_failures.load(std::memory_order_relaxed); }
+
+[[gnu::hot]] void note_given(uint64_t bytes) {
+  num_given_bytes.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+uint64_t given_bytes() { return num_given_bytes.load(std::memory_order_relaxed); }
 
 }  // namespace dpt::c10d_adapter

@@ -1,4 +1,5 @@
-// What the program's own threads spend in collectives on host memory, and how many of those failed.
+// What the program's own threads spend in collectives on host memory, how many of those failed, and
+// how many bytes the program gave to operations.
 #pragma once
 
 #include <cstdint>
@@ -30,5 +31,9 @@ double exposed_s();
 
 void note_failure();
 uint64_t failures();
+
+// Of this rank's part in operations with other ranks.
+void note_given(uint64_t bytes);
+uint64_t given_bytes();
 
 }  // namespace dpt::c10d_adapter

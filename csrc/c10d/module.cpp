@@ -7,6 +7,7 @@
 #include "backend.hpp"
 #include "hierarchy.hpp"
 #include "in_collective.hpp"
+#include "own_client.hpp"
 #include "python_bridge.hpp"
 
 namespace py = pybind11;
@@ -57,6 +58,15 @@ std::shared_ptr<py::object> hold(py::object object) {
           }};
 }
 
+dpt::c10d_adapter::OnWait wrap_on_wait(py::object on_wait) {
+  if (on_wait.is_none()) return nullptr;
+  return [held = hold(std::move(on_wait))](const std::vector<std::string>& keys,
+                                           std::chrono::duration<double> waited) {
+    const py::gil_scoped_acquire gil;
+    (*held)(keys, waited.count());
+  };
+}
+
 std::function<std::string(const std::string&)> wrap_explain(py::object explain) {
   if (explain.is_none()) return nullptr;
   return [held = hold(std::move(explain))](const std::string& failure) -> std::string {
@@ -76,6 +86,19 @@ std::function<void(const std::string&)> wrap_compare(py::object compare) {
   return [held = hold(std::move(compare))](const std::string& call) {
     const py::gil_scoped_acquire gil;
     (*held)(call);
+  };
+}
+
+std::function<void()> wrap_closed(py::object closed) {
+  if (closed.is_none()) return nullptr;
+  return [held = hold(std::move(closed))] {
+    if (!Py_IsInitialized()) return;
+    const py::gil_scoped_acquire gil;
+    try {
+      (*held)();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("ending a process group");
+    }
   };
 }
 
@@ -142,12 +165,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("failures",
         &dpt::c10d_adapter::failures,
         "How many operations of this process ended in an error.");
+  m.def("given_bytes",
+        &dpt::c10d_adapter::given_bytes,
+        "Bytes that this process gave to operations with other ranks, or took from them where it "
+        "gave none; one element is left out, as of a loss or a count.");
 
   m.def("set_library_folders",
         &dpt::c10d_adapter::set_library_folders,
         py::arg("folders"),
         "Says below which folders lies no code of the user's own, for the calling lines in the "
         "flight record.");
+
+  m.def(
+      "own_client",
+      [](const c10::intrusive_ptr<c10d::Store>& store, py::object on_wait) {
+        auto wrapped = wrap_on_wait(std::move(on_wait));
+        const py::gil_scoped_release no_gil;  // it connects
+        return dpt::c10d_adapter::own_client(store, std::move(wrapped));
+      },
+      py::arg("store"),
+      py::arg("on_wait") = py::none(),
+      "The same keys as in `store` over a client of this process's groups, in which no thread "
+      "waits for another. Who waits calls `on_wait(keys, waited_s)` about once a second; what it "
+      "raises ends the wait.");
 
   py::class_<Backend::Options, c10d::Backend::Options, c10::intrusive_ptr<Backend::Options>>(
       m, "Options", "Options of a deepytorch group; pass as pg_options.")
@@ -159,6 +199,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   lend_from_gloo(backend);
   backend.def_property_readonly("options", &Backend::getBackendOptions)
       .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"))
+      .def("leave", &Backend::leave, "Ends the native part of the group, until `rejoin`.")
+      .def("rejoin", &Backend::rejoin, "Makes it again; the ranks meet at the next operation.")
       .def("serve_accelerator_only",
            &Backend::serve_accelerator_only,
            py::arg("device"),
@@ -173,6 +215,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          const std::string& group_name,
          const std::vector<uint64_t>& global_ranks,
          py::object delegates,
+         py::object closed,
          bool native,
          const std::string& name,
          const std::string& tune,
@@ -193,27 +236,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           make_hierarchy =
               wrap_factory<const std::string&, const std::vector<int>&>(delegates.attr("by_nodes"));
         }
-        return c10::make_intrusive<Backend>(
-            Backend::Setup{.store = store,
-                           .rank = rank,
-                           .size = size,
-                           .options = std::move(options),
-                           .make_delegate = wrap_factory<const std::string&, double>(delegates),
-                           .make_hierarchy = std::move(make_hierarchy),
-                           .who_died = who_died(delegates),
-                           .native = native,
-                           .own_name = name == "deepytorch",
-                           .api = core_api(),
-                           .tune = parse_tune(tune),
-                           .profile = profile,
-                           .staging_bytes = staging_bytes,
-                           .raise_errors = raise_errors,
-                           .inspect = wrap_inspect(std::move(inspect)),
-                           .delegate_competes = delegate_competes,
-                           .by_nodes = by_nodes,
-                           .explain = wrap_explain(std::move(explain)),
-                           .compare = wrap_compare(std::move(compare)),
-                           .device_memory = wrap_memory(std::move(device_memory))});
+        Backend::Setup setup{.store = store,
+                             .rank = rank,
+                             .size = size,
+                             .options = std::move(options),
+                             .make_delegate = wrap_factory<const std::string&, double>(delegates),
+                             .make_hierarchy = std::move(make_hierarchy),
+                             .who_died = who_died(delegates),
+                             .native = native,
+                             .own_name = name == "deepytorch",
+                             .api = core_api(),
+                             .tune = parse_tune(tune),
+                             .profile = profile,
+                             .staging_bytes = staging_bytes,
+                             .raise_errors = raise_errors,
+                             .inspect = wrap_inspect(std::move(inspect)),
+                             .delegate_competes = delegate_competes,
+                             .by_nodes = by_nodes,
+                             .explain = wrap_explain(std::move(explain)),
+                             .compare = wrap_compare(std::move(compare)),
+                             .closed = wrap_closed(std::move(closed)),
+                             .device_memory = wrap_memory(std::move(device_memory))};
+        // A store may be Python's, and be asked by a thread of the core meanwhile.
+        const py::gil_scoped_release no_gil;
+        return c10::make_intrusive<Backend>(std::move(setup));
       },
       py::arg("store"),
       py::arg("rank"),
@@ -223,6 +269,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("group_name"),
       py::arg("global_ranks"),
       py::arg("delegates"),
+      py::arg("closed") = py::none(),
       py::arg("native") = true,
       py::arg("name") = "deepytorch",
       py::arg("tune") = "off",
@@ -236,7 +283,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("inspect") = py::none(),
       py::arg("device_memory") = py::none(),
       "A process group's backend; `delegates(device_type)` makes the stock one when needed, and "
-      "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages.");
+      "`delegates.by_nodes(device_type, node_of)` one that goes through nodes in stages; "
+      "`closed()` is called when the group has ended.");
 
   py::class_<Hierarchy, c10d::Backend, c10::intrusive_ptr<Hierarchy>>(m, "Hierarchy")
       .def(py::init([](int rank,

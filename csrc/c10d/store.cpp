@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10000};
+constexpr std::chrono::milliseconds kBetweenCalls{1000};
 
 dpt_status failed(const std::exception& caught, dpt_error* error) {
   std::strncpy(error->message, text_of(caught).c_str(), sizeof error->message - 1);
@@ -38,15 +39,7 @@ dpt_status get(void* context,
                dpt_error* error) {
   auto* store = static_cast<c10d::Store*>(context);
   try {
-    // Asked again and again rather than waited for: a TCPStore logs a warning for each wait that
-    // times out, and cannot be interrupted in one.
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
-    auto pause = kFirstPause;
-    while (!store->check({key})) {
-      if (std::chrono::steady_clock::now() >= end) return DPT_ERR_TIMEOUT;
-      std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestPause);
-    }
+    if (!await_keys(*store, {key}, std::chrono::milliseconds(timeout_ms))) return DPT_ERR_TIMEOUT;
     const std::vector<uint8_t> value = store->get(key);
     *bytes = value.size();
     std::memcpy(data, value.data(), std::min(capacity, value.size()));
@@ -60,18 +53,34 @@ dpt_status get(void* context,
 
 dpt_store store_table(c10d::Store* store) { return {store, set, get}; }
 
+// Asked again and again rather than waited for: a TCPStore logs a warning for each wait that times
+// out, and in one can't be interrupted nor used by another thread.
+bool await_keys(c10d::Store& store,
+                const std::vector<std::string>& keys,
+                std::chrono::milliseconds limit,
+                const OnWait& on_wait) {
+  const auto begin = std::chrono::steady_clock::now();
+  auto next_call = kBetweenCalls;
+  auto pause = kFirstPause;
+  while (!store.check(keys)) {
+    const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(
+        std::chrono::steady_clock::now() - begin);
+    if (waited >= limit) return false;
+    if (on_wait && waited >= next_call) {
+      on_wait(keys, waited);
+      next_call += kBetweenCalls;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
+  }
+  return true;
+}
+
 bool wait_for_keys(c10d::Store& store,
                    const std::vector<std::string>& keys,
                    std::chrono::milliseconds limit) {
   try {
-    const auto end = std::chrono::steady_clock::now() + limit;
-    auto pause = kFirstPause;
-    while (!store.check(keys)) {
-      if (std::chrono::steady_clock::now() >= end) return false;
-      std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestPause);
-    }
-    return true;
+    return await_keys(store, keys, limit);
   } catch (const std::exception&) {
     return false;  // who keeps it has gone, or it has no such function
   }

@@ -152,12 +152,13 @@ c10::intrusive_ptr<c10::ivalue::Future> NativeWork::getFuture() {
 }
 
 bool NativeWork::wait(std::chrono::milliseconds timeout) {
-  const auto end = std::chrono::steady_clock::now() + timeout;
+  const auto end = end_of_wait(timeout);
   std::unique_lock lock(mutex_);
   std::optional<InCollective> counted;
   if (!completed_) {
     counted.emplace();
     followed_since_ns_ = 0;
+    if (api_ != nullptr) api_->record_wait(recorded_);
   }
   while (!completed_) {
     auto slice = kSignalSlice;

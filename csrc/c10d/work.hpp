@@ -1,6 +1,8 @@
 // c10d::Work for native operations: what the caller waits on, and the future hooks listen to.
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -15,6 +17,12 @@ namespace dpt::c10d_adapter {
 // The exception torch users know for a failed native operation: ValueError for DPT_ERR_INVALID,
 // DistBackendError for the rest. The text ends with the switch that turns deepytorch off.
 std::exception_ptr make_exception(dpt_status status, const std::string& message);
+
+// When a wait that begins now is over; c10d's limits may be longer than its clock can count.
+constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24 * 36500);
+inline std::chrono::steady_clock::time_point end_of_wait(std::chrono::milliseconds timeout) {
+  return std::chrono::steady_clock::now() + std::min(timeout, kLongestWait);
+}
 
 // Says what a hang comes from, given the failure that it ended in; empty where there is nothing to
 // say.
@@ -47,6 +55,13 @@ class NativeWork : public c10d::Work {
   // `profiled`: the tensors whose shapes a profile shows.
   NativeWork(Options options, const std::optional<std::vector<at::Tensor>>& profiled);
 
+  // Its number in the flight record, which learns when somebody waits for it. Once it has begun,
+  // before anybody else has this work.
+  void record_as(const dpt_api* api, uint64_t recorded) {
+    api_ = api;
+    recorded_ = recorded;
+  }
+
   void complete(dpt_status status, const std::string& message);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
@@ -61,6 +76,8 @@ class NativeWork : public c10d::Work {
   void settle_future();
 
   Options options_;
+  const dpt_api* api_ = nullptr;
+  uint64_t recorded_ = 0;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
   int64_t followed_since_ns_ = 0;  // 0: nobody waits through the future alone; guarded by mutex_
 };

@@ -1,10 +1,14 @@
 // The C ABI: exceptions end here and become a status and a message.
 #include "comm/c_api.hpp"
 
+#include <chrono>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <thread>
 
 #include "base/log.hpp"
+#include "base/thread.hpp"
 #include "comm/communicator.hpp"
 #include "comm/fabric.hpp"
 #include "comm/flight_record.hpp"
@@ -19,6 +23,8 @@ namespace {
 
 // Groups that were destroyed before they connected and can still be invited to join.
 constexpr size_t kMostRetired = 16;
+// How long they can be, once the program has left all of its groups: the ranks are at it together.
+constexpr std::chrono::seconds kLeavingTime{10};
 
 template <typename Function>
 dpt_status guarded(dpt_error* error, Function&& function) {
@@ -34,6 +40,48 @@ dpt_status guarded(dpt_error* error, Function&& function) {
   }
 }
 
+// Groups that this process has left before they were connected, and that others may still use:
+// those invite this process, for which it needs no program.
+class Retired {
+ public:
+  static Retired& instance() {
+    static auto* const made = new Retired;
+    return *made;
+  }
+
+  void add(std::unique_ptr<dpt_comm> comm) {
+    std::unique_ptr<dpt_comm> oldest;
+    std::lock_guard lock(mutex_);
+    comms_.push_back(std::move(comm));
+    if (comms_.size() <= kMostRetired) return;
+    oldest = std::move(comms_.front());
+    comms_.pop_front();
+  }
+
+  // Groups that the program has. After the last one these end as well, and with them all threads.
+  void note_live(int more) {
+    std::lock_guard lock(mutex_);
+    live_ += more;
+    if (live_ > 0 || comms_.empty() || ending_) return;
+    ending_ = true;
+    start_thread([this] { end(); }).detach();
+  }
+
+ private:
+  void end() {
+    std::this_thread::sleep_for(kLeavingTime);
+    std::deque<std::unique_ptr<dpt_comm>> comms;
+    std::lock_guard lock(mutex_);
+    ending_ = false;
+    if (live_ == 0) comms.swap(comms_);
+  }
+
+  std::mutex mutex_;
+  std::deque<std::unique_ptr<dpt_comm>> comms_;
+  int live_ = 0;
+  bool ending_ = false;
+};
+
 dpt_status comm_create(const dpt_comm_options* options,
                        const dpt_store* store,
                        const dpt_delegate* delegate,
@@ -46,23 +94,20 @@ dpt_status comm_create(const dpt_comm_options* options,
                   "their threads and memory: start it by spawn, or make no group before");
     }
     *comm = new dpt_comm{{*options, std::make_unique<ForeignStore>(*store), *delegate}};
+    Retired::instance().note_live(1);
   });
 }
 
 void comm_destroy(dpt_comm* comm) {
   // The progress thread does not exist in a forked child, so nothing there can be joined or freed.
   if (Fabric::forked()) return;
-  if (!comm->communicator.retire()) {
-    delete comm;
-    return;
+  std::unique_ptr<dpt_comm> owned(comm);
+  if (comm->communicator.retire()) {
+    Retired::instance().add(std::move(owned));
+  } else {
+    owned.reset();
   }
-  static std::mutex mutex;
-  static auto* const retired = new std::deque<dpt_comm*>;
-  std::lock_guard lock(mutex);
-  retired->push_back(comm);
-  if (retired->size() <= kMostRetired) return;
-  delete retired->front();
-  retired->pop_front();
+  Retired::instance().note_live(-1);
 }
 
 void comm_abort(dpt_comm* comm, const char* reason) { comm->communicator.abort(reason); }
@@ -98,6 +143,8 @@ void memory_free(void* address) {
 void record_place(uint64_t recorded, const dpt_place* place) {
   FlightRecord::instance().note_place(recorded, *place);
 }
+
+[[gnu::hot]] void record_wait(uint64_t recorded) { FlightRecord::instance().note_wait(recorded); }
 
 int event_ended(void* event) { return DeviceGroup::has_ended(event) ? 1 : 0; }
 
@@ -144,7 +191,8 @@ const dpt_api* api() {
                              begin_known,
                              fail_known,
                              begin_coalesced,
-                             record_place};
+                             record_place,
+                             record_wait};
   return &table;
 }
 

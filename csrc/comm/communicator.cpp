@@ -84,7 +84,7 @@ Communicator::Communicator(const dpt_comm_options& options,
           join_in_background(kInvitedLimit, std::make_shared<LentStore>(inviter, *store_));
         },
         *store_);
-    store_->set(std::string(kMarkKey) + std::to_string(rank_), own_word());
+    store_->set(std::string(kProcessKey) + std::to_string(rank_), own_word());
   }
 }
 
@@ -268,7 +268,7 @@ void Communicator::connect(WaitContext wait, Store& store) {
     }
     for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
       const auto mark =
-          store.get(std::string(kMarkKey) + std::to_string(rank), std::chrono::milliseconds(1));
+          store.get(std::string(kProcessKey) + std::to_string(rank), std::chrono::milliseconds(1));
       const auto pid = mark ? dead_process(*mark) : std::nullopt;
       if (!pid) continue;
       throw Error(DPT_ERR_PEER_LOST,

@@ -61,10 +61,9 @@ class Communicator {
   bool retire();
 
  private:
-  // Under this, each rank's word in the store: the mark of its process first.
-  static constexpr const char* kMarkKey = "deepytorch/process/";
-  // How long an invited rank waits for the others, who have limits of their own.
-  static constexpr std::chrono::minutes kInvitedLimit{30};
+  // How long an invited rank waits for the others. They have limits of their own, and whoever
+  // gives up first would end the group.
+  static constexpr std::chrono::milliseconds kInvitedLimit = kLongestWait;
 
   // A request with its own copy of the pointer arrays, so that it outlives the call.
   struct Pending {

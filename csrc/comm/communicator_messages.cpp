@@ -84,11 +84,12 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
       for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
         const std::string name = "rank " + std::to_string(global_ranks_[rank]);
         Word word = parse_word(wait_for_key(*store_,
-                                            std::string(kMarkKey) + std::to_string(rank),
+                                            std::string(kProcessKey) + std::to_string(rank),
                                             wait,
                                             name + " did not join within " +
                                                 std::to_string(timeout.count()) +
-                                                " ms. Did it crash, or run without deepytorch?"));
+                                                " ms and has not made the group: did it crash, or "
+                                                "run without deepytorch?"));
         if (const auto pid = dead_process(word.mark)) {
           throw Error(DPT_ERR_PEER_LOST,
                       wait.describe() + ": " + name + " (pid " + *pid + ") died before it joined");

@@ -94,11 +94,13 @@ Entry Decisions::in_profile(const std::string& path,
 void Decisions::save(const std::string& path, TuningClass group) {
   if (path.empty()) return;
   std::lock_guard lock(mutex_);
-  if (!profile_at(path).usable) return;
+  Profile& profile = profile_at(path);
+  if (!profile.usable || !profile.writable) return;
   try {
     // Read again: other processes may have written since.
     write_profile(path, merge_into_profile(read_profile(path), key_of(group), measured_[group]));
   } catch (const Error& error) {
+    profile.writable = false;
     log(LogLevel::kDebug, "the profile " + path + " is not saved: " + error.what());
   }
 }

@@ -41,7 +41,7 @@ class Decisions {
   // alone.
   Entry in_profile(const std::string& path, TuningClass group, Collective collective, int bucket);
   // Puts this process's measurements of the class into the profile. Where that can't be done the
-  // run goes on without.
+  // run goes on without, and does not try again.
   void save(const std::string& path, TuningClass group);
 
   // Time spent measuring, in microseconds.
@@ -59,6 +59,7 @@ class Decisions {
   struct Profile {
     std::string text;
     bool usable = true;
+    bool writable = true;
     std::map<TuningClass, TimingTable> tables;
   };
   Profile& profile_at(const std::string& path);

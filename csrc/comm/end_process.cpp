@@ -1,12 +1,13 @@
 #include "comm/end_process.hpp"
 
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
+
+#include "base/log.hpp"
 
 namespace dpt {
 namespace {
@@ -35,8 +36,7 @@ void end_process(const std::string& reason, Instead instead) {
             "group's next call raises instead."
           : "The program's thread is inside NCCL, which nothing else can end, so this process ends "
             "now.";
-  std::fprintf(stderr, "deepytorch: %s. %s\n", reason.c_str(), why);
-  std::fflush(stderr);
+  write_to_stderr("deepytorch: " + reason + ". " + why + "\n");
   std::this_thread::sleep_for(kGrace);
   std::abort();
 }

@@ -9,6 +9,7 @@
 
 #include "base/env.hpp"
 #include "comm/flight_record.hpp"
+#include "comm/invitations.hpp"
 #include "cuda/device_group.hpp"
 #include "topology/topology.hpp"
 
@@ -56,6 +57,7 @@ void Fabric::after_fork_in_child() {
   fabric->memory_.after_fork();
   fabric->reactor_.close_after_fork();
   if (fabric->watchdog_) fabric->watchdog_->close_after_fork();
+  Invitations::after_fork();
 }
 
 Fabric::Fabric() : self_(PeerInfo::of_this_process()) {
@@ -94,10 +96,10 @@ void Fabric::attach(ShmConnection* connection, const std::vector<PeerInfo>& peer
   std::lock_guard lock(mutex_);
   if (!watchdog_) {
     watchdog_ = std::make_unique<Watchdog>(
-        [this](const std::string& process) { on_death(process); }, [this] { return beat(); });
+        [this](const std::string& process) { on_death(process); }, [this] { beat(); });
   }
   Segment* const segment = connection->segment.get();
-  groups_[segment] = {peers, connection->pools, {}};
+  groups_[segment] = {peers, connection->pools, std::move(connection->own_pool), {}};
   staging_used_ += Segment::staging_bytes(segment->size(), segment->max_chunk_bytes());
   for (size_t rank = 0; rank < peers.size(); ++rank) {
     if (sees_same_processes(peers[rank])) {
@@ -108,10 +110,11 @@ void Fabric::attach(ShmConnection* connection, const std::vector<PeerInfo>& peer
     watchdog_->watch(peers[rank].process, std::move(connection->pidfds[rank]), peers[rank].mark);
   }
   connection->pidfds.clear();
-  if (groups_.size() == 1) watchdog_->wake();
 }
 
 void Fabric::detach(Segment* segment) {
+  if (forked()) return;
+  std::unique_ptr<Watchdog> ending;  // behind the lock, which its thread may be waiting for
   std::lock_guard lock(mutex_);
   const auto gone = groups_.extract(segment);
   if (gone.empty()) return;
@@ -125,6 +128,7 @@ void Fabric::detach(Segment* segment) {
     });
     if (!still_shared) watchdog_->forget(peer.process);
   }
+  if (groups_.empty()) ending = std::move(watchdog_);
 }
 
 void Fabric::on_tick(Segment* segment, std::function<void()> tick) {
@@ -147,13 +151,12 @@ void Fabric::on_death(const std::string& process) {
   }
 }
 
-bool Fabric::beat() {
+void Fabric::beat() {
   std::lock_guard lock(mutex_);
   for (const auto& [segment, group] : groups_) {
     segment->beat();
     if (group.tick) group.tick();
   }
-  return !groups_.empty();
 }
 
 int Fabric::cores_together(const std::vector<PeerInfo>& peers) const {

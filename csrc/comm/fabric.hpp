@@ -2,7 +2,8 @@
 // the memory they reach of each other, and the watchdog over those peers. Groups are light views
 // that register here.
 //
-// Lifecycle: made at the first group, never destroyed. After fork() the child's fabric is marked
+// Lifecycle: made at the first group, never destroyed; its threads end with the last group that
+// needs them. After fork() the child's fabric is marked
 // dead: it closes every descriptor it inherited, and groups of the parent refuse to work there.
 #pragma once
 
@@ -49,7 +50,7 @@ class Fabric {
   size_t offer_chunk_bytes(int size, size_t staging_bytes);
 
   // From now on the death of any of `peers` (one per rank of the segment) aborts the segment.
-  // Takes the pidfds and keeps the peers' pools. Call detach before the segment goes away.
+  // Takes the pidfds and the pools. Call detach before the segment goes away.
   void attach(ShmConnection* connection, const std::vector<PeerInfo>& peers);
   void detach(Segment* segment);
 
@@ -72,13 +73,14 @@ class Fabric {
  private:
   Fabric();
   void on_death(const std::string& process);
-  // Shows every group's peers that this process lives; false when there is no group.
-  bool beat();
+  // Shows every group's peers that this process lives.
+  void beat();
   static void after_fork_in_child();
 
   struct Group {
     std::vector<PeerInfo> peers;
     std::vector<std::shared_ptr<const MappedPool>> pools;
+    MemoryPool::Hold own_pool;
     std::function<void()> tick = {};
   };
 

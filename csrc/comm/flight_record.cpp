@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <ctime>
 #include <new>
@@ -57,9 +58,12 @@ bool holds(const char (&field)[kSize], const std::string& text) {
   return text.substr(0, kSize - 1) == field;
 }
 
-bool is_message(const dpt_request& request) {
-  return request.collective == DPT_SEND || request.collective == DPT_RECV;
-}
+bool is_message(int collective) { return collective == DPT_SEND || collective == DPT_RECV; }
+
+// An entry's flags.
+constexpr uint8_t kUneven = 1;
+constexpr uint8_t kOnDevice = 2;
+constexpr uint8_t kAsynchronous = 4;
 
 }  // namespace
 
@@ -212,7 +216,8 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
   Group* const mine = group_of(group);
   if (mine == nullptr || paused_.load(std::memory_order_relaxed)) return 0;
   const uint16_t place = request.place != nullptr ? index_of(*request.place) : 0;
-  std::atomic<uint64_t>& counter = is_message(request) ? mine->messages : mine->collectives;
+  std::atomic<uint64_t>& counter =
+      is_message(request.collective) ? mine->messages : mine->collectives;
   const uint64_t sequence = counter.fetch_add(1, std::memory_order_relaxed) + 1;
   const uint64_t number = header_->next.fetch_add(1, std::memory_order_relaxed) + 1;
   Entry& entry = entries_[(number - 1) % kEntries];
@@ -230,8 +235,10 @@ void FlightRecord::describe_group(const std::string& name, const std::string& de
   entry.dtype = static_cast<uint8_t>(request.dtype);
   entry.reduce_op = static_cast<uint8_t>(request.reduce_op);
   const bool uneven = request.input_counts != nullptr || request.output_counts != nullptr;
-  entry.flags = static_cast<uint8_t>((uneven ? 1 : 0) | (request.on_device != 0 ? 2 : 0) |
-                                     (request.asynchronous != 0 ? 4 : 0));
+  const int flags = (uneven ? kUneven : 0) | (request.on_device != 0 ? kOnDevice : 0) |
+                    (request.asynchronous != 0 ? kAsynchronous : 0);
+  entry.flags.store(static_cast<uint8_t>(flags), std::memory_order_relaxed);
+  entry.timeout_ms = request.timeout_ms;
   entry.state.store(kEntered, std::memory_order_relaxed);
   entry.how.store(how, std::memory_order_relaxed);
   entry.place.store(place, std::memory_order_relaxed);
@@ -248,6 +255,37 @@ void FlightRecord::note_place(uint64_t number, const dpt_place& place) {
   if (Entry* const entry = entry_of(number)) {
     entry->place.store(index_of(place), std::memory_order_relaxed);
   }
+}
+
+void FlightRecord::note_wait(uint64_t number) {
+  if (Entry* const entry = entry_of(number)) {
+    entry->flags.fetch_and(static_cast<uint8_t>(~kAsynchronous), std::memory_order_relaxed);
+  }
+}
+
+int64_t FlightRecord::longest_wait_ns() const {
+  if (header_ == nullptr) return 0;
+  const uint64_t last = header_->next.load(std::memory_order_relaxed);
+  int64_t since = 0;
+  for (size_t i = 0; i < kEntries; ++i) {
+    const Entry& entry = entries_[i];
+    const uint64_t number = entry.number.load(std::memory_order_acquire);
+    if (number == 0) continue;
+    const Group* const group = group_of(entry.group);
+    if (group == nullptr || group->open == 0) continue;
+    const uint8_t flags = entry.flags.load(std::memory_order_relaxed);
+    const uint8_t state = entry.state.load(std::memory_order_relaxed);
+    const bool message = is_message(entry.collective);
+    bool waits = false;
+    if (state == kEntered) {
+      const bool ends_unseen = message || entry.how.load(std::memory_order_relaxed) == kDelegated;
+      waits = (flags & kAsynchronous) == 0 || !ends_unseen;
+    } else if (state == kIssued) {
+      waits = (flags & kOnDevice) != 0 && !message && number == last;
+    }
+    if (waits && (since == 0 || entry.entered_ns < since)) since = entry.entered_ns;
+  }
+  return since == 0 ? 0 : std::max<int64_t>(1, now_ns(CLOCK_MONOTONIC) - since);
 }
 
 // Two threads that bring the same line at the same time may give it two places.

@@ -28,7 +28,7 @@ namespace dpt {
 
 class FlightRecord {
  public:
-  static constexpr uint32_t kVersion = 2;
+  static constexpr uint32_t kVersion = 3;
   static constexpr size_t kEntries = 2048;
   static constexpr size_t kGroups = 256;
   static constexpr size_t kPeers = 256;
@@ -71,6 +71,14 @@ class FlightRecord {
 
   // The line that called it, where it was not in the request. No lock either.
   void note_place(uint64_t number, const dpt_place& place);
+  // From here on the caller waits for it, or is told of its end.
+  void note_wait(uint64_t number);
+
+  // For how long this process has been in an operation that others keep waiting, in ns; 0: in none.
+  // Not counted are messages, and operations of the delegate, that nobody waits for: they may have
+  // been posted long before they are due, and may have ended unnoticed. Of those on devices, whose
+  // end the host does not see, the one that this process began last counts.
+  int64_t longest_wait_ns() const;
 
   // Operations that begin meanwhile are not recorded: to measure what recording costs.
   void pause(bool paused) { paused_ = paused; }
@@ -127,9 +135,10 @@ class FlightRecord {
     int32_t tag;
     int32_t group;  // the group's id
     uint8_t collective, dtype, reduce_op;
-    uint8_t flags;  // 1: uneven parts, 2: on a device, 4: the caller does not wait
+    std::atomic<uint8_t> flags;  // 1: uneven parts, 2: on a device, 4: the caller does not wait
     std::atomic<uint8_t> state, how;
     std::atomic<uint16_t> place;  // in the table of places, from 1; 0: not sampled
+    int64_t timeout_ms;           // the operation's time limit; 0: not known
   };
 
  private:

@@ -1,11 +1,11 @@
 #include "comm/invitations.hpp"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -15,6 +15,7 @@
 
 #include "base/error.hpp"
 #include "base/thread.hpp"
+#include "base/unique_fd.hpp"
 #include "bootstrap/exchange.hpp"
 
 namespace dpt {
@@ -68,28 +69,71 @@ std::string number_in(const std::string& words) { return words.substr(words.find
 
 }  // namespace
 
+class Invitations::Listener {
+ public:
+  explicit Listener(Invitations& owner)
+      : owner_(owner), socket_(open_socket()), address_(kNoAddress) {
+    if (socket_.get() < 0) return;
+    address_ = name_of_socket(socket_.get());
+    thread_ = start_thread([this] { run(); });
+  }
+  ~Listener() {
+    if (!thread_.joinable()) return;
+    stopping_ = true;
+    send_to(socket_.get(), address_, "");
+    thread_.join();
+  }
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+
+  int socket() const { return socket_.get(); }
+  const std::string& address() const { return address_; }
+  void close_after_fork() { socket_.reset(); }
+
+ private:
+  void run() {
+    std::vector<char> buffer(kMostBytes);
+    while (!stopping_) {
+      sockaddr_un from{};
+      socklen_t length = sizeof from;
+      const ssize_t bytes = recvfrom(socket_.get(),
+                                     buffer.data(),
+                                     buffer.size(),
+                                     0,
+                                     reinterpret_cast<sockaddr*>(&from),
+                                     &length);
+      if (bytes < 0 && errno != EINTR) return;
+      if (bytes <= 0) continue;
+      const std::string reply = owner_.answer({buffer.data(), static_cast<size_t>(bytes)});
+      if (reply.empty() || length <= kNameOffset) continue;
+      send_to(socket_.get(), {from.sun_path + 1, length - kNameOffset}, reply);
+    }
+  }
+
+  Invitations& owner_;
+  UniqueFd socket_;
+  std::string address_;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
 Invitations& Invitations::instance() {
-  // Never destroyed: its thread runs until the process ends.
   static auto* const made = new Invitations;
   return *made;
 }
 
-Invitations::Invitations() : socket_(open_socket()), address_(kNoAddress) {
-  if (socket_ < 0) return;
-  address_ = name_of_socket(socket_);
-  start_thread([this] { run(); }).detach();
-  static int inherited = socket_;
-  pthread_atfork(nullptr, nullptr, [] {
-    if (inherited >= 0) ::close(inherited);
-    inherited = -1;  // a child's child may have the number for a file of its own
-  });
+void Invitations::after_fork() {
+  // No lock: only the forking thread exists here, and another may have held it.
+  Invitations& inherited = instance();
+  if (inherited.listener_) inherited.listener_->close_after_fork();
 }
 
 std::string Invitations::open(Invited invited, Store& store) {
   const std::string number = random_id();
   std::lock_guard lock(mutex_);
+  if (!listener_) listener_ = std::make_unique<Listener>(*this);
   open_[number] = {std::move(invited), &store};
-  return address_ + " " + number;
+  return listener_->address() + " " + number;
 }
 
 void Invitations::reopen(const std::string& words, Invited invited) {
@@ -98,12 +142,17 @@ void Invitations::reopen(const std::string& words, Invited invited) {
 }
 
 void Invitations::close(const std::string& words) {
+  std::unique_ptr<Listener> ending;  // behind the lock, which its thread may be waiting for
   std::lock_guard lock(mutex_);
   open_.erase(number_in(words));
+  if (open_.empty()) ending = std::move(listener_);
 }
 
 void Invitations::send(const std::string& to, const std::string& from) const {
-  send_to(socket_, address_in(to), number_in(to) + " invite " + from);
+  std::lock_guard lock(mutex_);
+  if (listener_) {
+    send_to(listener_->socket(), address_in(to), number_in(to) + " invite " + from);
+  }
 }
 
 // "<number> invite <words>", or "<number> get|set <question> <key> <value>".
@@ -131,21 +180,6 @@ std::string Invitations::answer(const std::string& datagram) {
     return first + (value ? " +" + *value : " -");
   } catch (const Error&) {
     return "";  // asked again, or given up, by who asked
-  }
-}
-
-void Invitations::run() {
-  std::vector<char> buffer(kMostBytes);
-  for (;;) {
-    sockaddr_un from{};
-    socklen_t length = sizeof from;
-    const ssize_t bytes = recvfrom(
-        socket_, buffer.data(), buffer.size(), 0, reinterpret_cast<sockaddr*>(&from), &length);
-    if (bytes < 0 && errno != EINTR) return;
-    if (bytes <= 0) continue;
-    const std::string reply = answer({buffer.data(), static_cast<size_t>(bytes)});
-    if (reply.empty() || length <= kNameOffset) continue;
-    send_to(socket_, {from.sun_path + 1, length - kNameOffset}, reply);
   }
 }
 

@@ -15,6 +15,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -27,7 +28,7 @@ class Invitations {
  public:
   using Invited = std::function<void(const std::string& inviter)>;
 
-  // The process's one; its thread starts here and sleeps until somebody invites.
+  // The process's one. While anything is open a thread listens, asleep until somebody invites.
   static Invitations& instance();
 
   // From now on `invited` is called, in the listening thread, for each invitation, with the words
@@ -40,6 +41,8 @@ class Invitations {
   void close(const std::string& words);
   // Without waiting; lost when the addressee is not there.
   void send(const std::string& to, const std::string& from) const;
+  // In a forked child: closes the socket. The thread does not exist there.
+  static void after_fork();
 
  private:
   struct Open {
@@ -47,14 +50,15 @@ class Invitations {
     Store* store;
   };
 
-  Invitations();
-  void run();
+  // A socket, the thread that listens on it, and where peers find it.
+  class Listener;
+
+  Invitations() = default;
   // The reply to a datagram; empty: none.
   std::string answer(const std::string& datagram);
 
-  int socket_ = -1;
-  std::string address_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  std::unique_ptr<Listener> listener_;
   std::map<std::string, Open> open_;  // by secret number
 };
 

@@ -17,6 +17,15 @@ std::string elements(uint64_t count, int32_t dtype) {
   return std::to_string(count) + " x " + name_of(static_cast<DataType>(dtype));
 }
 
+// Queues by key, of which none is empty.
+template <typename Queues>
+auto take_first(Queues& queues, typename Queues::iterator queue) {
+  auto first = std::move(queue->second.front());
+  queue->second.pop_front();
+  if (queue->second.empty()) queues.erase(queue);
+  return first;
+}
+
 }  // namespace
 
 MessageExchange::MessageExchange(Segment& segment, std::string group, Finish finish)
@@ -66,7 +75,7 @@ void MessageExchange::post(PostPtr post) {
   }
   if (post_matches_unexpected(post)) return;
   ++(post->peer == DPT_ANY_RANK ? any_receives_ : peers_[post->peer].receives);
-  receives_.push_back(std::move(post));
+  receives_[{post->peer, post->tag}].push_back(post);
 }
 
 bool MessageExchange::progress() {
@@ -82,7 +91,12 @@ bool MessageExchange::progress_sends(Peer& peer) {
   if (peer.sends.empty() && peer.announced.empty() && !peer.sending) return false;
   bool moved = false;
   // One at a time: the receiver grants the next when it has all of the one before.
-  for (Reply reply; !peer.sending && peer.out.take(&reply); moved = true) answered(peer, reply);
+  for (Reply reply; !peer.sending; moved = true) {
+    bool wanted_room = false;
+    if (!peer.out.take(&reply, &wanted_room)) break;
+    if (wanted_room) segment_.ring(peer.rank);
+    answered(peer, reply);
+  }
   if (peer.sending) moved |= send_on(peer);
   while (!peer.sends.empty()) {
     const PostPtr post = peer.sends.front();
@@ -102,7 +116,6 @@ bool MessageExchange::post_letter(Peer& peer, const PostPtr& post) {
   }
   const size_t bytes = post->bytes();
   const bool inside = bytes <= Mailbox::kMostInside;
-  if (!inside && peer.announced.size() >= Mailbox::kMostAnnounced) return false;
   const Letter letter{
       .number = peer.letters + 1,
       .count = post->count,
@@ -184,7 +197,7 @@ bool MessageExchange::waits_for_letters(const Peer& peer) const {
 }
 
 bool MessageExchange::progress_receives(Peer& peer) {
-  bool moved = false;
+  bool moved = answer_on(peer);
   while (waits_for_letters(peer)) {
     const Letter* const letter = peer.in.front();
     if (letter == nullptr) break;
@@ -193,7 +206,7 @@ bool MessageExchange::progress_receives(Peer& peer) {
       match(peer, post, *letter, content);
     } else {
       const size_t inside = letter->inside ? letter->bytes : 0;
-      peer.unexpected.push_back({arrivals_++, *letter, {content, content + inside}});
+      peer.unexpected[letter->tag].push_back({arrivals_++, *letter, {content, content + inside}});
     }
     if (peer.in.pop()) segment_.ring(peer.rank);
     moved = true;
@@ -203,37 +216,36 @@ bool MessageExchange::progress_receives(Peer& peer) {
 }
 
 PostPtr MessageExchange::take_receive_for(Peer& peer, int tag) {
-  const auto found = std::find_if(receives_.begin(), receives_.end(), [&](const PostPtr& post) {
-    const bool from =
-        post->peer == peer.rank || (post->peer == DPT_ANY_RANK && peer.rank != segment_.rank());
-    return from && post->tag == tag;
-  });
-  if (found == receives_.end()) return nullptr;
-  PostPtr post = *found;
-  receives_.erase(found);
+  auto first = receives_.find({peer.rank, tag});
+  if (const auto any = receives_.find({DPT_ANY_RANK, tag});
+      any != receives_.end() && peer.rank != segment_.rank()) {
+    const bool named_is_later =
+        first == receives_.end() || first->second.front()->number > any->second.front()->number;
+    if (named_is_later) first = any;
+  }
+  if (first == receives_.end()) return nullptr;
+  PostPtr post = take_first(receives_, first);
   --(post->peer == DPT_ANY_RANK ? any_receives_ : peer.receives);
   return post;
 }
 
 bool MessageExchange::post_matches_unexpected(const PostPtr& post) {
   Peer* sender = nullptr;
-  std::deque<Unexpected>::iterator first;
+  std::map<int, std::deque<Unexpected>>::iterator first;
   for (Peer& peer : peers_) {
     if (post->peer != peer.rank && (post->peer != DPT_ANY_RANK || peer.rank == segment_.rank())) {
       continue;
     }
-    const auto found =
-        std::find_if(peer.unexpected.begin(), peer.unexpected.end(), [&](const Unexpected& each) {
-          return each.letter.tag == post->tag;
-        });
+    const auto found = peer.unexpected.find(post->tag);
     if (found == peer.unexpected.end()) continue;
-    if (sender != nullptr && first->arrival < found->arrival) continue;
+    if (sender != nullptr && first->second.front().arrival < found->second.front().arrival) {
+      continue;
+    }
     sender = &peer;
     first = found;
   }
   if (sender == nullptr) return false;
-  const Unexpected message = std::move(*first);
-  sender->unexpected.erase(first);
+  const Unexpected message = take_first(sender->unexpected, first);
   match(*sender, post, message.letter, message.content.data());
   return true;
 }
@@ -245,14 +257,16 @@ void MessageExchange::match(Peer& peer,
   post->partner = peer.rank;
   if (post->source != nullptr) *post->source = peer.rank;
   if (letter.count != post->count || letter.dtype != post->dtype) {
-    peer.in.reply({.number = letter.number,
-                   .offset = kNowhere,
-                   .count = post->count,
-                   .kind = Reply::kRefused,
-                   .dtype = post->dtype},
-                  /*droppable=*/letter.inside != 0);
-    segment_.ring(peer.rank);
-    return finish(post, mismatch(*post, peer.rank, letter.count, letter.dtype));
+    const Reply refusal{.number = letter.number,
+                        .offset = kNowhere,
+                        .count = post->count,
+                        .kind = Reply::kRefused,
+                        .dtype = post->dtype};
+    Error error = mismatch(*post, peer.rank, letter.count, letter.dtype);
+    if (!letter.inside) return answer(peer, {refusal, post, std::move(error)});
+    // Nobody waits for this one, or makes room for it.
+    if (peer.in.reply(refusal)) segment_.ring(peer.rank);
+    return finish(post, std::move(error));
   }
   if (letter.inside) {
     copy(post->output, content, letter.bytes);
@@ -275,12 +289,30 @@ void MessageExchange::grant_next(Peer& peer) {
       segment_.offset_of(next.post->output, next.letter.bytes).value_or(kNowhere);
   const auto way = offset == kNowhere ? Transfer::kSlots : Transfer::kPlace;
   peer.receiving = Transfer{next.post, way, number, offset};
-  peer.in.reply({.number = number,
-                 .offset = offset,
-                 .count = next.post->count,
-                 .kind = Reply::kGranted,
-                 .dtype = next.post->dtype});
-  segment_.ring(peer.rank);
+  answer(peer,
+         {{.number = number,
+           .offset = offset,
+           .count = next.post->count,
+           .kind = Reply::kGranted,
+           .dtype = next.post->dtype}});
+}
+
+void MessageExchange::answer(Peer& peer, Answer answer) {
+  peer.answers.push_back(std::move(answer));
+  answer_on(peer);
+}
+
+bool MessageExchange::answer_on(Peer& peer) {
+  bool moved = false;
+  for (; !peer.answers.empty(); moved = true) {
+    // Who has left reads no more.
+    if (!peer.in.reply(peer.answers.front().reply) && !segment_.has_left(peer.rank)) break;
+    segment_.ring(peer.rank);
+    const Answer given = std::move(peer.answers.front());
+    peer.answers.pop_front();
+    if (given.post) finish(given.post, given.error);
+  }
+  return moved;
 }
 
 bool MessageExchange::receive_on(Peer& peer) {
@@ -294,17 +326,17 @@ bool MessageExchange::receive_on(Peer& peer) {
     copy(to + transfer.done, from + transfer.done, step);
     transfer.done += step;
     moved = true;
-    if (transfer.done == bytes) {
-      peer.in.reply({.number = transfer.number,
-                     .offset = kNowhere,
-                     .count = transfer.post->count,
-                     .kind = Reply::kTaken,
-                     .dtype = transfer.post->dtype});
-      segment_.ring(peer.rank);
-    }
+    if (transfer.done < bytes) return moved;
+    answer(peer,
+           {{.number = transfer.number,
+             .offset = kNowhere,
+             .count = transfer.post->count,
+             .kind = Reply::kTaken,
+             .dtype = transfer.post->dtype},
+            transfer.post});
   }
   while (transfer.done < bytes) {
-    const char* const slot = transfer.way == Transfer::kTake ? nullptr : peer.in.full_slot();
+    const char* const slot = peer.in.full_slot();
     if (slot == nullptr) return moved;
     size_t piece = bytes;  // the sender has placed all of it
     if (transfer.way == Transfer::kSlots) {
@@ -316,7 +348,7 @@ bool MessageExchange::receive_on(Peer& peer) {
     segment_.ring(peer.rank);
     moved = true;
   }
-  finish(transfer.post);
+  if (transfer.way != Transfer::kTake) finish(transfer.post);
   peer.receiving.reset();
   grant_next(peer);
   return true;
@@ -347,14 +379,17 @@ void MessageExchange::end_those_waiting_for_who_left() {
 }
 
 void MessageExchange::forget(const PostPtr& post) {
-  if (std::erase(receives_, post) != 0) {
+  const auto queue = receives_.find({post->peer, post->tag});
+  if (queue != receives_.end() && std::erase(queue->second, post) != 0) {
     --(post->peer == DPT_ANY_RANK ? any_receives_ : peers_[post->peer].receives);
+    if (queue->second.empty()) receives_.erase(queue);
   }
   if (post->partner == DPT_ANY_RANK) return;
   Peer& peer = peers_[post->partner];
   std::erase(peer.sends, post);
   std::erase_if(peer.announced, [&](const auto& each) { return each.second == post; });
   std::erase_if(peer.matched, [&](const Match& each) { return each.post == post; });
+  std::erase_if(peer.answers, [&](const Answer& each) { return each.post == post; });
   if (peer.sending && peer.sending->post == post) peer.sending.reset();
   if (peer.receiving && peer.receiving->post == post) peer.receiving.reset();
 }
@@ -366,6 +401,7 @@ void MessageExchange::end_all(const Error& error) {
     peer.sends.clear();
     peer.announced.clear();
     peer.matched.clear();
+    peer.answers.clear();
     peer.sending.reset();
     peer.receiving.reset();
     peer.receives = 0;

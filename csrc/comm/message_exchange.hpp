@@ -11,11 +11,11 @@
 
 #include <deque>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.hpp"
@@ -82,6 +82,13 @@ class MessageExchange {
     PostPtr post;
     Letter letter;
   };
+  // A reply that is not in the mailbox yet, and the receive that ends once it is: until then
+  // somebody drives.
+  struct Answer {
+    Reply reply;
+    PostPtr post = nullptr;  // nullptr: it goes on
+    std::optional<Error> error = std::nullopt;
+  };
   // A large message on its way.
   struct Transfer {
     enum Way { kTake, kPlace, kSlots };
@@ -99,10 +106,11 @@ class MessageExchange {
     std::deque<PostPtr> sends;              // not yet in the ring
     std::map<uint64_t, PostPtr> announced;  // by letter number, unanswered
     std::optional<Transfer> sending;
-    int receives = 0;  // unmatched ones from this peer
-    std::deque<Unexpected> unexpected;
-    std::deque<Match> matched;  // announced by the peer, not yet granted
+    int receives = 0;                                  // unmatched ones from this peer
+    std::map<int, std::deque<Unexpected>> unexpected;  // by tag
+    std::deque<Match> matched;                         // announced by the peer, not yet granted
     std::optional<Transfer> receiving;
+    std::deque<Answer> answers;
   };
 
   bool progress_sends(Peer& peer);
@@ -111,6 +119,8 @@ class MessageExchange {
   void answered(Peer& peer, const Reply& reply);
   bool send_on(Peer& peer);
   bool receive_on(Peer& peer);
+  void answer(Peer& peer, Answer answer);
+  bool answer_on(Peer& peer);
   void grant_next(Peer& peer);
   bool post_matches_unexpected(const PostPtr& post);
   bool waits_for_letters(const Peer& peer) const;
@@ -125,8 +135,9 @@ class MessageExchange {
   std::string group_;
   Finish finish_;
   std::vector<Peer> peers_;
-  std::list<PostPtr> receives_;  // unmatched, in posting order
-  int any_receives_ = 0;         // of them from DPT_ANY_RANK
+  // Unmatched, by the peer as the caller named it and the tag, each queue in posting order.
+  std::map<std::pair<int, int>, std::deque<PostPtr>> receives_;
+  int any_receives_ = 0;  // of them from DPT_ANY_RANK
   uint64_t arrivals_ = 0;
   std::map<uint64_t, PostPtr> unfinished_;  // by number
 };

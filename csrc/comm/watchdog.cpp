@@ -21,14 +21,17 @@ Watchdog::Watchdog(OnDeath on_death, OnTick on_tick)
     : on_death_(std::move(on_death)),
       on_tick_(std::move(on_tick)),
       wake_fd_(DPT_SYS_CHECK(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
-      thread_(start_thread([this] { run(); })) {
-  // The fabric that owns the watchdog lives as long as the process.
-  thread_.detach();
+      thread_(start_thread([this] { run(); })) {}
+
+Watchdog::~Watchdog() {
+  stopping_ = true;
+  wake();
+  thread_.join();
 }
 
 void Watchdog::wake() const {
   const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof one);
+  [[maybe_unused]] const ssize_t written = write(wake_fd_.get(), &one, sizeof one);
 }
 
 void Watchdog::watch(const std::string& process, UniqueFd pidfd, const std::string& mark) {
@@ -50,13 +53,13 @@ void Watchdog::forget(const std::string& process) {
 void Watchdog::close_after_fork() {
   // No lock: only the forking thread exists here, and another may have held it.
   for (auto& [process, peer] : peers_) peer.pidfd.reset();
-  close(wake_fd_);
+  wake_fd_.reset();
 }
 
 void Watchdog::run() {
-  for (;;) {
-    const bool ticking = on_tick_();
-    std::vector<pollfd> entries = {{wake_fd_, POLLIN, 0}};
+  while (!stopping_) {
+    on_tick_();
+    std::vector<pollfd> entries = {{wake_fd_.get(), POLLIN, 0}};
     std::vector<std::string> processes = {""};
     std::vector<std::string> marks = {""};
     {
@@ -67,9 +70,9 @@ void Watchdog::run() {
         marks.push_back(peer.mark);
       }
     }
-    if (poll(entries.data(), entries.size(), ticking ? kTickMs : -1) < 0) continue;
+    if (poll(entries.data(), entries.size(), kTickMs) < 0) continue;
     uint64_t count = 0;
-    while (read(wake_fd_, &count, sizeof count) > 0) {
+    while (read(wake_fd_.get(), &count, sizeof count) > 0) {
     }
     for (size_t i = 1; i < entries.size(); ++i) {
       const bool dead = entries[i].fd >= 0 ? (entries[i].revents & POLLIN) != 0

@@ -5,6 +5,7 @@
 // gives none, its process mark is looked up at every tick. Silence alone is never taken for death.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -18,18 +19,19 @@ namespace dpt {
 class Watchdog {
  public:
   using OnDeath = std::function<void(const std::string& process)>;
-  // Called at every tick; whether ticks are needed. While not, the thread sleeps until it is woken.
-  using OnTick = std::function<bool()>;
+  using OnTick = std::function<void()>;
 
   Watchdog(OnDeath on_death, OnTick on_tick);
+  // Ends the thread; not to be called on it.
+  ~Watchdog();
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
 
   // `pidfd`: none, and `mark` (own_process_mark of that process) has to do. A process already
   // watched keeps its first one.
   void watch(const std::string& process, UniqueFd pidfd, const std::string& mark);
   // No group shares this process any more.
   void forget(const std::string& process);
-  // Ticks are needed from now on.
-  void wake() const;
   // In a forked child: the thread does not exist there, only its descriptors do.
   void close_after_fork();
 
@@ -39,13 +41,15 @@ class Watchdog {
     std::string mark;
   };
 
+  void wake() const;
   void run();
 
   OnDeath on_death_;
   OnTick on_tick_;
   std::mutex mutex_;
   std::unordered_map<std::string, Peer> peers_;
-  int wake_fd_;
+  std::atomic<bool> stopping_{false};
+  UniqueFd wake_fd_;
   std::thread thread_;
 };
 

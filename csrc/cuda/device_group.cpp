@@ -162,7 +162,8 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     const size_t slot = group_.layout.slot_bytes;
     const size_t chunk = plan.chunk_bytes != 0 ? std::min(plan.chunk_bytes, slot) : slot;
     Launch launch{group_, {}, plan.grid, stream, static_cast<uint32_t>(chunk)};
-    launch.call.timeout_ns = static_cast<uint64_t>(request.timeout_ms) * 1000000;
+    const std::chrono::nanoseconds timeout = limited(std::chrono::milliseconds(request.timeout_ms));
+    launch.call.timeout_ns = static_cast<uint64_t>(timeout.count());
     launch.call.description = describe(request, plan);
     switch (request.collective) {
       case DPT_ALL_REDUCE:

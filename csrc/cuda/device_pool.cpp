@@ -154,7 +154,10 @@ DevicePool::Peers DevicePool::join(const Meeting& meeting) {
                     [&]() -> ChunkPool& { return *of(meeting.device).chunks_; },
                     meeting.all_gather,
                     meeting.wait});
-  return {std::move(joined.bases), std::move(joined.ranges), std::move(joined.why_not)};
+  return {std::move(joined.bases),
+          std::move(joined.ranges),
+          std::move(joined.why_not),
+          std::move(joined.use)};
 }
 
 void DevicePool::after_fork() {

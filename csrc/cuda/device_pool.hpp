@@ -53,6 +53,7 @@ class DevicePool {
     std::vector<char*> bases;
     std::vector<std::shared_ptr<PeerRange>> ranges;  // to be kept as long as the bases are used
     std::string why_not;
+    std::shared_ptr<const void> use;  // of the links to the peers, to be kept likewise
   };
   static Peers join(const Meeting& meeting);
 

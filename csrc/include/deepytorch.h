@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DPT_ABI_VERSION 15
+#define DPT_ABI_VERSION 16
 #define DPT_API_CAPSULE "deepytorch_core._core.dpt_api"
 
 typedef enum dpt_status {
@@ -297,6 +297,8 @@ typedef struct dpt_api {
                                 dpt_error* error);
   /* The flight record: who called the operation of this number, if it is still there. */
   void (*record_place)(uint64_t recorded, const dpt_place* place);
+  /* The same: from here on somebody waits for the operation, or is told when it has ended. */
+  void (*record_wait)(uint64_t recorded);
 } dpt_api;
 
 #ifdef __cplusplus

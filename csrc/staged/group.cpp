@@ -296,7 +296,7 @@ void Group::start(const dpt_request& request,
                   const Cut& cut,
                   Stream stream,
                   const StartHooks& hooks) {
-  const std::chrono::milliseconds timeout(request.timeout_ms);
+  const std::chrono::milliseconds timeout = limited(std::chrono::milliseconds(request.timeout_ms));
   pipeline_->enqueue(Job::of(request, cut, ranks_, shape_), timeout, stream, hooks);
 }
 

@@ -358,12 +358,15 @@ def compile(
 
 def compile_line(row: "Record") -> str:
     """What became of one workload."""
+    from deepytorch_core.bench.record import claimed
+
     low, high = row["speedup_spread"]
+    speedup = claimed(row, f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})")
     return (
         f"{row['workload']:<30} {row['stock_per_s']:>9.2f} eager {row['ours_per_s']:>9.2f} ours "
-        f"samples/s: {row['speedup']:.2f}x ({low:.2f}-{high:.2f}), torch.compile "
-        f"{row['plain_speedup']:.2f}x; warm-up {row['warmup_s']:.1f} s, theirs "
-        f"{row['plain_warmup_s']:.1f} s; {row['kept']}, {row['reason']}"
+        f"samples/s: {speedup}, torch.compile {row['plain_speedup']:.2f}x; "
+        f"warm-up {row['warmup_s']:.1f} s, theirs {row['plain_warmup_s']:.1f} s; "
+        f"{row['kept']}, {row['reason']}"
         f"{_phases(row.get('warmup_phases_s', {}))}"
     )
 
@@ -376,7 +379,10 @@ def _phases(seconds: Mapping[str, float]) -> str:
 
 
 def compile_summary(rows: Sequence["Record"]) -> str:
-    """Geometric means over the workloads, and the worst of ours."""
+    """Geometric means over the workloads whose losses agree, and the worst of ours."""
+    rows = [row for row in rows if not row["wrong"]]
+    if not rows:
+        return "no workload has the losses of eager training: no speed-up is claimed"
     ours = statistics.geometric_mean(float(row["speedup"]) for row in rows)
     plain = statistics.geometric_mean(float(row["plain_speedup"]) for row in rows)
     worst = min(rows, key=lambda row: float(row["speedup"]))

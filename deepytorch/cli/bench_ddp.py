@@ -189,22 +189,23 @@ def _refuse(context: typer.Context, options: Sequence[str], reason: str) -> None
 
 def ddp_lines(row: "Record") -> list[str]:
     """Both arms in ACSpeed's form, then the improvement and how the losses compare."""
+    from deepytorch_core.bench.record import claimed
+
     low, high = ((value - 1) * 100 for value in row["speedup_spread"])
-    losses = bench.difference(row)
+    improvement = f"{row['improvement_percent']:+.1f}% (quartiles {low:+.1f}% to {high:+.1f}%)"
     return [
         f"{row['model']}, {row['parameters']:,} parameters in {row['dtype']}, {_reduced(row)}, "
         f"{row['steps']} steps of {row['batch_size']} samples in {row['num_blocks']} blocks",
         f"{row['baseline']:<10} " + _percentiles(row, "baseline_"),
         f"{'deepytorch':<10} " + _percentiles(row, ""),
-        f"improvement {row['improvement_percent']:+.1f}% "
-        f"(quartiles {low:+.1f}% to {high:+.1f}%), losses {losses}",
+        f"improvement {claimed(row, improvement)}, losses {bench.difference(row)}",
     ]
 
 
 def vision_lines(rows: Sequence["Record"]) -> list[str]:
     """All arms in ACSpeed's form, each comparison's speed-up, and how the losses compare."""
     from deepytorch.workloads.headline import ddp as vision
-    from deepytorch_core.bench.record import PARTS_OF_DDP, describe_emulated
+    from deepytorch_core.bench.record import PARTS_OF_DDP, claimed, describe_emulated
 
     first = rows[0]
     found = [
@@ -220,10 +221,9 @@ def vision_lines(rows: Sequence["Record"]) -> list[str]:
     found += [f"{names[row['part']]:<{width}} " + _percentiles(row, "") for row in rows]
     for row in rows:
         low, high = row["speedup_spread"]
-        found.append(
-            f"{PARTS_OF_DDP[row['part']]}: {row['speedup']:.2f}x (quartiles {low:.2f} to "
-            f"{high:.2f}), {row['improvement_percent']:+.1f} %"
-        )
+        speedup = f"{row['speedup']:.2f}x (quartiles {low:.2f} to {high:.2f}), "
+        speedup += f"{row['improvement_percent']:+.1f} %"
+        found.append(f"{PARTS_OF_DDP[row['part']]}: {claimed(row, speedup)}")
     return [*found, f"{_losses(rows)}, dropout off"]
 
 

@@ -53,6 +53,7 @@ def shown(rows: Iterable["Record"], baseline: str) -> Iterator["Record"]:
 
 def _cells(row: "Record") -> dict[str, str]:
     from deepytorch_core.bench.job import format_size
+    from deepytorch_core.bench.record import claimed
 
     low, high = row["speedup_spread"]
     return {
@@ -70,7 +71,7 @@ def _cells(row: "Record") -> dict[str, str]:
         "baseline": f"{row['baseline_time_us']:.1f}",
         "cpu": _microseconds(row["cpu_us"]),
         "baseline_cpu": _microseconds(row["baseline_cpu_us"]),
-        "speedup": f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+        "speedup": claimed(row, f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})"),
     }
 
 
@@ -97,10 +98,11 @@ def count(row: "Record") -> int:
 
 
 def summary(rows: Sequence["Record"]) -> list[str]:
-    """The worst and the median speed-up of each operation, over its sizes and types."""
+    """The worst and the median speed-up of each operation, over its right results."""
     from deepytorch_core.bench.job import format_size
 
     lines = []
+    rows = [row for row in rows if not row["wrong"]]
     for op in dict.fromkeys(row["op"] for row in rows):
         own = [row for row in rows if row["op"] == op]
         worst = min(own, key=lambda row: float(row["speedup"]))

@@ -109,13 +109,14 @@ def _look(job: Any) -> _Case:
     elsewhere = job.elsewhere()
     answer = inquiry.ask(pids) if elsewhere else inquiry.Answer()
     records = _again(job)
-    ranks = _together(collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S), answer, elsewhere)
+    local = collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S)
+    ranks = collect.together(local, answer.ranks, elsewhere)
     found = verdict.judge(ranks, least_s=_BETWEEN_LOOKS_S)
     if answer.ranks and found.kind != verdict.NO_HANG:
         # Nodes were not looked at in the same moment, so another look has to come to the same.
-        again = inquiry.ask(pids, again=True).newer_than(answer)
+        again = inquiry.ask(pids, how=inquiry.AGAIN).newer_than(answer)
         local = collect.ranks(_again(job), stacks_limit_s=None)
-        later = verdict.lasting(_together(local, again, elsewhere), ranks)
+        later = verdict.lasting(collect.together(local, again.ranks, elsewhere), ranks)
         confirmed = verdict.judge(later, least_s=_BETWEEN_LOOKS_S)
         if not verdict.is_same(found, confirmed):
             sentence = f"no hang: of {len(ranks)} ranks those that wait go on after a moment"
@@ -136,13 +137,6 @@ def _again(job: Any) -> Any:
 
     again = collect.jobs([one.pid for one in job.records], name=job.name)
     return again[0].records if again else job.records
-
-
-def _together(local: list[Any], answer: Any, elsewhere: list[int]) -> list[Any]:
-    """The ranks of this node, and of the others as they have answered."""
-    known = {one.rank for one in local}
-    others = [one for one in answer.ranks if one.rank in elsewhere and one.rank not in known]
-    return sorted([*local, *others], key=lambda one: one.rank)
 
 
 def _write_dumps(case: _Case, folder: Path) -> None:

@@ -310,6 +310,11 @@ def describe_rate(record: Mapping[str, Any], arm: str) -> str:
     return f"{rate:,.{0 if rate >= 10 else 1}f} {record['unit']}/s"
 
 
+def claimed(record: Mapping[str, Any], speedup: str) -> str:
+    """What is said of a speed-up: nothing, where results are wrong or losses differ."""
+    return "not claimed" if record["wrong"] else speedup
+
+
 def _is_setting(variable: str) -> bool:
     # NVIDIA's images name the NCCL they bring in NCCL_VERSION, which nothing reads.
     return variable == "CUDA_DEVICE_MAX_CONNECTIONS" or (

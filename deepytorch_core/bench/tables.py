@@ -21,6 +21,7 @@ from deepytorch_core.bench.record import (
     TRAIN_FIELDS,
     WORKLOAD_FIELDS,
     Record,
+    claimed,
     describe_emulated,
     describe_rate,
     read_records,
@@ -335,7 +336,9 @@ def _render_workload(name: str, records: Sequence[Record]) -> str:
     ]
     for record in latest:
         claim = f"{record['claim']:.2f}x" if record["claim"] else ""
-        ratios = [_ratio_cell(record[key]) for key in ("against_plain", "against_tuned")]
+        ratios = [
+            claimed(record, _ratio_cell(record[key])) for key in ("against_plain", "against_tuned")
+        ]
         rates = [describe_rate(record, arm) for arm in ("plain", "ours")]
         lines.append(_line([_title(record), str(record["world_size"]), *rates, *ratios, claim]))
     return "\n".join(lines)
@@ -350,7 +353,10 @@ def _render_parts(name: str, records: Sequence[Record]) -> str:
         _line(["---", "---:", "---:", "---:", "---:"]),
     ]
     for record in latest:
-        ratios = [_ratio_cell(record[key]) for key in ("collectives_only", "compute_only")]
+        ratios = [
+            claimed(record, _ratio_cell(record[key]))
+            for key in ("collectives_only", "compute_only")
+        ]
         cells = [_title(record), str(record["world_size"]), describe_rate(record, "plain"), *ratios]
         lines.append(_line(cells))
     return "\n".join(lines)
@@ -473,7 +479,7 @@ def _cell(record: Record | None) -> str:
     if record is None:
         return ""
     low, high = record["speedup_spread"]
-    return f"**{_ratio(record['speedup'])}** ({_ratio(low)}-{_ratio(high)})"
+    return claimed(record, f"**{_ratio(record['speedup'])}** ({_ratio(low)}-{_ratio(high)})")
 
 
 def _ratio(value: float) -> str:

@@ -29,6 +29,8 @@ class Plan:
         seed: random numbers begin here, unless the script seeds them itself.
         warmup_steps: untimed steps at the beginning; 0: a fifth of all.
         settings: what of `deepytorch_core.tune.knobs` is set; None: as the profile says.
+        is_nudged: whether the weights are moved by rounding after the first step; see `nudge`.
+        is_redrawn: whether the random generators begin anew then, too.
     """
 
     steps: int
@@ -40,6 +42,8 @@ class Plan:
     seed: int = 0
     warmup_steps: int = 0
     settings: dict[str, int] | None = None
+    is_nudged: bool = False
+    is_redrawn: bool = False
 
     @property
     def warmup(self) -> int:

@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import config, memory
 from deepytorch_core.compare import workspace
+from deepytorch_core.compare.nudge import Nudge, drawn, told_apart
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.saves import Saves
 from deepytorch_core.import_hook import ImportHook
@@ -78,6 +80,9 @@ class Probe:
         self._patches = Patches()
         self._saves = Saves(plan)
         self._is_written = False
+        self._nudge = Nudge(is_redrawn=plan.is_redrawn) if plan.is_nudged else None
+        self._draws: list[int] = []
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.seams: list[str] = []
 
     def install(self) -> None:
@@ -119,6 +124,8 @@ class Probe:
             "setup_s": self._marks.get(self._plan.warmup, self._began) - self._began,
             "block_s": self._block_s(),
             "losses": losses,
+            "draws": self._draws,
+            "weights": told_apart(self._optimizers),
             "peak_bytes": memory.peak_bytes(),
             "device": _device_name(),
             "redirected": sorted(self._saves.redirected),
@@ -153,6 +160,8 @@ class Probe:
             if _is_trial():
                 return original(tensors, *args, **kwargs)
             self._backwards += 1
+            if self._nudge is not None:
+                self._nudge.see(tensors)
             if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
                 self._since_step.append(self._loss_of(tensors))
             return original(tensors, *args, **kwargs)
@@ -195,6 +204,9 @@ class Probe:
             return
         if _is_trial():
             return
+        self._optimizers.add(optimizer)
+        if self._nudge is not None:
+            self._nudge.after(optimizer)
         if self._backwards and self._backwards == self._backwards_at_step:
             return  # another shard of the same step
         self._backwards_at_step = self._backwards
@@ -204,6 +216,7 @@ class Probe:
         self._has_scaled = False
         self._losses.append(self._since_step)
         self._since_step = []
+        self._draws.append(drawn())
         if self._steps in self._wanted:
             _synchronize()
             self._marks[self._steps] = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -10,13 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepytorch_core.compare.losses import Agreement, agreement
 from deepytorch_core.errors import CompareError
 from deepytorch_core.guard.timing import LEAST_GAIN
 
 STOCK = "stock"
+NUDGED = "stock, nudged"
+"""One more run of stock, which says what rounding and other random numbers do: see `nudge`."""
 
 FASTER, SLOWER, SAME = "faster", "slower", "no difference beyond the noise"
 NOT_OURS = "no difference that it has a part in"
+OTHERWISE = "not the same training"
+
+# Replicas are equal bit for bit; what tells them is a sum, whose order is the machine's.
+_ALIKE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -24,11 +32,13 @@ class Sample:
     """One run of the script under one arm, its ranks put together.
 
     Times are the slowest rank's, in seconds: of a step, a mean per block, and until the warm-up is
-    over. Losses are means over the ranks, None where no rank had one to see. `kept` are so many
-    decisions for something else than stock. `script` is its path as `tune.stored` knows it, `asked`
-    what `tune.in_force` was asked for; None and empty where no group of ours was made. `undecided`
-    are the trials that the steps were too few for: "what" they decide, whether they "is_begun", and
-    "after_steps", how many are enough.
+    over. Losses are means over the ranks, None where no rank had one to see; `loss_ranks` had one.
+    `draws` tell at each step how far rank 0's random generators were. `is_replicated` says whether
+    all ranks ended with the same weights; None where that is not known, or there is one rank.
+    `kept` are so many decisions for something else than stock. `script` is its path as
+    `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
+    group of ours was made. `undecided` are the trials that the steps were too few for: "what" they
+    decide, whether they "is_begun", and "after_steps", how many are enough.
     """
 
     arm: str
@@ -48,6 +58,9 @@ class Sample:
     script: str | None = None
     asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     undecided: tuple[Mapping[str, Any], ...] = ()
+    loss_ranks: int = 0
+    draws: tuple[int, ...] = ()
+    is_replicated: bool | None = None
 
     @property
     def step_s(self) -> float:
@@ -94,6 +107,19 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         script=ranks[0]["script"],
         asked=ranks[0]["asked"],
         undecided=tuple(ranks[0]["undecided"]),
+        loss_ranks=sum(any(one is not None for one in found["losses"]) for found in ranks),
+        draws=tuple(ranks[0]["draws"]),
+        is_replicated=_are_alike([found["weights"] for found in ranks]),
+    )
+
+
+def _are_alike(weights: Sequence[float | None]) -> bool | None:
+    """Whether the ranks' weights are, by a number that tells them apart."""
+    known = [one for one in weights if one is not None]
+    if len(known) < 2 or len(known) < len(weights):
+        return None
+    return all(math.isclose(one, known[0], rel_tol=_ALIKE) for one in known) or all(
+        map(math.isnan, known)
     )
 
 
@@ -119,7 +145,8 @@ class Verdict:
     `speedup` is the ratio of the medians of the runs (stock / arm), `spread` the least and the
     greatest ratio of any two runs, `noise` the relative difference that the runs of one arm have
     among themselves, of both arms. `word` is "faster" or "slower" only for a difference above all
-    of these, and "faster" only where deepytorch had a part in it.
+    of these, and "faster" only where deepytorch had a part in it. Where `losses` say that it is
+    another training, so does `word`, whatever the times.
     `setup_cost_s` is None where an arm has no run but the very first of all.
     """
 
@@ -130,8 +157,7 @@ class Verdict:
     word: str
     setup_cost_s: float | None
     peak_bytes: int | None
-    loss_difference: float | None
-    relative_loss_difference: float | None
+    losses: Agreement
 
     def saved_s(self, steps: int, stock_step_s: float) -> float:
         """Seconds that a run of `steps` steps takes less, its one-off cost taken off.
@@ -157,7 +183,9 @@ def judge(samples: Sequence[Sample], arm: str) -> Verdict:
             word = FASTER if any(map(_has_a_part, ours)) else NOT_OURS
         elif max(ratios) < 1:
             word = SLOWER
-    difference = loss_difference(theirs, ours)
+    losses = agreement(theirs, ours, [sample for sample in samples if sample.arm == NUDGED])
+    if losses.apart is not None:
+        word = OTHERWISE
     peaks = [one.peak_bytes for one in ours if one.peak_bytes is not None]
     return Verdict(
         arm=arm,
@@ -167,8 +195,7 @@ def judge(samples: Sequence[Sample], arm: str) -> Verdict:
         word=word,
         setup_cost_s=_setup_cost_s(samples[0], theirs, ours),
         peak_bytes=max(peaks, default=None),
-        loss_difference=difference[0],
-        relative_loss_difference=difference[1],
+        losses=losses,
     )
 
 
@@ -195,50 +222,14 @@ def _has_a_part(sample: Sample) -> bool:
     return bool(sample.native_calls or sample.seams or sample.kept)
 
 
-def loss_difference(
-    theirs: Sequence[Sample], ours: Sequence[Sample]
-) -> tuple[float | None, float | None]:
-    """The largest difference at any step between any two runs: absolute, and relative.
-
-    (None, None) when no loss was seen in both; nan where one of them is nan.
-    """
-    pairs = [
-        (a, b)
-        for one in theirs
-        for other in ours
-        if one is not other
-        for a, b in zip(one.losses, other.losses, strict=False)
-        if a is not None and b is not None
-    ]
-    if not pairs:
-        return None, None
-    differences = [_distance(a, b) for a, b in pairs]
-    relative = [
-        distance / max(abs(a), abs(b), 1e-12)
-        for distance, (a, b) in zip(differences, pairs, strict=True)
-    ]
-    return _largest(differences), _largest(relative)
-
-
-def _distance(a: float, b: float) -> float:
-    return 0.0 if a == b or (a != a and b != b) else abs(a - b)
-
-
-def _largest(values: Sequence[float]) -> float:
-    # max() alone would step over a nan.
-    return next((value for value in values if value != value), max(values))
-
-
 def summary(
     samples: Sequence[Sample], verdicts: Sequence[Verdict], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything as JSON's types; what is not a number there is None."""
-    own = [sample for sample in samples if sample.arm == STOCK]
     found: dict[str, Any] = _plain(
         {
             **facts,
-            "verdicts": [vars(verdict) for verdict in verdicts],
-            "stock_loss_difference": loss_difference(own, own)[0],
+            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
             "runs": [vars(sample) | {"step_s": sample.step_s} for sample in samples],
         }
     )

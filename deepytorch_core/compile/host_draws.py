@@ -54,7 +54,7 @@ def count(run: Callable[[], object], state: tuple[Any, ...], numbers: Sequence[T
 def draw(number: int) -> None:
     """Draw so many numbers as models do."""
     for _ in range(number):
-        torch.rand([])
+        torch.rand([])  # on the default device, as theirs
 
 
 class _Draws(TorchFunctionMode):

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from deepytorch_core.backend import timeout_of
+
 # Steps in which a compile is followed by others: of backward graphs, and for other sizes.
 HELD_STEPS = 3
 
@@ -96,7 +98,7 @@ class _Limit:
 
     @classmethod
     def of(cls, backend: Any) -> _Limit | None:
-        limit = _current(backend)
+        limit = timeout_of(backend)
         # Ours and newer torch's own have the first, older ones the second.
         set_timeout = getattr(backend, "set_timeout", None)
         set_timeout = set_timeout or getattr(backend, "_set_default_timeout", None)
@@ -106,16 +108,12 @@ class _Limit:
 
     def set(self) -> None:
         """Put the limit in force that the holds ask for, unless the program has set another."""
-        if _current(self.backend) == self.now:
+        if timeout_of(self.backend) == self.now:
             self.now = self.own + timedelta(seconds=max(self.holds, default=0.0))
             self.set_timeout(self.now)
 
 
 _limits: dict[int, _Limit] = {}
-
-
-def _current(backend: Any) -> Any:
-    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _backends(group: Any) -> list[Any]:

@@ -65,11 +65,15 @@ class EncoderCache:
         self._judged = self._said = False
         if folder is not None:
             own = Path(folder) / fingerprint(encoder)
-            own.mkdir(mode=entry_file.FOLDER_MODE, parents=True, exist_ok=True)
-            if (untrusted := why_not_believed(own)) is None:
+            try:
+                own.mkdir(mode=entry_file.FOLDER_MODE, parents=True, exist_ok=True)
+                reason = why_not_believed(own)
+            except OSError as error:
+                reason = f"{own} can't be made: {error}"
+            if reason is None:
                 self._folder = own
             else:
-                say_once(f"{name}: kept in memory only: {untrusted}", level="warning")
+                say_once(f"{name}: kept in memory only: {reason}", level="warning")
 
     def get(
         self,
@@ -164,10 +168,12 @@ class EncoderCache:
             self._memory[digest] = entry  # the most recently used is last
             return entry
         path = self._path(digest)
-        if path is None or not path.exists():
+        if path is None:
             return None
         try:
             entry = entry_file.read(path, digest)
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError) as error:  # a disk that was full, a file of somebody else
             self._say_computed_again(f"{path} can't be read ({error})")
             return None

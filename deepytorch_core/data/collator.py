@@ -65,21 +65,22 @@ class PaddingFreeCollator:
         examples = [example for example in examples if len(example["input_ids"])]
         if not examples:
             raise ValueError("PaddingFreeCollator: a batch has no tokens")
-        lengths = torch.tensor([len(example["input_ids"]) for example in examples])
+        sizes = [len(example["input_ids"]) for example in examples]
+        lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         batch: dict[str, Any] = {
             name: torch.cat([example[name] for example in examples]).unsqueeze(0)
             for name in examples[0]
         }
         bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         if self.return_position_ids:
-            places = [torch.arange(length) for length in lengths.tolist()]
+            places = [torch.arange(size, dtype=torch.int64, device="cpu") for size in sizes]
             batch["position_ids"] = torch.cat(places).unsqueeze(0) + self.position_ids_start
         if self.return_seq_idx:
-            numbers = torch.arange(len(examples), dtype=torch.int32)
+            numbers = torch.arange(len(examples), dtype=torch.int32, device="cpu")
             batch["seq_idx"] = numbers.repeat_interleave(lengths).unsqueeze(0)
         if self.return_flash_attn_kwargs:
             batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = bounds
-            batch["max_length_q"] = batch["max_length_k"] = int(lengths.max())
+            batch["max_length_q"] = batch["max_length_k"] = max(sizes)
         return batch
 
     def _example(self, feature: Mapping[str, Any], number: int) -> dict[str, torch.Tensor]:
@@ -88,7 +89,7 @@ class PaddingFreeCollator:
                 f"PaddingFreeCollator: example {number} has position_ids, so it is packed already: "
                 "pack once, in the dataset or here"
             )
-        ids = torch.as_tensor(feature["input_ids"], dtype=torch.int64)
+        ids = _ids(feature["input_ids"])
         if ids.dim() != 1:
             raise ValueError(
                 f"PaddingFreeCollator: input_ids of example {number} have the shape "
@@ -97,11 +98,10 @@ class PaddingFreeCollator:
         labels = feature.get("labels")
         example = {
             "input_ids": ids,
-            "labels": torch.as_tensor(ids if labels is None else labels, dtype=torch.int64).clone(),
+            "labels": (ids if labels is None else _ids(labels)).clone(),
         }
         if "token_type_ids" in feature:
-            types = torch.as_tensor(feature["token_type_ids"], dtype=torch.int64)
-            example["token_type_ids"] = types
+            example["token_type_ids"] = _ids(feature["token_type_ids"])
         for name, values in example.items():
             if values.shape != ids.shape:
                 raise ValueError(
@@ -109,7 +109,7 @@ class PaddingFreeCollator:
                     f"{len(values)} {name}"
                 )
         if "attention_mask" in feature:
-            kept = torch.as_tensor(feature["attention_mask"]) != 0
+            kept = _ids(feature["attention_mask"]) != 0
             example = {name: values[kept] for name, values in example.items()}
         length = len(example["input_ids"])
         if self.max_length is not None and length > self.max_length:
@@ -119,3 +119,8 @@ class PaddingFreeCollator:
             )
         example["labels"][:1] = self.separator_id
         return example
+
+
+def _ids(values: Any) -> torch.Tensor:
+    """int64, on the host whatever the program's default device is."""
+    return torch.as_tensor(values, dtype=torch.int64, device="cpu")

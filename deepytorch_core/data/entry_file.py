@@ -22,9 +22,9 @@ def write(path: Path, key: str, entry: dict[str, torch.Tensor]) -> None:
         with open(temporary, "wb", opener=_open) as file:
             torch.save({"key": key, "entry": entry}, file)
         temporary.replace(path)
-    except OSError:
+    except (OSError, RuntimeError) as error:  # of torch's writer, where the disk is full
         temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(str(error).partition("\n")[0]) from error
 
 
 def read(path: Path, key: str) -> dict[str, torch.Tensor]:

@@ -121,9 +121,10 @@ class Packing:
 
     def ranks_in_row(self) -> Tensor:
         """int64 [1, tokens]: how many tokens of its row come before each."""
-        starts = torch.tensor((0, *self.lengths[:-1])).cumsum(0)
-        repeated = torch.repeat_interleave(starts, torch.tensor(self.lengths))
-        counted = torch.arange(self.num_tokens) - repeated
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
+        starts = lengths.cumsum(0) - lengths
+        places = torch.arange(self.num_tokens, dtype=torch.int64, device="cpu")
+        counted = places - torch.repeat_interleave(starts, lengths)
         return counted.unsqueeze(0).to(self.indices.device, non_blocking=True)
 
     def pack_labels(self, labels: Tensor, *, shifted: bool) -> Tensor:
@@ -181,7 +182,8 @@ def plan(attention_mask: Tensor, labels: Tensor | None = None, *, shifted: bool 
 def full(ids: Tensor) -> Packing:
     """The packing of a batch [batch, width] that has no padding. Never waits for the device."""
     batch, width = ids.shape
-    return Packing(torch.arange(ids.numel(), device=ids.device), (width,) * batch, (batch, width))
+    indices = torch.arange(ids.numel(), dtype=torch.int64, device=ids.device)
+    return Packing(indices, (width,) * batch, (batch, width))
 
 
 def _shifted(labels: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def _shifted(labels: Tensor) -> Tensor:
 
 
 def _padded(shape: tuple[int, int], obstacle: str) -> Packing:
-    return Packing(torch.empty(0, dtype=torch.int64), (), shape, obstacle=obstacle)
+    return Packing(torch.empty(0, dtype=torch.int64, device="cpu"), (), shape, obstacle=obstacle)
 
 
 def _unpickled(

@@ -196,7 +196,7 @@ def _mask(length: int, limits: tuple[int, int], device: torch.device) -> Tensor 
             return None
         before = length
     after = length if after == _UNLIMITED else after
-    places = torch.arange(length, device=device)
+    places = torch.arange(length, dtype=torch.int64, device=device)
     distance = places[None, :] - places[:, None]
     return (distance >= -before) & (distance <= after)
 
@@ -215,7 +215,8 @@ def _cpu_parts(
     for parted in split:
         mask = _mask(parted[0].shape[0], limits, tensors[0].device)
         if mask is not None:
-            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+            seen = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            mask = seen.masked_fill_(~mask, float("-inf"))
         parts.append((tuple(part.transpose(0, 1).unsqueeze(0) for part in parted), mask))
     return parts
 

@@ -67,7 +67,7 @@ def _(
     )
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     # On the host, where no graph is being captured.
-    seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))
+    seed, offset = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
     return out, log_sums, seed, offset
 
 

@@ -52,7 +52,7 @@ def _copies(torch: Any, num_devices: int) -> None:
     """Every ordered pair of GPUs: bytes copied directly, and by way of pinned host memory."""
     if num_devices < 2:
         return
-    host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     buffers, to_host, from_host = [], [], []
     for index in range(num_devices):
         _say(doing=f"copying between the host and GPU {index}")

@@ -92,8 +92,9 @@ def rounded(
     error = torch.finfo(tensor.dtype).eps
     if dtype is not None and torch.finfo(dtype).eps > error:
         error = torch.finfo(dtype).eps * UNIFORM
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    noise = torch.randn(tensor.shape, device=tensor.device, generator=generator)
+    device = tensor.device
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.randn(tensor.shape, dtype=torch.float32, device=device, generator=generator)
     return tensor.detach() * (1 + error * noise).to(tensor.dtype)
 
 

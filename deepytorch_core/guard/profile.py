@@ -8,10 +8,12 @@ again some day.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ _FORMAT = 1
 # The oldest go when there are more.
 _MOST_DECISIONS = 500
 _MOST_NOTES = 100
+_given_up: set[Path] = set()  # that could not be written
+_told: set[str] = set()  # what was said, each once
 
 
 def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
@@ -106,7 +110,7 @@ def _without(document: Mapping[str, Any], name: str, key: Mapping[str, Any]) -> 
 
 def _write(document: dict[str, Any]) -> None:
     path = config.profile_path()
-    if path is None or document.get("format", _FORMAT) != _FORMAT:
+    if path is None or path in _given_up or document.get("format", _FORMAT) != _FORMAT:
         return
     document = {"format": _FORMAT, "groups": [], **document}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -115,21 +119,32 @@ def _write(document: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        say_once(f"the profile {path} can't be written: {error}", level="warning")
+        _given_up.add(path)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        _tell(f"the profile {path} can't be written: {error}")
 
 
 def _read() -> dict[str, Any]:
     path = config.profile_path()
-    if path is None or not path.exists():
+    if path is None:
         return {}
     if (untrusted := why_not_believed(path)) is not None:
-        say_once(f"the profile is ignored: {untrusted}", level="warning")
+        _tell(f"the profile is ignored: {untrusted}")
         return {"format": None}  # nor is it written
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or not isinstance(document.get("decisions", []), list):
             raise ValueError("it is no object with a list of decisions")
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError, RecursionError) as error:
-        say_once(f"the profile {path} can't be read, nothing is taken from it: {error}")
+        _tell(f"the profile {path} can't be read, nothing is taken from it: {error}")
         return {}
     return document if document.get("format") == _FORMAT else {"format": document.get("format")}
+
+
+def _tell(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        say_once(text, level="warning")

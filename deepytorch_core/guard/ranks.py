@@ -46,6 +46,7 @@ class Ranks:
                 size=self.size,
                 value=json.dumps(value),
                 here_limit_s=self._limit_s,
+                what=f"deciding on {self._what}",
             )
         except RuntimeError as error:
             raise RankMissing(str(error)) from error

@@ -1,9 +1,9 @@
 """A process's side of being asked for its Python stacks (stacks.py asks).
 
-At its first group each process starts a thread that waits in a pipe for the question, and registers
-Python's faulthandler for a real-time signal that nothing else uses. Both write into a memfd, where
-whoever asked reads the answer. The thread sees frames that stand still, because it holds the GIL;
-the signal is for the case that it can't get it.
+With its default group each process starts a thread that waits in a pipe for the question, and
+registers Python's faulthandler for a real-time signal that nothing else uses. Both write into a
+memfd, where whoever asked reads the answer. The thread sees frames that stand still, because it
+holds the GIL; the signal is for the case that it can't get it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from deepytorch_core.hang import processes, record
 BOUNDARY = b"\0"
 _MOST_FRAMES = 200  # of a thread
 
+_END_LIMIT_S = 3.0
+
 _registered = 0
 _watches_forks = False
 _descriptors: tuple[int, ...] = ()
+_thread: threading.Thread | None = None
 
 
 def register() -> int:
@@ -33,7 +36,7 @@ def register() -> int:
 
     Idempotent. A forked child answers to nobody until it calls this itself.
     """
-    global _registered, _descriptors, _watches_forks
+    global _registered, _descriptors, _thread, _watches_forks
     if _registered:
         return _registered
     chosen = processes.free_signal(range(signal.SIGRTMAX - 8, signal.SIGRTMIN, -1))
@@ -49,7 +52,7 @@ def register() -> int:
         memory = os.memfd_create(name, os.MFD_CLOEXEC)
         # A reader empties the file first, so each answer begins where the file then ends.
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
-        _descriptors = (memory, reading, writing)
+        _descriptors, _thread = (memory, reading, writing), thread
         faulthandler.register(chosen, file=memory, all_threads=True, chain=False)
         _registered = chosen
         if not _watches_forks:
@@ -59,14 +62,16 @@ def register() -> int:
 
 
 def unregister() -> None:
-    """Answers nobody from now on; the thread ends. Does nothing where `register` did nothing."""
-    global _registered, _descriptors
+    """Answers nobody from now on, and ends the thread. Nothing where `register` did nothing."""
+    global _registered, _descriptors, _thread
     if _registered:
         faulthandler.unregister(_registered)
-        memory, _, writing = _descriptors
-        _registered, _descriptors = 0, ()
+        (memory, _, writing), thread = _descriptors, _thread
+        _registered, _descriptors, _thread = 0, (), None
         os.close(writing)  # which the thread sees
         os.close(memory)
+        if thread is not None:
+            thread.join(_END_LIMIT_S)
 
 
 def _forget() -> None:

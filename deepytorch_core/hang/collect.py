@@ -80,16 +80,20 @@ def _name(one: Record) -> str:
     return one.job or f"process {one.pid}"
 
 
-def ranks(records: Iterable[Record], *, stacks_limit_s: float | None = 2.0) -> list[Rank]:
+def ranks(
+    records: Iterable[Record], *, stacks_limit_s: float | None = 2.0, gently: bool = False
+) -> list[Rank]:
     """Evidence of the processes with these records, and of their peers that are gone.
 
     Stacks are waited for up to `stacks_limit_s`; with None they are not asked for. On a busy
     machine it takes longer to see that a process keeps the GIL than that it has no processor.
+    `gently`: as for `stacks.ask`.
     """
     records = list(records)
     answers: dict[int, str] = {}
     if stacks_limit_s is not None:
-        answers = stacks.ask_all({one.pid: one.signal for one in records}, limit_s=stacks_limit_s)
+        signals = {one.pid: one.signal for one in records}
+        answers = stacks.ask_all(signals, limit_s=stacks_limit_s, gently=gently)
     found = {one.rank: _rank(one, answers.get(one.pid, "")) for one in records}
     for one in records:
         for peer, pid in one.peers.items():
@@ -99,6 +103,13 @@ def ranks(records: Iterable[Record], *, stacks_limit_s: float | None = 2.0) -> l
                     state, detail = evidence.MISSING, ": its flight record can't be read"
                 found[peer] = Rank(peer, one.host, pid, state, detail)
     return [found[rank] for rank in sorted(found)]
+
+
+def together(local: list[Rank], others: Iterable[Rank], elsewhere: list[int]) -> list[Rank]:
+    """The ranks of this node, and those `elsewhere` as other nodes have told of them."""
+    known = {one.rank for one in local}
+    told = [one for one in others if one.rank in elsewhere and one.rank not in known]
+    return sorted([*local, *told], key=lambda one: one.rank)
 
 
 def _rank(one: Record, answer: str) -> Rank:

@@ -10,6 +10,7 @@ from typing import Any
 
 ENTERED, ENDED, FAILED, ISSUED = "entered", "ended", "failed", "issued"
 STATES = (ENTERED, ENDED, FAILED, ISSUED)
+NATIVE, DELEGATED = "native", "delegated"
 
 RUNNING, STOPPED, TRACED, IN_KERNEL, GONE, MISSING, UNKNOWN = (
     "running",
@@ -58,9 +59,10 @@ class Place:
 class Operation:
     """One call of a rank. `sequence` counts the group's collectives, or its sends and receives.
 
-    `root` is a rank in the group: the root, or the peer of a message. Ages are seconds before the
-    evidence was taken; `ended_age_s` is None where it has not ended, or nobody could tell. `at` is
-    the line that called it, of the user's own code if there is any; None: not sampled.
+    `root` is a rank in the group: the root, or the peer of a message. `asynchronous`: nobody has
+    waited for it yet. Ages are seconds before the evidence was taken; `ended_age_s` is None where
+    it has not ended, or nobody could tell. `at` is the line that called it, of the user's own code
+    if there is any; None: not sampled. `limit_s` is its time limit; 0: not known.
     """
 
     group: str
@@ -80,6 +82,7 @@ class Operation:
     age_s: float
     ended_age_s: float | None
     at: Place | None = None
+    limit_s: float = 0.0
 
     @property
     def is_message(self) -> bool:

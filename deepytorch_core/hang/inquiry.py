@@ -26,6 +26,10 @@ from deepytorch_core.hang.evidence import Rank
 
 NAME = "deepytorch-nodes"
 
+# How it is asked. AGAIN: without stacks, and as soon as those have answered who did the last time.
+# GENTLY: of ranks that may well be in good health, see `stacks.ask`.
+FIRST, AGAIN, GENTLY = "first", "again", "gently"
+
 # How long other nodes have to answer. Their ranks look into the store once a second, and who holds
 # the GIL there is found out in another.
 ANSWER_LIMIT_S = 5.0
@@ -41,13 +45,13 @@ _TOKEN = re.compile(r"[0-9a-f]{1,32}")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: everything, or (`again`) as soon as those have answered who did last time.
+    """What is asked, and how: FIRST, AGAIN or GENTLY.
 
     `until` is on the system's monotonic clock: later nobody waits for the answer.
     """
 
     token: str
-    again: bool
+    how: str
     until: float
 
 
@@ -67,6 +71,11 @@ class Desk:
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
         self._descriptors: tuple[int, ...] = (reading, writing, memory)
         _desks.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether questions are taken."""
+        return bool(self._descriptors)
 
     def wait(self, seconds: float) -> list[Question]:
         """The questions that came in, each noted as taken; sooner than `seconds` if there are."""
@@ -126,11 +135,11 @@ os.register_at_fork(after_in_child=_forget)
 
 def _question(line: bytes) -> Question | None:
     try:
-        token, again, until = line.decode().split()
-        found = Question(token, again == "again", float(until))
+        token, how, until = line.decode().split()
+        found = Question(token, how, float(until))
     except ValueError:  # a call to wake up, or none of ours
         return None
-    return found if _TOKEN.fullmatch(token) else None
+    return found if _TOKEN.fullmatch(token) and how in (FIRST, AGAIN, GENTLY) else None
 
 
 @dataclass(frozen=True)
@@ -146,15 +155,14 @@ class Answer:
         return Answer(tuple(newer.get(one.rank, one) for one in earlier.ranks), self.problem)
 
 
-def ask(pids: Sequence[int], *, again: bool = False, limit_s: float = _LIMIT_S) -> Answer:
+def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> Answer:
     """What ranks on other nodes do, through the first of these processes that takes the question.
 
-    Takes at most `limit_s` seconds and raises nothing. With `again` it does not wait for those that
-    did not answer the last time.
+    Takes at most `limit_s` seconds and raises nothing.
     """
     deadline = time.monotonic() + limit_s
     token = secrets.token_hex(8)
-    question = f"{token} {'again' if again else 'first'} {deadline}\n".encode()
+    question = f"{token} {how} {deadline}\n".encode()
     waiting, asked = list(pids), []
     next_turn = next_check = 0.0
     taken = False

@@ -14,19 +14,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core import config, stores
 from deepytorch_core.console import say
 from deepytorch_core.hang import (
     answer,
@@ -38,6 +38,7 @@ from deepytorch_core.hang import (
     store_limit,
     table,
     verdict,
+    waiting,
     words,
 )
 from deepytorch_core.hang.evidence import Rank
@@ -45,6 +46,7 @@ from deepytorch_core.hang.evidence import Rank
 # Explaining a failure takes so long at most, of which other nodes get the first part to answer.
 _ANSWER_LIMIT_S = 4.0
 _VERDICT_LIMIT_S = 8.0
+_JUDGE_LIMIT_S = 2.0  # between claiming to be the judge and saying so
 # A program that lives with timeouts is not to be slowed down by each.
 _MOST_VERDICTS = 4
 # Asked so often whether a rank wants to know, and not waited for: a store's wait that finds nothing
@@ -59,7 +61,7 @@ _LOST_LIMIT_S = 10.0
 _MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
 _STACKS_LIMIT_S = 2.0  # so long they are waited for, where others wait for the answer
 # How the cases are called that are asked for from outside, and what marks one that is over.
-_FIRST, _AGAIN, _OVER = "asked/", "asked again/", "over"
+_ASKED, _OVER = "asked {}/", "over"
 _INQUIRY_POLL_S = 0.05
 # An older failure is not what is being told.
 _FRESH_S = 60.0
@@ -79,12 +81,42 @@ class _Home:
     job: str
     over: threading.Event = dataclasses.field(default_factory=threading.Event)
     desk: inquiry.Desk | None = None
+    watch: waiting.Watch | None = None
+    thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Tell of waits, and answer ranks of other nodes, until `end`."""
+        if self.size == 1:
+            return
+        self.over.clear()
+        if self.watch is None:
+            self.watch = waiting.Watch(self.job, self.rank, asks=self.can_ask)
+        # Whether a store of the program's own may be asked by another thread is not known.
+        served = self.store is not None and stores.is_torchs(self.store)
+        if not served or self.thread is not None or _is_on_one_node():
+            return
+        with contextlib.suppress(OSError):  # then nobody can ask from outside
+            self.desk = inquiry.Desk()
+        self.thread = threading.Thread(
+            target=_listen, args=(self,), name="deepytorch-hang", daemon=True
+        )
+        self.thread.start()
+
+    def can_ask(self) -> bool:
+        """Whether ranks of this job are on other nodes, and can be asked."""
+        return self.desk is not None and self.desk.is_open
 
     def end(self) -> None:
-        """Have the thread that listens for this job end soon."""
+        """End the threads of this job."""
         self.over.set()
         if self.desk is not None:
             self.desk.wake()
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.stop(limit_s=_END_LIMIT_S)
+        if self.thread is not None:
+            self.thread.join(_END_LIMIT_S)
+            self.thread = self.thread if self.thread.is_alive() else None
 
 
 _home: _Home | None = None
@@ -92,14 +124,15 @@ _lock = threading.Lock()
 _judged: dict[str, str] = {}
 
 
-def join(store: Any, *, rank: int, size: int, life: object) -> None:
+def join(store: Any, *, rank: int, size: int) -> Callable[[], None]:
     """Say in this process's flight record who it is; call it where the default group is made.
 
     Args:
         store: the default group's torch Store. What is asked of it waits for no other rank.
         rank: this process's in the default group.
         size: of the default group.
-        life: something that goes with the group's backend; the store is let go with it.
+
+    Returns what to call when the group has ended.
     """
     global _home
     from torch._C._distributed_c10d import PrefixStore
@@ -111,28 +144,20 @@ def join(store: Any, *, rank: int, size: int, life: object) -> None:
         pid = os.getpid()
         try:
             # Whoever comes first names the job.
-            job = own.compare_set("job", "", job).decode()
+            job = stores.first(own, "job", job)
             # Of a group that was before over the same store, operations had the same numbers.
             prefix = f"deepytorch/hang/{job}/{own.add(f'joined/{rank}', 1)}"
             own = PrefixStore(prefix, store_limit.server_below(store) or store)
             own.set(f"who/{rank}", json.dumps([pid, processes.start_time(pid), _node()]))
-        except (RuntimeError, NotImplementedError) as error:  # a store with fewer functions
+        except Exception as error:  # of a store of the program's own
             say(f"hangs can't be explained over this store: {error}", level="debug")
             own = None
     if _home is not None:
         _home.end()
     _home = _Home(own, prefix, rank, size, job)
-    weakref.finalize(life, _let_go, _home).atexit = False
     _judged.clear()
     rouse()
-    if size > 1 and own is not None and not _is_on_one_node():
-        with contextlib.suppress(OSError):  # then nobody can ask from outside
-            _home.desk = inquiry.Desk()
-        thread = threading.Thread(
-            target=_listen, args=(_home,), name="deepytorch-hang", daemon=True
-        )
-        thread.start()
-        atexit.register(_end, _home, thread)
+    return functools.partial(_leave, _home)
 
 
 def _is_on_one_node() -> bool:
@@ -148,17 +173,23 @@ def rouse() -> None:
     if _home is not None:
         signal = answer.register()
         _core.identify_process(job=_home.job, rank=_home.rank, world_size=_home.size, signal=signal)
+        _home.begin()
 
 
 def rest() -> None:
     """Answer nobody, until `rouse`: no group of this process goes through deepytorch any more."""
     answer.unregister()
+    _end()
 
 
-def _let_go(home: _Home) -> None:
-    """The group is gone, and no connection to its store is to stay behind."""
+def _leave(home: _Home) -> None:
+    """The group has ended: no thread, and no connection to its store, is to stay behind."""
+    global _home
     home.end()
     home.store = None
+    if _home is home:
+        answer.unregister()
+        _home = None
 
 
 def explainer(group: str) -> Callable[[str], str]:
@@ -214,6 +245,26 @@ def whereabouts(ranks: Iterable[int]) -> str:
     return ""
 
 
+def awaited(least_s: float) -> str:
+    """The operation of the default group in which ranks of this node wait for this one.
+
+    For `least_s` already; "barrier #3 of group 0", empty for none. Raises nothing.
+    """
+    home = _home
+    with contextlib.suppress(Exception):
+        from torch.distributed import distributed_c10d as c10d
+
+        if home is not None:
+            found = verdict.judge(
+                collect.ranks(_records(home), stacks_limit_s=None), least_s=least_s
+            )
+            blamed = found.kind == verdict.NEVER_ENTERED and home.rank in found.ranks
+            # In other groups threads of their own may wait for each other.
+            if blamed and found.group == c10d._get_default_group().group_name:
+                return found.operation
+    return ""
+
+
 def _operations(group: str) -> list[evidence.Operation]:
     from deepytorch_core import _core
 
@@ -265,16 +316,12 @@ def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Ver
 
     # A connection of its own: another thread may be waiting in the store.
     store = PrefixStore(f"case/{case}", _clone(home))
-    if store.compare_set("judge", "", str(home.rank)).decode() != str(home.rank):
+    if stores.first(store, "judge", str(home.rank), limit_s=_JUDGE_LIMIT_S) != str(home.rank):
         _answer(home, store)
-        try:
-            store.wait(["verdict"], timedelta(seconds=_VERDICT_LIMIT_S))
-        except RuntimeError:
-            if _unreachable(home.store):
-                raise
-            return judge(_here(home)).sentence
-        sentence: str = json.loads(store.get("verdict"))
-        return sentence
+        if stores.wait(store, ["verdict"], _VERDICT_LIMIT_S):
+            sentence: str = json.loads(stores.text(store, "verdict"))
+            return sentence
+        return judge(_here(home)).sentence
     ranks = {one.rank: one for one in _here(home)}
     absent = [
         rank
@@ -341,7 +388,7 @@ def _clone(home: _Home) -> Any:
 
     server = store_limit.server_below(home.store)
     if server is None:
-        return home.store.clone()
+        return stores.connection(home.store)
     known = store_limit.sockets()
     deadline = time.monotonic() + _LOST_LIMIT_S
     while True:
@@ -371,15 +418,17 @@ def _here(home: _Home) -> list[Rank]:
     return collect.ranks(_records(home))
 
 
-def _answer(home: _Home, store: Any, *, with_stacks: bool = True) -> None:
+def _answer(home: _Home, store: Any, *, how: str = inquiry.FIRST) -> None:
     """Leave this node's evidence for the judge, unless another rank of the node does."""
-    if store.compare_set(f"node/{_node()}", "", str(home.rank)).decode() != str(home.rank):
+    mine = str(home.rank)
+    if stores.first(store, f"node/{_node()}", mine, limit_s=_JUDGE_LIMIT_S) != mine:
         return
     records = _records(home)  # once: on a busy node with many processes it takes a while
-    judge = store.compare_set("judge", "", str(home.rank)).decode()
+    judge = stores.first(store, "judge", mine, limit_s=_JUDGE_LIMIT_S)
     if judge in {str(one.rank) for one in records}:
         return  # it sees for itself
-    for one in collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S if with_stacks else None):
+    limit_s = None if how == inquiry.AGAIN else _STACKS_LIMIT_S
+    for one in collect.ranks(records, stacks_limit_s=limit_s, gently=how == inquiry.GENTLY):
         if one.process != evidence.MISSING and not store.check([_OVER]):
             # Main threads come last in their stacks, and it is those that are needed.
             short = dataclasses.replace(one, stacks=one.stacks[-_MOST_STACKS:])
@@ -393,14 +442,15 @@ def _call(store: Any, case: str) -> None:
     store.set(f"call/{number}", case)
 
 
-def _end(home: _Home, thread: threading.Thread) -> None:
+@atexit.register
+def _end() -> None:
     """Before the interpreter goes down: a thread that is in the store then would abort it.
 
     Python ends its other threads where they next take the GIL, which in torch's C++ is no place to
     be ended.
     """
-    home.end()
-    thread.join(_END_LIMIT_S)
+    if _home is not None:
+        _home.end()
 
 
 def _listen(home: _Home) -> None:
@@ -424,8 +474,9 @@ def _listen(home: _Home) -> None:
             if own.check([f"call/{number}"]):
                 case = own.get(f"call/{number}").decode()
                 number += 1
-                brief = case.startswith(_AGAIN)
-                _answer(home, PrefixStore(f"case/{case}", own), with_stacks=not brief)
+                hows = (inquiry.AGAIN, inquiry.GENTLY)
+                how = next((how for how in hows if case.startswith(_ASKED.format(how))), "")
+                _answer(home, PrefixStore(f"case/{case}", own), how=how or inquiry.FIRST)
             for one in inquiries:
                 one.look()
             silent = next((one.silent for one in inquiries if one.is_over), silent)
@@ -457,11 +508,11 @@ class _Inquiry:
         self._desk = home.desk
         self._own = own
         self._question = question
-        case = f"{_AGAIN if question.again else _FIRST}{question.token}"
+        case = f"{_ASKED.format(question.how)}{question.token}"
         self._store: Any = PrefixStore(f"case/{case}", own)
         # Another rank of this node may have been asked the same, before this one came to it.
-        is_judge = self._store.compare_set("judge", "", str(home.rank)).decode() == str(home.rank)
-        if is_judge:
+        mine = str(home.rank)
+        if stores.first(self._store, "judge", mine, limit_s=_JUDGE_LIMIT_S) == mine:
             _call(own, case)
         self._nodes = {
             rank: json.loads(own.get(f"who/{rank}"))[2] if own.check([f"who/{rank}"]) else ""
@@ -469,7 +520,8 @@ class _Inquiry:
         }
         asked = {rank for rank, node in self._nodes.items() if node not in ("", _node())}
         self._awaited = {
-            self._nodes[rank] for rank in (asked - silent if question.again else asked)
+            self._nodes[rank]
+            for rank in (asked - silent if question.how == inquiry.AGAIN else asked)
         }
         self._until = time.monotonic() + inquiry.ANSWER_LIMIT_S
 
@@ -499,28 +551,24 @@ class _Inquiry:
         if self._desk is not None:
             self._desk.reply(self._question, ranks)
         self.is_over = True
-        # Nobody reads it again, and a store keeps what it was given.
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        # Nobody reads it again, and a store keeps what it was given. Not deleted: another rank of
+        # this node, asked the same, would wait for it.
+        with contextlib.suppress(RuntimeError):
             self._store.set(_OVER, "")
             for rank in self._nodes:
-                self._store.delete_key(f"rank/{rank}")
+                self._store.set(f"rank/{rank}", "")
 
 
 def _await_answers(store: Any, absent: list[int]) -> list[Rank]:
-    keys = [f"rank/{rank}" for rank in absent]
-    with contextlib.suppress(RuntimeError):
-        store.wait(keys, timedelta(seconds=_ANSWER_LIMIT_S))
+    stores.wait(store, [f"rank/{rank}" for rank in absent], _ANSWER_LIMIT_S)
     return [one for rank in absent if (one := _said(store, rank)) is not None]
 
 
 def _said(store: Any, rank: int) -> Rank | None:
     """What a rank's node said of it in this case; None where it said nothing."""
-    key = f"rank/{rank}"
-    if store.check([key]):
+    if told := stores.there(store, f"rank/{rank}"):
         with contextlib.suppress(ValueError):
-            # Not by `get`, which would wait if another rank of this node, asked the same, has just
-            # deleted it.
-            one = evidence.from_json(store.compare_set(key, "", ""))
+            one = evidence.from_json(told)
             return one if one.rank == rank else None
     return None
 

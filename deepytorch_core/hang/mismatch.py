@@ -8,7 +8,6 @@ collectives do; it is for finding a fault.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -16,16 +15,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from deepytorch_core import agreement
+from deepytorch_core import agreement, stores
 from deepytorch_core.hang import stacks
 
 
-def comparer(store: Any, group: str, rank: int, size: int) -> Callable[[str], None]:
+def comparer(
+    store: Any, group: str, rank: int, size: int, *, limit_s: float
+) -> Callable[[str], None]:
     """What a group's backend calls with a collective's description before it starts it.
 
     Args:
         store: the group's torch Store.
         rank: this process's rank in the group of `size` ranks.
+        limit_s: how long it waits for the other ranks, in seconds.
 
     The returned function raises torch's DistBackendError, on every rank, when ranks differ or one
     does not come within the group's time limit.
@@ -33,48 +35,44 @@ def comparer(store: Any, group: str, rank: int, size: int) -> Callable[[str], No
     from torch._C._distributed_c10d import PrefixStore
 
     # Not the group's own connection: other threads may be waiting over that.
-    with contextlib.suppress(RuntimeError, NotImplementedError):
-        store = store.clone()
+    own_connection = stores.connection(store)
     # A former group of this name may have left keys in the store.
-    own = agreement.numbered(store, "deepytorch/compare", rank)
+    own = agreement.numbered(own_connection, "deepytorch/compare", rank)
     numbers = itertools.count(1)
 
     def compare(call: str) -> None:
         number = next(numbers)
-        _compare(PrefixStore(str(number), own), (group, number), (rank, size), call)
+        what = f"collective #{number} of group {group} on rank {rank} of {size} (debug=on)"
+        _compare(PrefixStore(str(number), own), (rank, size), call, what=what, limit_s=limit_s)
         if number > 1:  # all ranks have come here, so all are through with the last one
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                own.delete_key(f"{number - 1}/value/{rank}")
-                if rank == 0:
-                    own.delete_key(f"{number - 1}/verdict")
+            last = PrefixStore(str(number - 1), own)
+            common = ["verdict", "verdict/claims"] if rank == 0 else []
+            stores.drop(last, [f"value/{rank}", *common])
 
     return compare
 
 
-def _compare(store: Any, what: tuple[str, int], place: tuple[int, int], call: str) -> None:
+def _compare(store: Any, place: tuple[int, int], call: str, *, what: str, limit_s: float) -> None:
     from torch.distributed import DistBackendError
 
-    from deepytorch_core import config
-
-    group, number = what
     rank, size = place
-    this = f"collective #{number} of group {group} on rank {rank} of {size} (debug=on)"
     try:
         texts = agreement.gather(
             store,
             rank=rank,
             size=size,
             value=json.dumps([call, _caller()]),
-            here_limit_s=config.current().timeout_s,
+            here_limit_s=limit_s,
+            what=f"{what}, {call},",
         )
     except RuntimeError as error:
-        raise DistBackendError(f"{this}, {call}: {error}") from None
+        raise DistBackendError(f"{what}, {call}: {error}") from None
     said = [json.loads(text) for text in texts]
     for other in range(1, size):
         if said[other][0] != said[0][0]:
             raise DistBackendError(
                 f"ranks entered different operations: {_side(0, said[0])}, "
-                f"{_side(other, said[other])}; found before {this} started. Every rank must call "
+                f"{_side(other, said[other])}; found before {what} started. Every rank must call "
                 "the same collective with the same size and dtype"
             )
 

@@ -1,4 +1,4 @@
-"""What the system says of a process, by /proc."""
+"""What the system says of a process, by /proc; nothing where that is not there, or not ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def state(pid: int) -> tuple[str, str]:
     try:
         letter = _stat(pid)[0]
     except FileNotFoundError:
-        return evidence.GONE, ""
+        return evidence.GONE if _is_seen() else evidence.UNKNOWN, ""
     except (OSError, ValueError, IndexError):
         return evidence.UNKNOWN, ""
     if letter in "ZX":
@@ -86,13 +86,23 @@ def catches(pid: int, signal: int) -> bool:
 
 
 def free_signal(candidates: range) -> int:
-    """The first signal that this process neither handles nor ignores; 0 if there is none."""
+    """The first signal that this process neither handles nor ignores; 0 if none is known."""
     pid = os.getpid()
+    if not _is_seen():
+        return 0
     for signal in candidates:
         taken = any(_in_mask(pid, mask, signal) for mask in ("SigCgt", "SigIgn"))
         if not taken:
             return signal
     return 0
+
+
+def _is_seen() -> bool:
+    """Whether /proc shows this process by its own number: not one of another pid namespace."""
+    try:
+        return os.readlink(_PROC / "self") == str(os.getpid())
+    except OSError:
+        return False
 
 
 def _in_mask(pid: int, mask: str, signal: int) -> bool:

@@ -19,14 +19,14 @@ from deepytorch_core.hang import evidence
 
 NAME = "deepytorch-flight"
 STACKS_NAME = "deepytorch-stacks"
-VERSION = 2
+VERSION = 3
 
 _MAGIC = b"dptfly01"
 _HEADER = struct.Struct("<8s10Iqqqiiqq64s40s40sQ")
 _GROUP = struct.Struct("<Iiqqii96s96sQQ120i")
 _PEER = struct.Struct("<qq")
 _PLACE = struct.Struct("<Ii56s192s")
-_ENTRY = struct.Struct("<QQqqQQiiiBBBBBBH")
+_ENTRY = struct.Struct("<QQqqQQiiiBBBBBBH4xq")
 _ENTRY_BYTES = 128
 _ENTRIES = struct.Struct(f"{_ENTRY.format}{_ENTRY_BYTES - _ENTRY.size}x")
 _PAGE = 4096
@@ -47,8 +47,8 @@ _REDUCE_OPS = (
     *("sum", "avg", "product", "min", "max", "premul_sum", "band", "bor", "bxor", ""),
 )  # fmt: skip
 _STATES = ("", *evidence.STATES)
-_HOW = ("", "native", "delegated")
-_DELEGATED = _HOW.index("delegated")
+_HOW = ("", evidence.NATIVE, evidence.DELEGATED)
+_DELEGATED = _HOW.index(evidence.DELEGATED)
 _FIRST_MESSAGE = _COLLECTIVES.index("send")
 _ON_DEVICE = 2  # of an entry's flags
 
@@ -131,9 +131,13 @@ def open_memfd(pid: int, name: str, flags: int) -> int | None:
 
 
 def find() -> list[int]:
-    """Processes of this user with a flight record of their own."""
-    found = []
-    for entry in os.listdir("/proc"):
+    """Processes of this user with a flight record of their own, as far as /proc shows them."""
+    found: list[int] = []
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return found
+    for entry in entries:
         if not entry.isdecimal():
             continue
         with contextlib.suppress(OSError, RecordError):
@@ -260,7 +264,7 @@ def parse_calls(data: bytes) -> Calls:
     begun_ns = {}
     for entry in layout.raw_entries(data):
         number, sequence, entered_ns, _, _, _, _, _, index, op, *rest = entry
-        _, _, flags, _, how, _ = rest
+        _, _, flags, _, how, *_ = rest
         timed = how != _DELEGATED and not flags & _ON_DEVICE
         if number and not timed and index in names and op < _FIRST_MESSAGE:
             begun_ns[names[index], sequence, _COLLECTIVES[op]] = entered_ns
@@ -298,7 +302,7 @@ def ended(descriptor: int) -> list[Ended]:
     found = []
     for entry in layout.raw_entries(data):
         number, _, entered_ns, ended_ns, _, size, _, _, index, op, *rest = entry
-        _, _, flags, state, how, _ = rest
+        _, _, flags, state, how, *_ = rest
         told = _STATES[state] == evidence.ENDED and _HOW[how] and not flags & 3
         if number and told and index in names:
             one = Ended(names[index], _COLLECTIVES[op], how == 1, size, entered_ns, ended_ns)
@@ -337,7 +341,7 @@ def _operation(
 ) -> tuple[int, evidence.Operation] | None:
     groups, places = tables
     number, sequence, entered, ended, count, size, *rest = entry
-    root, tag, index, collective, dtype, reduce_op, flags, state, how, place = rest
+    root, tag, index, collective, dtype, reduce_op, flags, state, how, place, limit_ms = rest
     group = groups.get(index)
     if number == 0 or group is None:
         return None  # not written yet, or of a group that is gone
@@ -362,6 +366,7 @@ def _operation(
         age_s=max(0, now_ns - entered) / 1e9,
         ended_age_s=max(0, now_ns - ended) / 1e9 if ended > 0 and state in (2, 3) else None,
         at=places[place - 1] if 0 < place <= len(places) else None,
+        limit_s=max(0, limit_ms) / 1e3,
     )
 
 

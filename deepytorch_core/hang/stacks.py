@@ -33,8 +33,11 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
-def ask(pid: int, signal_number: int, *, limit_s: float) -> str:
-    """The stacks of all threads of process `pid`; empty if it gives none within `limit_s`."""
+def ask(pid: int, signal_number: int, *, limit_s: float, gently: bool = False) -> str:
+    """The stacks of all threads of process `pid`; empty if it gives none within `limit_s`.
+
+    `gently`: without the signal, for a process that may well be in good health.
+    """
     if signal_number <= 0 or not _is_running(pid):
         return ""  # what is stopped would answer once it goes on
     if not processes.catches(pid, signal_number):
@@ -52,7 +55,7 @@ def ask(pid: int, signal_number: int, *, limit_s: float) -> str:
         os.ftruncate(descriptor, 0)
         os.write(question, b"?")
         if not _await_thread(descriptor, pid, thread, deadline):
-            if time.monotonic() > deadline:
+            if gently or time.monotonic() > deadline:
                 return ""
             os.kill(pid, signal_number)
             _await_handler(descriptor, deadline)
@@ -77,13 +80,14 @@ def _is_running(pid: int) -> bool:
     return False
 
 
-def ask_all(signals: dict[int, int], *, limit_s: float) -> dict[int, str]:
+def ask_all(signals: dict[int, int], *, limit_s: float, gently: bool = False) -> dict[int, str]:
     """`ask` of several processes at once; `signals` by pid."""
     if not signals:
         return {}
     with ThreadPoolExecutor(max_workers=min(16, len(signals))) as pool:
         answers = {
-            pid: pool.submit(ask, pid, number, limit_s=limit_s) for pid, number in signals.items()
+            pid: pool.submit(ask, pid, number, limit_s=limit_s, gently=gently)
+            for pid, number in signals.items()
         }
         return {pid: answer.result() for pid, answer in answers.items()}
 

@@ -63,9 +63,13 @@ def _is_ip(connection: socket.socket) -> bool:
 
 
 def sockets() -> set[tuple[str, str]]:
-    """This process's: descriptor and name of each."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
+    """This process's: descriptor and name of each; none where /proc does not show them."""
+    found: set[tuple[str, str]] = set()
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return found
+    for number in numbers:
         with contextlib.suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{number}")
             if name.startswith("socket:"):

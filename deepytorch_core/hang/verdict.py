@@ -30,6 +30,7 @@ class Verdict:
     """`kind` is one of this module's constants; `ranks` are those that the sentence blames.
 
     `group` and `sequence` say which operation the others wait in; empty and 0 where there is none.
+    `operation` says it in words, where ranks never entered it.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Verdict:
     ranks: tuple[int, ...] = ()
     group: str = ""
     sequence: int = 0
+    operation: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class _Case:
             for operation in rank.operations
             if operation.age_s >= self.least_s
             and self._is_inside(operation)
+            and not (operation.is_message and operation.asynchronous)
             and rank.group(operation.group) is not None
         ]
         if not inside:
@@ -237,22 +240,42 @@ class _Case:
             return []
         peer = wait.members[operation.root]
         # Its other half is there: then it is the transport, or tag and size.
-        return [] if self._counterpart(wait, peer) is not None else [peer]
+        return [] if self._halves(wait, peer) is not None else [peer]
 
-    def _counterpart(self, wait: Wait, peer: int) -> Wait | None:
-        """What `peer` itself sends to or receives from this rank, unfinished."""
-        theirs = self.waits.get(peer)
-        if theirs is None or not theirs.operation.is_message:
-            return None
-        if theirs.operation.group != wait.operation.group:
-            return None
-        if theirs.operation.op == wait.operation.op:
-            return None
-        root = theirs.operation.root
-        to_me = root == evidence.ANY_RANK or (
-            0 <= root < len(theirs.members) and theirs.members[root] == wait.rank
-        )
-        return theirs if to_me else None
+    def _halves(self, wait: Wait, peer: int) -> tuple[Operation, Operation] | None:
+        """A message between the two that neither has ended: this rank's half, and `peer`'s.
+
+        Two that belong together, if there are, else what they wait in. None where `peer` waits
+        for something else.
+        """
+        mine = self._messages_to(wait, wait.rank, peer)
+        theirs = self._messages_to(wait, peer, wait.rank)
+        for one in (wait.operation, *mine):
+            for other in theirs:
+                if one.op != other.op and words.halves_fit(one, other):
+                    return one, other
+        there = self.waits.get(peer)
+        if (
+            there is not None
+            and there.operation in theirs
+            and there.operation.op != wait.operation.op
+        ):
+            return wait.operation, there.operation
+        return None
+
+    def _messages_to(self, wait: Wait, rank: int, peer: int) -> list[Operation]:
+        """What `rank` sends to `peer` or receives from it in the group of `wait`, unfinished."""
+        known = self.ranks.get(rank)
+        places = (evidence.ANY_RANK, wait.members.index(peer))
+        return [
+            each
+            for each in (known.operations if known is not None else ())
+            if each.is_message
+            and each.group == wait.operation.group
+            and each.root in places
+            and each.age_s >= self.least_s
+            and self._is_inside(each)
+        ]
 
     # What to say.
 
@@ -277,7 +300,7 @@ class _Case:
         if known is None:
             sentence = (
                 f"rank {first} {what}; nothing is known of it: it has no flight record on the "
-                "nodes that were looked at, so it exited, or runs elsewhere"
+                "nodes that were looked at, so it has not joined yet, exited, or runs elsewhere"
             )
             kind = MISSING
         else:
@@ -291,7 +314,14 @@ class _Case:
         others = [rank for rank in sorted(free) if rank != first]
         if others:
             sentence += f" (nor did {words.ranks(others)})"
-        return Verdict(kind, sentence, tuple(sorted(free)), operation.group, operation.sequence)
+        return Verdict(
+            kind,
+            sentence,
+            tuple(sorted(free)),
+            operation.group,
+            operation.sequence,
+            words.operation(operation, self._group_text(wait)),
+        )
 
     def _all_inside(self, wait: Wait) -> Verdict:
         operation = wait.operation
@@ -309,11 +339,11 @@ class _Case:
         ]
         if operation.is_message:
             peer = wait.members[operation.root]
-            theirs = self._counterpart(wait, peer)
-            assert theirs is not None
-            sentence = words.two_halves(wait.rank, operation, peer, theirs.operation)
+            halves = self._halves(wait, peer)
+            assert halves is not None
+            sentence = words.two_halves(wait.rank, halves[0], peer, halves[1])
             ranks = tuple(sorted((wait.rank, peer)))
-            differ = not words.halves_fit(operation, theirs.operation)
+            differ = not words.halves_fit(*halves)
             kind = MISMATCH if differ else ALL_INSIDE
             return Verdict(kind, sentence, ranks, operation.group, operation.sequence)
         sentence = (

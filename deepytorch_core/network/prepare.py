@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config, decisions, own_cores
+from deepytorch_core import config, decisions, own_cores, stores
 from deepytorch_core.console import say_once
 from deepytorch_core.network import addresses, greeting, nccl_env, nccl_table, probe, rdma
 from deepytorch_core.network import link as links
@@ -33,7 +33,7 @@ _HERE_LIMIT_S = 60.0
 # A probe, and what a node may be late for it.
 _RESULT_LIMIT_S = probe.LIMIT_S + 5.0
 FILE = "network.json"
-"""In the cache folder: what was measured, see `link.recall`."""
+"""In the cache folder, see `known_links`."""
 
 _done = False
 
@@ -108,7 +108,7 @@ def together(
         say_once(f"the network was not measured: {error}", level="debug")
         verdict = json.dumps({"settings": {}, "reasons": []})
     # The first verdict stands: ranks with different settings could not talk to each other.
-    final = json.loads(store.compare_set("verdict", "", verdict).decode())
+    final = json.loads(stores.first(store, "verdict", verdict))
     choice = Choice(final["settings"], tuple(final["reasons"]))
     return choice + table if final.get("table") else choice
 
@@ -124,15 +124,22 @@ def _may_use_rdma(machine: Topology) -> bool:
 
 
 def node_name() -> str:
-    """Equal for the processes that share a network: this boot of the machine, this namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip()}/{Path('/proc/self/ns/net').readlink()}"
+    """Equal for the processes that share a network: this boot of the machine, this namespace.
+
+    Without /proc the machine's name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return os.uname().nodename
 
 
 def _plan(store: Any, size: int) -> dict[str, Any]:
     keys = [f"here/{rank}" for rank in range(size)]
-    store.wait(keys, timedelta(seconds=_HERE_LIMIT_S))
-    ranks = [json.loads(text) for text in store.multi_get(keys)]
+    if not stores.wait(store, keys, _HERE_LIMIT_S):
+        raise RuntimeError(f"not all ranks came within {_HERE_LIMIT_S:g} s")
+    ranks = [json.loads(text) for text in stores.texts(store, keys)]
     by_rdma = all(rank["rdma"] for rank in ranks)
     pairs = [] if by_rdma else plan_for([rank["node"] for rank in ranks])
     tables = {rank["table"] for rank in ranks}
@@ -170,8 +177,10 @@ def _measure(store: Any, number: int, *, is_receiver: bool, measure: bool) -> No
                 say_once(f"probe of the network: {error}", level="debug")
         return
     key = "/".join(sorted([f"{address}@{node_name()}", theirs]))
-    path = config.cache_dir() / FILE
-    known = None if config.current().tune == "force" else links.recall(path, key)
+    path = known_links()
+    known = None
+    if path is not None and config.current().tune != "force":
+        known = links.recall(path, key)
     if known is not None or not measure:
         store.set(f"offer/{number}", json.dumps({}))
         _put(store, number, {"link": known.to_dict()} if known else {"error": "not measured yet"})
@@ -186,8 +195,17 @@ def _measure(store: Any, number: int, *, is_receiver: bool, measure: bool) -> No
         store.set(f"offer/{number}", json.dumps({}))
         _put(store, number, {"error": f"{address} from {theirs}: {error}"})
         return
-    links.remember(path, key, found)
+    if path is not None:
+        links.remember(path, key, found)
     _put(store, number, {"link": found.to_dict()})
+
+
+def known_links() -> Path | None:
+    """The file of what was measured; None where the user has no home folder."""
+    try:
+        return config.cache_dir() / FILE
+    except RuntimeError:  # no home
+        return None
 
 
 def _put(store: Any, number: int, result: dict[str, Any]) -> None:
@@ -226,7 +244,7 @@ class Measured:
 def measured(store: Any) -> Measured:
     """On rank 0, after `together` with the same store: what that went by.
 
-    Raises RuntimeError (torch's DistStoreError) or ValueError where it came to nothing.
+    Raises RuntimeError or ValueError where it came to nothing.
     """
     plan = json.loads(_wait(store, "plan", _RESULT_LIMIT_S))
     results = [
@@ -241,10 +259,10 @@ def measured(store: Any) -> Measured:
 
 
 def _wait(store: Any, key: str, limit_s: float) -> str:
-    """The key's value; RuntimeError (torch's DistStoreError) when it does not come in time."""
-    store.wait([key], timedelta(seconds=limit_s))
-    text: str = store.get(key).decode()
-    return text
+    """The key's value; RuntimeError when it does not come in time."""
+    if not stores.wait(store, [key], limit_s):
+        raise RuntimeError(f"{key} did not come within {limit_s:g} s")
+    return stores.text(store, key)
 
 
 def _free_cores() -> float:

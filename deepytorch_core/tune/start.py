@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config, decisions, guard
+from deepytorch_core import config, decisions, guard, stores
 from deepytorch_core.console import say
 from deepytorch_core.tune import in_force, stored
 from deepytorch_core.tune.knobs import DEFAULTS, checked, in_words
@@ -49,12 +48,9 @@ def together(store: Any, *, rank: int, size: int) -> None:
     if size == 1 or (is_late and rank != 0):
         return
     mine = json.dumps({}) if is_late else _look_up(size) if rank == 0 else ""
-    if rank != 0:
-        try:
-            store.wait([_KEY], timedelta(seconds=_LIMIT_S))
-        except RuntimeError:  # torch's DistStoreError: then nothing is set, on no rank
-            mine = json.dumps({})
-    final = store.compare_set(_KEY, "", mine).decode() if mine else store.get(_KEY).decode()
+    if rank != 0 and not stores.wait(store, [_KEY], _LIMIT_S):
+        mine = json.dumps({})  # then nothing is set, on no rank
+    final = stores.first(store, _KEY, mine) if mine else stores.text(store, _KEY)
     if is_late:
         return
     told = json.loads(final)

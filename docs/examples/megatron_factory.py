@@ -82,8 +82,6 @@ for step in range(5):
         print(f"step {step}: loss {loss.item():.4f}")
 
 if dist.get_rank() == 0:
-    print("data parallel:", dist.get_backend(groups.dp_cp))
-    print("pipeline:", dist.get_backend(groups.pp))
     print(deepytorch.report())
 factory.undo()
 dist.destroy_process_group()

@@ -15,8 +15,7 @@ import deepytorch as _deepytorch  # noqa: F401 (activates)
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
 
-from . import elastic
-from ._batch_norm import SyncBatchNorm
+from . import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm, util
 from ._built import (
     ccl_built,
     cuda_built,
@@ -29,8 +28,38 @@ from ._built import (
     nccl_built,
     rocm_built,
 )
-from ._compression import Compression, Compressor
-from ._ops import (
+from ._world import (
+    ProcessSet,
+    add_process_set,
+    barrier,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    size_op,
+)
+from .compression import Compression, Compressor
+from .functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from .mpi_ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
     allgather,
     allgather_async,
     allreduce,
@@ -60,37 +89,17 @@ from ._ops import (
     stop_timeline,
     synchronize,
 )
-from ._optimizer import DistributedOptimizer
-from ._state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from ._world import (
-    ProcessSet,
-    add_process_set,
-    barrier,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
+from .optimizer import DistributedOptimizer
+from .sync_batch_norm import SyncBatchNorm
+from .util import (
+    check_extension,
+    check_installed_version,
+    gpu_available,
+    num_rank_is_power_2,
 )
 
-Average = ReduceOp.Average
-Sum = ReduceOp.Sum
-Adasum = ReduceOp.Adasum
-Min = ReduceOp.Min
-Max = ReduceOp.Max
-Product = ReduceOp.Product
+# Other names by which scripts reach them.
+ops = mpi_lib = mpi_ops
 
 __all__ = [
     "Adasum",
@@ -126,14 +135,19 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
+    "check_installed_version",
+    "compression",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
     "elastic",
+    "functions",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "gpu_available",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -150,8 +164,13 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_lib",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
+    "num_rank_is_power_2",
+    "ops",
+    "optimizer",
     "poll",
     "rank",
     "reducescatter",
@@ -160,8 +179,11 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "size_op",
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
+    "sync_batch_norm",
     "synchronize",
+    "util",
 ]

@@ -1,57 +1,89 @@
-"""The gradients of the collectives, as Horovod defines them."""
+"""The operations with their gradients, as Horovod defines them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepytorch.integrations._horovod_common import ReduceOp
 
-from . import _collectives, _ops
-from ._world import ProcessSet, global_process_set, rank
+from . import _requests
+from ._collectives import Reduction
+from ._requests import copied, names_of_parts
+from ._world import ProcessSet, rank
+
+_Tensors = tuple[torch.Tensor, ...]
+_AVERAGE = Reduction(ReduceOp.Average)
 
 
-def symmetric(reduce: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """`reduce(*tensors)`, whose gradient is `reduce` of the gradients."""
-    return _Symmetric.apply(reduce, *tensors)  # type: ignore[no-untyped-call]
+def reduce(
+    tensors: Sequence[torch.Tensor], reduction: Reduction, process_set: ProcessSet, name: str | None
+) -> _Tensors:
+    """The reduced tensors, whose gradients are reduced alike."""
+    result: _Tensors = _Reduce.apply(  # type: ignore[no-untyped-call]
+        reduction, process_set, name, *tensors
+    )
+    return result
 
 
-class _Symmetric(torch.autograd.Function):
+class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, reduce: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        ctx.reduce = reduce
-        return reduce(*tensors)
+    def forward(
+        ctx: Any,
+        reduction: Reduction,
+        process_set: ProcessSet,
+        name: str | None,
+        *tensors: torch.Tensor,
+    ) -> _Tensors:
+        ctx.reduction, ctx.process_set = reduction, process_set
+        return tuple(
+            process_set.rounds.begin(
+                lambda: _requests.all_reduce([copied(tensor) for tensor in tensors], reduction),
+                name,
+                asynchronous=False,
+            ).wait()
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        reduced = symmetric(ctx.reduce, *grads)
-        return (None, reduced) if isinstance(reduced, torch.Tensor) else (None, *reduced)
+        return (None, None, None, *reduce(grads, ctx.reduction, ctx.process_set, None))
 
 
-def gather(tensor: torch.Tensor, process_set: ProcessSet, name: str | None) -> torch.Tensor:
-    """All ranks' rows; the gradient is averaged, each rank takes its rows."""
-    result: torch.Tensor = _Gather.apply(tensor, process_set, name)  # type: ignore[no-untyped-call]
+def gather(tensors: Sequence[torch.Tensor], process_set: ProcessSet, name: str | None) -> _Tensors:
+    """All ranks' rows; the gradients are averaged, each rank takes its rows."""
+    result: _Tensors = _Gather.apply(  # type: ignore[no-untyped-call]
+        process_set, name, *tensors
+    )
     return result
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, process_set: ProcessSet, name: str | None
-    ) -> torch.Tensor:
-        output, rows = _collectives.all_gather(
-            tensor, process_set, asynchronous=False, name=name
-        ).wait()
-        ctx.process_set, ctx.rows = process_set, rows
-        result: torch.Tensor = output
-        return result
+        ctx: Any, process_set: ProcessSet, name: str | None, *tensors: torch.Tensor
+    ) -> _Tensors:
+        names = names_of_parts(name, len(tensors))
+        handles = [
+            process_set.rounds.begin(
+                functools.partial(_requests.all_gather, tensor), part, asynchronous=False
+            )
+            for tensor, part in zip(tensors, names, strict=True)
+        ]
+        results = [handle.wait() for handle in handles]
+        ctx.process_set, ctx.rows = process_set, [rows for _, rows in results]
+        return tuple(output for output, _ in results)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        averaged = _ops.allreduce(grad, op=ReduceOp.Average, process_set=ctx.process_set)
-        return torch.split(averaged, ctx.rows)[ctx.process_set.group.rank()], None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        member = ctx.process_set.group.rank()
+        averaged = reduce(grads, _AVERAGE, ctx.process_set, None)
+        own = [
+            torch.split(grad, rows)[member] for grad, rows in zip(averaged, ctx.rows, strict=True)
+        ]
+        return (None, None, *own)
 
 
 def broadcast(
@@ -70,18 +102,26 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, process_set: ProcessSet, name: str | None
     ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        result: torch.Tensor = _ops.broadcast_async(tensor, root_rank, name, process_set).wait()
-        return result
+        (result,) = process_set.rounds.begin(
+            lambda: _requests.broadcast([copied(tensor)], root_rank, process_set),
+            name,
+            asynchronous=False,
+        ).wait()
+        own: torch.Tensor = result
+        return own
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        averaged = _ops.allreduce(grad, op=ReduceOp.Average, process_set=ctx.process_set)
+        (averaged,) = reduce([grad], _AVERAGE, ctx.process_set, None)
         own = averaged if rank() == ctx.root_rank else torch.zeros_like(averaged)
         return own, None, None, None
 
 
 def exchange(
-    tensor: torch.Tensor, splits: list[int] | None, process_set: ProcessSet, name: str | None
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    process_set: ProcessSet,
+    name: str | None,
 ) -> tuple[torch.Tensor, list[int]]:
     """Rows received and their numbers; gradients go back to where the rows came from."""
     counts: list[int] = []
@@ -97,8 +137,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, splits: Any, process_set: ProcessSet, name: str | None
     ) -> torch.Tensor:
         sent, received = splits
-        output, counts = _collectives.all_to_all(
-            tensor, sent, process_set, asynchronous=False, name=name
+        output, counts = process_set.rounds.begin(
+            lambda: _requests.all_to_all(tensor, sent, process_set), name, asynchronous=False
         ).wait()
         received.extend(counts)
         ctx.process_set, ctx.received = process_set, received
@@ -112,11 +152,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def scatter(
-    tensor: torch.Tensor, op: ReduceOp, name: str | None, settings: dict[str, Any]
-) -> torch.Tensor:
-    """This rank's rows of the reduced tensor; the gradient is gathered from all."""
-    result: torch.Tensor = _Scatter.apply(  # type: ignore[no-untyped-call]
-        tensor, op, name, settings
+    tensors: Sequence[torch.Tensor], reduction: Reduction, process_set: ProcessSet, name: str | None
+) -> _Tensors:
+    """This rank's rows of the reduced tensors; the gradients are gathered from all."""
+    result: _Tensors = _Scatter.apply(  # type: ignore[no-untyped-call]
+        reduction, process_set, name, *tensors
     )
     return result
 
@@ -124,18 +164,29 @@ def scatter(
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, settings: dict[str, Any]
-    ) -> torch.Tensor:
-        ctx.op, ctx.settings = op, settings
-        result: torch.Tensor = _ops.reducescatter_async(tensor, name, op, **settings).wait()
-        return result
+        ctx: Any,
+        reduction: Reduction,
+        process_set: ProcessSet,
+        name: str | None,
+        *tensors: torch.Tensor,
+    ) -> _Tensors:
+        ctx.reduction, ctx.process_set = reduction, process_set
+        names = names_of_parts(name, len(tensors))
+        handles = [
+            process_set.rounds.begin(
+                functools.partial(_requests.reduce_scatter, tensor, reduction),
+                part,
+                asynchronous=False,
+            )
+            for tensor, part in zip(tensors, names, strict=True)
+        ]
+        return tuple(handle.wait() for handle in handles)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        process_set: ProcessSet = ctx.settings.get("process_set", global_process_set)
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        op, before, after = ctx.reduction
         # Horovod's convention: the loss is the average over the ranks.
-        factor = ctx.settings.get("prescale_factor", 1.0)
-        factor *= ctx.settings.get("postscale_factor", 1.0)
-        if ctx.op is ReduceOp.Sum:
-            factor *= process_set.group.size()
-        return gather(grad * factor, process_set, None), None, None, None
+        factor = before * after
+        if op is ReduceOp.Sum:
+            factor *= ctx.process_set.group.size()
+        return (None, None, None, *gather([grad * factor for grad in grads], ctx.process_set, None))

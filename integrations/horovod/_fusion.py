@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from deepytorch.integrations._horovod_common import ReduceOp
-
 from . import _collectives
-from ._collectives import Handle
-from ._world import ProcessSet
+from ._collectives import Handle, Reduction, Where
 
 # A collective of its own costs about as much as copying this many bytes into a buffer and back.
 FUSED_BELOW_BYTES = 128 << 10
@@ -49,41 +46,31 @@ class Fusion:
     def all_reduce(
         self,
         tensors: Sequence[torch.Tensor],
-        op: ReduceOp,
-        process_set: ProcessSet,
-        *,
-        factors: tuple[float, float] = (1.0, 1.0),
-        asynchronous: bool = True,
-        name: str | None = None,
+        reduction: Reduction,
+        where: Where,
+        start: Callable[[torch.Tensor], Handle] | None = None,
     ) -> Handle:
-        """Reduce tensors in place; `factors` scale what goes in and what comes out."""
-        before, after = factors
+        """Reduce tensors in place, by `start` in place of `_collectives.all_reduce` if given."""
+        op, before, after = reduction
+        size = where.group.size()
 
-        def start(tensor: torch.Tensor) -> Handle:
-            scale_(tensor, before)
-            return _collectives.all_reduce(
-                tensor, op, process_set, asynchronous=asynchronous, name=name
-            )
+        def begin(tensor: torch.Tensor) -> Handle:
+            _collectives.scale_(tensor, before)
+            return start(tensor) if start else _collectives.all_reduce(tensor, op, where)
 
-        return self._run(tensors, start, lambda tensor: scale_(tensor, after))
+        return self._run(tensors, begin, lambda t: _collectives.finish_(t, op, after, size))
 
-    def broadcast(
-        self, tensors: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet
-    ) -> Handle:
-        """Give every rank the root's values, in place."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int, where: Where) -> Handle:
+        """Give every rank the values of rank `root` of the group, in place."""
         return self._run(
-            tensors,
-            lambda tensor: _collectives.broadcast(
-                tensor, root_rank, process_set, asynchronous=True, name=None
-            ),
-            lambda tensor: None,
+            tensors, lambda tensor: _collectives.broadcast(tensor, root, where), lambda tensor: None
         )
 
     def _run(
         self,
         tensors: Sequence[torch.Tensor],
         start: Callable[[torch.Tensor], Handle],
-        after: Callable[[torch.Tensor], None],
+        after: Callable[[torch.Tensor], object],
     ) -> Handle:
         begun: list[tuple[torch.Tensor, Handle]] = []
         for index in self.alone:
@@ -106,13 +93,3 @@ class Fusion:
             return list(tensors)
 
         return Handle([handle for _, handle in begun], finish)
-
-
-def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers are cut off, as Horovod does."""
-    if factor == 1.0:
-        return
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.mul_(factor)
-    else:
-        tensor.copy_((tensor.double() * factor).trunc())

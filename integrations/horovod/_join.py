@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from deepytorch.integrations._horovod_common import HorovodInternalError
+from deepytorch_core import stores
 
 Entry = tuple[Any, ...]
 """What a peer needs to take part in a collective: its name, then plain values."""
@@ -62,7 +63,7 @@ class Journal:
         self._thread: threading.Thread | None = None
         if self._size > 1:
             # A connection of its own: a store serves one waiting thread at a time.
-            listening = (self._store.clone(),)
+            listening = (stores.connection(self._store),)
             self._thread = threading.Thread(target=self._listen, args=listening, daemon=True)
             self._thread.start()
 
@@ -79,14 +80,10 @@ class Journal:
         if publishing:
             self._store.set(f"{self._number}/op/{number}", json.dumps(entry))
 
-    def join(self, take_part: Callable[[Entry], None]) -> int:
-        """Take part in the others' collectives until all have joined; the last one's rank.
-
-        Raises HorovodInternalError when the others begin nothing for the time limit, or more than
-        can be kept track of.
-        """
+    def announce(self) -> None:
+        """Tell the other ranks that this one is about to `join`."""
         if self._size == 1:
-            return self._rank
+            return
         prefix = f"{self._number}"
         count = self._rounds[self._number].count
         self._store.set(f"{prefix}/count/{self._rank}", str(count))
@@ -99,9 +96,22 @@ class Journal:
             self._publish(self._store, self._number, min(counts))
             last = json.dumps({"last": self._rank})
             self._store.set(f"{prefix}/op/{max(counts)}", last)
+
+    def join(self, take_part: Callable[[Entry], None], check: Callable[[], None]) -> int:
+        """Take part in the others' collectives until all have joined; the last one's rank.
+
+        `check` is called again and again, and raises when the others can't come any more.
+
+        Raises HorovodInternalError when the others begin nothing for the time limit, or more than
+        can be kept track of.
+        """
+        if self._size == 1:
+            return self._rank
+        prefix = f"{self._number}"
+        count = self._rounds[self._number].count
         self._replaying = True
         try:
-            while not isinstance(entry := self._read(f"{prefix}/op/{count}"), dict):
+            while not isinstance(entry := self._read(f"{prefix}/op/{count}", check), dict):
                 take_part(tuple(entry))
                 count += 1
         finally:
@@ -130,7 +140,7 @@ class Journal:
                 time.sleep(_LONGEST_PAUSE_S)
         self._thread.join(_CLOSING_S)
 
-    def _read(self, key: str) -> Any:
+    def _read(self, key: str, check: Callable[[], None]) -> Any:
         # Asked again and again: a store's wait can't be interrupted.
         end = time.monotonic() + self._timeout_s
         pause = _FIRST_PAUSE_S
@@ -140,6 +150,7 @@ class Journal:
                     f"hvd.join on rank {self._rank}: no rank began a collective, and not all "
                     f"joined, within {self._timeout_s:g} s"
                 )
+            check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return json.loads(self._store.get(key))

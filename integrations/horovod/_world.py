@@ -10,21 +10,27 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from deepytorch.integrations._contract import IntegrationError, Joined, join, require
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
 from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
 from deepytorch_core import activation, agreement, config
+from deepytorch_core.backend import limit_of
 from deepytorch_core.launchers import Launched
+
+if TYPE_CHECKING:
+    from ._rounds import Rounds  # which builds on this module
 
 _ADAPTER = "horovod"
 _RENDEZVOUS_S = 300.0
+_STUCK_S = 60.0
 _numbers = itertools.count(1)
+_meetings = itertools.count(1)
 
 
 class ProcessSet:
@@ -38,6 +44,7 @@ class ProcessSet:
         self.ranks: list[int] | None = sorted(ranks)
         self.process_set_id: int | None = None
         self._group: dist.ProcessGroup | None = None
+        self._rounds: Rounds | None = None
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ProcessSet: the ranks {list(ranks)} are not all different")
 
@@ -71,11 +78,34 @@ class ProcessSet:
             raise ValueError(f"{self} {reason}")
         return self._group
 
-    def _register(self, number: int, ranks: list[int], group: dist.ProcessGroup | None) -> None:
-        self.process_set_id, self.ranks, self._group = number, ranks, group
+    @property
+    def rounds(self) -> Rounds:
+        """Where its operations are begun. Raises as `group` does."""
+        _ = self.group
+        assert self._rounds is not None
+        return self._rounds
 
-    def _forget(self) -> None:
-        self.process_set_id = self._group = None
+    def _register(self, number: int, ranks: list[int], group: dist.ProcessGroup | None) -> None:
+        """Every rank calls it."""
+        from . import _rounds
+
+        self.process_set_id, self.ranks, self._group = number, ranks, group
+        others = group if len(ranks) == 1 else dist.new_group(ranks)
+        if group is not None and others is not None:
+            stuck_s = 0.0 if in_debug() else _STUCK_S
+            self._rounds = _rounds.Rounds(self, others, stuck_s=stuck_s)
+
+    def _forget(self, *, alive: bool) -> None:
+        """Also of torch, unless all groups are gone there already."""
+        groups = {self._group}
+        if self._rounds is not None:
+            self._rounds.close()
+            groups.add(self._rounds.group)
+        for group in groups - {None, dist.group.WORLD}:
+            if alive:
+                with contextlib.suppress(ValueError):  # the user has destroyed this one
+                    dist.destroy_process_group(group)
+        self.process_set_id = self._group = self._rounds = None
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -143,7 +173,7 @@ def init(
     joined = join(_ADAPTER, options)
     _world = World(group, joined, _placement(), made_group)
     global_process_set._register(0, list(range(_world.placement.size)), group)
-    _world.journal = _join.Journal(joined.options.timeout_s)
+    _world.journal = _join.Journal(limit_of(group).total_seconds())
     if process_sets not in (None, "dynamic"):
         if isinstance(process_sets, str):
             raise ValueError(f"process_sets={process_sets!r}: expected a list or 'dynamic'")
@@ -165,14 +195,10 @@ def shutdown() -> None:
     for reducer in ended.reducers:
         reducer.stop()
     ended.journal.close()
+    # Gone where the user destroyed all groups himself.
     alive = dist.is_initialized() and dist.group.WORLD is ended.group
-    for process_set in ended.sets:
-        # Already gone where the user destroyed all groups himself.
-        if alive and process_set._group is not None:
-            with contextlib.suppress(ValueError):
-                dist.destroy_process_group(process_set._group)
-        process_set._forget()
-    global_process_set._forget()
+    for process_set in [*ended.sets, global_process_set]:
+        process_set._forget(alive=alive)
     global_process_set.ranks = []
     if alive and ended.made_group:
         dist.destroy_process_group()
@@ -210,9 +236,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set not in here.sets:
         return False
     here.sets.remove(process_set)
-    if process_set._group is not None:
-        dist.destroy_process_group(process_set._group)
-    process_set._forget()
+    process_set._forget(alive=True)
     return True
 
 
@@ -224,6 +248,11 @@ def rank() -> int:
 def size() -> int:
     """The number of ranks."""
     return world().placement.size
+
+
+def size_op() -> torch.Tensor:
+    """`size()` as a tensor, int32 on the CPU."""
+    return torch.tensor(size(), dtype=torch.int32, device="cpu")
 
 
 def local_rank() -> int:
@@ -288,7 +317,9 @@ def _store(launched: Launched) -> Store:
         "timeout": timedelta(seconds=_RENDEZVOUS_S),
     }
     if address is not None:
-        return TCPStore(*address, **here)
+        # One server for all times that the ranks meet: a port is not free at once.
+        everyone = TCPStore(*address, multi_tenant=True, **here)
+        return PrefixStore(f"deepytorch/horovod/{next(_meetings)}", everyone)
     require_one_node(
         launched,
         "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, for every "

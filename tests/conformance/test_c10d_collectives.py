@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 Group = dist.ProcessGroup
@@ -39,7 +40,7 @@ def layouts(size: int) -> list[torch.Tensor]:
 
 def as_served(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Gloo reads and writes a strided tensor as if it were dense, so it gets a dense copy."""
-    return tensor.contiguous() if dist.get_backend(group) == "gloo" else tensor
+    return tensor.contiguous() if serving_name(group) == "gloo" else tensor
 
 
 def all_reduce(group: Group, rank: int, size: int) -> Any:

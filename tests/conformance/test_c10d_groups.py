@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 BACKEND = "deepytorch"
@@ -29,7 +30,7 @@ def summed(group: dist.ProcessGroup | None, value: float, count: int = 300) -> f
 def sub_groups(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = pairs[rank % 2]
-    assert dist.get_backend(mine) == BACKEND
+    assert serving_name(mine) == BACKEND
     assert dist.get_process_group_ranks(mine) == [rank % 2, rank % 2 + 2]
     assert summed(mine, rank) == 2 * (rank % 2) + 2
     # Roots and peers are global ranks.
@@ -85,7 +86,7 @@ def mesh(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    assert dist.get_backend(grid.get_group("rows")) == BACKEND
+    assert serving_name(grid.get_group("rows")) == BACKEND
     total = summed(grid.get_group("rows"), rank)
     assert total == (2, 4)[rank % 2]
     assert summed(grid.get_group("columns"), total) == 6

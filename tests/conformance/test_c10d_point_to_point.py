@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ Case = Callable[[Group, int, int], Any]
 NOTICED_WITHIN_S = 5.0
 
 LARGE = 700_001  # past every ring and slot of the mailboxes
+MANY = [(100, 20_000), (3000, 20)]  # messages at a time, and their sizes: past every ring, too
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64]
 
@@ -170,6 +172,101 @@ def futures_and_results(group: Group, rank: int, size: int) -> Any:
     return tensor if rank == 1 else None
 
 
+def started(*works: dist.Work | None) -> list[dist.Work]:
+    return [work for work in works if work is not None]
+
+
+def many_in_the_opposite_order(group: Group, rank: int, size: int) -> Any:
+    received = []
+    for number, count in MANY:
+        works = []
+        for tag in range(number):
+            mine = values(count)
+            works += started(dist.isend(mine, group=group, group_dst=(rank + 1) % size, tag=tag))
+        for tag in reversed(range(number)):
+            theirs = torch.zeros(count)
+            dist.recv(theirs, group=group, group_src=(rank - 1) % size, tag=tag)
+            received.append(theirs)
+        for work in works:
+            work.wait()
+    return received
+
+
+def many_that_one_behind_them_tells_of(group: Group, rank: int, size: int) -> Any:
+    """All of one tag; who gets them learns their number and sizes first."""
+    counts = [16_000 + 300 * i for i in range(60)]
+    received = []
+    if rank == 0:
+        works = []
+        for peer in range(1, size):
+            for count in counts:
+                works += started(dist.isend(values(count), group=group, group_dst=peer, tag=7))
+            works += started(dist.isend(torch.tensor(counts), group=group, group_dst=peer, tag=8))
+        for work in works:
+            work.wait()
+    else:
+        sizes = torch.zeros(len(counts), dtype=torch.int64)
+        dist.recv(sizes, group=group, group_src=0, tag=8)
+        for count in sizes.tolist():
+            tensor = torch.zeros(count)
+            dist.recv(tensor, group=group, group_src=0, tag=7)
+            received.append(tensor)
+    return received
+
+
+def many_from_any_rank(group: Group, rank: int, size: int) -> Any:
+    number, count = MANY[0]
+    if rank != 0:
+        works = []
+        for tag in range(number):
+            mine = torch.full((count,), 1000.0 * rank + tag)
+            works += started(dist.isend(mine, group=group, group_dst=0, tag=tag))
+        for work in works:
+            work.wait()
+        return None
+    received = []
+    for tag in reversed(range(number)):
+        tensors = torch.zeros(size - 1, count)
+        for tensor in tensors:
+            source = dist.recv(tensor, group=group, tag=tag)
+            assert tensor[0] == 1000 * source + tag
+        received.append(tensors.sort(dim=0).values)
+    return received
+
+
+def many_awaited_by_threads(group: Group, rank: int, size: int) -> Any:
+    number, count = 60, 20_000
+    peer = (rank + 1) % size, (rank - 1) % size
+    works = []
+    for tag in range(number):
+        works += started(dist.isend(values(count), group=group, group_dst=peer[0], tag=tag))
+    received = torch.zeros(number, count)
+
+    def receive(tags: range) -> None:
+        for tag in reversed(tags):
+            dist.recv(received[tag], group=group, group_src=peer[1], tag=tag)
+
+    with ThreadPoolExecutor() as threads:
+        for each in [threads.submit(receive, range(first, number, 3)) for first in range(3)]:
+            each.result()
+    for work in works:
+        work.wait()
+    return received
+
+
+def many_in_a_batch(group: Group, rank: int, size: int) -> Any:
+    number, count = 40, 20_000
+    received = torch.zeros(number, count)
+    operations = []
+    for tag in range(number):
+        to, by = (rank + 1) % size, (rank - 1) % size
+        operations.append(dist.P2POp(dist.isend, values(count), None, group, tag, to))
+        operations.append(dist.P2POp(dist.irecv, received[~tag], None, group, ~tag + number, by))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
+
+
 CASES: list[Case] = [
     blocking,
     tags_overtake,
@@ -180,6 +277,11 @@ CASES: list[Case] = [
     batch_in_both_directions,
     between_collectives,
     futures_and_results,
+    many_in_the_opposite_order,
+    many_that_one_behind_them_tells_of,
+    many_from_any_rank,
+    many_awaited_by_threads,
+    many_in_a_batch,
 ]
 
 
@@ -275,6 +377,15 @@ def to_itself(rank: int, world_size: int) -> None:
         assert work is not None
         work.wait()
     assert torch.equal(mine, received)
+    for number, count in MANY:
+        many = torch.randn(number, count)
+        works = [dist.isend(many[tag], rank, tag=tag) for tag in range(number)]
+        for tag in reversed(range(number)):
+            tensor = torch.zeros(count)
+            started(dist.irecv(tensor, rank, tag=tag))[0].wait()
+            assert torch.equal(tensor, many[tag])
+        for work in started(*works):
+            work.wait()
 
 
 def test_sends_of_a_rank_to_itself() -> None:

@@ -195,3 +195,93 @@ def moves_of_every_type(rank: int, world_size: int) -> None:
 
 def test_every_type_moves() -> None:
     spawn_ranks(moves_of_every_type, 2, backend=BACKEND)
+
+
+# Types that the core does not reduce.
+OTHERS = [
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bits8,
+    torch.bits16,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+]
+
+
+def _of_bytes(dtype: torch.dtype, count: int) -> torch.Tensor:
+    return torch.randint(0, 3, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+
+
+def reductions_of_other_types(rank: int, world_size: int) -> None:
+    """What gloo says is what ours says: nobody adds up their bytes."""
+    gloo = dist.new_group(backend="gloo")
+
+    def outcomes(group: dist.ProcessGroup | None, dtype: torch.dtype, op: Any) -> list[Any]:
+        part, whole = _of_bytes(dtype, 8), _of_bytes(dtype, 8 * world_size)
+        parts = list(whole.chunk(world_size))
+        calls: list[Callable[..., Any]] = [
+            lambda **how: dist.all_reduce(part, op, group=group, **how),
+            lambda **how: dist.reduce(part, group_dst=0, op=op, group=group, **how),
+            lambda **how: dist.reduce_scatter(part, parts, op, group=group, **how),
+            lambda **how: dist.reduce_scatter_tensor(part, whole, op, group=group, **how),
+        ]
+        found: list[Any] = []
+        for call in calls:
+            found += [_try(call), _try(lambda call=call: call(async_op=True).wait())]
+        return [error.splitlines()[0] if error else error for error in found] + part.view(
+            torch.uint8
+        ).tolist()
+
+    for dtype in OTHERS:
+        for name in (*OPS, "PREMUL_SUM"):
+            op = getattr(dist.ReduceOp, name, None)
+            if name == "PREMUL_SUM":
+                op = dist._make_nccl_premul_sum(0.5)
+            seed = torch.randint(1000, ()).item()
+            found = []
+            for group in (None, gloo):
+                torch.manual_seed(seed)
+                found.append(outcomes(group, dtype, op))
+            assert found[0] == found[1], f"{name} of {dtype}"
+    total = torch.ones(5)
+    dist.all_reduce(total)
+    assert total.eq(world_size).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reductions_of_other_types(world_size: int) -> None:
+    spawn_ranks(reductions_of_other_types, world_size, backend=BACKEND)
+
+
+def moves_of_other_types(rank: int, world_size: int) -> None:
+    """By their bytes, also where gloo refuses them."""
+    for dtype in OTHERS:
+        torch.manual_seed(0)
+        inputs = [_of_bytes(dtype, 501) for _ in range(world_size)]
+        raw = torch.stack([each.view(torch.uint8) for each in inputs])
+        gathered = [torch.empty_like(each) for each in inputs]
+        dist.all_gather(gathered, inputs[rank])
+        exchanged = [torch.empty_like(each) for each in inputs]
+        dist.all_to_all(exchanged, inputs)
+        copy, received = inputs[rank].clone(), torch.empty_like(inputs[0])
+        dist.broadcast(copy, group_src=1)
+        works = [dist.isend(inputs[rank], 1 - rank), dist.irecv(received, 1 - rank)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for found, expected in (
+            (torch.stack([each.view(torch.uint8) for each in gathered]), raw),
+            (torch.stack([each.view(torch.uint8) for each in exchanged]), raw[[rank, rank]]),
+            (copy.view(torch.uint8), raw[1]),
+            (received.view(torch.uint8), raw[1 - rank]),
+        ):
+            assert torch.equal(found, expected), dtype
+
+
+def test_other_types_move() -> None:
+    spawn_ranks(moves_of_other_types, 2, backend=BACKEND)

@@ -12,10 +12,33 @@ namespace dpt::testing {
 namespace {
 
 using std::chrono::milliseconds;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 WaitContext wait_for(milliseconds timeout, std::function<bool()> interrupted = {}) {
   return {Deadline(timeout), [] { return std::string("the test"); }, std::move(interrupted)};
+}
+
+// In nanoseconds, as clocks count, all but the first overflow.
+TEST(Deadline, NoneIsTooLong) {
+  for (const milliseconds timeout :
+       {kLongestWait, milliseconds(std::chrono::hours(24 * 365 * 300)), milliseconds::max()}) {
+    const Deadline deadline(timeout);
+    EXPECT_FALSE(deadline.expired());
+    EXPECT_EQ(deadline.next_slice(), kWaitSlice);
+    EXPECT_EQ(deadline.timeout(), kLongestWait);
+    EXPECT_FALSE(deadline.later(milliseconds(1000)).expired());
+    EXPECT_FALSE(Deadline(deadline.timeout() + milliseconds(1000)).expired());
+  }
+}
+
+TEST(Deadline, NoneIsTooShort) {
+  for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::min()}) {
+    const Deadline deadline(timeout);
+    EXPECT_TRUE(deadline.expired());
+    EXPECT_EQ(deadline.next_slice(), milliseconds(0));
+    EXPECT_EQ(deadline.timeout(), milliseconds(0));
+  }
 }
 
 TEST(HashStore, GivesWhatWasSetAndNothingElse) {
@@ -104,6 +127,32 @@ TEST(Meet, NamesEveryRankThatDidNotCome) {
   });
 }
 
+TEST(Meet, SaysWhetherAMissingRankMadeTheGroup) {
+  HashStore store;
+  store.set("deepytorch/process/2", "its mark");
+  try {
+    meet(store, 0, {10, 11, 12}, "me", wait_for(milliseconds(100)));
+    FAIL() << "two did not come";
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.what(),
+        AllOf(HasSubstr("rank(s) 11 did not join within 100 ms and have not made the group"),
+              HasSubstr(" Rank(s) 12 did not join within 100 ms though they have made")));
+  }
+}
+
+TEST(Meet, DoesNotBlameRanksThatAnsweredWhereTheFirstGoesAway) {
+  HashStore store;
+  store.set("deepytorch/meeting", "abc");
+  store.set("deepytorch/abc/answer/0", "1 rank 0, which stops here");
+  try {
+    meet(store, 1, {10, 11}, "me", wait_for(milliseconds(100)));
+    FAIL() << "nobody wrote the list";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("rank 10 did not bring the meeting of all ranks to its "));
+  }
+}
+
 TEST(Meet, NamesTheFirstRankWhenItDidNotCome) {
   HashStore store;
   try {
@@ -111,7 +160,7 @@ TEST(Meet, NamesTheFirstRankWhenItDidNotCome) {
     FAIL() << "rank 10 did not come";
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), DPT_ERR_TIMEOUT);
-    EXPECT_THAT(error.what(), HasSubstr("rank 10 "));
+    EXPECT_THAT(error.what(), HasSubstr("rank(s) 10 did not join within 100 ms"));
   }
 }
 

@@ -76,6 +76,7 @@ TEST(FlightRecord, LayoutIsWhatReadersExpect) {
   EXPECT_EQ(offsetof(FlightRecord::Entry, collective), 60U);
   EXPECT_EQ(offsetof(FlightRecord::Entry, state), 64U);
   EXPECT_EQ(offsetof(FlightRecord::Entry, place), 66U);
+  EXPECT_EQ(offsetof(FlightRecord::Entry, timeout_ms), 72U);
   EXPECT_EQ(offsetof(FlightRecord::Place, function), 8U);
   EXPECT_EQ(offsetof(FlightRecord::Place, file), 64U);
   const Mapped record;
@@ -113,6 +114,52 @@ TEST(FlightRecord, OnlyTheFirstEndCounts) {
   EXPECT_EQ(seen.entry(number).state, FlightRecord::kFailed);
   EXPECT_EQ(seen.entry(number).how, FlightRecord::kDelegated);
   record.end(0, FlightRecord::kEnded);  // of an operation that was not recorded
+  record.close_group(group);
+}
+
+// Which operations count as waited in: `how` carries it out, and somebody waits for it or not.
+TEST(FlightRecord, KnowsForHowLongItHasWaited) {
+  FlightRecord& record = FlightRecord::instance();
+  const int group = record.open_group("waiting", {0, 1});
+  const auto waits = [&](dpt_request request, FlightRecord::How how, bool waited_for) {
+    request.asynchronous = 1;
+    const uint64_t number = record.begin(group, request, how);
+    if (waited_for) record.note_wait(number);
+    const bool found = record.longest_wait_ns() > 0;
+    record.end(number, FlightRecord::kEnded);
+    EXPECT_EQ(record.longest_wait_ns(), 0);
+    return found;
+  };
+  EXPECT_EQ(record.longest_wait_ns(), 0);
+  EXPECT_TRUE(waits(request_of(DPT_ALL_REDUCE), FlightRecord::kUndecided, false));
+  EXPECT_TRUE(waits(request_of(DPT_ALL_REDUCE), FlightRecord::kNative, false));
+  EXPECT_FALSE(waits(request_of(DPT_ALL_REDUCE), FlightRecord::kDelegated, false));
+  EXPECT_TRUE(waits(request_of(DPT_ALL_REDUCE), FlightRecord::kDelegated, true));
+  EXPECT_FALSE(waits(request_of(DPT_RECV), FlightRecord::kNative, false));
+  EXPECT_TRUE(waits(request_of(DPT_RECV), FlightRecord::kNative, true));
+
+  // The oldest counts, and of a group that is gone none.
+  const uint64_t first = record.begin(group, request_of(DPT_BARRIER));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const uint64_t second = record.begin(group, request_of(DPT_BARRIER));
+  EXPECT_GE(record.longest_wait_ns(), 20'000'000);
+  record.end(first, FlightRecord::kEnded);
+  EXPECT_GT(record.longest_wait_ns(), 0);
+  record.close_group(group);
+  EXPECT_EQ(record.longest_wait_ns(), 0);
+  record.end(second, FlightRecord::kFailed);
+}
+
+TEST(FlightRecord, OnADeviceTheLastOperationCounts) {
+  FlightRecord& record = FlightRecord::instance();
+  const int group = record.open_group("device", {0, 1});
+  dpt_request request = request_of(DPT_ALL_REDUCE);
+  request.on_device = 1;
+  const uint64_t number = record.begin(group, request);
+  record.end(number, FlightRecord::kIssued);
+  EXPECT_GT(record.longest_wait_ns(), 0);
+  record.end(record.begin(group, request_of(DPT_BARRIER)), FlightRecord::kEnded);
+  EXPECT_EQ(record.longest_wait_ns(), 0);
   record.close_group(group);
 }
 

@@ -57,7 +57,8 @@ TEST(Groups, LeaveNothingOpenWhenTheyFailBetweenMeetingAndTheFirstOperation) {
   const std::vector<PeerInfo> peers = {fabric.self(0)};
   const WaitContext wait{
       Deadline(std::chrono::seconds(5)), [] { return std::string("meeting"); }, nullptr};
-  fabric.memory().file();  // the process's own, which stays
+  const auto stays = fabric.memory().hold();
+  fabric.memory().file();
   const auto before = open_files();
   {
     const ShmConnection connection = connect_shm(

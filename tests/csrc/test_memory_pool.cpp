@@ -180,15 +180,16 @@ TEST(MemoryPool, HoldsPagesOnlyOfWhatWasWrittenAndUntilTrimmed) {
   EXPECT_EQ(pool.usage().reserved_bytes, 20 * kMiB);
 }
 
-TEST(PeerPools, MapAProcessOnceAndOnlyWhileItIsShared) {
+TEST(PeerPools, MapAFileOnceAndOnlyWhileItIsShared) {
   MemoryPool pool(64 * kMiB);
   auto* const block = static_cast<char*>(pool.allocate(1000));
   PeerPools peers;
-  auto first = peers.map("process", duplicate(pool.file()));
-  const auto second = peers.map("process", duplicate(pool.file()));
+  auto first = peers.map(duplicate(pool.file()));
+  const auto second = peers.map(duplicate(pool.file()));
   EXPECT_EQ(first, second);
   EXPECT_NE(first->base(), pool.base());
-  EXPECT_NE(peers.map("other", duplicate(pool.file())), first);
+  MemoryPool other(kMiB);
+  EXPECT_NE(peers.map(duplicate(other.file())), first);
   EXPECT_EQ(peers.size(), 1U) << "nobody holds the other one";
 
   char* const seen_by_peer = first->base() + *pool.offset_of(block, 1000);
@@ -210,7 +211,7 @@ TEST(PeerPools, ReachBetweenProcesses) {
     int wrong = 1;
     try {
       PeerPools peers;
-      const auto parent = peers.map("parent", duplicate(pool.file()));
+      const auto parent = peers.map(duplicate(pool.file()));
       wrong = parent->base()[offset] == 1 ? 0 : 1;
       parent->base()[offset + 999] = 2;
     } catch (const std::exception&) {

@@ -10,7 +10,7 @@
 
 #include "comm/fabric.hpp"
 #include "comm/statistics.hpp"
-#include "rank_threads.hpp"
+#include "messages.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -18,38 +18,10 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-using Values = std::vector<int32_t>;
-
 // Past the mailbox's ring, and several of its slots.
 constexpr size_t kLarge = 700001;
 // Lies in the mailbox until somebody receives it.
 constexpr size_t kSmall = 1000;
-
-Request send(const Values& values, int to, int tag = 0) {
-  Request request(DPT_SEND, DPT_INT32, values.size());
-  request.root(to).input(values.data());
-  request.request.tag = tag;
-  return request;
-}
-
-Request recv(Values& values, int from, int tag = 0) {
-  Request request(DPT_RECV, DPT_INT32, values.size());
-  request.root(from).output(values.data());
-  request.request.tag = tag;
-  return request;
-}
-
-Request recv_any(Values& values, int* source, int tag = 0) {
-  Request request = recv(values, DPT_ANY_RANK, tag);
-  request.request.source = source;
-  return request;
-}
-
-Values numbers(size_t count, int32_t first) {
-  Values values(count);
-  std::iota(values.begin(), values.end(), first);
-  return values;
-}
 
 TEST(PointToPoint, OfEverySizeArrive) {
   run_ranks(2, [](Rank& rank) {

@@ -49,19 +49,17 @@ class Sleeper {
   std::string mark_;
 };
 
-// What the watchdog's thread tells, for the test's to wait for. Outlives the test, as the thread
-// does.
+// What the watchdog's thread tells, for the test's to wait for.
 struct Told {
   std::mutex mutex;
   std::condition_variable changed;
   int ticks = 0;
   std::vector<std::string> dead;
 
-  bool tick() {
+  void tick() {
     std::lock_guard lock(mutex);
     ++ticks;
     changed.notify_all();
-    return true;
   }
   void death(const std::string& process) {
     std::lock_guard lock(mutex);
@@ -86,17 +84,16 @@ struct Told {
 TEST(Watchdog, WithoutPidfdsLearnsOfDeathsAndNotOfStops) {
   Sleeper stopped;
   Sleeper killed;
-  static Told* const told = new Told;
-  static Watchdog* const watchdog = new Watchdog(
-      [](const std::string& process) { told->death(process); }, [] { return told->tick(); });
-  watchdog->watch("stopped", {}, stopped.mark());
-  watchdog->watch("killed", {}, killed.mark());
+  Told told;
+  Watchdog watchdog([&](const std::string& process) { told.death(process); }, [&] { told.tick(); });
+  watchdog.watch("stopped", {}, stopped.mark());
+  watchdog.watch("killed", {}, killed.mark());
   kill(stopped.pid(), SIGSTOP);
-  told->wait_for_ticks(3);
-  EXPECT_TRUE(told->deaths_so_far().empty());
+  told.wait_for_ticks(3);
+  EXPECT_TRUE(told.deaths_so_far().empty());
   kill(killed.pid(), SIGKILL);
-  EXPECT_EQ(told->wait_for_a_death(), std::vector<std::string>{"killed"});
-  watchdog->forget("stopped");
+  EXPECT_EQ(told.wait_for_a_death(), std::vector<std::string>{"killed"});
+  watchdog.forget("stopped");
 }
 
 WaitContext within(std::chrono::milliseconds timeout) {

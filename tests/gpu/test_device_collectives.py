@@ -151,8 +151,11 @@ def _lists_that_differ(rank: int, world_size: int) -> None:
             what = f"{count}, async {asynchronous}, rank {rank}"
             nothing = [torch.zeros_like(mine) for _ in inputs]
             places = of(nothing)
+            before = [place._version for place in places]
             run(dist.all_gather, places, mine)
             assert all(map(torch.equal, places, inputs)), f"all_gather {what}"
+            heard = [place._version - then for place, then in zip(places, before, strict=True)]
+            assert all(heard), f"all_gather {what}: autograd does not hear of it, as of NCCL's"
             places = of(nothing)
             run(dist.all_to_all, places, of([mine + peer for peer in range(world_size)]))
             exact = [each + rank for each in inputs]

@@ -23,6 +23,7 @@ import deepytorch
 from deepytorch.integrations import _contract
 from deepytorch.integrations import accelerate as adapter
 from deepytorch_core import registered
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20
@@ -190,7 +191,7 @@ def apply_and_undo(rank: int, world_size: int) -> dict[str, Any]:
         found = attributes(plain)
         plugin = adapter.DeepytorchPlugin()
         accelerator = Accelerator(cpu=True, kwargs_handlers=[plugin])
-        during = dist.get_backend()
+        during = serving_name()
         marks = [name for name in vars(accelerator) if "deepytorch" in name]
         # The same object again is left as it is.
         again = adapter._accelerator.apply(accelerator, {"log": "error"}, adapter="accelerate")
@@ -203,7 +204,7 @@ def apply_and_undo(rank: int, world_size: int) -> dict[str, Any]:
             "undone": undone,
             "keys": found.keys() ^ left.keys(),
             "init": left["of the class"] is init,
-            "backend": dist.get_backend(),
+            "backend": serving_name(),
             "active": deepytorch.is_active(),
         }
 
@@ -227,7 +228,7 @@ def made_with(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str,
         plugin = adapter.DeepytorchPlugin(**options)
         accelerator = Accelerator(cpu=True, kwargs_handlers=[plugin])
         marked = any("deepytorch" in name for name in vars(accelerator))
-        return dist.get_backend(), marked, deepytorch.report().options
+        return serving_name(), marked, deepytorch.report().options
 
 
 def test_every_option_is_accepted_and_in_force() -> None:

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import io
 import pickle
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 import deepytorch
 from deepytorch.integrations import _contract
+from deepytorch_core import agreement
 from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
@@ -166,7 +169,7 @@ def join_on_rank_0(rank: int, world_size: int, served: bool) -> str | None:
         dist.all_reduce(torch.ones(1))
     else:
         stock_group()
-    _contract.HERE_LIMIT_S = 0.5 if not served else 3.0
+    _contract.here_limit_s = lambda: 0.5 if not served else 3.0
     if rank == 1:
         rank_store("done").get("rank 0")
         return None
@@ -189,6 +192,50 @@ def test_a_rank_that_does_not_come_is_named(served: bool) -> None:
     early, late = message.splitlines()
     assert early.startswith(f"deepytorch: test waits for rank 1, up to {limit}: it is for every ")
     assert late.startswith(f"test: rank(s) 1 did not call it within {limit}{doing}")
+
+
+def join_beside(rank: int, world_size: int) -> str:
+    """Rank 0 alone calls the adapter, while rank 1 waits for it in a collective."""
+    dist.init_process_group("cpu:deepytorch")
+    dist.all_reduce(torch.ones(1))
+    agreement.PATIENCE_S, _contract._LOOK_S = 1.0, 0.2
+    if rank == 0:
+        with pytest.raises(_contract.IntegrationError) as error:
+            _contract.join("test")
+        dist.barrier()
+        return str(error.value)
+    dist.barrier()
+    return ""
+
+
+def test_a_rank_that_waits_for_the_one_in_an_adapter_will_not_come() -> None:
+    message, _ = spawn_ranks(join_beside, 2, fresh=True)
+    assert message.startswith(
+        "test: rank(s) 1 did not call it, and wait for this one in barrier #2 of group default_pg: "
+        "use it on every rank or on none"
+    )
+
+
+def join_late(rank: int, world_size: int) -> bool:
+    """Rank 1 waits for rank 0 in a thread of its own, and calls the adapter late."""
+    dist.init_process_group("cpu:deepytorch")
+    side = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=side)
+    dist.all_reduce(torch.ones(1))
+    agreement.PATIENCE_S, _contract._LOOK_S = 0.5, 0.2
+    saving = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1), group=side))
+    if rank == 1:
+        saving.start()
+        time.sleep(3)
+    joined = _contract.join("test")
+    if rank == 0:
+        saving.start()
+    saving.join()
+    return joined.options.enabled
+
+
+def test_a_rank_that_is_only_late_is_waited_for() -> None:
+    assert spawn_ranks(join_late, 2, fresh=True) == [True, True]
 
 
 def join_switched_off(rank: int, world_size: int) -> tuple[bool, str]:

@@ -20,6 +20,7 @@ import deepytorch
 from deepytorch.integrations import _contract, _deepspeed_buckets
 from deepytorch.integrations import deepspeed as adapter
 from deepytorch_core import deepspeed_flag
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.patching import original_of
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
@@ -130,13 +131,13 @@ def compare(folder: Path) -> dict[str, Any]:
     results = {}
     for name in CASES:
         stock = train(engine(configuration(name)))
-        assert dist.get_backend() == "gloo"
+        assert serving_name() == "gloo"
         before, delegated = calls(native=True), calls(native=False)
         ours = train(engine(flagged(name), adapter.initialize))
         results[name] = {
             "stock": stock,
             "ours": ours,
-            "backend": dist.get_backend(),
+            "backend": serving_name(),
             "native": set(calls(native=True) - before),
             "delegated": set(calls(native=False) - delegated),
         }
@@ -202,7 +203,7 @@ def flag_wherever_it_is(folder: Path) -> dict[str, list[Any]]:
         )
         train(made, 1)
         size = made.zero_reduce_bucket_size()
-        seen[name] = [dist.get_backend(), made.config["deepytorch"]["enabled"], size]
+        seen[name] = [serving_name(), made.config["deepytorch"]["enabled"], size]
         assert_same_on_all_ranks(size, name)
         adapter.undo()
     assert json.dumps(given) == text
@@ -267,17 +268,17 @@ def apply_and_undo(folder: Path) -> tuple[list[str], str, str, bool, list[str]]:
         deepspeed_flag.arm("test")
         for _ in range(2):  # twice is once
             train(engine(flagged()), 1)
-        during, backend = changed(), dist.get_backend()
+        during, backend = changed(), serving_name()
         adapter.undo()
         adapter.undo()
-    return during, backend, dist.get_backend(), deepytorch.is_active(), changed()
+    return during, backend, serving_name(), deepytorch.is_active(), changed()
 
 
 def disabled(folder: Path) -> tuple[str, bool]:
     deepspeed_flag.arm("test")
     train(engine(flagged(enabled=False)), 1)
     adapter.undo()
-    return dist.get_backend(), deepytorch.is_active()
+    return serving_name(), deepytorch.is_active()
 
 
 PARTS = (
@@ -366,7 +367,7 @@ def by_name(rank: int, world_size: int) -> tuple[str, set[str], set[str]]:
 
     deepspeed.init_distributed(dist_backend="deepytorch")
     train(engine(configuration()), 2)
-    return dist.get_backend(), set(calls(native=True)), set(calls(native=False))
+    return serving_name(), set(calls(native=True)), set(calls(native=False))
 
 
 def test_the_backend_can_be_named_to_init_distributed(deepspeeds_ranks: dict[str, Any]) -> None:
@@ -390,7 +391,7 @@ def after_zero_init(rank: int, world_size: int) -> tuple[list[float], list[float
 
     stock = train(made(configuration("stage 3")))
     deepspeed_flag.arm("test")
-    assert dist.get_backend() == "gloo"
+    assert serving_name() == "gloo"
     return stock, train(made(flagged("stage 3"))), set(calls(native=True))
 
 
@@ -405,13 +406,13 @@ def fail_with(rank: int, world_size: int, sections: list[Any]) -> tuple[str, str
     deepspeed_flag.arm("test")
     section = sections[rank]
     if None in sections:
-        _contract.HERE_LIMIT_S = 0.5
+        _contract.here_limit_s = lambda: 0.5
     if section is None:
-        return "", dist.get_backend()
+        return "", serving_name()
     with pytest.raises(_contract.IntegrationError) as error:
         engine({**configuration(), "deepytorch": section})
     assert not deepytorch.is_active()
-    return str(error.value), dist.get_backend()
+    return str(error.value), serving_name()
 
 
 @pytest.mark.parametrize(
@@ -496,7 +497,7 @@ def switched_off(rank: int, world_size: int) -> tuple[str, bool, int]:
     for more in ({}, {"no such option": 1}):
         train(engine(flagged(**more)), 1)
         train(engine(flagged(**more), adapter.initialize), 1)
-    return dist.get_backend(), deepytorch.is_active(), deepytorch.report().native_calls
+    return serving_name(), deepytorch.is_active(), deepytorch.report().native_calls
 
 
 def test_switched_off_is_stock(deepspeeds_ranks: dict[str, Any]) -> None:

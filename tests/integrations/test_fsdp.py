@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 
 import deepytorch
 from deepytorch.integrations import _fsdp_trial, fsdp
+from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 STEPS = 20  # as many as FSDP2's measurement takes
@@ -102,7 +103,7 @@ def train_fsdp1(
     model = fsdp1(strategy, **kwargs)
     fsdp.register_comm_hook(model)
     fsdp.register_comm_hook(model)
-    assert dist.get_backend() == "deepytorch"
+    assert serving_name() == "deepytorch"
     ours = train(model, rank)
     native, placed = native_ops(), in_registered_memory()
     units = FullyShardedDataParallel.fsdp_modules(model)
@@ -110,7 +111,7 @@ def train_fsdp1(
     assert fsdp.undo(model)
     assert not fsdp.undo(model)
     assert all((unit._comm_hook, unit._comm_hook_state) == (None, None) for unit in units)
-    assert (dist.get_backend(), deepytorch.is_active()) == ("gloo", False)
+    assert (serving_name(), deepytorch.is_active()) == ("gloo", False)
     train(model, rank, 1)
     return stock, ours, native, placed
 
@@ -270,7 +271,7 @@ def communication(model: nn.Module) -> list[Any]:
 
 def backends(model: nn.Module) -> set[str]:
     units = fsdp._fsdp2_units(model)[1]
-    return {dist.get_backend(group) for unit in units for group in fsdp._groups_of(unit)}
+    return {serving_name(group) for unit in units for group in fsdp._groups_of(unit)}
 
 
 def train_fsdp2(

@@ -241,6 +241,24 @@ def test_what_a_killed_process_set_is_for_those_that_ran_then(tmp_path: Path) ->
     assert found.stdout == "None\n"
 
 
+def come_back(rank: int, world_size: int, folder: str) -> list[float]:
+    as_started_by_mpirun(rank, world_size, folder)
+    found = []
+    for turn in range(3):
+        time.sleep(0.2 * (rank == turn))
+        world = ArrayWorld("numpy", {})
+        (mean,) = world.all_reduce([np.array([rank + turn, -rank, 7])], ReduceOp.Average)
+        found.append(mean.tolist())
+        world.close()
+    return found
+
+
+def test_the_ranks_meet_again_after_they_left(tmp_path: Path) -> None:
+    found = spawn_ranks(come_back, 2, str(tmp_path), fresh=True)
+    # The mean of integers is cut off, as Horovod does.
+    assert found == [[[0, 0, 7], [1, 0, 7], [2, 0, 7]]] * 2
+
+
 def meet_again(rank: int, world_size: int, folder: str, pause_s: float) -> float:
     time.sleep(pause_s * rank)  # rank 1 comes late, as after a slow import
     group = _core.Communicator(LocalStore(Path(folder)), rank, world_size, name="again")

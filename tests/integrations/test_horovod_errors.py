@@ -62,7 +62,7 @@ def come_and_go(rank: int, world_size: int) -> tuple[str, str, str]:
     hvd.shutdown()
     after_it = attributes()
     changed = {name for name, value in before.items() if after_it[name] is not value}
-    assert not changed, changed
+    assert changed <= {"_group_count"}, changed  # of all groups that there ever were
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
     module(torch.ones(2) * rank).sum().backward()
     optimizer.step()  # an ordinary one again
@@ -100,10 +100,6 @@ def test_before_init() -> None:
     ("call", "said"),
     [
         (lambda: hvd.init(comm=[0, 1]), "use hvd.init.process_sets="),
-        (lambda: hvd.elastic.run(print), "elastic.run is not supported: save a checkpoint"),
-        (lambda: hvd.elastic.TorchState(model=None), "elastic.TorchState is.*torchrun --nnodes"),
-        (lambda: hvd.elastic.ObjectState(), "elastic.ObjectState"),
-        (lambda: hvd.elastic.ElasticSampler([]), "elastic.ElasticSampler"),
         (lambda: hvd.start_timeline("t.json"), "torch.profiler"),
         (lambda: hvd.stop_timeline(), "torch.profiler"),
         (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "use op=hvd.Average"),
@@ -116,7 +112,7 @@ def test_what_horovod_has_and_this_has_not(call: Callable[[], Any], said: str) -
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="op replaces average"):
+    with pytest.raises(ValueError, match="The op parameter supersedes average"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="9 is not a valid ReduceOp"):
         hvd.allreduce(torch.ones(1), op=9)
@@ -155,12 +151,15 @@ def test_ranks_that_differ_get_errors_and_go_on() -> None:
     first, second = spawn_ranks(differ, 2, backend="deepytorch")
     for messages in (first, second):
         assert len(messages) == 11
-        assert "this rank's tensor has shape [4, " in messages[3]
+        assert messages[0].startswith("Mismatched tensor shapes: rank 0 has [4], rank 1 has [5]")
+        assert messages[1].startswith("Mismatched data types: rank 0 has float32, rank 1 has int32")
+        assert "beyond the first dimension: rank 0 has 2, rank 1 has 3" in messages[3]
+        assert "Mismatched operations: rank 0 has allgather, rank 1 has allreduce" in messages[10]
         assert "parameters differ between ranks" in messages[8]
         assert "weight0" in messages[9]
         assert "weight1" in messages[9]
-    assert "rank(s) [1] of the set differ" in first[6]
-    assert "must be 2 numbers that add up to 4 rows" in second[6]
+    assert "splits [2, 3] must be 2 numbers that add up to 4 rows (rank 1)" in first[6]
+    assert "splits [2, 3] must be 2 numbers that add up to 4 rows" in second[6]
 
 
 def other_names(rank: int, world_size: int) -> str:
@@ -178,8 +177,8 @@ def other_names(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_with_debug_the_names_are_compared() -> None:
+def test_with_debug_ranks_that_wait_for_each_other_are_told_at_once() -> None:
     for message in spawn_ranks(other_names, 2, backend="deepytorch"):
-        assert "rank 0: [" in message
-        assert "gradient.0" in message
-        assert "gradient.1" in message
+        assert message.startswith(
+            "rank 0 waits for allreduce gradient.0; rank 1 waits for allreduce gradient.1: none can"
+        )

@@ -11,7 +11,7 @@ import pytest
 
 from deepytorch_core import config
 from deepytorch_core.launchers import Launched
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import free_port, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 IMPORT = re.compile(r"^import deepytorch\.integrations\.horovod as hvd  # was: (.*)$", re.MULTILINE)
@@ -108,16 +108,30 @@ time.sleep(2 * hvd.rank())
 """
 
 
-@pytest.mark.parametrize(
-    ("launcher", "command"),
-    [
-        pytest.param(MPIRUN, [str(EXAMPLES / "horovod_short.py")], marks=pytest.mark.extended),
-        (MPIEXEC, ["-c", EARLY]),
-    ],
-)
-def test_other_launchers_variables(
-    tmp_path: Path, launcher: dict[str, str], command: list[str]
-) -> None:
+HOROVODRUN = {
+    "RANK": "HOROVOD_RANK",
+    "SIZE": "HOROVOD_SIZE",
+    "LOCAL_RANK": "HOROVOD_LOCAL_RANK",
+    "LOCAL_SIZE": "HOROVOD_LOCAL_SIZE",
+    "JOB": "HOROVOD_GLOO_RENDEZVOUS_PORT",
+}
+
+# As Horovod's gloo controller allows. Rank 0 is late once, and early once.
+AGAIN = """
+import time, torch, deepytorch.integrations.horovod as hvd
+for turn in range(3):
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x")
+    print(hvd.synchronize(handle).item(), hvd.allgather(torch.tensor([rank])).tolist())
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    time.sleep(0.3 * (rank == turn))
+"""
+
+
+def started_by(launcher: dict[str, str], folder: Path, *command: str, **more: str) -> list[str]:
+    """What two ranks print that find a launcher's variables."""
     ranks = []
     for rank in range(2):
         facts = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2, "JOB": 12345}
@@ -125,7 +139,7 @@ def test_other_launchers_variables(
         ranks.append(
             subprocess.Popen(
                 [sys.executable, *command],
-                env=clean(TMPDIR=str(tmp_path), DEEPYTORCH_LOG="error", **said),
+                env=clean(TMPDIR=str(folder), DEEPYTORCH_LOG="error", **said, **more),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -137,10 +151,39 @@ def test_other_launchers_variables(
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], complaints
-    assert len(losses_of(first)) == 3 or first == second == "2.0\n"
     # Of what rank 0's slowness makes others say nothing: torch's store ends with rank 0.
     assert not [line for line in complaints.splitlines() if not line.startswith("[W")]
-    assert not list(tmp_path.glob("*/*")), "rank 0 takes the meeting point away"
+    assert not list(folder.glob("*/*")), "rank 0 takes the meeting point away"
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        pytest.param(MPIRUN, [str(EXAMPLES / "horovod_short.py")], marks=pytest.mark.extended),
+        (MPIEXEC, ["-c", EARLY]),
+    ],
+)
+def test_other_launchers_variables(
+    tmp_path: Path, launcher: dict[str, str], command: list[str]
+) -> None:
+    first, second = started_by(launcher, tmp_path, *command)
+    assert len(losses_of(first)) == 3 or first == second == "2.0\n"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "address"),
+    [
+        (HOROVODRUN, False),
+        (MPIRUN, True),
+        pytest.param(MPIEXEC, False, marks=pytest.mark.extended),
+        pytest.param({"RANK": "RANK", "SIZE": "WORLD_SIZE"}, True, marks=pytest.mark.extended),
+    ],
+)
+def test_init_after_shutdown(tmp_path: Path, launcher: dict[str, str], address: bool) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if address else {}
+    for printed in started_by(launcher, tmp_path, "-c", AGAIN, **meeting):
+        assert printed == "2.0 [0, 1]\n" * 3
 
 
 def test_what_a_launcher_says() -> None:

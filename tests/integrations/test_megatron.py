@@ -464,7 +464,6 @@ def test_the_factorys_example_runs() -> None:
     losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", said)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
-    assert "data parallel: deepytorch\npipeline: gloo\n" in said
     assert re.search(r"reduce_scatter +(pipelined|one_shot)", said), said
 
 

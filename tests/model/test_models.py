@@ -30,6 +30,8 @@ FAULTS = [
     ("mailbox", "FAULT_NO_SECOND_LOOK"),
     ("mailbox", "FAULT_SLEEPS_UNANNOUNCED"),
     ("mailbox", "FAULT_READS_BELL_LATE"),
+    ("mailbox", "FAULT_TAKES_IN_SILENCE"),
+    ("mailbox", "FAULT_WRITES_BEFORE_IT_READS"),
     ("muster", "FAULT_WITHDRAWS_BLINDLY"),
     ("device", "FAULT_ONE_COPY"),
     ("device", "FAULT_BROADCAST_ENDS_ALONE"),

@@ -151,7 +151,7 @@ def ask_across(rank: int, world_size: int, collectives: str) -> dict[str, Any]:
         try:
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 hang.show([], None, as_json=True, flight_recorder=None)
-            answer = inquiry.ask([os.getpid()], again=True)
+            answer = inquiry.ask([os.getpid()], how=inquiry.AGAIN)
             assert len(answer.ranks) == world_size - 1
             until(lambda: not left_behind())
         finally:

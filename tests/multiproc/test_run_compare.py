@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -14,7 +15,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch.cli import compare, launcher
+from deepytorch.cli import compare, launcher, runner
+from deepytorch_core.testing import spawn_ranks
 
 # Never ends; two micro-batches a step; saves into its folder, over what is there, and elsewhere.
 PLAIN = """
@@ -114,6 +116,32 @@ time.sleep(1000)
 """
 
 
+# Under deepytorch it has another learning rate or is no DDP, or has drawn a random number more.
+OTHERWISE = """
+import os, sys
+import torch, torch.distributed as dist
+
+what = sys.argv[1] if os.environ["DEEPYTORCH_ENABLED"] == "1" else ""
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+data = torch.Generator().manual_seed(1 + dist.get_rank())
+inputs, targets = torch.randn(32, 16, generator=data), torch.arange(32) % 4
+layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4)]
+model = torch.nn.Sequential(*layers)
+if what == "alone":
+    for one in model.parameters():
+        dist.broadcast(one.data, 0)
+else:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+torch.rand(1 if what == "draws" else 0)
+optimizer = torch.optim.SGD(model.parameters(), lr=2.0 if what == "rate" else 0.1)
+while True:
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 class Project:
     """A folder with a script, in which comparisons are started."""
 
@@ -189,6 +217,55 @@ def test_plain_ddp_that_never_ends_and_saves(project: Project) -> None:
     assert "no difference beyond the noise" in done.stdout
     assert f"checkpoints not kept: in {project.elsewhere}" in " ".join(done.stdout.split())
     assert "<svg" in project.receipt.read_text()
+
+
+# Imported once, not by each of many ranks.
+PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "deepytorch_core.compare.probe")
+
+
+def start(rank: int, world_size: int, arguments: list[str], folder: str) -> None:
+    """What torchrun would start."""
+    os.chdir(folder)
+    runner.main(arguments)
+
+
+@pytest.fixture
+def by_forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked with torch in them, where torchrun would take seconds for each run."""
+
+    def launch(job: compare.Job, folder: Path, variables: Any, log: Path, watch: Any) -> int:
+        plan = folder / "plan.json"
+        arguments = ["--compare", str(plan), *compare._arguments(job)[1:]]
+        view = json.loads(plan.read_text())["workspace"]
+        env = {**variables, "DEEPYTORCH_TUNE": "off", "DEEPYTORCH_COMPILE": "off"}
+        ranks = job.world_size
+        spawn_ranks(start, ranks, arguments, view, env=env, preload=PRELOAD, fresh=True)
+        return 0
+
+    monkeypatch.setattr(compare, "_launch", launch)
+
+
+@pytest.mark.usefixtures("by_forking")
+@pytest.mark.parametrize("what", ["rate", "alone", "draws", "nothing"])
+def test_a_wrong_run_is_told_from_other_random_numbers(project: Project, what: str) -> None:
+    steps = ["--nproc-per-node", "2", "--steps", "16"]
+    done = project.compare(OTHERWISE, *steps, given=what)
+    assert done.exit_code == 0, done.exception
+    found = project.found()
+    said, (verdict,) = " ".join(done.stdout.split()), found["verdicts"]
+    reasons = {
+        "rate": "so no speed-up is claimed: its loss is",
+        "alone": "so no speed-up is claimed: its ranks end with different weights, where stock's",
+    }
+    assert (verdict["word"] == "not the same training") == (what in reasons)
+    assert reasons.get(what, "no difference") in said
+    assert ("others than stock's from step 1 on, so dropout and noise" in said) == (what == "draws")
+    stock, _, *nudged = found["runs"]
+    assert stock["is_replicated"]
+    assert [one["arm"] for one in nudged] == ["stock, nudged"] * (what in ("rate", "draws"))
+    for one in nudged:
+        assert one["losses"][0] == stock["losses"][0]
+        assert one["losses"][1:] != stock["losses"][1:]
 
 
 @pytest.mark.extended

@@ -131,7 +131,7 @@ def test_a_script_is_tuned_and_its_next_run_starts_from_it(
     problems = [problem for _, problem in tried]
     assert problems[:3] == ["", "", ""]
     assert "no memory for such chunks" in problems[3]
-    assert problems[4].startswith("another loss")
+    assert problems[4].startswith("another training")
     assert record["settings"] == {"ddp_bucket_mb": 4}
     assert record["for"]["script"] == "train.py"
     assert {name: len(rounds) for name, rounds in record["rounds"].items()} == {

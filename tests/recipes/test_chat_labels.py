@@ -16,10 +16,10 @@ from transformers import (
 
 from deepytorch.recipes._chat import encode, prompt_of
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._conversations import Conversation, Message
 from deepytorch.recipes._data import IGNORED_LABEL, byte_tokenizer
 from deepytorch.recipes._instructions import TextOptions
 from deepytorch.recipes._models import load_tokenizer, print_sample
-from deepytorch.recipes._records import Message
 from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 LLAMA2 = (
@@ -58,7 +58,7 @@ def with_template(template, *tokens):
 def trained(tokenizer, *messages):
     """The texts that are trained, one for each answer."""
     options = TextOptions(name="test", max_length=10_000)
-    example, _ = encode(messages, tokenizer, options)
+    example = encode(Conversation(messages), tokenizer, options).example
     runs, before = [], IGNORED_LABEL
     for label in example.labels:
         if label != IGNORED_LABEL:
@@ -100,9 +100,10 @@ def test_an_empty_answer_trains_its_own_end_alone():
     tokenizer = chat_tokenizer()
     turns = (QUESTION, Message("assistant", ""), QUESTION, Message("assistant", "Yes"))
     assert trained(tokenizer, *turns) == ["<|im_end|>", "Yes<|im_end|>"]
-    labels = encode(turns, tokenizer, TextOptions(name="test", max_length=10_000))[0].labels
+    options = TextOptions(name="test", max_length=10_000)
+    labels = encode(Conversation(turns), tokenizer, options).example.labels
     first = next(place for place, label in enumerate(labels) if label != IGNORED_LABEL)
-    prompt = prompt_of(turns[:2], tokenizer)
+    prompt = prompt_of(Conversation(turns[:2]), tokenizer)
     assert first == len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
@@ -146,8 +147,8 @@ def test_a_conversation_without_a_question_fails_no_run(
 ):
     tokenizer = make_tokenizer()
     turns = (*asked, Message("assistant", "Hi"))
-    assert bool(prompt_of(turns, tokenizer)) == bool(asked)
-    print_sample(few_positions, tokenizer, turns, 3, tmp_path / "sample.txt")
+    assert bool(prompt_of(Conversation(turns), tokenizer)) == bool(asked)
+    print_sample(few_positions, tokenizer, Conversation(turns), 3, tmp_path / "sample.txt")
     said = "none: the conversation left out of training has no question" in capsys.readouterr().out
     assert said != bool(asked)
     assert (tmp_path / "sample.txt").exists() == bool(asked)
@@ -157,7 +158,7 @@ def test_a_conversation_without_a_question_fails_no_run(
 def test_a_long_prompt_is_cut_from_the_left(few_positions, num_tokens, tmp_path):
     turns = (Message("user", "x" * 200), Message("assistant", "Hi"))
     path = tmp_path / "sample.txt"
-    print_sample(few_positions, byte_tokenizer(), turns, num_tokens, path)
+    print_sample(few_positions, byte_tokenizer(), Conversation(turns), num_tokens, path)
     kept = "### Response:\n"[-max(1, 32 - num_tokens) :]
     assert kept in path.read_text()
     assert "### Instruction" not in path.read_text()
@@ -165,7 +166,9 @@ def test_a_long_prompt_is_cut_from_the_left(few_positions, num_tokens, tmp_path)
 
 def test_a_sample_that_fails_is_a_line(few_positions, tmp_path, capsys):
     turns = (QUESTION, Message("assistant", "Hi"))
-    print_sample(few_positions, byte_tokenizer(), turns, 3, tmp_path / "no" / "folder")
+    print_sample(
+        few_positions, byte_tokenizer(), Conversation(turns), 3, tmp_path / "no" / "folder"
+    )
     assert "sample      none: [Errno 2]" in capsys.readouterr().out
 
 
@@ -193,7 +196,8 @@ def plain(*turns, **others):
     """The text of a model without a chat template, and what of it is trained."""
     tokenizer = byte_tokenizer()
     options = TextOptions(name="test", max_length=10_000, **others)
-    example, _ = encode(tuple(Message(*turn) for turn in turns), tokenizer, options)
+    conversation = Conversation(tuple(Message(*turn) for turn in turns))
+    example = encode(conversation, tokenizer, options).example
     labels = [label for label in example.labels if label != IGNORED_LABEL]
     return tokenizer.decode(example.input_ids), tokenizer.decode(labels)
 
@@ -218,7 +222,7 @@ def test_without_a_template_every_turn_has_its_place(turns, text):
 
 def test_a_second_answer_is_asked_for_behind_the_first():
     asked = (Message("user", "q"), Message("assistant", "first"), Message("assistant", "second"))
-    assert prompt_of(asked, byte_tokenizer()) == f"<s>{ASKED}first"
+    assert prompt_of(Conversation(asked), byte_tokenizer()) == f"<s>{ASKED}first"
 
 
 @pytest.mark.parametrize("expression", ["'a' + 1", "1 // 0", "messages[99].role.x", "nobody(1)"])
@@ -236,7 +240,7 @@ def test_a_tokenizer_without_offsets_trains_whole_conversations_only():
     with pytest.raises(RecipeError, match="does not say where in the text its tokens lie"):
         trained(tokenizer, *turns)
     whole = TextOptions(name="test", train_on_prompt=True)
-    example, _ = encode(turns, tokenizer, whole)
+    example = encode(Conversation(turns), tokenizer, whole).example
     assert example.labels == example.input_ids
     assert tokenizer.decode(example.labels) == "Is it?Yes"
 
@@ -247,5 +251,6 @@ def test_a_text_that_is_cut_brings_no_warning_of_its_length(template, monkeypatc
     tokenizer.model_max_length, tokenizer.chat_template = 8, template
     monkeypatch.setattr(tokenization_utils_base.logger, "warning", said.append)
     options = TextOptions(name="test", max_length=8)
-    encode((QUESTION, Message("assistant", "a rather long answer")), tokenizer, options)
+    turns = (QUESTION, Message("assistant", "a rather long answer"))
+    encode(Conversation(turns), tokenizer, options)
     assert said == []

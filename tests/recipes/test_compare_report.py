@@ -145,13 +145,17 @@ TINY = [
 
 @pytest.mark.parametrize("judged", [False, True])
 def test_dropout_is_compared_where_chance_can_be_told(tmp_path, monkeypatch, capsys, judged):
-    monkeypatch.setattr(_compare, "plot", lambda comparison, path: None)
+    monkeypatch.setattr(_compare, "plot", lambda comparison, path, verdict: None)
     words = [f"output_dir={tmp_path}", f"rounding_arm={judged}"]
     assert bert_mlm.main([*TINY, *words]) == (0 if judged else 2)
     if judged:
         (path,) = tmp_path.glob("*/compare.json")
-        # The third arm has dropout of its own.
-        assert json.loads(path.read_text())["drift"]["again"]["size"] > 1e-4
+        found = json.loads(path.read_text())
+        assert found["drift"]["again"]["size"] > 1e-4  # the third arm has dropout of its own
+        assert (found["draws_others"], found["not_equivalent"]) == (True, None)
+        assert "lie apart, both with dropout of their own" in "".join(
+            capsys.readouterr().out.split("\n")
+        ).replace(f"{found['drift']['again']['size']:.3g} ", "")
         return
     torch.distributed.destroy_process_group()  # an error leaves that to the process's end
     said = "dropout draws other numbers for rows without padding"
@@ -164,7 +168,18 @@ def test_table_names_what_every_recipe_writes(tmp_path, capsys):
     assert [line.split()[0] for line in lines] == ["plot", "samples", "scalars"]
 
 
+@pytest.mark.parametrize("ours", [[3.0, 2.5], [math.nan, 2.0], [3.0, math.inf]])
+def test_no_ratio_is_claimed_of_other_losses(ours, tmp_path, capsys):
+    for losses, is_claimed in (([3.0, 2.0], True), (ours, False)):
+        result = comparison([3.0, 2.0], losses)
+        print_table(result, tmp_path, 1e-4)
+        said = capsys.readouterr().out
+        assert ("above 1 deepytorch is faster" in said) == is_claimed
+        assert ("not claimed: the two runs are not equivalent" in said) != is_claimed
+
+
 @pytest.mark.parametrize("again", [None, [3.0, 2.0]])
-def test_plot_is_written(tmp_path, again):
-    plot(comparison([3.0, 2.0], [3.0, 2.0], again), tmp_path / "compare.png")
+@pytest.mark.parametrize("verdict", [None, "they differ"])
+def test_plot_is_written(tmp_path, again, verdict):
+    plot(comparison([3.0, 2.0], [3.0, 2.0], again), tmp_path / "compare.png", verdict)
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

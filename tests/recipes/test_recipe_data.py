@@ -19,6 +19,12 @@ from deepytorch.recipes import _hub
 from deepytorch.recipes._batches import EndlessBatches, hold_out
 from deepytorch.recipes._chat import encode, encode_all, prompt_of
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._conversations import (
+    Conversation,
+    Message,
+    as_conversation,
+    read_conversations,
+)
 from deepytorch.recipes._data import (
     IGNORED_LABEL,
     Example,
@@ -28,11 +34,6 @@ from deepytorch.recipes._data import (
     standard_library_pairs,
 )
 from deepytorch.recipes._instructions import TextOptions, fill_rows, prepare_data
-from deepytorch.recipes._records import (
-    Message,
-    as_conversation,
-    read_conversations,
-)
 from deepytorch.recipes._run import Process
 from deepytorch.recipes.qwen_lora import chat_tokenizer
 
@@ -101,7 +102,7 @@ def test_tokenizer_gives_any_text_back(tokenizer):
 
 def test_labels_cover_the_answer_and_its_end_only(tokenizer):
     pair = InstructionPair("Say hello.", "in French", "Bonjour")
-    example, truncated = encode(as_conversation(pair), tokenizer, options(1000))
+    example, truncated, *_ = encode(as_conversation(pair), tokenizer, options(1000))
     answer = [label for label in example.labels if label != IGNORED_LABEL]
     assert not truncated
     assert tokenizer.decode(answer) == "Bonjour</s>"
@@ -236,7 +237,7 @@ def test_held_out_examples_that_are_left_out_are_counted(prepared):
 
 def test_examples_with_an_empty_answer_are_left_out_in_every_format(prepared):
     alpaca = [{"instruction": "q", "output": "a"} for _ in range(4)]
-    chats = [{"messages": [vars(one) for one in CHAT]} for _ in range(4)]
+    chats = [{"messages": [dict(one) for one in SPOKEN]} for _ in range(4)]
     assert "left out because their prompt alone is longer; 1 held" in prepared(alpaca)[1]
     alpaca[2]["output"] = " \n"
     chats[1]["messages"][2] = {"role": "assistant", "content": ""}
@@ -273,8 +274,10 @@ def test_alpaca_list_and_lines_are_read(tmp_path):
     whole, lines = tmp_path / "data.json", tmp_path / "data.jsonl"
     whole.write_text(json.dumps(records))
     lines.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
-    assert read_conversations(whole) == expected
-    assert read_conversations(lines) == expected
+    for path in (whole, lines):
+        read = read_conversations(path)
+        assert read.found == expected
+        assert read.unknown == ("source",)
 
 
 @pytest.mark.parametrize(
@@ -330,9 +333,9 @@ def test_what_was_said_before_comes_before(tmp_path):
     path.write_text(json.dumps([{**record, "history": [["1?", "2"]]}, record | {"history": None}]))
     last = [Message("user", "And 2?"), Message("assistant", "4")]
     before = [Message("user", "1?"), Message("assistant", "2")]
-    first, second = read_conversations(path)
-    assert [*first] == [Message("system", "Double."), *before, *last]
-    assert [*second] == [Message("system", "Double."), *last]
+    first, second = read_conversations(path).found
+    assert [*first.messages] == [Message("system", "Double."), *before, *last]
+    assert [*second.messages] == [Message("system", "Double."), *last]
 
 
 @pytest.mark.parametrize("history", [7, ["1?"], [["1?"]], [["1?", 2]], "1?", [{"1?": "2"}]])
@@ -352,7 +355,8 @@ def test_lines_end_at_line_feeds_alone(tmp_path, encoding):
     lines.write_bytes("\r\n\n".join(records).encode(encoding))
     whole.write_bytes(f"[{','.join(records)}]".encode(encoding))
     for path in (lines, whole):
-        assert [answer.content for _, answer in read_conversations(path)] == texts
+        found = read_conversations(path).found
+        assert [one.messages[1].content for one in found] == texts
 
 
 def test_missing_data_file_is_named(tmp_path):
@@ -366,23 +370,25 @@ GENERATION = (
     "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CHAT = (
+TURNS = (
     Message("system", "Be short."),
     Message("user", "one"),
     Message("assistant", "one"),  # the same text as the question's
     Message("user", "two"),
     Message("assistant", "two, too"),
 )
+CHAT = Conversation(TURNS)
+SPOKEN = [one.for_template() for one in TURNS]
 
 
 def test_marked_and_unmarked_templates_train_the_same_tokens():
     unmarked, marked = chat_tokenizer(), chat_tokenizer()
     marked.chat_template = GENERATION
-    example, _ = encode(CHAT, unmarked, options(1000))
+    example, *_ = encode(CHAT, unmarked, options(1000))
     assert example == encode(CHAT, marked, options(1000))[0]
     answers = [label for label in example.labels if label != IGNORED_LABEL]
     assert unmarked.decode(answers) == "one<|im_end|>two, too<|im_end|>"
-    whole, _ = encode(CHAT, unmarked, options(1000, train_on_prompt=True))
+    whole, *_ = encode(CHAT, unmarked, options(1000, train_on_prompt=True))
     assert whole.labels == whole.input_ids == example.input_ids
     assert prompt_of(CHAT, unmarked).endswith("two<|im_end|>\n<|im_start|>assistant\n")
 
@@ -392,11 +398,11 @@ def test_a_template_that_rewrites_answers_is_an_error():
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     with pytest.raises(RecipeError, match="chat template changes what the assistant says"):
         encode(CHAT, tokenizer, options(1000))
-    example, _ = encode(CHAT, tokenizer, options(1000, train_on_prompt=True))
+    example, *_ = encode(CHAT, tokenizer, options(1000, train_on_prompt=True))
     assert tokenizer.decode(example.labels) == "BE SHORT.ONEONETWOTWO, TOO"
 
 
-def test_a_record_that_the_template_refuses_is_numbered(tmp_path):
+def test_a_record_that_the_template_refuses_is_named(tmp_path):
     tokenizer = chat_tokenizer()
     refusal = "{{ raise_exception('System role not supported') }}"
     tokenizer.chat_template = (
@@ -404,14 +410,15 @@ def test_a_record_that_the_template_refuses_is_numbered(tmp_path):
     )
     total = random.randint(2, 30)
     number = random.randrange(total)
-    records = [[vars(one) for one in CHAT[1:]] for _ in range(total)]
-    records[number] = [vars(one) for one in CHAT]
+    records = [SPOKEN[1:] for _ in range(total)]
+    records[number] = SPOKEN
     path = tmp_path / "data.json"
     path.write_text(json.dumps([{"messages": one} for one in records]))
     chosen = TextOptions(name="test", data=str(path), seed=random.randrange(99), held_out=1)
     with pytest.raises(RecipeError) as failure:
         prepare_data(chosen, tokenizer, Process(1, 2, torch.device("cpu")))
-    assert str(failure.value).startswith(f"record {number} of the data (from 0): the tokenizer's")
+    place = f"{path}, line 1, record {number}: the tokenizer's"
+    assert str(failure.value).startswith(place)
     assert "(System role not supported)" in str(failure.value)
 
 
@@ -426,15 +433,15 @@ def test_sharegpt_is_read_in_every_spelling(tmp_path):
                 {"from": "gpt", "value": "two, too"},
             ]
         },
-        {"messages": [{"role": one.role, "content": one.content} for one in CHAT]},
+        {"messages": [{"role": one.role, "content": one.content} for one in TURNS]},
     ]
     whole, table = tmp_path / "data.json", tmp_path / "data.parquet"
     whole.write_text(json.dumps(spellings))
-    assert read_conversations(whole) == [CHAT, CHAT]
+    assert read_conversations(whole).found == [CHAT, CHAT]
     parquet.write_table(pyarrow.Table.from_pylist(spellings[1:]), table)
-    assert read_conversations(table) == [CHAT]
+    assert read_conversations(table).found == [CHAT]
     table = table.rename(tmp_path / "DATA.PARQUET")
-    assert read_conversations(table) == [CHAT]
+    assert read_conversations(table).found == [CHAT]
     table.write_bytes(b"PAR1 no more")
     with pytest.raises(RecipeError, match=r"cannot read data=.*DATA\.PARQUET"):
         read_conversations(table)
@@ -443,16 +450,17 @@ def test_sharegpt_is_read_in_every_spelling(tmp_path):
 @pytest.mark.parametrize("others", [{}, {"instruction": None, "input": None, "output": None}])
 @pytest.mark.parametrize("field", ["conversations", "messages"])
 def test_what_a_table_fills_with_null_hides_nothing(tmp_path, field, others):
-    first = [{"from": None, "value": None, **vars(one)} for one in CHAT]
+    first = [{"from": None, "value": None, **one} for one in SPOKEN]
     second = [
-        {"from": one.role, "value": one.content, "role": None, "content": None} for one in CHAT
+        {"from": one.role, "value": one.content, "role": None, "content": None} for one in TURNS
     ]
     empty = {"conversations": None, "messages": None, **others}
     path = tmp_path / "data.json"
     path.write_text(json.dumps([{**empty, field: turns} for turns in (first, second)]))
-    assert read_conversations(path) == [CHAT, CHAT]
+    assert read_conversations(path).found == [CHAT, CHAT]
     path.write_text(json.dumps([{**empty, "instruction": "a", "output": "b"}]))
-    assert read_conversations(path) == [(Message("user", "a"), Message("assistant", "b"))]
+    pair = (Message("user", "a"), Message("assistant", "b"))
+    assert read_conversations(path).found == [Conversation(pair)]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from deepytorch_core import agreement
 from deepytorch_core.agreement import agree, numbered
 
 Prepare = Callable[[], str | None]
@@ -103,3 +106,33 @@ def test_what_a_rank_did_elsewhere_before_does_not_count() -> None:
         first.set("here", "1")
         assert second.get("here") == b"1"
     assert not numbered(shared, "decision", 0).check(["here"])
+
+
+def gather_with(late_s: float, **changes: Any) -> list[list[str]]:
+    """What each of two ranks gathers, of which the second comes late."""
+    store = HashStore()
+    changes = {"here_limit_s": 60.0, "what": "deciding on kernels"} | changes
+
+    def one(rank: int) -> list[str]:
+        time.sleep(rank * late_s)
+        return agreement.gather(store, rank=rank, size=2, value=f"of {rank}", **changes)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(one, range(2)))
+
+
+def test_a_long_wait_for_what_all_gather_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agreement, "TELL_S", 0.1)
+    everything = [["of 0", "of 1"]] * 2
+    assert gather_with(0.5) == everything
+    assert capfd.readouterr().err == (
+        "deepytorch: deciding on kernels waits for rank 1, 0.1 s by now, up to 60 s\n"
+    )
+    assert gather_with(0.5, what="") == everything
+    monkeypatch.undo()
+    assert gather_with(0.5) == everything
+    assert capfd.readouterr().err == ""
+    with pytest.raises(RuntimeError, match="rank 1 did not come within 0.05 s"):
+        gather_with(0.5, here_limit_s=0.05)

@@ -80,6 +80,11 @@ def test_compile_lines_and_table() -> None:
     summary = bench.compile_summary([row, {**row, "speedup": 0.5, "workload": "slow"}])
     assert summary.startswith("2 workloads: ours 1.00x of eager, torch.compile 1.25x")
     assert summary.endswith("worst of ours 0.50x (slow)")
+    wrong = {**row, "wrong": 1}
+    assert "samples/s: not claimed, torch.compile 1.25x" in bench.compile_line(wrong)
+    assert bench.compile_summary([row, wrong]).startswith("1 workloads: ours 2.00x of eager")
+    assert "no speed-up is claimed" in bench.compile_summary([wrong])
+    assert "| not claimed | 1.25x" in tables.render({"compile.jsonl": [wrong]})
     older = {name: value for name, value in row.items() if name != "warmup_phases_s"}
     assert tables.render({"compile.jsonl": [older]}) == tables.render({"compile.jsonl": [row]})
     table = tables.render({"compile.jsonl": [row]})

@@ -77,6 +77,7 @@ def record(**changes):
         "speedup_spread": [1.2, 1.3],
         "improvement_percent": 25.0,
         "loss_difference": 0.0,
+        "wrong": 0,
         "emulated": None,
     }
     return {**fields, **changes}
@@ -89,6 +90,8 @@ def test_the_lines_have_acspeeds_form():
     assert improvement == (
         "improvement +25.0% (quartiles +20.0% to +30.0%), losses equal bit for bit"
     )
+    differing = bench_ddp.ddp_lines(record(wrong=1, loss_difference=0.5))
+    assert differing[-1] == "improvement not claimed, losses relative difference 0.5"
 
 
 def test_the_lines_of_cpu_ranks():
@@ -100,9 +103,11 @@ def test_the_lines_of_cpu_ranks():
 
 def test_the_summary_names_worst_and_median():
     def row(op, num_bytes, speedup):
-        return {"op": op, "bytes": num_bytes, "dtype": "float32", "speedup": speedup}
+        fields = {"op": op, "bytes": num_bytes, "dtype": "float32", "speedup": speedup}
+        return {**fields, "wrong": int(speedup < 1)}  # what is wrong is not claimed
 
     rows = [row("all_reduce", 1024, 9.0), row("barrier", 0, 3.0), row("all_reduce", 4096, 2.0)]
+    rows += [row("all_reduce", 2048, 0.5), row("broadcast", 1024, 0.5)]
     assert bench_table.summary([*rows, row("all_reduce", 8192, 4.0)]) == [
         "all_reduce: worst 2.00x (4K float32), median 4.00x of 3",
         "barrier: worst 3.00x (no data), median 3.00x of 1",
@@ -133,6 +138,7 @@ def test_the_lines_of_a_vision_model():
         "all: 1.50x (quartiles 1.20 to 1.30), +50.0 %",
         "losses differ by at most 0.1 %, dropout off",
     ]
+    assert "all: not claimed" in bench_ddp.vision_lines([of_vision(part="all", wrong=1)])
 
 
 @pytest.mark.parametrize(

@@ -186,10 +186,13 @@ def test_the_lines():
         "speedup": 1.5,
         "speedup_spread": [1.4, 1.6],
         "loss_difference": 0.0,
+        "wrong": 0,
     }
     lines = bench_train.train_lines(row)
     assert "90 of 100 collectives native" in lines[0]
     assert lines[-1] == "speed-up 1.50x (quartiles 1.40 to 1.60), losses equal bit for bit"
+    differing = bench_train.train_lines({**row, "wrong": 1, "loss_difference": 0.5})
+    assert differing == [*lines[:-1], "speed-up not claimed, losses relative difference 0.5"]
     where = {**dict.fromkeys(("flow_cap_mbit", "delay_ms")), "link_mbit": 100.0, "order": "block"}
     row["emulated"] = {"nodes": 2, "ranks_per_node": [1, 1], **where}
     assert bench_train.train_lines(row) == ["emulated 2 nodes of 1 rank, 100 Mbit/s", *lines]

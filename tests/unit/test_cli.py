@@ -436,3 +436,12 @@ def test_topology_printed_and_drawn_again_is_the_same(tmp_path):
     again = invoke("topology", "--from", str(path), "--json")
     assert again.exit_code == 0, again.output
     assert again.stdout == first.stdout
+
+
+@pytest.mark.parametrize("missing", [["deepspeed"], ["hjson", "cpuinfo"], ["ninja", "einops"]])
+def test_build_needs_nothing_of_a_framework(monkeypatch, missing):
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    done = invoke("build")
+    assert done.exit_code == 0, done.output
+    assert "adapter ready: " in done.output

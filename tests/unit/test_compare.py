@@ -20,6 +20,7 @@ from deepytorch.cli import compare, launcher
 from deepytorch.cli.compare import report
 from deepytorch_core import config
 from deepytorch_core.compare import result, workspace
+from deepytorch_core.compare.losses import largest_difference
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.receipt import write
 from deepytorch_core.compare.result import Sample, judge
@@ -133,7 +134,7 @@ def test_the_first_run_of_all_says_nothing_of_the_one_off_cost(
 def test_loss_difference(
     ours: tuple[float | None, ...], difference: float | None, relative: float | None
 ) -> None:
-    found = result.loss_difference([sample("stock", 1.0)], [sample("ours", 1.0, ours)])
+    found = largest_difference([sample("stock", 1.0)], [sample("ours", 1.0, ours)])
     assert repr(found) == repr((difference, relative))
 
 

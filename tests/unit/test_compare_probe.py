@@ -107,7 +107,7 @@ def test_the_first_step_leaves_a_mark(probe: Probe, tmp_path: Path) -> None:
     weight = torch.ones((), requires_grad=True)
     assert not (tmp_path / f"{STEPPED}0").exists()
     weight.backward()  # type: ignore[no-untyped-call]
-    probe._stepped(None, (), {})
+    probe._stepped(torch.optim.SGD([weight]), (), {})
     assert (tmp_path / f"{STEPPED}0").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ def rank_file(folder: Path, rank: int, **changes: Any) -> None:
         "script": "/home/train.py",
         "asked": {},
         "undecided": [],
+        "draws": [5, 7],
+        "weights": 3.0,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps({**found, **changes}))
 
@@ -41,6 +44,20 @@ def test_ranks_are_put_together(tmp_path: Path) -> None:
     found = result.read("ours", tmp_path, 2)
     assert (found.block_s, found.setup_s, found.peak_bytes) == ((2.0, 2.0), 2.0, 11)
     assert (found.losses, found.native_calls, found.redirected) == ((1.5, None), 6, ("/a",))
+    assert (found.loss_ranks, found.draws, found.is_replicated) == (2, (5, 7), True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "alike"),
+    [((3.0, 3.0), True), ((3.0, 3.1), False), ((3.0, None), None), ((3.0, math.nan), False)],
+)
+def test_ranks_that_end_with_other_weights_are_told(
+    tmp_path: Path, weights: tuple[float | None, ...], alike: bool | None
+) -> None:
+    for rank, one in enumerate(weights):
+        rank_file(tmp_path, rank, weights=one, losses=[None if rank else 1.0, None])
+    found = result.read("ours", tmp_path, 2)
+    assert (found.is_replicated, found.loss_ranks) == (alike, 1)
 
 
 def test_a_rank_without_a_record_has_ended_without_pythons_exit(tmp_path: Path) -> None:

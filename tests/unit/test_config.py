@@ -166,12 +166,38 @@ def test_the_core_sees_what_is_given_as_keyword() -> None:
     program = (
         "import os\n"
         "from deepytorch_core import config\n"
+        "before = dict(os.environ)\n"
         "config.set_current(config.Options(log='error', reduce_threads=3))\n"
-        "config.export_for_core()\n"
-        "assert os.environ['DEEPYTORCH_LOG'] == 'error'\n"
-        "assert os.environ['DEEPYTORCH_REDUCE_THREADS'] == '3'\n"
+        "assert config.for_core()['DEEPYTORCH_LOG'] == 'error'\n"
+        "assert config.for_core()['DEEPYTORCH_REDUCE_THREADS'] == '3'\n"
+        "assert 'DEEPYTORCH_IFNAME' not in config.for_core()\n"
+        "from deepytorch_core import _core\n"
+        "for name, value in config.for_core().items():\n"
+        "    _core.set_variable(name, value)\n"
+        "assert dict(os.environ) == before\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=_environment())
+
+
+def test_what_is_put_into_the_environment_can_be_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_set", {})
+    monkeypatch.setenv("NCCL_THEIRS", "user")
+    for name in ("NCCL_OURS", "GLOO_OURS", "NCCL_CHANGED"):
+        monkeypatch.delenv(name, raising=False)
+    config.set_where_unset({"NCCL_THEIRS": "1", "GLOO_OURS": "eth1"})
+    config.set_for_nccl({"NCCL_OURS": "2", "NCCL_CHANGED": "3"})
+    monkeypatch.setenv("NCCL_CHANGED", "user")
+    for _ in range(2):
+        config.withdraw()
+        here = config.child_environment()
+        assert "GLOO_OURS" not in here
+        assert "NCCL_OURS" not in here
+        assert (here["NCCL_THEIRS"], here["NCCL_CHANGED"]) == ("user", "user")
+        config.renew()
+        here = config.child_environment()
+        assert (here["GLOO_OURS"], here["NCCL_OURS"]) == ("eth1", "2")
+        assert (here["NCCL_THEIRS"], here["NCCL_CHANGED"]) == ("user", "user")
+    config.withdraw()
 
 
 def _environment() -> dict[str, str]:

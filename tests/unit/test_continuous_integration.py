@@ -65,3 +65,44 @@ def test_tests_on_emulated_nodes_run_as_root_or_fail(tmp_path: Path, *, allowed:
         assert done.returncode != 0
         assert "a password is required" in done.stderr
         assert not done.stdout
+
+
+def build_operator(folder: Path, python: str) -> tuple[str, Path]:
+    """What make says where DeepSpeed's operator is built by this in place of Python, and the mark
+    that it was."""
+    bin_ = folder / "bin"
+    bin_.mkdir()
+    (bin_ / "python").write_text(f"#!/bin/sh\n{python}\n")
+    (bin_ / "python").chmod(0o755)
+    made = folder / "extensions" / ".made"
+    variables = [f"VENV={folder}", f"BIN={bin_}", f"TORCH_EXTENSIONS_DIR={made.parent}"]
+    command = ["make", "--no-print-directory", "-o", f"{folder}/.dependencies", *variables, made]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, made
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ModuleNotFoundError: No module named 'hjson'",
+        "RuntimeError: Ninja is required to load C++ extensions",
+        "subprocess.CalledProcessError: Command 'c++' returned non-zero exit status 1.",
+    ],
+)
+def test_what_deepspeeds_operator_lacks_is_said_and_ends_nothing(
+    error: str, tmp_path: Path
+) -> None:
+    said, made = build_operator(tmp_path, f'echo Traceback; echo "{error}" >&2; exit 1')
+    log = made.parent / "log"
+    assert said.splitlines()[1:] == [
+        f"DeepSpeed's operator is left out: {error} (all of it: {log})"
+    ]
+    assert not made.exists()
+
+
+def test_deepspeeds_operator_finds_the_ninja_beside_python(tmp_path: Path) -> None:
+    said, made = build_operator(tmp_path, 'echo "$PATH"')
+    assert made.exists()
+    assert said.splitlines() == ["Building DeepSpeed's operator for CPUs ..."]
+    assert (made.parent / "log").read_text().startswith(f"{tmp_path}/bin:")

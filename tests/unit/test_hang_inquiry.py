@@ -65,9 +65,10 @@ def test_what_is_answered_comes_back_whole(desk: inquiry.Desk) -> None:
     before = descriptors()
     for count in (0, 1, 77):
         with clerk(desk, lambda question: desk.reply(question, some_ranks(count))) as taken:  # noqa: B023
-            answer = inquiry.ask([SELF], again=count == 77)
+            answer = inquiry.ask([SELF], how=inquiry.AGAIN if count == 77 else inquiry.GENTLY)
         assert answer == inquiry.Answer(tuple(some_ranks(count)))
-        assert [question.again for question in taken] == [count == 77]
+        expected = inquiry.AGAIN if count == 77 else inquiry.GENTLY
+        assert [question.how for question in taken] == [expected]
     assert descriptors() == before
 
 
@@ -100,13 +101,14 @@ def test_what_is_no_question_is_none(desk: inquiry.Desk) -> None:
     for line in (f"abc first {late}", f"../x first {soon}", "abc first", "abc first soon", "\xff"):
         os.write(desk._descriptors[1], line.encode("latin-1") + b"\n")
     assert desk.wait(0) == []
-    os.write(desk._descriptors[1], f"\nabc again {soon}\nabd first {soon}\n".encode())
-    assert [(one.token, one.again) for one in desk.wait(0)] == [("abc", True), ("abd", False)]
+    lines = f"\nabc again {soon}\nabd first {soon}\nabe roughly {soon}\n"
+    os.write(desk._descriptors[1], lines.encode())
+    assert [(one.token, one.how) for one in desk.wait(0)] == [("abc", "again"), ("abd", "first")]
 
 
 def test_answers_of_others_and_lies_are_left_out(desk: inquiry.Desk) -> None:
     def lie(question: inquiry.Question) -> None:
-        desk.reply(inquiry.Question("fff", again=False, until=0.0), some_ranks(2))
+        desk.reply(inquiry.Question("fff", inquiry.FIRST, until=0.0), some_ranks(2))
         for ranks in ([1, {}, "x", evidence.to_json(Rank(5))], []):
             desk._write({"token": question.token, "ranks": ranks})
 

@@ -214,9 +214,9 @@ def answers(monkeypatch: pytest.MonkeyPatch, *given: inquiry.Answer) -> list[boo
     """Has other nodes answer so, one after the other; returns which were asked for again."""
     asked: list[bool] = []
 
-    def ask(pids: list[int], *, again: bool = False) -> inquiry.Answer:
+    def ask(pids: list[int], *, how: str = inquiry.FIRST) -> inquiry.Answer:
         assert pids == [70, 71, 72]
-        asked.append(again)
+        asked.append(how == inquiry.AGAIN)
         return given[len(asked) - 1]
 
     monkeypatch.setattr(inquiry, "ask", ask)
@@ -339,7 +339,7 @@ def test_a_group_made_again_does_not_compare_with_what_the_former_one_left() -> 
             except RuntimeError as error:
                 raised.append(str(error))
 
-        compare = [mismatch.comparer(store, "0", rank, 2) for rank in range(2)]
+        compare = [mismatch.comparer(store, "0", rank, 2, limit_s=30) for rank in range(2)]
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
         threads[0].start()
         threads[0].join(0.2)  # rank 0 comes first, and finds what there is

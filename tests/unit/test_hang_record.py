@@ -210,7 +210,7 @@ def test_lengths_are_checked_before_use(alone: _core.Communicator, name: str) ->
 def test_a_newer_version_names_the_way_out(alone: _core.Communicator) -> None:
     data = raw()
     struct.pack_into("<I", data, 8, 7)
-    with pytest.raises(RecordError, match="version 7.*reads version 2"):
+    with pytest.raises(RecordError, match="version 7.*reads version 3"):
         record.parse(bytes(data), now_ns=NOW_NS)
 
 

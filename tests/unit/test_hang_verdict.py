@@ -86,6 +86,7 @@ def test_a_rank_that_never_entered() -> None:
         (2,),
         "dp",
         1234,
+        "all_reduce #1234 of group dp (64 MB bfloat16)",
     )
 
 
@@ -292,6 +293,32 @@ def test_a_pipeline_leads_to_its_slowest_stage() -> None:
 def test_a_message_from_anybody() -> None:
     found = judge([rank(0, message("recv", -1)), *(rank(n, op(1)) for n in (1, 2, 3))])
     assert (found.kind, found.ranks) == (verdict.NEVER_ENTERED, (1, 2, 3))
+
+
+@pytest.mark.parametrize("tags", [[1, 2, 3], [3, 1], [7, 7, 3]])
+def test_where_any_of_several_messages_fits_the_program_is_not_to_blame(tags: list[int]) -> None:
+    """One waits in another than its peer does, though what the peer wants has been sent."""
+    sent = [
+        dataclasses.replace(message("send", 1, tag=tag), sequence=number)
+        for number, tag in enumerate(tags, 1)
+    ]
+    found = judge([rank(0, *sent), rank(1, message("recv", 0, tag=3))])
+    assert found.kind == verdict.ALL_INSIDE, found.sentence
+    assert "sends 32000000 x bfloat16 with tag 3" in found.sentence
+    assert "not the program is stuck" in found.sentence
+
+
+def test_a_posted_receive_that_fits_is_seen_though_its_rank_waits_for_something_else() -> None:
+    posted = message("recv", 0, asynchronous=True)
+    found = judge([rank(0, message("send", 1)), rank(1, posted, op(4), inside(5))])
+    assert "never received" not in found.sentence
+
+
+def test_a_rank_that_has_only_posted_a_receive_waits_for_nobody() -> None:
+    posted = message("recv", 0, age_s=5000.0, asynchronous=True)
+    found = judge([*waiting(0, 1, 3), rank(2, posted, op(4))])
+    assert (found.kind, found.ranks) == (verdict.NEVER_ENTERED, (2,))
+    assert found.operation == "all_reduce #5 of group dp (64 MB bfloat16)"
 
 
 def test_a_receive_that_is_not_yet_due_blames_nobody_before_a_collective() -> None:

@@ -229,7 +229,7 @@ def test_a_record_of_arms_in_one_process_stands_beside_that_of_arms_apart(tmp_pa
 
 
 @pytest.mark.parametrize("losses", [[2.0, 1.1], [2.0, float("nan")]])
-def test_differing_losses_are_wrong(losses: list[float]) -> None:
+def test_differing_losses_are_wrong(losses: list[float], tmp_path: Path) -> None:
     samples = {
         "plain": [measured([3.0, 3.0], [2.0, 1.0])],
         "ours": [measured([1.0, 1.0], losses)],
@@ -238,6 +238,13 @@ def test_differing_losses_are_wrong(losses: list[float]) -> None:
     assert record["wrong"] == 1
     json.dumps(record, allow_nan=False)
     assert ("a loss is not a number: [2.0, None]" in run.lines(record)[-1]) == (losses[1] != 1.1)
+    shown = [*run.lines(record), tables.render({"f.jsonl": [record]})]
+    page.write([record], tmp_path / "table.html")
+    for text in ("\n".join(shown), (tmp_path / "table.html").read_text()):
+        assert "not claimed" in text
+        assert "3.00x" not in text
+        assert "3.000x" not in text
+    page.write([record], tmp_path / "table.png")  # without a bar
 
 
 def test_the_list_is_printed() -> None:

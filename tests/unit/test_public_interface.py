@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "kernels": "auto",
     "tune": "auto",
     "profile": None,
-    "timeout_s": 600.0,
+    "timeout_s": None,
     "log": "info",
     "debug": False,
     "deterministic": False,

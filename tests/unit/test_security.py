@@ -22,7 +22,7 @@ SOMEBODY = 12345
 # Where objects may be unpickled, and why nobody else's can come there.
 UNPICKLING = {
     # Horovod's own API: objects of the user's, from ranks that run the user's program.
-    "integrations/horovod/_state.py": "broadcast_object and allgather_object",
+    "integrations/horovod/functions.py": "broadcast_object and allgather_object",
     "integrations/horovod_tensorflow.py": "broadcast_object and allgather_object",
     # torch's object collectives, of what rank 0 of the same program did.
     "recipes/_run.py": "on_main and everyones",

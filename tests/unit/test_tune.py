@@ -266,15 +266,18 @@ def test_a_candidate_must_train_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert runs.candidates.sees_losses
     assert runs.try_(sample(9, (2.0, 1.5, 1.0 + 1e-4))).problem == ""
     assert runs.try_(sample(9, (2.0, 1.5, 1.01))).problem == (
-        "another loss: it differs by 0.0099 of itself"
+        "another training: its loss is 0.01 off at step 3 (1.0% of it), where the defaults' runs "
+        "are at most 0 apart"
     )
-    assert runs.try_(sample(9, (2.0, math.nan, 1.0))).problem.startswith("another loss")
-    assert runs.try_(sample(9, (None, None, None))).problem == "another loss: none was seen"
+    assert runs.try_(sample(9, (2.0, math.nan, 1.0))).problem == (
+        "another training: its loss is nan at step 2, where the defaults' is 1.5"
+    )
+    assert "no loss to compare at step 1" in runs.try_(sample(9, (None, None, None))).problem
     # Defaults that differ from themselves allow as much, three times.
     runs.answers = [sample(9, (2.0, 1.5, 1.005))]
     assert runs.candidates.measure(DEFAULTS, None).problem == ""
     assert runs.try_(sample(9, (2.0, 1.5, 1.01))).problem == ""
-    assert runs.try_(sample(9, (2.0, 1.5, 1.03))).problem.startswith("another loss")
+    assert runs.try_(sample(9, (2.0, 1.5, 1.03))).problem.startswith("another training")
 
 
 def test_a_failure_is_one_line_and_its_output_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

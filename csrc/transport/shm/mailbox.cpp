@@ -10,7 +10,7 @@ namespace dpt {
 namespace {
 
 constexpr size_t kRingBytes = 256 << 10;
-constexpr size_t kReplies = 4 * Mailbox::kMostAnnounced;
+constexpr size_t kReplies = 64;
 constexpr size_t kSlots = 4;
 constexpr size_t kPage = 4096;
 
@@ -25,16 +25,39 @@ void publish(Counter& counter, uint64_t value) {
   counter.value.store(value, std::memory_order_release);
 }
 
+// How far the two sides of a ring are. Who writes and finds no room leaves word, and whoever reads
+// after that rings.
+struct Flow {
+  Counter written;
+  Counter read;
+  alignas(kCacheLine) std::atomic<uint32_t> wants_room;
+
+  // The writer's: whether `more` fits into `capacity`.
+  bool has_room(uint64_t more, uint64_t capacity) {
+    const auto fits = [&] {
+      return own(written) + more - read.value.load(std::memory_order_seq_cst) <= capacity;
+    };
+    if (fits()) return true;
+    // Pairs with advance(): either it sees the wish, or we see the room it made.
+    wants_room.store(1, std::memory_order_seq_cst);
+    return fits();
+  }
+
+  // The reader's: true when the writer waits for room.
+  bool advance(uint64_t by) {
+    read.value.store(own(read) + by, std::memory_order_seq_cst);
+    return wants_room.load(std::memory_order_seq_cst) != 0 &&
+           wants_room.exchange(0, std::memory_order_seq_cst) != 0;
+  }
+};
+
 static_assert(sizeof(Letter) <= kCacheLine);
 
 }  // namespace
 
 struct Mailbox::Shared {
-  Counter letters_written;  // in bytes of the ring
-  Counter letters_read;
-  alignas(kCacheLine) std::atomic<uint32_t> wants_room;
-  Counter replies_written;
-  Counter replies_read;
+  Flow letters_flow;  // in bytes of the ring
+  Flow replies_flow;
   Counter slots_written;
   Counter slots_read;
   alignas(kCacheLine) Reply replies[kReplies];
@@ -51,19 +74,12 @@ Mailbox::Mailbox(char* area, int from, int to, int size)
 
 bool Mailbox::post(const Letter& letter, const void* content) {
   const size_t needed = kCacheLine + (letter.inside ? round_up(letter.bytes, kCacheLine) : 0);
-  uint64_t written = own(shared_->letters_written);
+  Flow& flow = shared_->letters_flow;
+  uint64_t written = own(flow.written);
   const size_t to_end = kRingBytes - written % kRingBytes;
   // A letter and its content lie in one piece; what is left before the end is skipped.
   const size_t skipped = to_end < needed ? to_end : 0;
-  auto has_room = [&] {
-    const uint64_t read = shared_->letters_read.value.load(std::memory_order_seq_cst);
-    return written + skipped + needed - read <= kRingBytes;
-  };
-  if (!has_room()) {
-    // Pairs with pop(): either it sees the wish, or we see the room it made.
-    shared_->wants_room.store(1, std::memory_order_seq_cst);
-    if (!has_room()) return false;
-  }
+  if (!flow.has_room(skipped + needed, kRingBytes)) return false;
   if (skipped != 0) {
     const Letter filler{.filler = 1};
     std::memcpy(shared_->ring + written % kRingBytes, &filler, sizeof filler);
@@ -74,18 +90,19 @@ bool Mailbox::post(const Letter& letter, const void* content) {
   if (letter.inside && letter.bytes != 0) {
     std::memcpy(place + kCacheLine, content, letter.bytes);
   }
-  publish(shared_->letters_written, written + needed);
+  publish(flow.written, written + needed);
   return true;
 }
 
 const Letter* Mailbox::front() {
+  Flow& flow = shared_->letters_flow;
   for (;;) {
-    const uint64_t read = own(shared_->letters_read);
-    if (others(shared_->letters_written) == read) return nullptr;
+    const uint64_t read = own(flow.read);
+    if (others(flow.written) == read) return nullptr;
     const auto* letter = reinterpret_cast<const Letter*>(shared_->ring + read % kRingBytes);
     if (!letter->filler) return letter;
     // What follows was published together with the filler.
-    publish(shared_->letters_read, read + kRingBytes - read % kRingBytes);
+    publish(flow.read, read + kRingBytes - read % kRingBytes);
   }
 }
 
@@ -94,28 +111,26 @@ const char* Mailbox::content_of(const Letter& letter) const {
 }
 
 bool Mailbox::pop() {
-  const uint64_t read = own(shared_->letters_read);
-  const auto* letter = reinterpret_cast<const Letter*>(shared_->ring + read % kRingBytes);
-  const size_t bytes = kCacheLine + (letter->inside ? round_up(letter->bytes, kCacheLine) : 0);
-  shared_->letters_read.value.store(read + bytes, std::memory_order_seq_cst);
-  return shared_->wants_room.load(std::memory_order_seq_cst) != 0 &&
-         shared_->wants_room.exchange(0, std::memory_order_seq_cst) != 0;
+  Flow& flow = shared_->letters_flow;
+  const auto* letter = reinterpret_cast<const Letter*>(shared_->ring + own(flow.read) % kRingBytes);
+  return flow.advance(kCacheLine + (letter->inside ? round_up(letter->bytes, kCacheLine) : 0));
 }
 
-void Mailbox::reply(const Reply& reply, bool droppable) {
-  const uint64_t written = own(shared_->replies_written);
-  const size_t unread = written - others(shared_->replies_read);
-  if (droppable && unread >= kReplies - kMostAnnounced) return;
-  DPT_CHECK(unread < kReplies);
+bool Mailbox::reply(const Reply& reply) {
+  Flow& flow = shared_->replies_flow;
+  if (!flow.has_room(1, kReplies)) return false;
+  const uint64_t written = own(flow.written);
   shared_->replies[written % kReplies] = reply;
-  publish(shared_->replies_written, written + 1);
+  publish(flow.written, written + 1);
+  return true;
 }
 
-bool Mailbox::take(Reply* reply) {
-  const uint64_t read = own(shared_->replies_read);
-  if (others(shared_->replies_written) == read) return false;
+bool Mailbox::take(Reply* reply, bool* ring) {
+  Flow& flow = shared_->replies_flow;
+  const uint64_t read = own(flow.read);
+  if (others(flow.written) == read) return false;
   *reply = shared_->replies[read % kReplies];
-  publish(shared_->replies_read, read + 1);
+  *ring = flow.advance(1);
   return true;
 }
 

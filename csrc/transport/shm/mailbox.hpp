@@ -2,11 +2,16 @@
 //
 //   letters   sender -> receiver: a ring of announcements in posting order; a small message lies in
 //             it whole, right behind its letter
-//   replies   receiver -> sender: one per announced (large) message
+//   replies   receiver -> sender: a ring of answers, one per announced (large) message
 //   slots     the content of the one large message that the receiver granted, in pieces
 //
 // Each of the three has one writer and one reader and never blocks: a function says that there is
 // no room, or nothing new. Who waits does so on its doorbell (Segment::await_ring).
+//
+// NOTE [Room] Each of the three is small, and no number of messages may stall in it. Writers keep
+// on their heap what finds no room, and neither side stops reading because it can't write: a
+// receiver reads letters as long as it looks for a match, a sender reads replies as long as one is
+// missing.
 #pragma once
 
 #include <cstddef>
@@ -46,8 +51,6 @@ class Mailbox {
   static constexpr size_t kSlotBytes = 128 << 10;
   // Larger messages are announced, and sent when the receiver is ready for them.
   static constexpr size_t kMostInside = 64 << 10;
-  // Unanswered announcements that a sender may have; their replies always find room.
-  static constexpr size_t kMostAnnounced = 16;
 
   // For all pairs of a group. Pages that no message touched cost no memory.
   static size_t area_bytes(int size);
@@ -58,7 +61,8 @@ class Mailbox {
 
   // The sender's side. False: no room now, and the receiver will ring when it made some.
   bool post(const Letter& letter, const void* content);
-  bool take(Reply* reply);
+  // False: no reply. `*ring`: the receiver waits for room and must be rung.
+  bool take(Reply* reply, bool* ring);
   char* free_slot();  // nullptr: all are full
   void filled_slot();
 
@@ -67,8 +71,8 @@ class Mailbox {
   const char* content_of(const Letter& letter) const;
   // Done with the front letter; true when the sender waits for room and must be rung.
   bool pop();
-  // Refusals of small messages, which nobody waits for, are dropped when there is no room.
-  void reply(const Reply& reply, bool droppable = false);
+  // False: no room now, and the sender will ring when it made some.
+  bool reply(const Reply& reply);
   const char* full_slot();  // nullptr: none is
   void emptied_slot();
 

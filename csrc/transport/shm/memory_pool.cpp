@@ -97,6 +97,7 @@ void MemoryPool::free(void* address) {
   size_t bytes = block->second;
   used_.erase(block);
   usage_.in_use_bytes -= bytes;
+  if (close_if_unused()) return;
   const auto after = free_.lower_bound(begin);
   if (after != free_.begin()) {
     const auto before = std::prev(after);
@@ -121,6 +122,31 @@ std::optional<uint64_t> MemoryPool::offset_of(const void* address, size_t bytes)
   const uint64_t offset = place - begin;
   if (bytes > capacity_ - offset) return std::nullopt;
   return offset;
+}
+
+MemoryPool::Hold MemoryPool::hold() {
+  std::lock_guard lock(mutex_);
+  ++holds_;
+  was_held_ = true;
+  return {this, [this](const void*) { release(); }};
+}
+
+void MemoryPool::release() {
+  if (forked_.load(std::memory_order_relaxed)) return;
+  std::lock_guard lock(mutex_);
+  --holds_;
+  close_if_unused();
+}
+
+bool MemoryPool::close_if_unused() {
+  if (holds_ > 0 || !was_held_ || !used_.empty() || base() == nullptr) return false;
+  munmap(base_.exchange(nullptr), capacity_);
+  file_.reset();
+  free_.clear();
+  free_by_size_.clear();
+  usage_ = {0, 0};
+  was_held_ = false;
+  return true;
 }
 
 int MemoryPool::file() {

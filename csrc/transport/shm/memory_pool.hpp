@@ -8,15 +8,16 @@
 // NOTE [Pages] A freed block keeps its pages for the next one, as every caching allocator does: no
 // system call in steady state. `trim` gives them back.
 //
-// Lifecycle: the file is made at the first need and lives as long as the process. A child of fork()
-// keeps the mapping only if its parent's tensors lie there, and owns none of it (after_fork).
-// Thread safety: all functions from any thread.
+// Lifecycle: the file is made at the first need. Once nobody holds it any more it goes with the
+// last block. A child of fork() keeps the mapping only if its parent's tensors lie there, and owns
+// none of it (after_fork). Thread safety: all functions from any thread.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -50,6 +51,9 @@ class MemoryPool {
   // Where [address, address + bytes) lies in the pool's file; nothing when it lies elsewhere.
   std::optional<uint64_t> offset_of(const void* address, size_t bytes) const;
 
+  // While somebody has one of these file and base stay. The pool must outlive them.
+  using Hold = std::shared_ptr<const void>;
+  Hold hold();
   // The file, for passing on; the pool keeps it. Throws Error(DPT_ERR_SYSTEM).
   int file();
   // Where the file starts here; nullptr before the first need.
@@ -64,11 +68,13 @@ class MemoryPool {
 
  private:
   void open_file();
+  void release();
+  bool close_if_unused();
   void add_free(uint64_t offset, size_t bytes);
   void remove_free(std::map<uint64_t, size_t>::iterator block);
 
   std::atomic<char*> base_{nullptr};
-  size_t capacity_ = 0;  // constant once base_ is set
+  size_t capacity_ = 0;  // constant while base_ is set
   std::atomic<bool> forked_{false};
 
   mutable std::mutex mutex_;  // guards what follows
@@ -77,6 +83,8 @@ class MemoryPool {
   std::set<std::pair<size_t, uint64_t>> free_by_size_;
   std::unordered_map<uint64_t, size_t> used_;
   Usage usage_{0, 0};
+  int holds_ = 0;
+  bool was_held_ = false;
 };
 
 }  // namespace dpt

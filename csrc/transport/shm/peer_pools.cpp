@@ -1,7 +1,6 @@
 #include "transport/shm/peer_pools.hpp"
 
 #include <sys/mman.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 
@@ -28,15 +27,18 @@ MappedPool::MappedPool(const UniqueFd& file) {
 
 MappedPool::~MappedPool() { munmap(base_, bytes_); }
 
-std::shared_ptr<const MappedPool> PeerPools::map(const std::string& process, const UniqueFd& file) {
+std::shared_ptr<const MappedPool> PeerPools::map(const UniqueFd& file) {
+  struct stat info{};
+  DPT_SYS_CHECK(fstat(file.get(), &info));
+  const auto key = std::pair(info.st_dev, info.st_ino);
   std::lock_guard lock(mutex_);
-  // Of processes that no group shares any more only the names are left; drop those too.
+  // Of files that no group shares any more only the numbers are left; drop those too.
   std::erase_if(mapped_, [](const auto& entry) { return entry.second.expired(); });
-  if (const auto found = mapped_.find(process); found != mapped_.end()) {
+  if (const auto found = mapped_.find(key); found != mapped_.end()) {
     if (auto pool = found->second.lock()) return pool;
   }
   auto pool = std::make_shared<const MappedPool>(file);
-  mapped_[process] = pool;
+  mapped_[key] = pool;
   return pool;
 }
 

@@ -1,11 +1,14 @@
-// Where the memory pools of peer processes are mapped here: once per process, however many groups
-// share it, and no longer than one of them does.
+// Where the memory pools of peer processes are mapped here: each file once, however many groups
+// share it, and no longer than one of them does. By the file, since a process that had left all of
+// its groups has another one for the next.
 #pragma once
+
+#include <sys/stat.h>
 
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <utility>
 
 #include "transport/shm/fd_exchange.hpp"
 
@@ -29,15 +32,14 @@ class MappedPool {
 // Thread safety: all functions from any thread.
 class PeerPools {
  public:
-  // The pool of `process` (PeerInfo::process), mapped now unless a group holds it already. Throws
-  // Error(DPT_ERR_SYSTEM).
-  std::shared_ptr<const MappedPool> map(const std::string& process, const UniqueFd& file);
-  // How many processes' pools are mapped.
+  // The pool in `file`, mapped now unless a group holds it already. Throws Error(DPT_ERR_SYSTEM).
+  std::shared_ptr<const MappedPool> map(const UniqueFd& file);
+  // How many pools are mapped.
   size_t size() const;
 
  private:
   mutable std::mutex mutex_;
-  std::map<std::string, std::weak_ptr<const MappedPool>> mapped_;
+  std::map<std::pair<dev_t, ino_t>, std::weak_ptr<const MappedPool>> mapped_;
 };
 
 }  // namespace dpt

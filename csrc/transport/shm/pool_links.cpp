@@ -66,13 +66,33 @@ struct PoolLinks::Plan {
 PoolLinks::PoolLinks(std::unique_ptr<ChunkMemory> memory)
     : memory_(std::move(memory)), process_(random_id()), ranges_(memory_.get()) {}
 
-PoolLinks::~PoolLinks() {
+PoolLinks::~PoolLinks() { rest(); }
+
+// Nobody is in `join` meanwhile, which holds a use.
+void PoolLinks::rest() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
   }
   wake();
   if (thread_.joinable()) thread_.join();
+  Links ended;
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = false;
+    ended = links_;
+  }
+  for (const auto& link : ended) drop(link);
+  wake_.reset();
+}
+
+std::shared_ptr<const void> PoolLinks::use() {
+  std::lock_guard lock(uses_mutex_);
+  ++uses_;
+  return {this, [this](const void*) {
+            std::lock_guard lock(uses_mutex_);
+            if (--uses_ == 0 && !forked_) rest();
+          }};
 }
 
 ChunkPool& PoolLinks::pool(const ChunkPool::Shape& shape) {
@@ -115,7 +135,8 @@ PoolLinks::Joined PoolLinks::join(const Meeting& meeting) {
     }
     return true;
   };
-  const auto nothing = [&] { return Joined{{}, {}, trouble}; };
+  const std::shared_ptr<const void> used = use();
+  const auto nothing = [&] { return Joined{{}, {}, trouble, nullptr}; };
 
   UniqueFd listener;
   Member self{process_, ""};
@@ -159,6 +180,7 @@ PoolLinks::Joined PoolLinks::join(const Meeting& meeting) {
     joined.ranges.push_back(ranges_.open(member.process, member.device, member.capacity));
     joined.bases.push_back(joined.ranges.back()->base());
   }
+  joined.use = used;
   return joined;
 }
 
@@ -337,6 +359,7 @@ void PoolLinks::after_fork() {
   for (const auto& [device, pool] : pools_) pool->after_fork();
   for (const auto& link : links_) link->close_after_fork();
   wake_.reset();
+  forked_ = true;
 }
 
 }  // namespace dpt

@@ -2,18 +2,20 @@
 // links to the processes that it shares a group with.
 //
 // NOTE [Links] There is one link per pair of processes, made by the first group that both are in
-// and kept as long as both live. A process closes none while it lives, so a link that ends is a
-// process that died: then the others share what they have without it. Whether a pair has a link is
+// and kept until one of them has left all of its groups. So a link that ends is a process that died
+// or left: then the others share what they have without it. Whether a pair has a link is
 // said by both sides at every `join`, and made anew unless both have it. Two groups that meet at
 // the same time may make two; a chunk may then be offered twice, and is mapped once.
 //
-// NOTE [Thread] A thread of its own sends, receives and maps, asleep while there is nothing to do.
+// NOTE [Thread] While there are links a thread of its own sends, receives and maps, asleep while
+// there is nothing to do.
 // The driver may keep who maps waiting until kernels have ended, and it is the watchdog that ends
 // those which wait for a dead rank.
 //
 // Thread safety: all functions from any thread, except after_fork.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -32,7 +34,7 @@ namespace dpt {
 class PoolLinks {
  public:
   explicit PoolLinks(std::unique_ptr<ChunkMemory> memory);
-  // Ends the thread and the links. The process's own lives as long as the process.
+  // The process's own lives as long as the process.
   ~PoolLinks();
   PoolLinks(const PoolLinks&) = delete;
   PoolLinks& operator=(const PoolLinks&) = delete;
@@ -56,6 +58,7 @@ class PoolLinks {
     std::vector<char*> bases;
     std::vector<std::shared_ptr<PeerRange>> ranges;  // to be kept as long as the bases are used
     std::string why_not;
+    std::shared_ptr<const void> use;  // likewise; with the last one thread and links end
   };
   // Throws what all_gather and the wait do.
   Joined join(const Meeting& meeting);
@@ -71,6 +74,7 @@ class PoolLinks {
   struct Member;
   struct Plan;
 
+  std::shared_ptr<const void> use();
   std::shared_ptr<PoolLink> find(const std::string& process) const;
   void open_ranges(const Plan& plan);
   ChunkPool& own_pool(int device) const;
@@ -79,6 +83,7 @@ class PoolLinks {
   void subscribe(const Plan& plan);
   void wake();
   void start();
+  void rest();
   void run();
   // False: it has more to send.
   bool drive(PoolLink& link);
@@ -88,6 +93,9 @@ class PoolLinks {
   const std::unique_ptr<ChunkMemory> memory_;
   const std::string process_;
   PeerRanges ranges_;
+  std::mutex uses_mutex_;
+  int uses_ = 0;
+  std::atomic<bool> forked_{false};
   mutable std::mutex mutex_;  // guards what follows
   std::map<int, std::unique_ptr<ChunkPool>> pools_;
   Links links_;

@@ -193,7 +193,7 @@ std::vector<char*> map_pools(const ShmGroup& group,
         bases.push_back(group.own_pool.base());
         continue;
       }
-      pools->push_back(group.peer_pools.map(process, ranks[rank].pool));
+      pools->push_back(group.peer_pools.map(ranks[rank].pool));
       bases.push_back(pools->back()->base());
     }
   } catch (const Error& error) {
@@ -213,6 +213,7 @@ const Transport kShmTransport{"shm", why_not};
 // registered memory, or none does.
 ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
   ShmConnection connection;
+  connection.own_pool = group.own_pool.hold();
   std::vector<char*> bases;
   std::string outcome = kWithoutPools;
   try {
@@ -255,6 +256,7 @@ ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
     connection.segment->set_pools(&group.own_pool, std::move(bases));
   } else {
     connection.pools.clear();
+    connection.own_pool.reset();
   }
   return connection;
 }

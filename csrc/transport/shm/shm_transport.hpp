@@ -24,7 +24,8 @@ struct ShmConnection {
   // The peers' pools, already known to the segment; keep them as long as that. Empty when some rank
   // can't take part: then no rank of the group uses registered memory.
   std::vector<std::shared_ptr<const MappedPool>> pools;
-  std::string why_not;  // the same text on every rank
+  MemoryPool::Hold own_pool;  // likewise
+  std::string why_not;        // the same text on every rank
 };
 
 struct ShmGroup {

@@ -19,20 +19,18 @@ constexpr uint64_t kWakeId = 0;
 }  // namespace
 
 void Reactor::start() {
-  std::lock_guard lock(start_mutex_);
-  if (thread_.joinable() || epoll_.get() >= 0) return;
+  if (epoll_.get() >= 0) return;
   epoll_ = UniqueFd(DPT_SYS_CHECK(epoll_create1(EPOLL_CLOEXEC)));
   wake_ = UniqueFd(DPT_SYS_CHECK(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kWakeId}};
   DPT_SYS_CHECK(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event));
-  thread_ = start_thread([this] { run(); });
   // The fabric that owns the reactor lives as long as the process.
-  thread_.detach();
+  start_thread([this] { run(); }).detach();
 }
 
 uint64_t Reactor::add(int fd, OnReady on_ready, OnTick on_tick) {
-  start();
   std::lock_guard lock(dispatch_mutex_);
+  start();
   const uint64_t id = next_id_++;
   handlers_[id] = {fd, std::move(on_ready), std::move(on_tick)};
   wake();
@@ -56,11 +54,13 @@ void Reactor::remove(uint64_t id, int fd) {
   std::lock_guard lock(dispatch_mutex_);
   handlers_.erase(id);
   silence(fd);
+  if (!is_needed()) wake();
 }
 
 void Reactor::linger(std::vector<UniqueFd> sockets) {
   const auto until = std::chrono::steady_clock::now() + kLingerLimit;
   std::lock_guard lock(dispatch_mutex_);
+  start();
   for (UniqueFd& fd : sockets) lingering_.push_back({std::move(fd), until});
   wake();
 }
@@ -85,38 +85,40 @@ void Reactor::drain(std::chrono::steady_clock::time_point now) {
   });
 }
 
-bool Reactor::tick() {
+void Reactor::tick() {
   drain(std::chrono::steady_clock::now());
   for (const auto& [id, handler] : handlers_) {
     if (handler.on_tick) handler.on_tick();
   }
-  return !handlers_.empty() || !lingering_.empty();
 }
 
 void Reactor::run() {
   constexpr int kMostEvents = 64;
   epoll_event events[kMostEvents];
   auto next_tick = std::chrono::steady_clock::now() + kTick;
-  bool ticking = true;
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         next_tick - std::chrono::steady_clock::now());
-    const int slice = ticking ? static_cast<int>(std::max<int64_t>(0, left.count())) : -1;
+    const int slice = static_cast<int>(std::max<int64_t>(0, left.count()));
     const int count = epoll_wait(epoll_.get(), events, kMostEvents, slice);
     std::lock_guard lock(dispatch_mutex_);
     for (int i = 0; i < count; ++i) {
       if (events[i].data.u64 == kWakeId) {
         uint64_t wakes = 0;
         [[maybe_unused]] const ssize_t got = read(wake_.get(), &wakes, sizeof wakes);
-        ticking = true;
         continue;
       }
       const auto found = handlers_.find(uint64_t{events[i].data.u64});
       if (found != handlers_.end()) found->second.on_ready(events[i].events);
     }
-    if (std::chrono::steady_clock::now() < next_tick) continue;
-    next_tick = std::chrono::steady_clock::now() + kTick;
-    ticking = tick();
+    if (std::chrono::steady_clock::now() >= next_tick) {
+      next_tick = std::chrono::steady_clock::now() + kTick;
+      tick();
+    }
+    if (is_needed()) continue;
+    epoll_.reset();
+    wake_.reset();
+    return;
   }
 }
 

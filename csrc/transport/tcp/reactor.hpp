@@ -1,5 +1,6 @@
 // One thread per process that waits for the sockets of all groups (epoll) and tells their owners
-// which are ready. It starts with the first socket and sleeps while nothing happens.
+// which are ready. It starts with the first socket, sleeps while nothing happens, and ends with the
+// last socket.
 //
 // Thread safety: any thread. Handlers run on the reactor's thread, one at a time; after `remove`
 // has returned the handler is not running and will not be called again. A handler may call
@@ -11,7 +12,6 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "base/unique_fd.hpp"
@@ -52,19 +52,18 @@ class Reactor {
 
   void start();
   void wake() const;
+  bool is_needed() const { return !handlers_.empty() || !lingering_.empty(); }
   void run();
-  // True while ticks are needed.
-  bool tick();
+  void tick();
   void drain(std::chrono::steady_clock::time_point now);
 
-  std::mutex start_mutex_;
-  std::mutex dispatch_mutex_;  // held while handlers run
+  std::mutex dispatch_mutex_;  // guards what follows, and is held while handlers run
   std::map<uint64_t, Handler> handlers_;
   std::vector<Lingering> lingering_;
   uint64_t next_id_ = 1;
+  // Of the thread that runs; none: there is no such thread.
   UniqueFd epoll_;
   UniqueFd wake_;
-  std::thread thread_;
 };
 
 }  // namespace dpt

@@ -70,6 +70,8 @@ class Arm:
         compute: whether compilation, kernels and padding-free training are switched on as well.
         settings: of `deepytorch_core.tune.knobs`; None: as the profile says.
         warmup_steps: untimed steps at the beginning; 0: a fifth of all.
+        is_nudged: whether its weights are moved by rounding; see `deepytorch_core.compare.nudge`.
+        is_redrawn: whether its random numbers are others, too.
         hint: what else to say when it fails.
     """
 
@@ -78,6 +80,8 @@ class Arm:
     compute: bool = False
     settings: Mapping[str, int] | None = None
     warmup_steps: int = 0
+    is_nudged: bool = False
+    is_redrawn: bool = False
     hint: str = f"stock ran through; {OFF_SWITCH}"
 
 
@@ -155,7 +159,29 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
                 f"round {number + 1}/{job.rounds}  {arm:<18}"
                 f"{sample.step_s * 1e3:10.2f} ms a step, {sample.setup_s:.1f} s to warm up"
             )
+    nudged = _nudged(job, samples)
+    if nudged is not None:
+        say(
+            "losses differ by more than stock's from run to run: one more run of stock, with "
+            f"weights moved by rounding{' and other random numbers' if nudged.is_redrawn else ''}, "
+            "tells what that does to them"
+        )
+        try:
+            samples.append(run_once(job, nudged, remarks))
+        except CompareError as error:  # what was measured is worth more than this yardstick
+            remarks.append(f"{result.NUDGED}: {error}")
     return samples, list(dict.fromkeys(remarks))
+
+
+def _nudged(job: Job, samples: Sequence[result.Sample]) -> Arm | None:
+    """The run that tells whether an arm is off by chance; None where that is no question."""
+    found = [result.judge(samples, arm).losses for arm in job.arms[1:]]
+    if not any(one.is_by_size for one in found):
+        return None
+    is_redrawn = any(one.drawn_from is not None for one in found)
+    return dataclasses.replace(
+        ARMS[result.STOCK], name=result.NUDGED, is_nudged=True, is_redrawn=is_redrawn
+    )
 
 
 def too_short(steps: int, least: int) -> str:
@@ -195,6 +221,8 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
             compute=arm.compute,
             warmup_steps=arm.warmup_steps,
             settings=None if arm.settings is None else dict(arm.settings),
+            is_nudged=arm.is_nudged,
+            is_redrawn=arm.is_redrawn,
         )
         plan.write(folder / "plan.json")
         log = folder / "output"

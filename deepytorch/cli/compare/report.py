@@ -13,11 +13,13 @@ from typing import Any
 from deepytorch.cli import compare, console
 from deepytorch.cli.compare import seams
 from deepytorch_core.compare import receipt, result
-from deepytorch_core.compare.result import FASTER, SLOWER, Sample, Verdict
+from deepytorch_core.compare.result import FASTER, OTHERWISE, SLOWER, Sample, Verdict
 
 
 def headline(verdict: Verdict) -> str:
-    """The verdict in a sentence; a gain only where it stands out of the noise."""
+    """The verdict in a sentence; a gain only of the same training, out of the noise."""
+    if verdict.word == OTHERWISE:
+        return f"{verdict.arm}: {verdict.word}, so no speed-up is claimed: {verdict.losses.apart}"
     ratio = f"{verdict.speedup:.3f}x ({verdict.spread[0]:.3f} to {verdict.spread[1]:.3f})"
     if verdict.word == FASTER:
         return f"{verdict.arm} is faster: {ratio}"
@@ -40,7 +42,8 @@ def findings(
         ("step time", f"{stock_s * 1e3:.2f} ms stock, {ours_s * 1e3:.2f} ms {main.arm}"),
         ("noise", _noise(job, main)),
         ("runs", f"{job.rounds} of each arm in turns, {job.steps} optimizer steps each, {device}"),
-        ("loss difference", _losses(main, stock)),
+        ("loss difference", _losses(main)),
+        *([("random numbers", drawn)] if (drawn := _drawn(main)) else []),
         ("peak memory", _memory(main, stock)),
         ("time saved", _saved(main, stock_s, total_steps)),
         ("one-off cost", _one_off(main)),
@@ -87,12 +90,28 @@ def _one_off(verdict: Verdict) -> str:
     return f"{verdict.setup_cost_s:+.1f} s until the warm-up is over"
 
 
-def _losses(verdict: Verdict, stock: Sequence[Sample]) -> str:
-    if verdict.loss_difference is None:
+def _losses(verdict: Verdict) -> str:
+    found = verdict.losses
+    if found.difference is None:
         return "no loss was seen: the script calls backward on no single number"
-    own = result.loss_difference(stock, stock)[0]
-    text = f"at most {verdict.loss_difference:.3g} ({verdict.relative_loss_difference:.2g} of it)"
-    return text + (f"; stock from run to run: {own:.3g}" if own is not None else "")
+    text = f"at most {found.difference:.3g} ({found.relative:.2g} of it)"
+    if found.own is not None:
+        text += f"; stock from run to run: {found.own:.3g}"
+    if found.nudged is not None:
+        others = " and other random numbers" if found.drawn_from is not None else ""
+        text += f"; stock with weights moved by rounding{others}: {found.nudged:.3g}"
+    return text
+
+
+def _drawn(verdict: Verdict) -> str | None:
+    """What to say of random numbers that are others than stock's: those of dropout, of noise."""
+    found = verdict.losses
+    if found.drawn_from is None:
+        return None
+    text = f"others than stock's from step {found.drawn_from} on, so dropout and noise differ"
+    if found.nudged is not None:
+        return f"{text}; with others stock's losses differ by {found.nudged:.3g}, too"
+    return f"{text}; losses differ by {found.difference or 0.0:.3g} at most"
 
 
 def _memory(verdict: Verdict, stock: Sequence[Sample]) -> str:
@@ -108,6 +127,8 @@ def _gib(num_bytes: int) -> str:
 
 
 def _saved(verdict: Verdict, stock_s: float, total_steps: int) -> str:
+    if verdict.word == OTHERWISE:
+        return f"none: {OTHERWISE}"
     if verdict.word != FASTER:
         return "none that stands out of the noise"
     if total_steps:
@@ -126,6 +147,11 @@ def _time(seconds: float) -> str:
 
 def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
     """What the user writes to have what was measured."""
+    if verdict.word == OTHERWISE:
+        return [
+            f"nothing: {OTHERWISE}; --split tells which part does it, and please report it with "
+            "the receipt"
+        ]
     if verdict.word != FASTER:
         if ours.undecided:
             return ["nothing that these steps show: see undecided"]

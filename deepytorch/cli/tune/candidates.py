@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from deepytorch.cli import compare
-from deepytorch_core.compare import result
+from deepytorch_core.compare import losses
 from deepytorch_core.compare.result import Sample
 from deepytorch_core.errors import CompareError
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, in_words
@@ -20,9 +20,6 @@ WARMUP_STEPS = 3
 _CLEARLY_SLOWER = 1.3
 _WORTH_ENDING_S = 3.0
 _LEAST_BLOCKS = 2
-# Relative difference of losses; sums of another order differ in their last bits, and a few steps
-# of training magnify that.
-_LOSS_TOLERANCE = 1e-3
 
 _RANK = re.compile(r"^\[rank\d+\]: ")
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
@@ -125,13 +122,8 @@ class Candidates:
 
     def _another_loss(self, sample: Sample) -> str:
         """Why its losses are not those of the defaults; "" if they are."""
-        _, relative = result.loss_difference(self._defaults, [sample])
-        if relative is None:
-            return "another loss: none was seen" if self.sees_losses else ""
-        own = result.loss_difference(self._defaults, self._defaults)[1] or 0.0
-        if relative <= max(_LOSS_TOLERANCE, 3 * own):
-            return ""
-        return f"another loss: it differs by {relative:.2g} of itself"
+        apart = losses.agreement(self._defaults, [sample], whose="the defaults'").apart
+        return "" if apart is None else f"another training: {apart}"
 
 
 def _exception(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record, describe_rate
+from deepytorch_core.bench.record import Record, claimed, describe_rate
 
 SUFFIXES = (".md", ".png", ".html")
 _CASE = ("workload", "scale", "world_size")
@@ -52,7 +52,7 @@ def picture(records: Sequence[Record]) -> bytes:
             ("against_plain", "C0", -0.18),
             ("against_tuned", "C2", 0.18),
         ):
-            if record[key] is None:
+            if record[key] is None or record["wrong"]:
                 continue
             ratio, low, high = record[key]
             # The ratio of sums may lie outside the quartiles of single steps.
@@ -65,7 +65,7 @@ def picture(records: Sequence[Record]) -> bytes:
     axes.set_yticks(range(len(records)), [_name(record) for record in records])
     axes.invert_yaxis()
     axes.set_xlabel("times faster; black: claimed for the modelled product, against plain")
-    if any(record["against_plain"] or record["against_tuned"] for record in records):
+    if axes.patches:
         axes.legend(loc="lower right")
     written = io.BytesIO()
     figure.savefig(written, dpi=130, format="png")
@@ -103,12 +103,15 @@ def _cells(record: Record) -> list[str]:
         _name(record),
         str(record["world_size"]),
         describe_rate(record, "ours"),
-        _ratio(record["against_plain"]),
-        _ratio(record["against_tuned"]),
+        _ratio(record, "against_plain"),
+        _ratio(record, "against_tuned"),
         f"{record['claim']:.2f}x" if record["claim"] else "",
         "DIFFER" if record["wrong"] else f"within {record['loss_difference']:.1%}",
     ]
 
 
-def _ratio(ratio: Sequence[float] | None) -> str:
-    return "" if ratio is None else f"{ratio[0]:.2f}x ({ratio[1]:.2f}-{ratio[2]:.2f})"
+def _ratio(record: Record, key: str) -> str:
+    ratio = record[key]
+    if ratio is None:
+        return ""
+    return claimed(record, f"{ratio[0]:.2f}x ({ratio[1]:.2f}-{ratio[2]:.2f})")

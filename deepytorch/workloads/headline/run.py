@@ -12,7 +12,7 @@ from deepytorch.workloads import headline
 from deepytorch.workloads.headline.job import ArmJob, ArmRun, TogetherJob, layers_that_fit
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record, describe_emulated, describe_rate
+from deepytorch_core.bench.record import Record, claimed, describe_emulated, describe_rate
 
 # Different kernels round differently, and so do sums in another order; training in bf16 or fp16
 # carries it on. A wrong gradient shows as whole percents within the checked steps.
@@ -244,7 +244,8 @@ def lines(record: Record) -> list[str]:
     ):
         if record[key] is not None:
             speedup, low, high = record[key]
-            found.append(f"{label:<28} {speedup:.3f}x (quartiles {low:.3f} to {high:.3f}){more}")
+            text = f"{speedup:.3f}x (quartiles {low:.3f} to {high:.3f}){more}"
+            found.append(f"{label:<28} {claimed(record, text)}")
     difference = record["loss_difference"]
     if difference is None:
         found += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-from deepytorch_core import adapter, config
+from deepytorch_core import adapter
 from deepytorch_core.doctor.finding import Finding, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 
@@ -26,14 +26,15 @@ class Facts:
 
 def gather(machine: Machine) -> Facts:
     del machine
-    usual, fallback = adapter.cache_folders()
-    problem = adapter.why_not_usable(usual) or ""
+    *usual, fallback = adapter.cache_folders()
+    problem = (adapter.why_not_usable(usual[0]) or "") if usual else adapter.NO_HOME
     other = ""
     if problem:
         other = adapter.why_not_usable(fallback.parent) or adapter.why_not_usable(fallback) or ""
-    used = fallback if problem else usual
+    used = fallback if problem else usual[0]
     free = 0 if problem and other else shutil.disk_usage(used).free
-    return Facts(str(config.cache_dir()), problem, str(fallback), other, free)
+    folder = str(usual[0].parent) if usual else ""
+    return Facts(folder, problem, str(fallback), other, free)
 
 
 def judge(facts: Facts) -> list[Finding]:

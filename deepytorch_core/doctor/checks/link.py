@@ -34,8 +34,10 @@ def gather(machine: Machine) -> Facts:
     found = interface.gather(machine)
     chosen = next((nic for nic in found.nics if nic.name == found.chosen), None)
     known = links.worst(measured.links) if measured and measured.links else None
+    path = prepare.known_links()
+    earlier = None if path is None else links.latest(path)
     return Facts(
-        link=known or links.latest(config.cache_dir() / prepare.FILE),
+        link=known or earlier,
         is_new=known is not None,
         errors=measured.link_errors if measured else (),
         speed_mbps=chosen.speed_mbps if chosen else 0,

@@ -91,5 +91,8 @@ def random_input(
     """An input of many rows and a gradient for the output, the same each time."""
     rows = 256 if device.type == "cpu" else 4096
     generator = torch.Generator().manual_seed(rows + width)
-    x, gradient = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    x, gradient = (
+        torch.randn(rows, width, generator=generator, dtype=torch.float32, device="cpu")
+        for _ in range(2)
+    )
     return x.to(device, dtype), gradient.to(device)

@@ -197,7 +197,10 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
             if size and (size <= left or not start):
                 shape = shape if size <= left else (left,)
                 left -= min(size, left)
-                values, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+                values, gradient = (
+                    torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+                    for _ in range(2)
+                )
                 start.append((0.02 * values).to(setting.device, parameter.dtype))
                 gradients.append(gradient.to(setting.device, parameter.dtype))
                 own.append(nn.Parameter(start[-1].clone()))

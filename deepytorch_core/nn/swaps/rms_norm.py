@@ -69,7 +69,8 @@ def _probe(module: nn.Module, setting: Setting) -> Probe:
     (weight,) = probed.parameters()
     # Not as initialised: a weight of ones would hide what is done to it.
     with torch.no_grad():
-        weight.copy_(torch.linspace(0.5, 1.5, weight.numel()))
+        size, device = weight.numel(), weight.device
+        weight.copy_(torch.linspace(0.5, 1.5, size, dtype=torch.float32, device=device))
     x, gradient = _forward.random_input(probed, weight.numel(), setting.device, weight.dtype)
 
     def run() -> list[torch.Tensor | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import importlib
+import importlib.util
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,21 +13,27 @@ import torch
 
 from deepytorch.integrations._contract import IntegrationError
 from deepytorch.integrations._horovod_common import HorovodInternalError
-
-from ._fusion import Fusion
-from ._ops import allgather, broadcast_
-from ._world import ProcessSet, default_device, global_process_set, rank
+from deepytorch.integrations.horovod import _requests
+from deepytorch.integrations.horovod._world import (
+    ProcessSet,
+    default_device,
+    global_process_set,
+    rank,
+)
+from deepytorch.integrations.horovod.mpi_ops import allgather, broadcast_
+from deepytorch.integrations.horovod.optimizer import parameters_of, step_alone
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    params: Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give every rank the root's parameters, in place.
 
     Args:
-        params: a `state_dict()`, or the pairs of `named_parameters()`. What is no tensor stays.
+        params: a `state_dict()`, the pairs of `named_parameters()`, or `parameters()`. What is no
+            tensor stays.
         root_rank: the global rank whose values are taken.
         process_set: the ranks that take part.
 
@@ -36,13 +43,12 @@ def broadcast_parameters(
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
     elif isinstance(params, Iterable):
-        pairs = list(params)
+        pairs = [one if isinstance(one, tuple) else ("", one) for one in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
     named = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
     _check_same([f"{name} {list(t.shape)} {t.dtype}" for name, t in named], process_set)
-    tensors = [tensor.detach() for _, tensor in named]
-    Fusion(tensors).broadcast(tensors, root_rank, process_set).wait()
+    _broadcast_all([tensor.detach() for _, tensor in named], root_rank, process_set)
 
 
 def broadcast_optimizer_state(
@@ -53,16 +59,22 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's optimizer state: momenta, step counts, learning rates.
 
-    The other ranks' optimizers need not have made a step.
+    The other ranks' optimizers need not have made a step. One that has no state yet has gradients
+    of zero afterwards; where that is the root's, it has made a step with them, as in Horovod: its
+    weight decay has acted once, and its step count is 1.
 
     Args:
         optimizer: for parameters of the same shapes on every rank.
         root_rank: the global rank whose state is taken.
-        model: not needed, there for scripts that give it.
+        model: names the embeddings whose gradients are sparse.
         process_set: the ranks that take part.
     """
-    del model
     is_root = rank() == root_rank
+    is_fresh = not optimizer.state_dict()["state"] and not isinstance(optimizer, torch.optim.LBFGS)
+    if is_fresh:
+        _zero_gradients(optimizer, model)
+        if is_root:
+            step_alone(optimizer)
     device = _device_of(optimizer)
     tensors: list[torch.Tensor] = []
 
@@ -78,12 +90,14 @@ def broadcast_optimizer_state(
         tensors.append(leaf.empty(device))
         return tensors[-1]
 
-    state = _mapped(optimizer.state_dict(), outline) if is_root else None
-    state = broadcast_object(state, root_rank, process_set=process_set)
+    told = (is_fresh, _mapped(optimizer.state_dict(), outline)) if is_root else None
+    root_was_fresh, state = broadcast_object(told, root_rank, process_set=process_set)
     if not is_root:
         state = _mapped(state, fill)
-    Fusion(tensors).broadcast(tensors, root_rank, process_set).wait()
+    _broadcast_all(tensors, root_rank, process_set)
     if not is_root:
+        if is_fresh and root_was_fresh:
+            step_alone(optimizer)
         optimizer.load_state_dict(state)
 
 
@@ -96,9 +110,13 @@ def broadcast_object(
     """The root's object, on every rank; it must pickle. The root gets its own back."""
     device = default_device(process_set)
     is_root = rank() == root_rank
-    data = _to_bytes(obj, device) if is_root else torch.empty(0, dtype=torch.uint8, device=device)
-    count = torch.tensor([data.numel()], device=device)
+    data, error = _to_bytes(obj, device) if is_root else (_nothing(device), None)
+    count = torch.tensor([data.numel()], dtype=torch.int64, device=device)
     broadcast_(count, root_rank, name, process_set)
+    if error is not None:
+        raise error
+    if not count.item():
+        raise HorovodInternalError(f"broadcast_object: rank {root_rank} could not pickle its own")
     if not is_root:
         data = data.new_empty(int(count.item()))
     broadcast_(data, root_rank, name, process_set)
@@ -109,10 +127,36 @@ def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """The objects of all ranks, by rank; they must pickle."""
-    data = _to_bytes(obj, default_device(process_set))
-    sizes = allgather(torch.tensor([data.numel()], device=data.device), name, process_set)
-    parts = torch.split(allgather(data, name, process_set), sizes.tolist())
-    return [_from_bytes(part) for part in parts]
+    data, error = _to_bytes(obj, default_device(process_set))
+    everything, counts = process_set.rounds.begin(
+        lambda: _requests.all_gather(data), name, asynchronous=False
+    ).wait()
+    if error is not None:
+        raise error
+    if 0 in counts:
+        culprit = (process_set.ranks or [])[counts.index(0)]
+        raise HorovodInternalError(f"allgather_object: rank {culprit} could not pickle its own")
+    return [_from_bytes(part) for part in torch.split(everything, counts)]
+
+
+def _broadcast_all(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
+    if tensors:
+        process_set.rounds.begin(
+            lambda: _requests.broadcast(tensors, root_rank, process_set), None, asynchronous=False
+        ).wait()
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    embeddings = [m for m in model.modules() if getattr(m, "sparse", False)] if model else []
+    is_sparse = {parameter for module in embeddings for parameter in module.parameters()}
+    takes_sparse = isinstance(optimizer, torch.optim.SGD)
+    for parameter in parameters_of(optimizer):
+        if parameter.requires_grad:
+            zeros = torch.zeros_like(parameter)
+            sparse = isinstance(optimizer, torch.optim.SparseAdam) or (
+                takes_sparse and parameter in is_sparse
+            )
+            parameter.grad = zeros.to_sparse() if sparse else zeros
 
 
 class _Outline:
@@ -146,7 +190,8 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def _check_same(lines: list[str], process_set: ProcessSet) -> None:
     device = default_device(process_set)
-    code = torch.tensor([zlib.crc32("\n".join(lines).encode())], device=device)
+    checked = [zlib.crc32("\n".join(lines).encode())]
+    code = torch.tensor(checked, dtype=torch.int64, device=device)
     if len(set(allgather(code, process_set=process_set).tolist())) == 1:
         return
     all_lines = allgather_object(lines, process_set=process_set)
@@ -162,10 +207,29 @@ def _check_same(lines: list[str], process_set: ProcessSet) -> None:
     )
 
 
-def _to_bytes(obj: Any, device: torch.device) -> torch.Tensor:
-    file = io.BytesIO()
-    pickle.dump(obj, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
+def _to_bytes(obj: Any, device: torch.device) -> tuple[torch.Tensor, Exception | None]:
+    """The pickled object; nothing and the error where that fails, which the others must know."""
+    try:
+        data = _pickled(obj)
+    except Exception as error:
+        return _nothing(device), error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), None
+
+
+def _pickled(obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj)
+    except Exception as error:
+        # It takes functions and classes that can't be imported by name too; Horovod needs it.
+        if importlib.util.find_spec("cloudpickle") is None:
+            error.add_note("pip install cloudpickle, where Horovod's own library would take this")
+            raise
+    data: bytes = importlib.import_module("cloudpickle").dumps(obj)
+    return data
+
+
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _from_bytes(data: torch.Tensor) -> Any:

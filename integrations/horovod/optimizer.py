@@ -10,6 +10,7 @@ for gradients that this rank does not have.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,15 +18,25 @@ from typing import Any
 import torch
 
 from deepytorch.integrations._horovod_common import ReduceOp, reduce_op
-
-from . import _ops
-from ._collectives import Handle
-from ._compression import Compression, Compressor
-from ._fusion import Fusion
-from ._world import ProcessSet, global_process_set, is_initialized, world
+from deepytorch.integrations.horovod._collectives import (
+    Handle,
+    Reduction,
+    Where,
+    ordered_all_reduce,
+)
+from deepytorch.integrations.horovod._fusion import Fusion
+from deepytorch.integrations.horovod._world import (
+    ProcessSet,
+    global_process_set,
+    is_initialized,
+    world,
+)
+from deepytorch.integrations.horovod.compression import Compression, Compressor
+from deepytorch.integrations.horovod.mpi_ops import allreduce, sparse_allreduce_async
 
 BUCKET_BYTES = 4 << 20
 
+_numbers = itertools.count()
 _Parameters = Sequence[torch.Tensor]
 
 
@@ -68,9 +79,9 @@ class Reducer:
         sparse_as_dense: bool,
         passes: int,
     ) -> None:
-        self.op, self.compression, self.process_set = op, compression, process_set
+        self.compression, self.process_set = compression, process_set
         self.passes = passes
-        self.factors = (1.0 / predivide, predivide)
+        self.reduction = Reduction(op, 1.0 / predivide, predivide)
         self.sparse_as_dense = sparse_as_dense
         self.buckets: list[_Bucket] = []
         self.bucket_of: dict[torch.Tensor, _Bucket] = {}
@@ -78,6 +89,7 @@ class Reducer:
         self.num_begun = 0
         self.in_backward = False
         self._hooks: list[Any] = []
+        self._number = next(_numbers)
 
     def watch(self, parameters: _Parameters, groups: int | Sequence[_Parameters] | None) -> None:
         """Reduce the gradients of these parameters from now on, of others no more."""
@@ -151,8 +163,12 @@ class Reducer:
     def _reduce_dense(self, bucket: _Bucket, grads: list[torch.Tensor]) -> Handle:
         compressed = [self.compression.compress(grad) for grad in grads]
         sent = [tensor for tensor, _ in compressed]
+        op, process_set = self.reduction.op, self.process_set
         handle = bucket.fusion(sent).all_reduce(
-            sent, self.op, self.process_set, factors=self.factors
+            sent,
+            self.reduction,
+            Where(process_set.group, asynchronous=True),
+            lambda tensor: ordered_all_reduce(tensor, op, process_set, asynchronous=True),
         )
 
         def finish(reduced: list[torch.Tensor]) -> None:
@@ -168,19 +184,28 @@ class Reducer:
         if self.sparse_as_dense:
             handle = self._reduce_dense(_Bucket([parameter]), [dense := grad.to_dense()])
             return handle.then(lambda _: _set_grad(parameter, dense.to_sparse(grad.sparse_dim())))
-        handle = _ops.sparse_allreduce_async(grad, op=self.op, process_set=self.process_set)
+        op, process_set = self.reduction.op, self.process_set
+        name = f"gradient.{self._number}.{[*self.bucket_of].index(parameter)}"
+        handle = sparse_allreduce_async(grad, name, op, process_set)
         return handle.then(lambda result: _set_grad(parameter, result))
 
 
 class DistributedMixin:
     """What DistributedOptimizer adds to the class of the optimizer that it was given."""
 
+    param_groups: list[dict[str, Any]]
+    state: dict[Any, Any]
     _reducer: Reducer
     _groups: int | Sequence[_Parameters] | None
-    _names: dict[torch.Tensor, str]
+    _parameter_names: dict[torch.Tensor, str]
     _unwatched: list[torch.Tensor]
     _synchronized: bool
     _should_synchronize: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes whose gradients add up to one step."""
+        return self._reducer.passes
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; to clip them before `step`, for instance.
@@ -213,9 +238,12 @@ class DistributedMixin:
             closure = self._reducing(closure)
         elif self._should_synchronize:
             if self._synchronized:
+                # Horovod's words.
                 warnings.warn(
-                    "optimizer.step() after optimizer.synchronize() reduces the gradients again: "
-                    "put it into `with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to "
+                    "consider using optimizer.skip_synchronize() context if you use "
+                    "optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -228,7 +256,7 @@ class DistributedMixin:
             self.synchronize()
             if not isinstance(loss, torch.Tensor):
                 return loss
-            return _ops.allreduce(loss.detach(), process_set=self._reducer.process_set)
+            return allreduce(loss.detach(), process_set=self._reducer.process_set)
 
         return evaluate
 
@@ -245,13 +273,23 @@ class DistributedMixin:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank; their gradients are reduced too."""
         super().add_param_group(param_group)  # type: ignore[misc]
+        self._parameter_names = {**_made_names(self.param_groups), **self._parameter_names}
         self._watch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; unfinished reductions are forgotten."""
+        """Load a state; unfinished reductions are forgotten.
+
+        Into the groups that there are: a scheduler may have been made for the optimizer within.
+        """
         self._reducer.reset()
         self._synchronized, self._should_synchronize = False, True
+        groups, entries = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        entries.clear()
+        entries.update(self.state)
+        self.param_groups, self.state = groups, entries
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes one step takes."""
@@ -264,7 +302,7 @@ class DistributedMixin:
 
     def _watch(self) -> None:
         if self._is_distributed():
-            parameters = _parameters_of(self)
+            parameters = parameters_of(self)
             self._reducer.watch(parameters, self._groups)
             self._unwatched = [one for one in parameters if one not in self._reducer.bucket_of]
 
@@ -277,7 +315,7 @@ class DistributedMixin:
         now = {one for one in self._unwatched if one.requires_grad and one.grad is not None}
         if now:
             self._unwatched = [one for one in self._unwatched if one not in now]
-            names = [self._names.get(p, f"one of shape {tuple(p.shape)}") for p in now]
+            names = [self._parameter_names[p] for p in now]
             warnings.warn(
                 f"{', '.join(names)}: frozen when the optimizer was wrapped, so not reduced, and "
                 "ranks drift apart: leave frozen parameters out of the optimizer, and call its "
@@ -328,7 +366,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = groups or num_groups
-    names = _checked_names(_parameters_of(optimizer), named_parameters)
+    names = _checked_names(optimizer, named_parameters)
     _check_groups(groups)
     passes = _positive("backward_passes_per_step", backward_passes_per_step)
     _ = process_set.size() if process_set.process_set_id is not None else process_set.group
@@ -346,7 +384,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         passes=passes,
     )
     wrapped._groups = groups
-    wrapped._names, wrapped._unwatched = names, []
+    wrapped._parameter_names, wrapped._unwatched = names, []
     wrapped._synchronized, wrapped._should_synchronize = False, True
     wrapped._watch()
     return wrapped
@@ -377,15 +415,24 @@ def _parts(
     return parts
 
 
-def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+def step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the optimizer's own class, without reductions and without those who count it."""
+    if isinstance(optimizer, DistributedMixin):
+        super(DistributedMixin, optimizer).step()
+    else:
+        type(optimizer).step(optimizer)
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """All parameters of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _checked_names(
-    parameters: list[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
     if named is None:
-        return {}
+        return _made_names(optimizer.param_groups)
     pairs = list(named)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise ValueError(
@@ -400,13 +447,21 @@ def _checked_names(
             f"{', '.join(twice)}"
         )
     known = {id(parameter) for _, parameter in pairs}
-    unnamed = [tuple(p.shape) for p in parameters if id(p) not in known]
+    unnamed = [tuple(p.shape) for p in parameters_of(optimizer) if id(p) not in known]
     if unnamed:
         raise ValueError(
             "named_parameters was specified, but one or more model parameters were not named: "
             f"those of shapes {unnamed}"
         )
     return {parameter: name for name, parameter in pairs}
+
+
+def _made_names(groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, str]:
+    return {
+        parameter: f"allreduce.noname.{number}.{index}"
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+    }
 
 
 def _check_groups(groups: int | Sequence[_Parameters] | None) -> None:

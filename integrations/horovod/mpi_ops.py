@@ -1,21 +1,67 @@
-"""The collectives users call. Those that return tensors can be differentiated."""
+"""The operations users call, and what else Horovod's module of this name has.
+
+Those that return tensors can be differentiated. Each is paired with the other ranks' by `name`,
+and by its number where it has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import ReduceOp, no_such_feature, reduce_op
+from deepytorch.integrations._horovod_common import (
+    HorovodInternalError,  # noqa: F401  Horovod's module has it too, and the others so marked
+    ReduceOp,
+    no_such_feature,
+    reduce_op,
+)
+from deepytorch.integrations.horovod import _autograd, _collectives, _requests
+from deepytorch.integrations.horovod._built import (  # noqa: F401
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from deepytorch.integrations.horovod._collectives import Handle, Reduction
+from deepytorch.integrations.horovod._requests import copied, names_of_parts
+from deepytorch.integrations.horovod._world import (  # noqa: F401
+    ProcessSet,
+    add_process_set,
+    barrier,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+from deepytorch.integrations.horovod.compression import Compression, Compressor
+from deepytorch.integrations.horovod.util import (  # noqa: F401
+    check_installed_version,
+    gpu_available,
+    num_rank_is_power_2,
+)
 
-from . import _autograd, _collectives
-from ._collectives import Handle
-from ._compression import Compression, Compressor
-from ._fusion import Fusion, scale_
-from ._world import ProcessSet, global_process_set
-
-_Factors = tuple[float, float]
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
 
 
 def poll(handle: Handle) -> bool:
@@ -42,8 +88,11 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin `allreduce_`; `synchronize(handle)` returns the tensor."""
-    factors = (prescale_factor, postscale_factor)
-    return _reduce_one(tensor, reduce_op(op, average), factors, process_set, (True, name))
+    reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
+    handle = process_set.rounds.begin(
+        lambda: _requests.all_reduce([tensor], reduction), name, asynchronous=True
+    )
+    return handle.then(_only)
 
 
 def allreduce_async(
@@ -57,9 +106,11 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin `allreduce` without a gradient; `synchronize(handle)` returns the new tensor."""
-    factors = (prescale_factor, postscale_factor)
-    own = _copy(tensor)
-    return _reduce_one(own, reduce_op(op, average), factors, process_set, (True, name))
+    reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
+    handle = process_set.rounds.begin(
+        lambda: _requests.all_reduce([copied(tensor)], reduction), name, asynchronous=True
+    )
+    return handle.then(_only)
 
 
 def allreduce_(
@@ -77,17 +128,20 @@ def allreduce_(
     Args:
         tensor: the same shape and dtype on every rank.
         average: deprecated, use `op`.
-        name: shown in errors with option `debug`, where ranks must agree on it.
-        op: Average (default), Sum, Min, Max or Product. The average of integers is rounded down.
+        name: pairs it with the operation of that name on the other ranks, whatever the order in
+            which each begins its own; operations without one are paired by their order.
+        op: Average (default), Sum, Min, Max or Product. The average of integers is cut off.
         prescale_factor, postscale_factor: multiply what goes in, and what comes out.
         process_set: the ranks that take part.
 
-    Raises HorovodInternalError, on every rank, for shapes or dtypes that differ.
+    Raises HorovodInternalError, on every rank, for shapes or dtypes that differ; ValueError where
+    an operation of that name is under way.
     """
-    factors = (prescale_factor, postscale_factor)
-    handle = _reduce_one(tensor, reduce_op(op, average), factors, process_set, (False, name))
-    result: torch.Tensor = handle.wait()
-    return result
+    reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
+    process_set.rounds.begin(
+        lambda: _requests.all_reduce([tensor], reduction), name, asynchronous=False
+    ).wait()
+    return tensor
 
 
 def allreduce(
@@ -105,16 +159,9 @@ def allreduce(
 
     The gradient is reduced in the same way, with the same op and factors.
     """
-    chosen = reduce_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-
-    def reduce(value: torch.Tensor) -> torch.Tensor:
-        handle = _reduce_one(_copy(value), chosen, factors, process_set, (False, name))
-        result: torch.Tensor = handle.wait()
-        return result
-
+    reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
     sent, ctx = compression.compress(tensor)
-    return compression.decompress(_autograd.symmetric(reduce, sent), ctx)
+    return compression.decompress(_autograd.reduce([sent], reduction, process_set, name)[0], ctx)
 
 
 def grouped_allreduce_async_(
@@ -128,13 +175,11 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin `grouped_allreduce_`; `synchronize(handle)` returns the tensors."""
-    return Fusion(tensors).all_reduce(
-        tensors,
-        reduce_op(op, average),
-        process_set,
-        factors=(prescale_factor, postscale_factor),
-        name=name,
+    reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
+    handle: Handle = process_set.rounds.begin(
+        lambda: _requests.all_reduce(tensors, reduction), name, asynchronous=True
     )
+    return handle
 
 
 def grouped_allreduce_async(
@@ -145,7 +190,7 @@ def grouped_allreduce_async(
     **settings: Any,
 ) -> Handle:
     """Begin `grouped_allreduce` without a gradient; arguments as there."""
-    own = [_copy(tensor) for tensor in tensors]
+    own = [copied(tensor) for tensor in tensors]
     return grouped_allreduce_async_(own, average, name, op, **settings)
 
 
@@ -169,20 +214,17 @@ def grouped_allreduce(
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: ReduceOp | int | None = None,
-    **settings: Any,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors at once, small ones in one buffer; arguments as there."""
-    chosen = reduce_op(op, average)
-
-    def reduce(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(grouped_allreduce_([_copy(v) for v in values], op=chosen, **settings))
-
+    reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _autograd.symmetric(reduce, *(sent for sent, _ in compressed))
-    return [
-        compression.decompress(result, ctx)
-        for result, (_, ctx) in zip(reduced, compressed, strict=True)
-    ]
+    sent = [tensor for tensor, _ in compressed]
+    reduced = _autograd.reduce(sent, reduction, process_set, name)
+    return _decompressed(compression, reduced, compressed)
 
 
 def sparse_allreduce_async(
@@ -191,7 +233,7 @@ def sparse_allreduce_async(
     op: ReduceOp | int | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin the sum or average of sparse COO tensors; `synchronize(handle)` returns a sparse one.
+    """Begin the sum or average of sparse COO tensors; the handle, called, returns a sparse one.
 
     The ranks' indices and values are gathered: every rank may have its own number of them.
     """
@@ -199,25 +241,25 @@ def sparse_allreduce_async(
     if chosen not in (ReduceOp.Average, ReduceOp.Sum):
         raise ValueError(f"op={chosen.name} of sparse tensors is not supported")
     own = tensor.detach().coalesce()
-    how: dict[str, Any] = {"asynchronous": True, "name": name}
-    indices = _collectives.all_gather(own.indices().t(), process_set, **how)
-    values = _collectives.all_gather(own.values(), process_set, **how)
+    gathered = grouped_allgather_async([own.indices().t(), own.values()], name, process_set)
 
-    def finish() -> torch.Tensor:
+    def finish(parts: list[torch.Tensor]) -> torch.Tensor:
+        indices, values = parts
         summed = torch.sparse_coo_tensor(
-            indices.wait()[0].t(), values.wait()[0], own.shape, check_invariants=False
+            indices.t(), values, own.shape, device=own.device, check_invariants=False
         ).coalesce()
         return summed / process_set.group.size() if chosen is ReduceOp.Average else summed
 
-    return Handle([indices, values], finish)
+    return gathered.then(finish)
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begin `allgather` without a gradient. Waits until all ranks have told their sizes."""
-    handle = _collectives.all_gather(tensor, process_set, asynchronous=True, name=name)
-    return handle.then(lambda result: result[0])
+    """Begin `allgather` without a gradient; `synchronize(handle)` returns the rows of all."""
+    own = tensor.detach()
+    handle = process_set.rounds.begin(lambda: _requests.all_gather(own), name, asynchronous=True)
+    return handle.then(_only)
 
 
 def allgather(
@@ -229,7 +271,7 @@ def allgather(
 
     Raises HorovodInternalError, on every rank, for other shapes or dtypes that differ.
     """
-    return _autograd.gather(tensor, process_set, name)
+    return _autograd.gather([tensor], process_set, name)[0]
 
 
 def grouped_allgather_async(
@@ -238,7 +280,11 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin `grouped_allgather` without a gradient."""
-    handles = [allgather_async(tensor, name, process_set) for tensor in tensors]
+    names = names_of_parts(name, len(tensors))
+    handles = [
+        allgather_async(tensor, part, process_set)
+        for tensor, part in zip(tensors, names, strict=True)
+    ]
     return Handle(handles, lambda: [handle.wait() for handle in handles])
 
 
@@ -248,7 +294,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allgather` of several tensors."""
-    return [allgather(tensor, name, process_set) for tensor in tensors]
+    return list(_autograd.gather(tensors, process_set, name))
 
 
 def broadcast_async_(
@@ -258,12 +304,10 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin `broadcast_`; `synchronize(handle)` returns the tensor."""
-    return _with_contiguous(
-        tensor,
-        lambda whole: _collectives.broadcast(
-            whole, root_rank, process_set, asynchronous=True, name=name
-        ),
+    handle = process_set.rounds.begin(
+        lambda: _requests.broadcast([tensor], root_rank, process_set), name, asynchronous=True
     )
+    return handle.then(_only)
 
 
 def broadcast_async(
@@ -273,7 +317,12 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin `broadcast` without a gradient; `synchronize(handle)` returns the new tensor."""
-    return broadcast_async_(_copy(tensor), root_rank, name, process_set)
+    handle = process_set.rounds.begin(
+        lambda: _requests.broadcast([copied(tensor)], root_rank, process_set),
+        name,
+        asynchronous=True,
+    )
+    return handle.then(_only)
 
 
 def broadcast_(
@@ -283,8 +332,10 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Give every rank the values of the root, a global rank also with a process set; in place."""
-    result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
-    return result
+    process_set.rounds.begin(
+        lambda: _requests.broadcast([tensor], root_rank, process_set), name, asynchronous=False
+    ).wait()
+    return tensor
 
 
 def broadcast(
@@ -306,11 +357,15 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin `alltoall` without a gradient. Waits until all ranks have told their splits."""
-    handle = _collectives.all_to_all(
-        tensor, _numbers(splits), process_set, asynchronous=True, name=name
+    """Begin `alltoall` without a gradient.
+
+    `synchronize(handle)` returns the rows and how many came from each rank, also without `splits`.
+    """
+    own = tensor.detach()
+    handle = process_set.rounds.begin(
+        lambda: _requests.all_to_all(own, splits, process_set), name, asynchronous=True
     )
-    return handle.then(lambda result: _with_splits(result, splits))
+    return handle.then(lambda result: (result[0], _counts(result[1], splits)))
 
 
 def alltoall(
@@ -323,40 +378,33 @@ def alltoall(
 
     Args:
         tensor: its rows go to the ranks in order; shapes are equal beyond the first dimension.
-        splits: how many rows go to each rank; None: equally many.
+        splits: how many rows go to each rank, whole numbers; None: equally many.
         name, process_set: as in `allreduce_`.
 
     Returns the rows received; with `splits` also how many came from each rank, an int32 tensor.
+
+    Raises ValueError for splits that don't fit the tensor, HorovodInternalError on the others.
     """
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = _with_splits(
-        _autograd.exchange(tensor, _numbers(splits), process_set, name), splits
-    )
-    return result
+    rows, counts = _autograd.exchange(tensor, splits, process_set, name)
+    return rows if splits is None else (rows, _counts(counts, splits))
 
 
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: ReduceOp | int = ReduceOp.Average,
-    *,
     process_set: ProcessSet = global_process_set,
+    *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Begin `reducescatter` without a gradient; `synchronize(handle)` returns this rank's rows."""
-    value = tensor.detach()
-    if prescale_factor != 1.0:
-        value = value.clone()
-        scale_(value, prescale_factor)
-    handle = _collectives.reduce_scatter(
-        value, reduce_op(op), process_set, asynchronous=True, name=name
+    own = tensor.detach()
+    reduction = Reduction(reduce_op(op), prescale_factor, postscale_factor)
+    handle: Handle = process_set.rounds.begin(
+        lambda: _requests.reduce_scatter(own, reduction), name, asynchronous=True
     )
-
-    def scaled(result: torch.Tensor) -> torch.Tensor:
-        scale_(result, postscale_factor)
-        return result
-
-    return handle.then(scaled)
+    return handle
 
 
 def reducescatter(
@@ -364,7 +412,8 @@ def reducescatter(
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: ReduceOp | int = ReduceOp.Average,
-    **settings: Any,
+    process_set: ProcessSet = global_process_set,
+    **factors: float,
 ) -> torch.Tensor:
     """Reduce over the ranks; each keeps its share of the rows, the first ones one more if uneven.
 
@@ -373,21 +422,25 @@ def reducescatter(
         name: as in `allreduce_`.
         compression: a class of `Compression`.
         op: Average or Sum.
-        **settings: process_set, prescale_factor, postscale_factor, as in `allreduce_`.
+        process_set: the ranks that take part.
+        **factors: prescale_factor, postscale_factor, as in `allreduce_`.
     """
-    sent, ctx = compression.compress(tensor)
-    result = _autograd.scatter(sent, reduce_op(op), name, settings)
-    return compression.decompress(result, ctx)
+    return grouped_reducescatter([tensor], name, compression, op, process_set, **factors)[0]
 
 
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     op: ReduceOp | int = ReduceOp.Average,
-    **settings: Any,
+    process_set: ProcessSet = global_process_set,
+    **factors: float,
 ) -> Handle:
     """Begin `grouped_reducescatter` without a gradient."""
-    handles = [reducescatter_async(tensor, name, op, **settings) for tensor in tensors]
+    names = names_of_parts(name, len(tensors))
+    handles = [
+        reducescatter_async(tensor, part, op, process_set, **factors)
+        for tensor, part in zip(tensors, names, strict=True)
+    ]
     return Handle(handles, lambda: [handle.wait() for handle in handles])
 
 
@@ -396,23 +449,30 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: ReduceOp | int = ReduceOp.Average,
-    **settings: Any,
+    process_set: ProcessSet = global_process_set,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """`reducescatter` of several tensors; arguments as there."""
-    return [reducescatter(tensor, name, compression, op, **settings) for tensor in tensors]
+    reduction = Reduction(reduce_op(op), prescale_factor, postscale_factor)
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    sent = [tensor for tensor, _ in compressed]
+    scattered = _autograd.scatter(sent, reduction, process_set, name)
+    return _decompressed(compression, scattered, compressed)
 
 
 def join(device: int = -1) -> int:
     """Say that this rank has no more batches; returns when every rank has said so.
 
     Until then it takes part in what the others do over all ranks: it adds zeros to an allreduce and
-    no rows to an allgather. An average still divides by the number of all ranks.
+    no rows to an allgather. An average still divides by the number of all ranks. A broadcast from
+    it is an error on the others.
 
     Args:
         device: ignored, there for scripts that give it.
 
-    Returns the rank that joined last. Raises HorovodInternalError when a rank that has joined is
-    the root of a broadcast.
+    Returns the rank that joined last.
     """
     del device
     return _collectives.join()
@@ -428,46 +488,21 @@ def stop_timeline() -> None:
     raise no_such_feature("the timeline", "use torch.profiler, and print(deepytorch.report())")
 
 
-def _reduce_one(
-    tensor: torch.Tensor,
-    op: ReduceOp,
-    factors: _Factors,
-    process_set: ProcessSet,
-    how: tuple[bool, str | None],
-) -> Handle:
-    def start(whole: torch.Tensor) -> Handle:
-        scale_(whole, factors[0])
-        handle = _collectives.all_reduce(whole, op, process_set, asynchronous=how[0], name=how[1])
-        return handle.then(lambda result: scale_(result, factors[1]))
-
-    return _with_contiguous(tensor, start)
+def _only(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    return results[0]
 
 
-def _with_contiguous(tensor: torch.Tensor, start: Callable[[torch.Tensor], Handle]) -> Handle:
-    """An operation in place on a tensor of any strides; its result is that tensor."""
-    plain = tensor.detach()
-    whole = plain.contiguous()
-    handle = start(whole)
-
-    def result(_: Any) -> torch.Tensor:
-        if whole.data_ptr() != plain.data_ptr():
-            plain.copy_(whole)
-        return tensor
-
-    return handle.then(result)
+def _decompressed(
+    compression: type[Compressor],
+    results: Sequence[torch.Tensor],
+    compressed: Sequence[tuple[torch.Tensor, Any]],
+) -> list[torch.Tensor]:
+    return [
+        compression.decompress(result, ctx)
+        for result, (_, ctx) in zip(results, compressed, strict=True)
+    ]
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _numbers(splits: torch.Tensor | Sequence[int] | None) -> list[int] | None:
-    if splits is None:
-        return None
-    found = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    return [int(split) for split in found]
-
-
-def _with_splits(result: tuple[torch.Tensor, list[int]], splits: Any) -> Any:
-    rows, counts = result
-    return rows if splits is None else (rows, torch.tensor(counts, dtype=torch.int32))
+def _counts(counts: Sequence[int], splits: torch.Tensor | Sequence[int] | None) -> torch.Tensor:
+    device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
+    return torch.tensor(counts, dtype=torch.int32, device=device)

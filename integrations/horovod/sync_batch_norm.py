@@ -6,9 +6,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deepytorch.integrations._horovod_common import ReduceOp
-
-from ._ops import allreduce
-from ._world import ProcessSet, global_process_set
+from deepytorch.integrations.horovod._world import ProcessSet, global_process_set
+from deepytorch.integrations.horovod.mpi_ops import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
