@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepytorch_core import config, counts, device_memory, finite, stores
 from deepytorch_core.console import joined_as, say_once
-from deepytorch_core.delegates import GroupSpec, StockFactory
+from deepytorch_core.delegates import GroupSpec, StockFactory, own_client
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def create(dist_options: Any, pg_options: Any = None) -> Backend:
     module.set_library_folders(list(stacks.library_folders()))
     theirs = spec.store
     missing = stores.lacks(theirs) if spec.size > 1 else ""
-    spec = replace(spec, store=module.own_client(theirs))
+    spec = replace(spec, store=own_client(module, theirs))
     factory = StockFactory(spec)
     if spec.size > 1 and _accelerator() == "cpu" and config.spans_nodes():
         # All ranks are here, as stock gloo needs them. Later a message between two nodes, which is

@@ -85,6 +85,18 @@ def live(device_type: str) -> list[Any]:
     return [factory.made[device_type] for factory in _factories if device_type in factory.made]
 
 
+def own_client(module: Any, store: Store) -> Store:
+    """The store over a client in which nobody waits for another; a program's own as it is.
+
+    Such a store may have no `check`, by which ours wait, and lives as long as its Python object.
+
+    Args:
+        module: the loaded adapter.
+    """
+    found: Store = module.own_client(store) if stores.is_torchs(store) else store
+    return found
+
+
 class StockFactory:
     """Makes a group's stock backend for "cpu" or "cuda" when it is first needed.
 
@@ -205,7 +217,7 @@ class StockFactory:
         from deepytorch_core import adapter
 
         module = adapter.loaded()
-        return self._spec.store if module is None else module.own_client(self._spec.store)
+        return self._spec.store if module is None else own_client(module, self._spec.store)
 
     def _meet(self, store: Store, limit_s: float) -> None:
         """Waits until all ranks are here and fit to make gloo's part of the group.

@@ -24,7 +24,7 @@ from deepytorch_core.backend import (
     watches,
 )
 from deepytorch_core.console import say_once
-from deepytorch_core.delegates import GroupSpec
+from deepytorch_core.delegates import GroupSpec, own_client
 from deepytorch_core.hang import live
 
 
@@ -155,7 +155,7 @@ def _adapter_over(c10d: Any, group: Any, stock: dict[str, Any], *, name: str) ->
     options = config.current()
     note_group(group.group_name, group.size())
     spec = GroupSpec(
-        store=module.own_client(store),
+        store=own_client(module, store),
         rank=group.rank(),
         size=group.size(),
         # The group's own, even if it is torch's default: whether it was given is not recorded.
