@@ -411,7 +411,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   work_options.delegate_failure = [submitted] { return submitted->failure; };
   std::optional<std::vector<at::Tensor>> profiled;
   if (at::hasCallbacks()) {
-    profiled = (call.collective == DPT_RECV ? call.outputs : call.inputs).vec();
+    profiled = (call.shown.empty() ? call.inputs : call.shown).vec();
   }
   auto work = c10::make_intrusive<NativeWork>(std::move(work_options), profiled);
 

@@ -38,13 +38,19 @@ class Backend : public c10d::Backend {
     explicit Options(Milliseconds timeout = kBackendDefaultTimeout,
                      const std::string& name = "deepytorch")
         : c10d::Backend::Options(name, timeout) {}
+
+    // NOTE [Gloo's layout] Where a group is called gloo, DDP's logger takes its backend for
+    // ProcessGroupGloo, unasked, and reads options->threads. So options and threads lie where that
+    // class has them: two words behind c10d's members, and behind a list of devices.
+    std::vector<std::shared_ptr<void>> devices;
+    int threads = 2;
   };
 
   struct Setup {
     c10::intrusive_ptr<c10d::Store> store;
     int rank;
     int size;
-    c10::intrusive_ptr<Options> options;  // timeout, group name, global ranks
+    c10::intrusive_ptr<Options> options;  // timeout, group name, global ranks; see [Gloo's layout]
     // Makes the stock backend for a device type ("cpu", "cuda"); called at most once for each.
     std::function<BackendPtr(const std::string&, double limit_s)> make_delegate;
     // Makes the one that goes through nodes in stages; likewise.
@@ -188,6 +194,7 @@ class Backend : public c10d::Backend {
     int tag = 0;
     std::shared_ptr<int> source;  // of a recv: receives the sender's rank
     at::TensorList results;       // what the future gives; outputs when empty
+    at::TensorList shown;         // whose shapes a profile tells; inputs when empty
     // Runs after a native operation, before anyone is told of its end.
     std::function<void()> after;
   };
@@ -205,10 +212,6 @@ class Backend : public c10d::Backend {
 
   // Throws where the group was destroyed.
   void check_open(const Call& call) const;
-  // Reduces the one tensor of `tensors` in place and, where that is another, copies it to `result`.
-  WorkPtr all_reduce_into(const at::Tensor& result,
-                          std::vector<at::Tensor>& tensors,
-                          const c10d::AllreduceOptions& options);
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   static void note_written(const Call& call);
@@ -301,7 +304,7 @@ class Backend : public c10d::Backend {
   bool end_comm();
   void tell_closed();
 
-  Setup setup_;
+  Setup setup_;  // first: see [Gloo's layout]
   std::shared_ptr<const DelegatedWork::Group> delegated_group_;
   DeviceStreams streams_{setup_.api};
   DelegatedStream delegated_{setup_.api};

@@ -137,16 +137,13 @@ std::vector<at::Tensor> flatten(const std::vector<std::vector<at::Tensor>>& list
   return all;
 }
 
-// NCCL's mean of whole numbers is their sum, divided towards zero. Neither the core nor gloo has
-// one, and programs ask every group for it that isn't called "gloo" (Lightning's metrics do). Makes
-// a sum of `op` and gives what is then to be done with the result; nothing where that is not
-// needed.
+// NCCL's mean of whole numbers is their sum, divided towards zero. Programs ask every group for it
+// that isn't called "gloo" (Lightning's metrics do). Makes a sum of `op` and gives what is then to
+// be done with the result; nothing where that is not needed.
 [[gnu::hot]] std::function<void()> integer_mean(c10d::ReduceOp* op,
                                                 const at::Tensor& result,
                                                 int size) {
-  const bool wanted = op->op_ == c10d::ReduceOp::AVG && result.device().is_cpu() &&
-                      at::isIntegralType(result.scalar_type(), /*includeBool=*/false);
-  if (!wanted) return nullptr;
+  if (!is_integer_mean(*op, result)) return nullptr;
   *op = c10d::ReduceOp(c10d::ReduceOp::SUM);
   return [result, size] {
     // The thread that gets here may not be the one in whose inference mode the tensor was made.
@@ -183,20 +180,8 @@ void check_parts(const char* op, bool is_root, size_t found, int size) {
 [[gnu::hot]] WorkPtr Backend::allreduce(std::vector<at::Tensor>& tensors,
                                         const c10d::AllreduceOptions& asked) {
   check_single("all_reduce", tensors);
-  return all_reduce_into(tensors[0], tensors, asked);
-}
-
-[[gnu::hot]] WorkPtr Backend::all_reduce_into(const at::Tensor& result,
-                                              std::vector<at::Tensor>& tensors,
-                                              const c10d::AllreduceOptions& asked) {
   c10d::AllreduceOptions options = asked;
-  auto after = integer_mean(&options.reduceOp, tensors[0], size_);
-  if (!result.is_same(tensors[0])) {
-    after = [mean = std::move(after), result, reduced = tensors[0]] {
-      if (mean) mean();
-      copy_as_made(result, reduced);
-    };
-  }
+  const auto after = integer_mean(&options.reduceOp, tensors[0], size_);
   return submit({.collective = DPT_ALL_REDUCE,
                  .op_type = c10d::OpType::ALLREDUCE,
                  .title = "all_reduce",
@@ -360,6 +345,7 @@ WorkPtr Backend::reduce_scatter(std::vector<at::Tensor>& outputs,
        .outputs = {output},
        .reduce_op = asked.reduceOp,
        .core_reduce_op = to_reduce_op(options.reduceOp),
+       .shown = input,
        .after = after},
       replaying(
           [](c10d::Backend& stock, auto& output, auto& input, auto& options, auto& after) {
@@ -519,6 +505,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output,
        .outputs = rows_of("output", whole, output_splits, size_),
        .uneven = !input_splits.empty() || !output_splits.empty(),
        .results = {output},
+       .shown = input,
        .after = copied ? std::function<void()>([output, whole] { copy_as_made(output, whole); })
                        : nullptr},
       replaying(

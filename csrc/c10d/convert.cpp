@@ -101,6 +101,11 @@ void throw_value_error(std::initializer_list<std::string> pieces) {
   }
 }
 
+[[gnu::hot]] bool is_integer_mean(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+  return op.op_ == c10d::ReduceOp::AVG && tensor.device().is_cpu() &&
+         at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+}
+
 [[gnu::hot]] double premul_factor_of(const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1;
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());

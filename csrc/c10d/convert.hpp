@@ -38,6 +38,8 @@ Elements elements_of(const at::Tensor& tensor, bool reduces);
 at::ScalarType to_scalar_type(dpt_data_type type);
 
 dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op);
+// Whether it is a mean of whole numbers on the host, which neither the core nor gloo has.
+bool is_integer_mean(const c10d::ReduceOp& op, const at::Tensor& tensor);
 // The factor of PREMUL_SUM; 1 for other reduce ops.
 double premul_factor_of(const c10d::ReduceOp& op);
 

@@ -67,11 +67,12 @@ WorkPtr Backend::receive(std::vector<at::Tensor>& tensors,
   const bool any = peer == DPT_ANY_RANK;
   return submit({.collective = DPT_RECV,
                  .op_type = any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
-                 .title = "recv",
+                 .title = any ? "recvAnySource" : "recv",
                  .outputs = tensors,
                  .root = peer,
                  .tag = tag,
-                 .source = std::make_shared<int>(peer)},
+                 .source = std::make_shared<int>(peer),
+                 .shown = tensors},
                 replay);
 }
 

@@ -86,6 +86,14 @@ def all_reduce_of_lists_that_share_memory(group: Group, rank: int, size: int) ->
     return twice, rows, columns, large, greatest, whole
 
 
+def all_gather_coalesced(group: Group, rank: int, size: int) -> Any:
+    inputs = [values(7), values(4, 5).t(), values(0), values(70001)]
+    outputs = [[torch.zeros(tensor.shape) for tensor in inputs] for _ in range(size)]
+    with pytest.warns(FutureWarning):
+        dist.all_gather_coalesced(outputs, inputs, group=group)
+    return outputs
+
+
 def coalescing_manager(group: Group, rank: int, size: int) -> Any:
     tensors = [values(7), values(4, 5), values(20000)]
     with dist._coalescing_manager(group=group, async_ops=True) as manager:
@@ -372,6 +380,7 @@ CASES: list[Case] = [
     all_reduce_of_a_scalar,
     all_reduce_coalesced,
     all_reduce_of_lists_that_share_memory,
+    all_gather_coalesced,
     coalescing_manager,
     coalesced_gathers_and_scatters,
     all_gather,

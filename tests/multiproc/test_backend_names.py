@@ -104,8 +104,10 @@ def names_elsewhere() -> list[Any]:
         work.wait()
     events = {event.key for event in profiler.key_averages() if ":" in event.key}
     information = profiler._get_distributed_info()
+    logged = model._get_ddp_logging_data()
     return [
-        model._get_ddp_logging_data()["backend_name"],
+        # The second is read from gloo's class, unasked whether that is what serves the group.
+        [logged[key] for key in ("backend_name", "gloo_num_threads", "gloo_socket_ifname")],
         sorted(name for name in events if not name.startswith(("aten:", "c10d:"))),
         [information[key] for key in ("backend", "pg_count", "pg_config")],
         [entry["backend_config"] for entry in c10d._world.pg_config_info],
