@@ -292,8 +292,10 @@ TEST(PoolLinks, GoOnWithoutWhoDied) {
   std::thread frees([&] { a.pool().free(freed); });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_FALSE(a.pool().is_shared(chunk, 1));
-  joined[2] = {};
+  std::thread leaves([&] { joined[2] = {}; });  // which waits for what the driver has begun
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   dies->memory->stop(false);
+  leaves.join();
   dies.reset();
   frees.join();
   ASSERT_TRUE(gets_shared(a, chunk, 1));
