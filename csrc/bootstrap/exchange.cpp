@@ -191,8 +191,7 @@ Meeting meet(Store& store,
       meeting.id = *announced;
       store.set(key("answer") + "/" + std::to_string(rank), answer);
     }
-    const auto list =
-        announced ? store.get(key("list"), wait.deadline.next_slice()) : std::nullopt;
+    const auto list = announced ? store.get(key("list"), wait.deadline.next_slice()) : std::nullopt;
     if (list) {
       answers = split_lines(*list);
       if (answers.size() == global_ranks.size() && answers[rank] == answer) break;
