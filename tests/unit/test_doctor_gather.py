@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from deepytorch import cli
 from deepytorch.cli import console
 from deepytorch_core import adapter as adapters
-from deepytorch_core import topology
+from deepytorch_core import config, topology
 from deepytorch_core.doctor import machine as machines
 from deepytorch_core.doctor import pci, registry, smi, torch_facts, torch_probe
 from deepytorch_core.doctor.checks import (
@@ -255,6 +255,8 @@ def test_no_compiler_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_adapter_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPYTORCH_CACHE_DIR", str(tmp_path))
+    # Where no cache can be written adapters are kept there, also by other tests.
+    monkeypatch.setattr(config, "temporary_dir", lambda: tmp_path / "temporary")
     tag = adapters.tag(adapters.Sources.find())
     other = f"torch2.12.0-{tag.partition('-')[2]}"
     folder = adapters.cache_folders()[0]
