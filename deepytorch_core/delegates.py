@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from deepytorch_core import config, stores
+from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ STOCK_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Of the native core: where each rank leaves the mark of its process in the group's store.
 _MARK_KEY = "deepytorch/process/"
 _LOOK_FOR_DEAD_S = 0.2
+# After so long it is said who is waited for.
+_SAY_LATE_S = 4.0
 # A socket closes a moment before its process has ended, and the kernel tells both.
 _ENDING_S = 0.5
 _LONGEST_PAUSE_S = 0.05
@@ -85,15 +89,18 @@ def live(device_type: str) -> list[Any]:
     return [factory.made[device_type] for factory in _factories if device_type in factory.made]
 
 
-def own_client(module: Any, store: Store) -> Store:
+def own_client(
+    module: Any, store: Store, on_wait: Callable[[list[str], float], None] | None = None
+) -> Store:
     """The store over a client in which nobody waits for another; a program's own as it is.
 
     Such a store may have no `check`, by which ours wait, and lives as long as its Python object.
 
     Args:
         module: the loaded adapter.
+        on_wait: called about once a second with the keys that are waited for, and how long (s).
     """
-    found: Store = module.own_client(store) if stores.is_torchs(store) else store
+    found: Store = module.own_client(store, on_wait) if stores.is_torchs(store) else store
     return found
 
 
@@ -114,6 +121,7 @@ class StockFactory:
         # The deepytorch backend's own options, once it exists: its timeout may change later.
         self.live_options: Any = None
         self._parts: list[StockFactory] = []
+        self._has_said_late = False
 
     def __call__(self, device_type: str, limit_s: float = 0.0) -> Backend:
         """Raises RuntimeError when torch has no backend for tensors of this device type.
@@ -217,7 +225,18 @@ class StockFactory:
         from deepytorch_core import adapter
 
         module = adapter.loaded()
-        return self._spec.store if module is None else own_client(module, self._spec.store)
+        if module is None:
+            return self._spec.store
+        this = weakref.ref(self)  # what is made with the store is held by this factory
+
+        def on_wait(keys: list[str], waited_s: float) -> None:
+            factory = this()
+            # Gloo's ranks give their addresses under their numbers.
+            numbers = [key.rpartition("/")[2] for key in keys]
+            if factory is not None and all(number.isdigit() for number in numbers):
+                factory._say_late([int(number) for number in numbers], waited_s)
+
+        return own_client(module, self._spec.store, on_wait)
 
     def _meet(self, store: Store, limit_s: float) -> None:
         """Waits until all ranks are here and fit to make gloo's part of the group.
@@ -270,16 +289,34 @@ class StockFactory:
                 if dead := spec.dead():
                     raise _backend_error(f"{what}: {dead} before it joined")
             if now - started > limit_s:
-                missing = [
-                    str(spec.global_rank(rank))
-                    for rank, key in enumerate(keys)
-                    if not store.check([key])
-                ]
                 raise _backend_error(
-                    f"{what}: rank(s) {', '.join(missing)} did not join within {limit_s:g} s"
+                    f"{what}: rank(s) {self._numbers(self._absent(store, keys))} did not join "
+                    f"within {limit_s:g} s"
                 )
+            if now - started > _SAY_LATE_S and not self._has_said_late:
+                self._say_late(self._absent(store, keys), now - started)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _absent(self, store: Store, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+    def _numbers(self, ranks: list[int]) -> str:
+        return ", ".join(str(self._spec.global_rank(rank)) for rank in ranks)
+
+    def _say_late(self, absent: list[int], waited_s: float) -> None:
+        """Say once which ranks of the group are waited for, if this is the first that waits."""
+        if self._has_said_late or waited_s < _SAY_LATE_S or not absent:
+            return
+        self._has_said_late = True
+        first = next(rank for rank in range(self._spec.size) if rank not in absent)
+        if first == self._spec.rank:
+            say(
+                f"{self._what()}: waits for rank(s) {self._numbers(absent)}, {waited_s:.0f} s by "
+                f"now, up to {self.timeout.total_seconds():g} s: each makes it at the first "
+                "operation that gloo serves",
+                level="warning",
+            )
 
     @property
     def timeout(self) -> timedelta:

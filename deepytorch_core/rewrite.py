@@ -2,7 +2,7 @@
 
 | asked for | default group | sub-group |
 |---|---|---|
-| nothing | `deepytorch`: every device | as the default group |
+| nothing | `cuda:deepytorch`, or `cpu:` without GPUs, as in torch | as the default group |
 | `nccl` | `cuda:deepytorch` | `cuda:deepytorch` |
 | `gloo` | `cpu:deepytorch` (with GPUs also `cuda:gloo`) | the same if the default group was asked \
 for as `gloo`, else left alone |
@@ -54,7 +54,8 @@ def default_group(asked: str, machine: Machine) -> str | None:
     """
     asked = asked.lower()
     if asked == "undefined":
-        return NAME if machine.accelerator in STOCK_BACKENDS else None
+        is_known = machine.accelerator in STOCK_BACKENDS
+        return f"{machine.accelerator}:{NAME}" if is_known else None
     if asked == "nccl":
         return f"cuda:{NAME}" if machine.has_nccl else None
     if asked == "gloo":

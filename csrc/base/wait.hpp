@@ -25,7 +25,9 @@ constexpr std::chrono::milliseconds limited(std::chrono::milliseconds timeout) {
 class Deadline {
  public:
   explicit Deadline(std::chrono::milliseconds timeout)
-      : timeout_(limited(timeout)), end_(std::chrono::steady_clock::now() + timeout_) {}
+      : timeout_(limited(timeout)),
+        begin_(std::chrono::steady_clock::now()),
+        end_(begin_ + timeout_) {}
 
   std::chrono::milliseconds timeout() const { return timeout_; }
   // The same, ending by `grace` later.
@@ -33,6 +35,9 @@ class Deadline {
     Deadline other = *this;
     other.end_ += grace;
     return other;
+  }
+  std::chrono::steady_clock::duration elapsed() const {
+    return std::chrono::steady_clock::now() - begin_;
   }
   bool expired() const { return std::chrono::steady_clock::now() >= end_; }
   // Time left, at most one slice, never negative.
@@ -44,6 +49,7 @@ class Deadline {
 
  private:
   std::chrono::milliseconds timeout_;
+  std::chrono::steady_clock::time_point begin_;
   std::chrono::steady_clock::time_point end_;
 };
 

@@ -40,6 +40,8 @@ std::vector<std::string> all_gather(Store& store,
 
 // Under this, by rank in the group, who has made the group leaves the mark of its process.
 constexpr const char* kProcessKey = "deepytorch/process/";
+// How that ends once it has destroyed the group without having joined it.
+constexpr const char* kLeftMark = " left";
 
 // A group's ranks meeting anew.
 struct Meeting {

@@ -23,8 +23,6 @@ namespace {
 
 // Groups that were destroyed before they connected and can still be invited to join.
 constexpr size_t kMostRetired = 16;
-// How long they can be, once the program has left all of its groups: the ranks are at it together.
-constexpr std::chrono::seconds kLeavingTime{10};
 
 template <typename Function>
 dpt_status guarded(dpt_error* error, Function&& function) {
@@ -69,7 +67,7 @@ class Retired {
 
  private:
   void end() {
-    std::this_thread::sleep_for(kLeavingTime);
+    std::this_thread::sleep_for(Communicator::kLeavingTime);
     std::deque<std::unique_ptr<dpt_comm>> comms;
     std::lock_guard lock(mutex_);
     ending_ = false;

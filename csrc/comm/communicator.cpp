@@ -269,11 +269,17 @@ void Communicator::connect(WaitContext wait, Store& store) {
     for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
       const auto mark =
           store.get(std::string(kProcessKey) + std::to_string(rank), std::chrono::milliseconds(1));
-      const auto pid = mark ? dead_process(*mark) : std::nullopt;
-      if (!pid) continue;
-      throw Error(DPT_ERR_PEER_LOST,
-                  wait.describe() + ": rank " + std::to_string(global_ranks_[rank]) + " (pid " +
-                      *pid + ") died before it joined");
+      const std::string name = "rank " + std::to_string(global_ranks_[rank]);
+      if (const auto pid = mark ? dead_process(*mark) : std::nullopt) {
+        throw Error(DPT_ERR_PEER_LOST,
+                    wait.describe() + ": " + name + " (pid " + *pid + ") died before it joined");
+      }
+      // Had it been asked to join, it would have by now.
+      const auto since = wait.deadline.elapsed();
+      if (mark && mark->ends_with(kLeftMark) && since > kLeavingTime + std::chrono::seconds(1)) {
+        throw Error(DPT_ERR_PEER_LOST,
+                    wait.describe() + ": " + name + kHasLeft + " before its first operation");
+      }
     }
   };
   try {

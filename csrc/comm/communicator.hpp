@@ -59,6 +59,8 @@ class Communicator {
   // Instead of the destructor, where peers may yet need this rank to join; see NOTE [Retired
   // groups]. False: nobody does. The store and the delegate are not used after this.
   bool retire();
+  // How long it can be asked to join, once the program has left all of its groups.
+  static constexpr std::chrono::seconds kLeavingTime{2};
 
  private:
   // How long an invited rank waits for the others. They have limits of their own, and whoever

@@ -45,6 +45,7 @@ void Communicator::join_in_background(std::chrono::milliseconds limit,
                            },
                            nullptr};
     try {
+      if (retired_ && lent) lent->set(std::string(kProcessKey) + std::to_string(rank_), own_word());
       ensure_connected(wait, lent ? *lent : *store_);
       if (retired_ && segment_) segment_->leave();
     } catch (const std::exception& caught) {
@@ -57,6 +58,11 @@ bool Communicator::retire() {
   {
     std::lock_guard lock(state_mutex_);
     if (invitation_.empty() || connected_ || failure_ || may_delegate_ > 0) return false;
+  }
+  try {
+    store_->set(std::string(kProcessKey) + std::to_string(rank_), own_word() + kLeftMark);
+  } catch (const std::exception&) {
+    // Whoever keeps the store has gone before: nobody will ask.
   }
   no_store_ = std::make_unique<HashStore>();
   retired_ = true;

@@ -2,8 +2,9 @@
 
 A thread wakes up every few seconds and asks the core for how long this process has been in an
 operation. Most of the time that is all. Where it is long, the first of this node's ranks that wait
-reads the flight records of all and prints the verdict, once and then more and more rarely. Nothing
-is ended by that: a rank that prepares its data for a quarter of an hour is none of our business.
+reads the flight records of all and prints the verdict, once and then more and more rarely. A
+group's first operation, where its ranks meet, is told of soon. Nothing is ended by that: a rank
+that prepares its data for a quarter of an hour is none of our business.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable
 
 from deepytorch_core.console import say
 from deepytorch_core.hang import collect, evidence, inquiry, verdict, words
-from deepytorch_core.hang.evidence import Operation, Rank
+from deepytorch_core.hang.evidence import ENDED, Operation, Rank
 
+START_S = 3.0
+"""A wait in a group's first operation that is so long is told of."""
 FIRST_S = 45.0
 """A wait that is so long is told of, with 15 s left until it has lasted a minute."""
 AGAIN = 4
@@ -23,7 +26,7 @@ AGAIN = 4
 _NEXT_TRY = 1.25
 # Ranks that began to wait within so long of each other leave it to the first of them.
 _TOGETHER_S = 5.0
-_PERIOD_S = 10.0
+_PERIOD_S = 2.0
 _LEAST_PAUSE_S = 0.1
 _STACKS_LIMIT_S = 2.0
 
@@ -53,31 +56,44 @@ class Watch:
     def _run(self) -> None:
         from deepytorch_core import _core
 
-        due_s, before_s, pause_s = FIRST_S, 0.0, min(_PERIOD_S, FIRST_S)
+        due_s, before_s, pause_s = self._soonest_s(), 0.0, self._soonest_s()
         while not self._over.wait(pause_s):
             waited_s = _core.longest_wait_s()
             if waited_s < before_s:
-                due_s = FIRST_S  # another wait
+                due_s = self._soonest_s()  # another wait
             before_s = waited_s
             if waited_s >= due_s:
+                is_start = waited_s < FIRST_S
                 try:
-                    has_told = self._tell()
+                    has_told = self._tell(is_start=is_start)
                 except Exception as error:  # nobody asked, so nobody is to be bothered
                     say(f"a wait was not explained: {error}", level="debug")
                     has_told = False
                 due_s = (AGAIN if has_told else _NEXT_TRY) * waited_s
+                due_s = FIRST_S if is_start else due_s
             pause_s = max(_LEAST_PAUSE_S, min(_PERIOD_S, FIRST_S, due_s - waited_s))
 
-    def _tell(self) -> bool:
-        """Say who is waited for, if this rank is to say it and somebody is."""
+    @staticmethod
+    def _soonest_s() -> float:
+        return min(START_S, FIRST_S)
+
+    def _tell(self, *, is_start: bool) -> bool:
+        """Say who is waited for, if this rank is to say it and somebody is.
+
+        Args:
+            is_start: only in a group's first operation.
+        """
         job = next(iter(collect.jobs(name=self._job)), None)
         if job is None:
             return False
-        least_s = FIRST_S - _TOGETHER_S if FIRST_S > _TOGETHER_S else FIRST_S / 2
+        due_s = START_S if is_start else FIRST_S
+        least_s = due_s - _TOGETHER_S if due_s > _TOGETHER_S else due_s / 2
         waiting = {
             one.rank: operation
             for one in collect.ranks(job.records, stacks_limit_s=None)
-            if (operation := longest_wait(one)) is not None and operation.age_s >= least_s
+            if (operation := longest_wait(one)) is not None
+            and operation.age_s >= least_s
+            and (_is_first(one, operation) or not is_start)
         }
         if not waiting or min(waiting) != self._rank:
             return False
@@ -101,6 +117,14 @@ def longest_wait(rank: Rank) -> Operation | None:
     newest = rank.operations[-1:]
     waits = [one for one in rank.operations if _is_wait(one) or (_is_issued(one) and one in newest)]
     return max(waits, key=lambda one: one.age_s, default=None)
+
+
+def _is_first(rank: Rank, operation: Operation) -> bool:
+    """Whether the rank has ended no operation of the group yet."""
+    group = rank.group(operation.group)
+    known = [one for one in rank.operations if one.group == operation.group]
+    begun = 0 if group is None else group.collectives + group.messages
+    return begun <= len(known) and not any(one.state == ENDED for one in known)
 
 
 def _is_wait(operation: Operation) -> bool:

@@ -11,9 +11,11 @@ himself. For what nobody waits for a thread does, which the first such operation
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +100,8 @@ class Rounds:
         self._is_driven = self._is_closing = self._has_joined = False
         self._broken: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next_number = itertools.count()
         self._num_joins = self._count = 0  # of what has no name, since the last join
         # Who drives has them:
         self._told: list[dict[str, Facts]] = [{} for _ in self._ranks]
@@ -132,6 +136,16 @@ class Rounds:
                 self._untold.append(operation)
                 self._changed.notify_all()
         return Handle([operation], operation.wait)
+
+    def number_of(self, optimizer: Any) -> int:
+        """The same on every rank, for names: how many have begun something here before it.
+
+        Those that a rank only makes don't count: it may make more of them than others.
+        """
+        with self._changed:
+            if optimizer not in self._numbers:
+                self._numbers[optimizer] = next(self._next_number)
+            return self._numbers[optimizer]
 
     def await_decision(self, operation: Operation) -> None:
         """Return when the operation runs, or has failed."""

@@ -10,7 +10,6 @@ for gradients that this rank does not have.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -36,7 +35,6 @@ from deepytorch.integrations.horovod.mpi_ops import allreduce, sparse_allreduce_
 
 BUCKET_BYTES = 4 << 20
 
-_numbers = itertools.count()
 _Parameters = Sequence[torch.Tensor]
 
 
@@ -89,7 +87,6 @@ class Reducer:
         self.num_begun = 0
         self.in_backward = False
         self._hooks: list[Any] = []
-        self._number = next(_numbers)
 
     def watch(self, parameters: _Parameters, groups: int | Sequence[_Parameters] | None) -> None:
         """Reduce the gradients of these parameters from now on, of others no more."""
@@ -185,7 +182,8 @@ class Reducer:
             handle = self._reduce_dense(_Bucket([parameter]), [dense := grad.to_dense()])
             return handle.then(lambda _: _set_grad(parameter, dense.to_sparse(grad.sparse_dim())))
         op, process_set = self.reduction.op, self.process_set
-        name = f"gradient.{self._number}.{[*self.bucket_of].index(parameter)}"
+        index = next(i for i, one in enumerate(self.bucket_of) if one is parameter)
+        name = f"gradient.{process_set.rounds.number_of(self)}.{index}"
         handle = sparse_allreduce_async(grad, name, op, process_set)
         return handle.then(lambda result: _set_grad(parameter, result))
 

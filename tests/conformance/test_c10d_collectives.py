@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -430,6 +431,18 @@ def run_case(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_same_as_gloo(case: Case, world_size: int) -> None:
     spawn_ranks(run_case, world_size, case.__name__, backend=BACKEND)
+
+
+def run_all_cases(rank: int, world_size: int) -> None:
+    for case in CASES:
+        run_case(rank, world_size, case.__name__)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_same_as_gloo_while_plans_are_tried(world_size: int, tmp_path: Path) -> None:
+    """As users have it: tuning is on, and nothing is known yet."""
+    env = {"DEEPYTORCH_TUNE": "auto", "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json")}
+    spawn_ranks(run_all_cases, world_size, backend=BACKEND, env=env, fresh=True)
 
 
 BACKEND = "deepytorch"

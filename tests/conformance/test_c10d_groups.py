@@ -7,11 +7,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from deepytorch_core.c10d_patches import serving_name
@@ -80,6 +84,37 @@ def many_in_flight(rank: int, world_size: int, meet_first: bool) -> None:
 @pytest.mark.parametrize("meet_first", [True, False])
 def test_many_groups_in_flight(meet_first: bool) -> None:
     spawn_ranks(many_in_flight, 3, meet_first, backend=BACKEND, timeout_s=20)
+
+
+def groups_in_flight(rank: int, world_size: int) -> None:
+    many_in_flight(rank, world_size, meet_first=False)
+
+
+def modules_in_flight(rank: int, world_size: int) -> None:
+    """DDP modules with groups of their own, whose gradients come in an order of each rank's own."""
+    groups = [dist.new_group() for _ in range(4)]
+    torch.manual_seed(0)
+    modules = [DistributedDataParallel(nn.Linear(300, 300), process_group=g) for g in groups]
+    for step in range(3):
+        # In the second step DDP's ranks agree on their buckets, one module after the other.
+        order = modules[::-1] if rank % 2 and step != 1 else modules
+        for module in order:
+            module.zero_grad()
+        value = torch.full((2, 300), float(rank + 1))
+        sum(module(value).sum() for module in order).backward()
+        for module in modules:
+            expected = torch.full((300, 300), 2.0 * sum(range(1, world_size + 1)) / world_size)
+            torch.testing.assert_close(module.module.weight.grad, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("run", [groups_in_flight, modules_in_flight])
+def test_groups_in_flight_while_plans_are_tried(
+    run: Callable[[int, int], None], world_size: int, tmp_path: Path
+) -> None:
+    """As users have it: tuning is on, and nothing is known yet."""
+    env = {"DEEPYTORCH_TUNE": "auto", "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json")}
+    spawn_ranks(run, world_size, backend=BACKEND, env=env, fresh=True, timeout_s=40)
 
 
 def mesh(rank: int, world_size: int) -> None:
@@ -161,6 +196,39 @@ def leaves_at_once(rank: int, world_size: int) -> None:
 
 def test_rank_0_may_leave_a_group_that_was_never_used() -> None:
     spawn_ranks(leaves_at_once, 3)
+
+
+def leaves_before_it_is_used(rank: int, world_size: int, pause_s: float, act: str) -> str:
+    """Rank 0 destroys a group with which the others begin `pause_s` later."""
+    dist.init_process_group(BACKEND, store=rank_store("w"), rank=rank, world_size=world_size)
+    group, done = dist.new_group(), rank_store("done")
+    if rank == 0:
+        dist.destroy_process_group()
+        done.wait([str(peer) for peer in range(1, world_size)])
+        return ""
+    time.sleep(pause_s)
+    try:
+        if act == "all_reduce":
+            dist.all_reduce(torch.ones(3), group=group)
+        elif rank == 1:
+            dist.send(torch.ones(3), 2, group=group)
+        else:
+            dist.recv(torch.zeros(3), 1, group=group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        done.set(str(rank), "")
+    return "done"
+
+
+@pytest.mark.parametrize(("pause_s", "act"), [(0.2, "message"), (4, "message"), (4, "all_reduce")])
+def test_a_rank_that_leaves_a_group_before_it_is_used(pause_s: float, act: str) -> None:
+    """A moment later messages of others pass; then who would wait for it for ever is told."""
+    said = spawn_ranks(leaves_before_it_is_used, 3, pause_s, act, fresh=True)[1:]
+    if pause_s < 1:
+        assert said == ["done", "done"]
+    for text in said if pause_s > 1 else []:
+        assert "rank 0 has left the group (destroy_process_group, or its program's end)" in text
 
 
 def by_environment(rank: int, world_size: int) -> None:

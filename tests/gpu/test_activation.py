@@ -67,7 +67,7 @@ def _groups(rank: int, world_size: int, backend: str | None, *, when: str) -> di
 
 @pytest.mark.parametrize(
     ("backend", "devices"),
-    [("nccl", ["cuda"]), (None, ["cpu", "cuda"])],
+    [("nccl", ["cuda"]), (None, ["cuda"]), ("cpu:gloo,cuda:nccl", ["cpu", "cuda"])],
 )
 def test_groups_made_after_the_import(backend: str | None, devices: list[str]) -> None:
     for found in spawn_ranks(_groups, 2, backend, when="before", fresh=True):

@@ -207,6 +207,7 @@ def leave_something_begun(rank: int, world_size: int) -> tuple[float, list[str]]
     hvd.synchronize(handles[0])
     time.sleep(0.1)  # the thread of rank 0 waits for rank 1's
     assert [hvd.poll(handle) for handle in handles] == [True, False][: 2 - rank]
+    hvd.barrier()  # who ends first ends what the other one has begun
     began = time.monotonic()
     hvd.shutdown()
     took_s = time.monotonic() - began

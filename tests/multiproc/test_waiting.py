@@ -34,7 +34,7 @@ class Said(io.StringIO):
         self._flag = flag
 
     def write(self, text: str) -> int:
-        if "has waited" in text:
+        if "has waited" in text or "waits for rank(s)" in text:
             self._flag.touch()
         return super().write(text)
 
@@ -141,6 +141,51 @@ def test_who_is_waited_for_is_said_while_it_lasts(collectives: str, tmp_path: Pa
             told,
             re.M,
         ), (name, told)
+
+
+STARTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "default group": (lambda: None, r"rank 0 has waited \d\S* s in all_reduce #1 .*"),
+    "another group": (dist.new_group, r"rank 0 has waited \d\S* s in all_reduce #1 .*"),
+    "gloo's part": (
+        lambda: None,
+        r"group 0 on rank 0: making gloo's part: waits for rank\(s\) 2, \d+ s by now, up to 1800 s",
+    ),
+}
+
+
+def wait_in_starts(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """In each case, what this rank said while the last one had not come to where ranks meet."""
+    found = {}
+    config.set_current(config.Options(collectives="native"))
+    backend.register()
+    store = rank_store("starts")
+    dist.init_process_group("deepytorch", store=store, rank=rank, world_size=world_size)
+    for name, (make, _) in STARTS.items():
+        group = make()
+        flag = Path(folder) / name
+        with contextlib.redirect_stderr(Said(flag)) as said:
+            if rank == LATE:
+                prepare_data(flag)
+            data = torch.ones(3).to_sparse() if name == "gloo's part" else torch.ones(3)
+            dist.all_reduce(data, group=group)
+            assert data.to_dense().tolist() == [3.0] * 3
+            rank_store(name).set(str(rank), "")
+            rank_store(name).wait([str(one) for one in range(world_size)])
+        found[name] = said.getvalue()
+    dist.destroy_process_group()
+    config.set_current(None)
+    return found
+
+
+def test_who_is_late_where_a_group_starts_is_said_soon(tmp_path: Path) -> None:
+    """Long before other waits are told of: those take longer than the late rank here."""
+    assert waiting.START_S < 5 < MOST_S < waiting.FIRST_S
+    ranks = spawn_ranks(wait_in_starts, 3, str(tmp_path), fresh=True, timeout_s=200)
+    for name, (_, pattern) in STARTS.items():
+        assert (tmp_path / name).exists(), name
+        told = "".join(rank[name] for rank in ranks[:LATE])
+        assert re.search(pattern, told), (name, ranks)
+        assert "rank 2 (node" in told or "rank(s) 2" in told, (name, told)
 
 
 def say_nothing(rank: int, world_size: int, folder: str) -> str:

@@ -80,9 +80,16 @@ class Clock:
 
 
 def told(
-    monkeypatch: pytest.MonkeyPatch, waits: list[tuple[float, float]], *, by_me: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    waits: list[tuple[float, float]],
+    *,
+    by_me: bool = True,
+    starts: bool = False,
 ) -> list[float]:
-    """How old each wait was when it was told of; `waits` begin and end at these times."""
+    """How old each wait was when it was told of; `waits` begin and end at these times.
+
+    As any wait or, with `starts`, as one in a group's first operation.
+    """
     clock, found = Clock(waits[-1][1] + 100), []
 
     def age_s() -> float:
@@ -92,14 +99,15 @@ def told(
     watch = object.__new__(waiting.Watch)
     watch._over = clock  # type: ignore[assignment]
 
-    def tell() -> bool:
-        found.append(age_s())
+    def tell(*, is_start: bool) -> bool:
+        if is_start is starts:
+            found.append(age_s())
         return by_me
 
     monkeypatch.setattr(watch, "_tell", tell, raising=False)
     watch._run()
     # Somebody who looks all the time costs something.
-    assert clock.looks < clock.now_s / 5
+    assert clock.looks < clock.now_s / 1.8
     return found
 
 
@@ -125,8 +133,18 @@ def test_each_wait_is_told_of_and_short_ones_are_not(monkeypatch: pytest.MonkeyP
     assert [round(age) for age in ages] == [45, 45]
 
 
+def test_a_start_is_told_of_within_seconds_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = told(monkeypatch, [(5, 7), (9.5, 99.0), (100, 104.9), (106, 3000)], starts=True)
+    assert len(ages) == 3
+    assert max(ages) < 5.0
+
+
 def speak(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: int, *ranks: Rank
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    own: int,
+    *ranks: Rank,
+    is_start: bool = False,
 ) -> str:
     """What rank `own` says, with these ranks on its node."""
     records = tuple(
@@ -138,7 +156,7 @@ def speak(
     watch = object.__new__(waiting.Watch)
     watch._job, watch._rank, watch._over = "job", own, Clock(1.0)  # type: ignore[assignment]
     watch._asks = lambda: True
-    watch._tell()
+    watch._tell(is_start=is_start)
     return capsys.readouterr().err
 
 
@@ -162,6 +180,21 @@ def test_the_first_of_a_node_says_who_is_missing_and_how_long_it_may_last(
     assert speak(monkeypatch, capsys, 1, rank(0, changed(age_s=41.0)), *ranks[::2]) == ""
     said = speak(monkeypatch, capsys, 1, rank(0, changed(age_s=9.0)), *ranks[::2])
     assert said.startswith("deepytorch: rank 1 has waited 50 s in")
+
+
+def test_of_short_waits_only_those_in_a_groups_first_operation_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = changed(sequence=1, age_s=4.0)
+    ended = changed(sequence=1, age_s=9.0, state=evidence.ENDED, ended_age_s=8.0)
+    second = changed(sequence=2, age_s=4.0)
+    said = speak(monkeypatch, capsys, 0, rank(0, first), rank(1), rank(2), is_start=True)
+    assert said.startswith("deepytorch: rank 0 has waited 4.0 s in all_reduce #1 of group 0")
+    for operations in ((ended, second), (changed(age_s=4.0),)):  # the newest of many, the last one
+        assert speak(monkeypatch, capsys, 0, rank(0, *operations), rank(1), is_start=True) == ""
+    # Who began as early and is no start does not keep the others from saying it.
+    others = (rank(0, ended, second), rank(1, first), rank(2))
+    assert "rank 1 has waited 4.0 s" in speak(monkeypatch, capsys, 1, *others, is_start=True)
 
 
 def test_what_has_no_limit_or_no_stack_is_told_without(

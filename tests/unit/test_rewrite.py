@@ -15,7 +15,7 @@ XPU = Machine(accelerator="xpu", has_nccl=False)
 @pytest.mark.parametrize(
     ("asked", "on_gpu", "on_cpu"),
     [
-        ("undefined", "deepytorch", "deepytorch"),
+        ("undefined", "cuda:deepytorch", "cpu:deepytorch"),
         ("nccl", "cuda:deepytorch", None),  # stock torch says what is missing
         ("NCCL", "cuda:deepytorch", None),
         ("gloo", "cpu:deepytorch,cuda:gloo", "cpu:deepytorch"),
