@@ -107,7 +107,7 @@ constexpr std::chrono::milliseconds kLook{1};
 bool present(Store& store, const std::string& key) { return store.get(key, kLook).has_value(); }
 
 std::string limit_of(const WaitContext& wait) {
-  return " within " + std::to_string(wait.deadline.timeout().count()) + " ms";
+  return " within the timeout of " + std::to_string(wait.deadline.timeout().count()) + " ms";
 }
 
 // `complete`: what is wrong if all have come.

@@ -278,7 +278,8 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
   try {
     if (!device.is_cuda()) {
       const Milliseconds own = submitted->call.timeout;
-      const Milliseconds limit = own == c10d::kUnsetTimeout ? Milliseconds{} : own;
+      const Milliseconds limit =
+          own == c10d::kUnsetTimeout ? Milliseconds{} : std::max(own, Milliseconds(1));
       submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device, limit));
       return DPT_OK;
     }

@@ -280,6 +280,7 @@ class Backend : public c10d::Backend {
   BackendPtr delegate_for(const std::string& device_type, std::chrono::milliseconds limit = {});
   // The same, without a search for what was made before.
   BackendPtr delegate_of(const at::Device& device, Milliseconds limit = {});
+  std::string failed_monitored_barrier(const std::string& text, Milliseconds limit) const;
   BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
   BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);

@@ -4,7 +4,10 @@
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
+#include <regex>
+
 #include "backend.hpp"
+#include "convert.hpp"
 #include "python_bridge.hpp"
 #include "submitted.hpp"
 
@@ -384,6 +387,22 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& asked) {
                 options));
 }
 
+// A first monitored barrier meets the other ranks to make gloo's part. Who does not come is told in
+// the words of gloo, which programs look for; empty: that is not what went wrong.
+std::string Backend::failed_monitored_barrier(const std::string& text, Milliseconds limit) const {
+  static const std::regex missing("rank\\(s\\) ([0-9]+)[0-9, ]* did not join");
+  std::smatch found;
+  if (!std::regex_search(text, found, missing)) return "";
+  const std::string own = "Rank " + std::to_string(rank_);
+  const std::string within = std::to_string(limit.count()) + " ms: " + text;
+  if (rank_ != 0) {
+    return own +
+           " successfully reached monitoredBarrier, but received errors while waiting: " + text;
+  }
+  if (limit.count() == 0) return own + " timed out in monitoredBarrier after " + within;
+  return "Rank " + found[1].str() + " failed to pass monitoredBarrier in " + within;
+}
+
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const auto replay = replaying(
       [](c10d::Backend& stock, auto& options, auto& wait_all_ranks) {
@@ -400,7 +419,13 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
                        .asynchronous = false},
                       replay);
   check_open(submitted.call);
-  hand_over(submitted, "monitored");
+  try {
+    hand_over(submitted, "monitored");
+  } catch (const std::exception& error) {
+    const std::string words = failed_monitored_barrier(text_of(error), limit_of(submitted.call));
+    if (words.empty()) throw;
+    C10_THROW_ERROR(DistBackendError, words);
+  }
   setup_.api->record_end(submitted.recorded, DPT_OK, /*on_stream=*/0);
 }
 

@@ -92,7 +92,7 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
         Word word = parse_word(wait_for_key(*store_,
                                             std::string(kProcessKey) + std::to_string(rank),
                                             wait,
-                                            name + " did not join within " +
+                                            name + " did not join within the timeout of " +
                                                 std::to_string(timeout.count()) +
                                                 " ms and has not made the group: did it crash, or "
                                                 "run without deepytorch?"));
@@ -122,7 +122,7 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
       wait.check();
       if (!connected_ && wait.deadline.expired()) {
         throw Error(DPT_ERR_TIMEOUT,
-                    wait.describe() + ": not all ranks joined within " +
+                    wait.describe() + ": not all ranks joined within the timeout of " +
                         std::to_string(timeout.count()) + " ms");
       }
     }

@@ -136,8 +136,11 @@ TEST(Meet, SaysWhetherAMissingRankMadeTheGroup) {
   } catch (const Error& error) {
     EXPECT_THAT(
         error.what(),
-        AllOf(HasSubstr("rank(s) 11 did not join within 100 ms and have not made the group"),
-              HasSubstr(" Rank(s) 12 did not join within 100 ms though they have made")));
+        AllOf(
+            HasSubstr(
+                "rank(s) 11 did not join within the timeout of 100 ms and have not made the group"),
+            HasSubstr(
+                " Rank(s) 12 did not join within the timeout of 100 ms though they have made")));
   }
 }
 
@@ -160,7 +163,7 @@ TEST(Meet, NamesTheFirstRankWhenItDidNotCome) {
     FAIL() << "rank 10 did not come";
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), DPT_ERR_TIMEOUT);
-    EXPECT_THAT(error.what(), HasSubstr("rank(s) 10 did not join within 100 ms"));
+    EXPECT_THAT(error.what(), HasSubstr("rank(s) 10 did not join within the timeout of 100 ms"));
   }
 }
 
