@@ -8,6 +8,7 @@ whichever rank comes to an end first; a rank that comes later reads that verdict
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +104,45 @@ def gather(
     if final != _YES:
         raise RuntimeError(final)
     return stores.texts(store, keys)
+
+
+class Question:
+    """What is asked of every rank by who waits for nothing: it looks whether all have answered.
+
+    It looks for the first time in the step after the one that asks: where ranks end a step
+    together, all see the answers in the same one. That some go on without a rank that others have
+    heard is possible: it has to be each one's own affair.
+
+    Args:
+        store: a torch Store with a key space of its own for this exchange.
+        value: this rank's answer.
+        here_limit_s: seconds until a rank that has not answered is missing.
+    """
+
+    def __init__(
+        self, store: Any, *, rank: int, size: int, value: str, here_limit_s: float
+    ) -> None:
+        self._store = store
+        self._keys = [f"value/{other}" for other in range(size)]
+        self._limit_s = here_limit_s
+        self._asked = time.monotonic()
+        self._is_new = True
+        store.set(self._keys[rank], value)
+
+    def answers(self) -> list[str] | None:
+        """Every rank's value, by rank; None where they are not all there yet, and at first.
+
+        Raises RuntimeError naming the ranks that did not come in time.
+        """
+        is_new, self._is_new = self._is_new, False
+        if is_new:
+            return None
+        if self._store.check(self._keys):
+            return stores.texts(self._store, self._keys)
+        if time.monotonic() - self._asked <= self._limit_s:
+            return None
+        absent = [index for index, key in enumerate(self._keys) if not self._store.check([key])]
+        raise RuntimeError(f"{named(absent)} did not come within {self._limit_s:g} s")
 
 
 def _judge(store: Any, size: int, here_limit_s: float) -> str:

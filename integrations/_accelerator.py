@@ -17,7 +17,7 @@ DDP needs nothing else: its buckets are placed wherever deepytorch serves the gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -29,6 +29,27 @@ from . import _compile, _contract, _fsdp2, _kernels, _live, _padding_free
 
 _NAME = "accelerator"
 _FLAG = "deepytorch"
+_VERSIONS, _TESTED = ">=1.10,<2", "1.15.0"
+
+
+def apply_unasked(accelerator: Any) -> None:
+    """Give an Accelerator whatever is each rank's own affair, as options in force say.
+
+    For scripts that know nothing of it: no rank is waited for, no tracker gets figures, DeepSpeed's
+    configuration stays as it is, and what can't be done is left to stock.
+    """
+    options = config.current()
+    if not options.enabled or _contract.is_marked(accelerator, _NAME):
+        return
+
+    changes = _contract.Changes(asked=False)
+
+    def do() -> None:
+        _contract.require("accelerate", _VERSIONS, tested=_TESTED)
+        if _set_policies(accelerator, options, "accelerate", changes):
+            _contract.mark(accelerator, _NAME, changes)
+
+    changes.attempt("Accelerate's prepare", do)
 
 
 def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bool = False) -> bool:
@@ -46,7 +67,7 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     Raises IntegrationError as `_contract.join` does, and for a flag that is no JSON object.
     """
     if config.current().enabled:
-        _contract.require("accelerate", ">=1.10,<2", tested="1.15.0")
+        _contract.require("accelerate", _VERSIONS, tested=_TESTED)
     if _contract.is_marked(accelerator, _NAME):
         return True
     _warn_if_alone(accelerator, adapter)
@@ -185,9 +206,15 @@ def _preparing_packed(
         things = prepared if isinstance(prepared, tuple | list) else (prepared,)
         # A Trainer prepares its loaders first and its model later.
         loaders.update(thing for thing in things if isinstance(thing, DataLoader))
+        changes.attempt(
+            "padding", lambda: pack(thing for thing in things if isinstance(thing, Module))
+        )
+        return prepared
+
+    def pack(prepared: Iterable[Any]) -> None:
         for model in models:
             _padding_free.plan_batches(model, loaders)
-        for model in (thing for thing in things if isinstance(thing, Module)):
+        for model in prepared:
             if _padding_free.attach(
                 model,
                 choice,
@@ -197,7 +224,6 @@ def _preparing_packed(
                 obstacle=_cuts_sequences(accelerator),
             ):
                 models.add(model)
-        return prepared
 
     def detach() -> None:
         for model in models:
@@ -233,7 +259,7 @@ def _prepare_compiled(accelerator: Any, options: Options, changes: _contract.Cha
     def prepare(*args: Any, **kwargs: Any) -> Any:
         prepared = original(*args, **kwargs)
         for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
-            _compile.start(thing, options, changes)
+            changes.attempt("code", functools.partial(_compile.start, thing, options, changes))
         return prepared
 
     changes.set(accelerator, "prepare", prepare)

@@ -28,6 +28,8 @@ from deepytorch_core.patching import Patches
 
 # So often it is looked whether a rank that has not come can't come any more.
 _LOOK_S = 2.0
+# What a line has told of in this process.
+_left_alone: set[str] = set()
 
 
 def require(distribution: str, versions: str, *, tested: str) -> None:
@@ -57,14 +59,35 @@ class Changes:
     """What an adapter has changed on objects that are not ours; `undo` puts all of it back.
 
     A copy of a changed object has nothing to undo: a copied or unpickled `Changes` is empty.
+
+    Args:
+        asked: whether somebody wants them by name. Else nothing of ours may raise into a program
+            that knows nothing of it; see `attempt`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, asked: bool = True) -> None:
+        self._asked = asked
         self._patches = Patches()
         self._actions: list[Callable[[], None]] = []
 
     def __reduce__(self) -> tuple[type[Changes], tuple[()]]:
         return Changes, ()
+
+    def attempt(self, what: str, do: Callable[[], object]) -> None:
+        """Call `do`; where nobody asked for it, what it raises leaves `what` as it is, in a line.
+
+        Raises what `do` raises where somebody asked.
+        """
+        try:
+            do()
+        except Exception as error:
+            if self._asked:
+                raise
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if what not in _left_alone:
+                _left_alone.add(what)
+                way_out = "" if OFF_SWITCH in reason else f"; {OFF_SWITCH}"
+                say(f"{what} stays as it is: {reason}{way_out}", level="warning")
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of `owner`, which may have had none of this name in its own right."""

@@ -35,10 +35,7 @@ def apply(
     device: torch.device,
     autocast: torch.dtype | None = None,
 ) -> None:
-    """Swap kernels in for the models and optimizers among `things`, each once.
-
-    Collective over all ranks of torch.distributed, if it is initialised.
-    """
+    """Swap kernels in for the models and optimizers among `things`, each once."""
     if options.kernels == "off":
         return
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -80,7 +77,10 @@ def preparing(accelerator: Any, options: Options, changes: _contract.Changes) ->
             decisions.record(_NAME, STOCK, reason)
         else:
             autocast = _autocast_of(accelerator)
-            apply(args, options, changes, device=accelerator.device, autocast=autocast)
+            swap = functools.partial(
+                apply, args, options, changes, device=accelerator.device, autocast=autocast
+            )
+            changes.attempt("kernels", swap)
         return original(*args, **kwargs)
 
     return prepare

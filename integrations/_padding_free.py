@@ -47,7 +47,8 @@ def attach(
 ) -> bool:
     """Train a model without padding if that changes nothing but the time; False if it can't be.
 
-    Collective over the default group, if there is one. A model that has it already keeps it.
+    The choice is this rank's own but for a sharded model, whose parameters its ranks gather to try
+    it: then it is collective over the default group. A model that has it already keeps it.
 
     Args:
         prepared: the model, in whatever its framework wraps it in, on its device.
@@ -68,7 +69,11 @@ def attach(
         return False
     if not _contract.is_marked(outer, _NAME):
         found: list[Conventions] = []
-        reason = obstacle or agreed(_NAME, lambda: _why_not(prepared, found, precision))
+        reason = obstacle
+        if reason is None and (choice == "on" or _is_sharded(prepared)):
+            reason = agreed(_NAME, lambda: _why_not(prepared, found, precision))
+        elif reason is None:
+            reason = _why_not(prepared, found, precision)
         name = type(model).__name__
         if reason is not None:
             if choice == "on":
@@ -200,6 +205,15 @@ def _found(prepared: Any) -> tuple[Any, Any]:
             continue
         outer = model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
     return None, None
+
+
+def _is_sharded(prepared: Any) -> bool:
+    """Whether a forward pass of the model gathers parameters, or works on parts of them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(one, FullyShardedDataParallel) for one in prepared.modules()) or any(
+        hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in prepared.parameters()
+    )
 
 
 def _why_not(prepared: Any, found: list[Conventions], precision: torch.dtype | None) -> str | None:

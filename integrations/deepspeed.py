@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -106,34 +107,58 @@ def _initialize(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     given: dict[str, Any],
+    *,
+    asked: bool = True,
 ) -> tuple[Any, ...]:
+    """`deepspeed.initialize` with deepytorch under it.
+
+    Args:
+        asked: whether somebody wants it by name; else only what is each rank's own affair is
+            changed, no rank is waited for, and what can't be done is left to stock.
+    """
     if deepspeed_flag.switched_off():
         reason = deepspeed_flag.IS_OFF
         stock: tuple[Any, ...] = deepspeed_flag.without_adapter(original, args, kwargs, reason)
         return stock
     call = inspect.signature(original).bind(*args, **kwargs)
-    in_force: Options | None = None
+    in_force = None if asked else _without_a_word(call.arguments)
+    changes = _changes if in_force is None else Changes(asked=False)
     with contextlib.ExitStack() as stack:
-        source = _configuration(call.arguments) or {}
-        options = {**_section(source), **given}
-        _connect(call, options)
-        joined = join(_NAME, options)
-        if joined.options.enabled:
-            _joined.append(joined)
+        if in_force is None:
+            source = _configuration(call.arguments) or {}
+            options = {**_section(source), **given}
+            _connect(call, options)
+            joined = join(_NAME, options)
             in_force = joined.options
-            stack.enter_context(_filled(call, source, joined.options))
-            _swap_kernels(call.arguments, joined.options)
+            if in_force.enabled:
+                _joined.append(joined)
+                stack.enter_context(_filled(call, source, in_force))
+        if in_force.enabled:
+            kernels = functools.partial(_swap_kernels, call.arguments, in_force, changes)
+            changes.attempt("kernels", kernels)
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
-    if in_force is None:
-        return result
-    engine, _, loader, *_ = result
-    _offloaded_weights.attach(getattr(engine, "optimizer", None), _changes)
-    _compile.start(engine, in_force, _changes)
-    _live.write_figures(getattr(engine, "monitor", None), _changes)
-    loaders = [] if loader is None else [loader]
-    if _padding_free.attach(engine, in_force.padding_free, adapter=_NAME, loaders=loaders):
-        _packed.add(engine)
+    if in_force.enabled:
+        changes.attempt("DeepSpeed's engine", lambda: _attach(result, in_force, changes))
+    if changes is not _changes:
+        _changes.on_undo(changes.undo)
     return result
+
+
+def _without_a_word(given: Mapping[str, Any]) -> Options | None:
+    """The options in force, where the configuration says nothing of ours; None: it does."""
+    source = _configuration(given) or {}
+    return None if SECTION in source else config.current()
+
+
+def _attach(result: tuple[Any, ...], options: Options, changes: Changes) -> None:
+    engine, _, loader, *_ = result
+    _offloaded_weights.attach(getattr(engine, "optimizer", None), changes)
+    _compile.start(engine, options, changes)
+    if changes is _changes:
+        _live.write_figures(getattr(engine, "monitor", None), changes)
+    loaders = [] if loader is None else [loader]
+    if _padding_free.attach(engine, options.padding_free, adapter=_NAME, loaders=loaders):
+        _packed.add(engine)
 
 
 def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -180,13 +205,13 @@ def _connect(call: inspect.BoundArguments, options: Mapping[str, Any]) -> None:
     )
 
 
-def _swap_kernels(given: Mapping[str, Any], options: Options) -> None:
+def _swap_kernels(given: Mapping[str, Any], options: Options, changes: Changes) -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
     things = [given.get("model"), given.get("optimizer")]
-    _kernels.apply(things, options, _changes, device=device)
+    _kernels.apply(things, options, changes, device=device)
 
 
 def _waits_for_all_producers() -> bool:

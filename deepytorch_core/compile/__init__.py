@@ -13,8 +13,9 @@ from torch import nn
 
 from deepytorch_core import config
 from deepytorch_core.compile import policies, regions
-from deepytorch_core.compile.compilation import Compilation, Trial
+from deepytorch_core.compile.compilation import Compilation
 from deepytorch_core.compile.fixes import Fix, register_fix
+from deepytorch_core.compile.phases import Trial
 from deepytorch_core.compile.policies import AUTO, EAGER, OFF, Policy, register_policy
 
 __all__ = [
@@ -74,7 +75,14 @@ def compile(
     if policy in (OFF, EAGER) or not options.enabled or options.compile == OFF:
         return model
     budget = options.compile_budget_s if budget_s is None else budget_s
-    compilation = Compilation(model, policy, budget_s=budget, steps=steps, is_patient=is_patient)
+    compilation = Compilation(
+        model,
+        policy,
+        budget_s=budget,
+        steps=steps,
+        is_patient=is_patient,
+        group=getattr(model, "process_group", None),  # of DDP and FSDP1
+    )
     _compiled[regions.unwrapped(model)] = weakref.ref(compilation)
     return model
 

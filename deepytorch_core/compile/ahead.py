@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from deepytorch_core import config, control_group, guard, own_cores, topology
+from deepytorch_core import config, control_group, own_cores, topology
 from deepytorch_core.compile import helper, policies, regions, switches
 
 # Modules with parameters, from which on compiling takes longer than what helpers cost: their start,
@@ -64,17 +64,13 @@ _KERNEL_THREADS = 2
 _OWN_CORES = 2
 
 
-def may_help(root: nn.Module, device: torch.device, ranks: guard.Ranks) -> bool:
-    """Whether helpers compile the model, on all ranks alike.
-
-    Raises guard.RankMissing where a rank did not come to be asked.
-    """
+def may_help(root: nn.Module, device: torch.device, *, num_ranks: int) -> bool:
+    """Whether helpers can compile the model, as far as this rank knows."""
     is_whole = [one.modules for one in regions.find(root)] == [(root,)]
     # What torch compiles for DDP's buckets is in none of its caches: only parts can be handed over.
-    is_sent = ranks.size == 1 or is_in_parts(root)
+    is_sent = num_ranks == 1 or is_in_parts(root)
     is_wanted = is_whole and is_sent and len(policies.automatic(device)) == 1
-    # Asked in any case, or ranks whose models differ would take each other's answers for others.
-    return all(ranks.gather(is_wanted and why_not(root, device) is None))
+    return is_wanted and why_not(root, device) is None
 
 
 def why_not(root: nn.Module, device: torch.device) -> str | None:

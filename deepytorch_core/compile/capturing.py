@@ -7,6 +7,7 @@ one's times.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Hashable
@@ -17,13 +18,13 @@ from torch import nn
 
 from deepytorch_core import config, console, decisions, guard
 from deepytorch_core.compile import capture, turns
+from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.capture import Capture
 
 LAUNCHED = "launched"
 REPLAYED = "replayed"
 # Steps in which kinds of calls are captured, before times are taken.
 CAPTURING_STEPS = 14
-_RANKS_LIMIT_S = 120.0
 
 
 class Capturing:
@@ -35,6 +36,7 @@ class Capturing:
         switch: told before each step whether it may be replayed.
         variant: which way passes go; see `Capture`.
         is_provisional: whether it is only for now, and decided again later: nobody is told.
+        ranks: that decide together, by the name of the decision.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Capturing:
         switch: Callable[[bool], None] = lambda is_on: None,
         variant: Callable[[], Hashable] = lambda: None,
         is_provisional: bool = False,
+        ranks: Callable[[str], guard.Ranks] = guard.Ranks,
     ) -> None:
         self.is_settled = False
         self.is_paused = False
@@ -55,6 +58,8 @@ class Capturing:
         self._root = root
         self._tokens = tokens
         self._what = f"CUDA graphs of {type(root).__name__}"
+        self._ranks = ranks
+        self._asking = Asking()
         self._capture: Capture | None = None
         self._on = False
         self._number = -1
@@ -89,17 +94,27 @@ class Capturing:
 
         `is_whole`: whether nothing else has run since the last one.
         """
-        if self._number >= 0:
-            self._sample(is_whole)
-        self._number += 1
-        if self._number == 0:
-            self._begin()
-        measured = self._number - CAPTURING_STEPS
-        if not self.is_settled and turns.is_look(measured):
-            self._look(is_last=turns.is_last_look(measured))
-        if not self.is_settled:
+        try:
+            if not self._asking.is_open:
+                if self._number >= 0:
+                    self._sample(is_whole)
+                self._number += 1
+                self._ask()
+            self._asking.hear()
+        except guard.RankMissing as error:
+            self._finish(LAUNCHED, str(error))
+        if not (self.is_settled or self._asking.is_open):
+            measured = self._number - CAPTURING_STEPS
             self._use(measured < 0 or turns.is_candidates(measured))
         self._began = time.perf_counter()
+
+    def _ask(self) -> None:
+        """What all ranks have to answer before the step goes on as planned."""
+        measured = self._number - CAPTURING_STEPS
+        if self._number == 0:
+            self._begin()
+        elif turns.is_look(measured):
+            self._look(is_last=turns.is_last_look(measured))
 
     def _sample(self, is_whole: bool) -> None:
         assert self._began is not None
@@ -114,16 +129,16 @@ class Capturing:
             self._samples.add(self._on, seconds, max(1, self._tokens()))
 
     def _begin(self) -> None:
-        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
+        ranks = self._ranks(self._what)
         known = None
         if config.current().tune != "force":
             known = guard.profile.find(self._key(ranks.size))
-        try:
-            chosen = ranks.gather(known and known["chosen"])[0]
-            problem = ranks.first_problem(capture.why_not(self._root))
-        except RuntimeError as error:
-            self._finish(LAUNCHED, str(error))
-            return
+        own = (known and known["chosen"], capture.why_not(self._root))
+        self._asking.ask(ranks.ask("start", own), self._start)
+
+    def _start(self, answers: list[Any]) -> None:
+        chosen = answers[0][0]
+        problem = guard.first_of([one for _, one in answers])
         if chosen == LAUNCHED:
             self._finish(LAUNCHED, "from the profile")
         elif problem is not None:
@@ -147,16 +162,17 @@ class Capturing:
 
     def _look(self, *, is_last: bool) -> None:
         assert self._capture is not None
-        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
-        try:
-            launched, replayed = self._samples.merged(ranks)
-            problem = ranks.first_problem(self._capture.problem)
-        except RuntimeError as error:
-            self._finish(LAUNCHED, str(error))
-            return
+        question = self._ranks(self._what).ask(
+            f"times {self._number}", (self._samples.rows(), self._capture.problem)
+        )
+        self._asking.ask(question, functools.partial(self._judge, is_last=is_last))
+
+    def _judge(self, answers: list[Any], *, is_last: bool) -> None:
+        problem = guard.first_of([one for _, one in answers])
         if problem is not None:
             self._finish(LAUNCHED, problem)
             return
+        launched, replayed = self._samples.merged([rows for rows, _ in answers])
         faster = turns.is_faster(replayed, launched)
         slower = turns.is_faster(launched, replayed)
         if not (faster or slower or is_last or turns.are_alike(replayed, launched)):
@@ -173,7 +189,7 @@ class Capturing:
         if is_kept and console.global_rank() == 0:
             rounded = {name: round(ms, 4) for name, ms in times_ms.items()}
             entry = {"chosen": chosen, "reason": reason, "times_ms": rounded}
-            guard.profile.keep(self._key(ranks.size), entry)
+            guard.profile.keep(self._key(len(answers)), entry)
 
     def _finish(self, chosen: str, reason: str, times_ms: dict[str, float] | None = None) -> None:
         if not self._is_provisional:

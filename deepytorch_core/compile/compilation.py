@@ -3,7 +3,8 @@
 `auto`: the first steps run as they are. Then the regions are compiled, and steps with and without
 take turns until one is faster beyond the noise, with as many tokens; the compiled way stays only if
 that is it. Every step is an ordinary step of the training, none is run twice. Ranks take the same
-way: they count their forward passes alike, and decide from the slowest rank's times.
+way: they count their forward passes alike, and decide from the slowest rank's times. None waits
+for that: steps go on as they were until all have answered (`Ranks.ask`).
 
 Where other processes compile (`ahead`), it is found out meanwhile whether eager passes are faster
 as CUDA graphs. If so the training waits in them, and both ways are replayed in the turns; what is
@@ -16,18 +17,17 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import config, console, decisions, guard
 from deepytorch_core.compile import (
     ahead,
     capture,
     capturing,
+    outcome,
     policies,
     regions,
     timeouts,
@@ -35,9 +35,10 @@ from deepytorch_core.compile import (
     worth,
 )
 from deepytorch_core.compile.ahead import Ahead
+from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.capturing import Capturing
 from deepytorch_core.compile.forward_hook import ForwardHook
-from deepytorch_core.compile.phases import Phases
+from deepytorch_core.compile.phases import Phases, Trial
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.recorder import Recorder
 from deepytorch_core.compile.region import CompiledRegion
@@ -51,7 +52,6 @@ NOTHING = "nothing is left to compile between the hooks of its modules"
 UNDECIDED = "not faster beyond the noise"
 FASTER, SLOWER = "faster than eager", "eager is faster"
 ASKED_FOR = "asked for"
-LATE = "helpers have not compiled it in time"
 FROM_PROFILE = "from the profile"
 ONLY_REPLAYED = "faster only where both are replayed"
 
@@ -59,23 +59,6 @@ ONLY_REPLAYED = "faster only where both are replayed"
 LEAST_CAPTURED_STEPS = 100
 
 _RANKS_LIMIT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What is still to be decided about a model.
-
-    Attributes:
-        what: the decision's name.
-        is_begun: whether steps are compiled already, in turns with eager ones.
-        step: forward passes of the training so far.
-        last_step: after how many it is decided at the latest, as far as is known.
-    """
-
-    what: str
-    is_begun: bool
-    step: int
-    last_step: int
 
 
 class Compilation:
@@ -88,6 +71,7 @@ class Compilation:
         steps: how many training steps the run has, if known.
         is_patient: whether to wait until the run has lasted so long that as much again would earn
             a compile back: a run of unknown length then loses a fifth of its time at most.
+        group: the ProcessGroup whose ranks train the model together; None: the default one's.
     """
 
     def __init__(
@@ -98,6 +82,7 @@ class Compilation:
         budget_s: float,
         steps: int | None,
         is_patient: bool = False,
+        group: Any = None,
     ) -> None:
         self.policy = policy
         self.regions: list[CompiledRegion] = []
@@ -106,6 +91,8 @@ class Compilation:
         self._what = f"compile of {type(self._root).__name__}"
         self._facts = {"module": guard.fingerprint(self._root)}
         self._budget_s = budget_s
+        self._group = weakref.ref(group) if group is not None else lambda: None
+        self._asking = Asking()
         self._steps = steps
         self._is_patient = is_patient and steps is None
         self._first = EAGER_STEPS  # step that may be compiled
@@ -185,7 +172,7 @@ class Compilation:
                 self._on_captured(self._capturing.is_replayed)
         else:
             self._on_step()
-        self._tokens = _tokens(args, kwargs)
+        self._tokens = turns.tokens_in(args, kwargs)
         self._is_whole = True
         self.phases.enter(None if self.is_settled else self._phase())
 
@@ -215,18 +202,30 @@ class Compilation:
         """Whether eager passes are replayed, and so are the compiled ones in turns with them."""
         return self._early is not None and self._early.is_replayed
 
+    def _ranks(self, what: str = "") -> guard.Ranks:
+        """Those of now: a script may end its process group, or make another, meanwhile."""
+        return guard.Ranks(what or self._what, limit_s=_RANKS_LIMIT_S, group=self._group())
+
+    def _ask(self, what: str, value: Any, then: Callable[[list[Any]], None]) -> None:
+        self._asking.ask(self._ranks().ask(what, value), then)
+
     def _on_step(self) -> None:
-        is_waiting = EAGER_STEPS < self._number < self._first or self._helpers is not None
-        if (self._on or self.policy == AUTO) and not is_waiting:
-            self._sample()
-        self._number += 1
         try:
-            self._advance()
+            if not self._asking.is_open:
+                self._count_step()
+                self._advance()
+            self._asking.hear()
         except guard.RankMissing as error:
             self._give_up(str(error))
         finally:
             self._num_made = self.num_made
             self._began = time.perf_counter()
+
+    def _count_step(self) -> None:
+        is_waiting = EAGER_STEPS < self._number < self._first or self._helpers is not None
+        if (self._on or self.policy == AUTO) and not is_waiting:
+            self._sample()
+        self._number += 1
 
     def _sample(self) -> None:
         if self._began is None:
@@ -251,22 +250,28 @@ class Compilation:
             if number == 1:
                 self._conclude(self.policy, ASKED_FOR, None)
             else:
-                self._keep(ASKED_FOR, self._entry(self.policy, ASKED_FOR, {}, self._dropped()))
+                self._keep(ASKED_FOR, self._entry(self.policy, ASKED_FOR, {}))
             # A model that is a region itself is compiled from its second step on: see `_await`.
             if number > any(one.region.is_model for one in self.regions):
                 self._stop()
         elif number == EAGER_STEPS and self._is_patient:
-            self._wait()
+            self._ask_pace("pace", self._wait)
         elif number == self._first:
-            self._start_compiling()
+            self._ask_pace("compiling", self._start_compiling)
         elif number > self._first and self._helpers is not None:
             self._await(self._helpers)
         elif number > self._first:
-            measured = number - self._first - self._num_untimed
-            if turns.is_look(measured):
-                self._look(is_last=turns.is_last_look(measured))
-            if self._capturing is None and not self.is_settled:
-                self._on = measured < 0 or turns.is_candidates(measured)
+            if turns.is_look(self._measured):
+                self._look()
+            else:
+                self._take_turn()
+
+    @property
+    def _measured(self) -> int:
+        return self._number - self._first - self._num_untimed
+
+    def _take_turn(self) -> None:
+        self._on = self._measured < 0 or turns.is_candidates(self._measured)
 
     def _begin(self) -> None:
         """The first step: what is known already needs no measuring."""
@@ -283,8 +288,10 @@ class Compilation:
             if not self.regions:
                 self._finish(EAGER, NOTHING)
             return
-        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
-        known = ranks.gather(self._known())[0]
+        self._ask("start", self._known(), self._start)
+
+    def _start(self, answers: list[Any]) -> None:
+        known = answers[0]
         reason = guard.why_not_measured()
         if known is not None:
             if known["chosen"] != EAGER:
@@ -303,24 +310,28 @@ class Compilation:
         return None if config.current().tune == "force" else guard.profile.find(self._key())
 
     def _key(self) -> dict[str, Any]:
-        size = guard.Ranks(self._what).size
-        return guard.profile.key(self._what, self._facts, world_size=size)
+        return guard.profile.key(self._what, self._facts, world_size=self._ranks().size)
 
-    def _wait(self) -> None:
+    def _ask_pace(self, what: str, then: Callable[[float, bool], None]) -> None:
+        """How long a step takes, and whether helpers can compile the model, on all ranks."""
+        own_s = time.perf_counter() - self._began if self._began is not None else 0.0
+        is_helped = ahead.may_help(self._root, self._device, num_ranks=self._ranks().size)
+
+        def told(answers: list[Any]) -> None:
+            then(max(step_s for step_s, _ in answers), all(one for _, one in answers))
+
+        self._ask(what, (own_s, is_helped), told)
+
+    def _wait(self, step_s: float, is_helped: bool) -> None:
         """Count the steps until the run has lasted long enough, all ranks alike."""
-        step_s = max(self._agreed_step_s(), 1e-6)
-        cost_s = worth.cost_s(self._root, is_helped=self._may_be_helped())
-        self._first += max(1, math.ceil(worth.least_run_s(cost_s) / step_s))
+        cost_s = worth.cost_s(self._root, is_helped=is_helped)
+        self._first += max(1, math.ceil(worth.least_run_s(cost_s) / max(step_s, 1e-6)))
 
-    def _may_be_helped(self) -> bool:
-        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
-        return ahead.may_help(self._root, self._device, ranks)
-
-    def _start_compiling(self) -> None:
-        self._was_helped = self._may_be_helped()
+    def _start_compiling(self, step_s: float, is_helped: bool) -> None:
+        self._was_helped = is_helped
         budget_of_helpers_s = self._budget_s  # whom nobody waits for
         if self._steps is not None:
-            whole_s = self._agreed_step_s() * self._steps
+            whole_s = step_s * self._steps
             cost_s = worth.cost_s(self._root, is_helped=self._was_helped)
             if whole_s < worth.least_run_s(cost_s):
                 self._finish(EAGER, f"a run of {whole_s:.0f} s would not earn a compile back")
@@ -331,7 +342,7 @@ class Compilation:
             self._helpers = Ahead(self._device, name, budget_s=budget_of_helpers_s)
             # A training may end, and its model go, while they are at work.
             weakref.finalize(self, self._helpers.close).atexit = False
-            self._taking_over = TakingOver(self._what, self._agreed_step_s())
+            self._taking_over = TakingOver(self._ranks, step_s)
         is_in_parts = self._helpers is not None and ahead.is_in_parts(self._root)
         self._install({}, is_in_parts=is_in_parts)
         if not self.regions:
@@ -353,11 +364,22 @@ class Compilation:
         if self._number == self._first + 1 and any(one.region.is_model for one in self.regions):
             return  # a module that is being called has looked up its forward before this hook
         if self._on:  # the last step was for helpers
+            self._on = False
             unseen = [one.region.name for one in self.regions if one.is_to_be_seen]
-            if not self._taking_over.are_seen(unseen):
-                return
-            helpers.failures += [f"{name}: no step has called it" for name in unseen]
-        self._on = self._is_loading = False
+            self._ask("seen", bool(unseen), lambda answers: self._saw(answers, unseen))
+        else:
+            self._take_over(helpers)
+
+    def _saw(self, answers: list[Any], unseen: list[str]) -> None:
+        """Give graphs to helpers in another step, or wait for their work."""
+        if not self._taking_over.are_seen(answers):
+            self._on = True
+        elif self._helpers is not None:
+            self._helpers.failures += [f"{name}: no step has called it" for name in unseen]
+            self._take_over(self._helpers)
+
+    def _take_over(self, helpers: Ahead) -> None:
+        self._is_loading = False
         if self._is_tried_early():
             return
         prepared = {one.region.name: one for one in self.regions if one.is_prepared}
@@ -369,7 +391,7 @@ class Compilation:
                 prepared[part].restart()
                 self._is_loading = True
             elif part is not None:
-                prepared[part].leave(LATE)
+                prepared[part].leave(outcome.LATE)
             if self._early is not None:
                 self._early.is_paused = self._is_loading
             return
@@ -377,7 +399,7 @@ class Compilation:
             self._early.is_paused = False
         helpers.close()
         self._helpers = None
-        if late := sum(one.failure == LATE for one in self.regions):
+        if late := sum(one.failure == outcome.LATE for one in self.regions):
             console.say(
                 f"{self._what}: {late} of {len(self.regions)} parts run eagerly: "
                 "helpers have not compiled them in time",
@@ -402,10 +424,6 @@ class Compilation:
             return self._on
         # What is captured meanwhile, for other sizes, has to be eager.
         return self._is_loading or not self._is_replaying
-
-    def _agreed_step_s(self) -> float:
-        own = 0.0 if self._began is None else time.perf_counter() - self._began
-        return float(max(guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S).gather(own)))
 
     def _install(
         self,
@@ -440,12 +458,19 @@ class Compilation:
                 compiled.install()
                 self.regions.append(compiled)
 
-    def _look(self, *, is_last: bool) -> None:
+    def _look(self) -> None:
         failed = {one.region.name: one.failure for one in self.regions if one.failure}
-        ranks = guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)
-        eager, compiled = self._samples.merged(ranks)
-        failures = ranks.gather(failed)
-        self._give_up_alike(failures)
+        self._ask(f"times {self._number}", (self._samples.rows(), failed), self._judge)
+
+    def _judge(self, answers: list[Any]) -> None:
+        self._decide(answers)
+        if self._capturing is None and not self.is_settled:
+            self._take_turn()
+
+    def _decide(self, answers: list[Any]) -> None:
+        eager, compiled = self._samples.merged([rows for rows, _ in answers])
+        is_last = turns.is_last_look(self._measured)
+        self._give_up_alike([failed for _, failed in answers])
         if all(one.failure for one in self.regions):
             self._finish(EAGER, "nothing of it could be compiled")
             return
@@ -453,7 +478,7 @@ class Compilation:
         slower = turns.is_faster(eager, compiled)
         if not (faster or slower or is_last or turns.are_alike(compiled, eager)):
             return
-        chosen = self._chosen()
+        chosen = outcome.chosen(self.regions, self.policy)
         times_ms = guard.in_ms({EAGER: eager, chosen: compiled})
         if faster:
             self._finish(chosen, FASTER, times_ms)
@@ -468,12 +493,8 @@ class Compilation:
                 if one.region.name in failed and not one.failure:
                     one.failure = f"rank {rank}: {failed[one.region.name]}"
 
-    def _chosen(self) -> str:
-        names = {name for one in self.regions for name in one.told.chosen if name != EAGER}
-        return "+".join(sorted(names)) or self.policy
-
     def _give_up(self, reason: str) -> None:
-        """A rank did not come, so it is not waited for again."""
+        """A rank did not come, so it is not asked again."""
         if self._early is not None:
             self._early.undo()
             self._early = None
@@ -503,7 +524,8 @@ class Compilation:
             self._stop()
 
     def _new_capturing(self, **more: Any) -> Capturing:
-        return Capturing(self._root, tokens=self._trained_tokens, switch=self._switch, **more)
+        more |= {"tokens": self._trained_tokens, "switch": self._switch, "ranks": self._ranks}
+        return Capturing(self._root, **more)
 
     def _switch(self, is_replayed: bool) -> None:
         if self._open is not None:
@@ -513,16 +535,20 @@ class Compilation:
         if self._open is not None:
             reason, times_ms = self._open
             if is_replayed:
-                self._conclude(self._chosen(), "faster than eager when replayed", times_ms)
+                self._conclude(
+                    outcome.chosen(self.regions, self.policy),
+                    "faster than eager when replayed",
+                    times_ms,
+                )
             else:
                 self._conclude(EAGER, reason, times_ms)
             self._open = None
         self._stop()
 
     def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
-        dropped = self._dropped()
+        dropped = outcome.dropped(self.regions)
         decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
-        self._keep(reason, self._entry(chosen, reason, times_ms or {}, dropped))
+        self._keep(reason, self._entry(chosen, reason, times_ms or {}))
         if chosen == EAGER:
             self._drop_regions()
         else:
@@ -532,24 +558,12 @@ class Compilation:
             self._on = True
         self._lower()
 
-    def _dropped(self) -> dict[str, str]:
-        return {
-            f"{one.region.name} ({name})" if len(self.regions) > 1 else name: why
-            for one in self.regions
-            for name, why in one.told.dropped.items()
-        }
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether a part runs eagerly because some rank's helpers were late with it."""
-        return any(one.failure is not None and one.failure.endswith(LATE) for one in self.regions)
-
     def _keep(self, reason: str, entry: Mapping[str, Any]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
         if console.global_rank() != 0 or reason == FROM_PROFILE or not self.regions:
             return
         # What the noise has hidden is measured again by the next run, and what was late is tried.
-        if entry["times_ms"] and reason != UNDECIDED and not self._is_late:
+        if entry["times_ms"] and reason != UNDECIDED and not outcome.is_late(self.regions):
             guard.profile.keep(self._key(), entry)
         else:
             asked = {} if self.policy == AUTO else {"policy": self.policy}
@@ -560,23 +574,14 @@ class Compilation:
         is_asked = self.policy == AUTO and config.current().cuda_graphs == AUTO
         return is_asked and is_long and self._device.type == Recorder.kind
 
-    def _entry(
-        self, chosen: str, reason: str, times_ms: Mapping[str, float], dropped: Mapping[str, str]
-    ) -> dict[str, Any]:
+    def _entry(self, chosen: str, reason: str, times_ms: Mapping[str, float]) -> dict[str, Any]:
         return {
             "chosen": chosen,
             "reason": reason,
             "times_ms": {name: round(ms, 4) for name, ms in times_ms.items()},
-            "dropped": dict(dropped),
-            "regions": {
-                one.region.name: [EAGER] if one.failure else sorted(one.told.chosen)
-                for one in self.regions
-            },
-            "blocks": {one.region.name: len(one.region.modules) for one in self.regions},
+            **outcome.facts(self.regions),
             "was_helped": self._was_helped,
             "trial_s": {name: round(one.seconds, 2) for name, one in self.phases.spent.items()},
-            "compile_s": round(sum(one.told.compile_s for one in self.regions), 2),
-            "graph_breaks": [line for one in self.regions for line in one.told.breaks],
         }
 
     def _stop(self) -> None:
@@ -586,15 +591,10 @@ class Compilation:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        self._asking.drop()
         self._lower()
 
     @property
     def _device(self) -> torch.device:
         parameter = next(self._root.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _tokens(args: Any, kwargs: Any) -> int:
-    """What a batch is counted in: the elements of its largest tensor."""
-    leaves: list[Any] = tree_leaves((args, kwargs))
-    return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))])

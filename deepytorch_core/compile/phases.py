@@ -35,3 +35,20 @@ class Phases:
     def spent(self) -> dict[str, Spent]:
         """By the names of the phases, in the order in which they were first over."""
         return dict(self._spent)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is still to be decided about a model.
+
+    Attributes:
+        what: the decision's name.
+        is_begun: whether steps are compiled already, in turns with eager ones.
+        step: forward passes of the training so far.
+        last_step: after how many it is decided at the latest, as far as is known.
+    """
+
+    what: str
+    is_begun: bool
+    step: int
+    last_step: int

@@ -15,37 +15,35 @@ from deepytorch_core import guard
 ASK_S = 5.0
 # Steps in which helpers are given graphs, at most.
 SEEING_STEPS = 3
-_RANKS_LIMIT_S = 120.0
 
 
 class TakingOver:
     """The order in which the parts of one model are taken over.
 
     Args:
-        what: the decision that ranks make together.
+        ranks: that decide together, as they are now: a script may end its process group, or make
+            another, meanwhile.
         step_s: of a training step, the same on all ranks.
     """
 
-    def __init__(self, what: str, step_s: float) -> None:
-        self._what = what
-        alone = self._ranks().size == 1
+    def __init__(self, ranks: Callable[[], guard.Ranks], step_s: float) -> None:
+        self._ranks = ranks
+        alone = ranks().size == 1
         self._asking_steps = 1 if alone else max(1, math.ceil(ASK_S / max(step_s, 1e-3)))
         self._number = -1
         self._num_seeing = 0
+        self._question: guard.Question | None = None
         self._done: list[str] = []
 
-    def are_seen(self, unseen: Sequence[str]) -> bool:
-        """Whether to go on; else the next step is for helpers, too. Asked after each that is.
+    def are_seen(self, unseen: Sequence[bool]) -> bool:
+        """Whether to go on; else the next step is for helpers, too. Told after each that is.
 
         Args:
-            unseen: the parts that were not called yet on this rank: the step has failed, or
+            unseen: by rank, whether parts were not called yet there: the step has failed, or
                 skipped them.
-
-        Raises guard.RankMissing as `next_part` does.
         """
         self._num_seeing += 1
-        is_last = self._num_seeing == SEEING_STEPS
-        return is_last or not any(self._ranks().gather(bool(unseen)))
+        return self._num_seeing == SEEING_STEPS or not any(unseen)
 
     def next_part(self, left: Sequence[str], is_done: Callable[[str], bool]) -> str | None:
         """The part for this step, if there is one; to be called in each, on all ranks alike.
@@ -57,11 +55,11 @@ class TakingOver:
         Raises guard.RankMissing where a rank did not come to be asked.
         """
         self._number += 1
-        if not self._done and self._number % self._asking_steps == 0:
-            waited_for = self._ranks().gather([name for name in left if not is_done(name)])
-            self._done = [name for name in left if not any(name in some for some in waited_for)]
+        if self._question is None and not self._done and self._number % self._asking_steps == 0:
+            undone = [name for name in left if not is_done(name)]
+            self._question = self._ranks().ask("parts", undone)
+        answers = None if self._question is None else self._question.answers()
+        if answers is not None:
+            self._question = None
+            self._done = [name for name in left if not any(name in some for some in answers)]
         return self._done.pop(0) if self._done else None
-
-    def _ranks(self) -> guard.Ranks:
-        """Those of now: a script may end its process group, or make another, meanwhile."""
-        return guard.Ranks(self._what, limit_s=_RANKS_LIMIT_S)

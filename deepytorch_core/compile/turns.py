@@ -6,6 +6,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
 
@@ -58,6 +62,9 @@ def are_alike(candidate: list[float], standing: list[float]) -> bool:
     return apart + 2 * noise < guard.LEAST_GAIN * guard.median(standing)
 
 
+Rows = dict[str, list[float]]
+
+
 class Samples:
     """What the counted steps of both ways took, and how many tokens they trained."""
 
@@ -70,15 +77,18 @@ class Samples:
         self._seconds[is_candidate].append(seconds)
         self._tokens[is_candidate].append(float(tokens))
 
-    def merged(self, ranks: guard.Ranks) -> tuple[list[float], list[float]]:
-        """All ranks' seconds of typical steps: what stands, the candidate. Collective.
-
-        The slowest rank's time counts, and the most tokens that one of them had. Raises what
-        `Ranks.slowest` does.
-        """
+    def rows(self) -> Rows:
+        """This rank's, for the others."""
         rows = {f"seconds {way}": each for way, each in self._seconds.items()}
-        rows |= {f"tokens {way}": each for way, each in self._tokens.items()}
-        slowest = ranks.slowest(rows)
+        return rows | {f"tokens {way}": each for way, each in self._tokens.items()}
+
+    @staticmethod
+    def merged(tables: Sequence[Rows]) -> tuple[list[float], list[float]]:
+        """All ranks' seconds of typical steps: what stands, the candidate.
+
+        The slowest rank's time counts, and the most tokens that one of them had.
+        """
+        slowest = guard.slowest(tables)
         standing, candidate = (
             list(zip(slowest[f"seconds {way}"], slowest[f"tokens {way}"], strict=True))
             for way in (False, True)
@@ -117,3 +127,9 @@ def of_typical_steps(
         return [seconds - slope * (tokens - typical) for seconds, tokens in way]
 
     return evened(standing), evened(candidate)
+
+
+def tokens_in(args: Any, kwargs: Any) -> int:
+    """What a batch is counted in: the elements of its largest tensor."""
+    leaves: list[Any] = tree_leaves((args, kwargs))
+    return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))])

@@ -1,8 +1,9 @@
 """The guard: a candidate is kept only when it computes the same and is measured faster.
 
 `choose` runs the stock way and each candidate on the same saved inputs. A candidate that fails,
-differs from stock, or doesn't beat it beyond the noise is undone. All ranks come to one answer,
-which is printed in one line, listed by `deepytorch.report()` and kept in the profile.
+differs from stock, or doesn't beat it beyond the noise is undone. The answer is printed in one
+line, listed by `deepytorch.report()` and kept in the profile. It is each rank's own, for which none
+waits for another, but where ranks that differ would not train one model (`together`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deepytorch_core import config, decisions
 from deepytorch_core.guard import profile
 from deepytorch_core.guard.numerics import AMPLIFIED, difference, norm, rounded
 from deepytorch_core.guard.profile import fingerprint
-from deepytorch_core.guard.ranks import RankMissing, Ranks
+from deepytorch_core.guard.ranks import Question, RankMissing, Ranks, first_of, slowest
 from deepytorch_core.guard.state import (
     Contents,
     dropout_off,
@@ -48,6 +49,7 @@ __all__ = [
     "Clock",
     "Contents",
     "Decision",
+    "Question",
     "RankMissing",
     "Ranks",
     "Trial",
@@ -57,6 +59,7 @@ __all__ = [
     "dropout_off",
     "fingerprint",
     "first_line",
+    "first_of",
     "in_ms",
     "interleaved",
     "is_faster",
@@ -69,6 +72,7 @@ __all__ = [
     "random_numbers",
     "rounded",
     "same_random_numbers",
+    "slowest",
     "synchronize",
     "why_not_measured",
 ]
@@ -131,11 +135,11 @@ def choose(
     *,
     facts: Mapping[str, Any] | None = None,
     prefer: str | None = None,
+    together: bool = False,
 ) -> Decision:
     """Try `candidates` against what is there, and leave the best in place.
 
-    Collective over all ranks of torch.distributed, which must pass the same candidates. Whatever
-    the trials do to the module's buffers, gradients and random numbers is put back.
+    Whatever the trials do to the module's buffers, gradients and random numbers is put back.
 
     Args:
         what: what is decided, for the report: "kernels of LlamaForCausalLM".
@@ -145,15 +149,17 @@ def choose(
             versions, in JSON's types: shapes, dtypes, options.
         prefer: what speaks for a candidate that is just no slower ("takes less memory"); None: it
             has to be faster.
+        together: whether all ranks of torch.distributed come to one answer; they must all call it,
+            with the same candidates.
 
     Returns the decision; its `chosen` is "stock" when no candidate stays. Raises what the stock
     way raises.
     """
-    ranks = Ranks(what)
+    ranks = Ranks(what, alone=not together)
     wanted = profile.key(
         what,
         {"module": fingerprint(trial.module), **(facts or {})},
-        world_size=ranks.size,
+        world_size=Ranks(what).size,
     )
     judge = _Judge(trial, ranks)
     known = _known(wanted, candidates, ranks)
@@ -164,7 +170,7 @@ def choose(
         decision = Decision(what, STOCK, f"not measured: {reason}")
     else:
         decision = judge.measure(what, candidates, prefer)
-        if ranks.rank == 0:
+        if config.local_rank() == 0:
             profile.keep(wanted, _to_json(decision))
     decisions.record(
         what,

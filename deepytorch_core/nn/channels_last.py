@@ -138,7 +138,8 @@ def choose(
 ) -> Callable[[], None]:
     """Have the layout decided at the model's first training step; returns what undoes it.
 
-    Collective over all ranks of torch.distributed, there and here: every rank trains the model.
+    Collective over all ranks of torch.distributed, there and here: DDP sums what lies at the same
+    place on each rank, so all have one layout.
 
     Args:
         model: before or after it is wrapped in DistributedDataParallel, not sharded.
@@ -214,7 +215,8 @@ class _FirstBatch:
         )
         shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
         prefer = "it is the layout of compiled convolutions" if is_compiled else None
-        guard.choose(self._what, [candidate], trial, facts={"shapes": shapes}, prefer=prefer)
+        facts = {"shapes": shapes}
+        guard.choose(self._what, [candidate], trial, facts=facts, prefer=prefer, together=True)
         return _convert_inputs(model, args, kwargs) if layout._handle else None
 
 

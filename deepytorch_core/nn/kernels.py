@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from deepytorch_core import decisions, guard
-from deepytorch_core.guard import Candidate, Ranks, Trial
+from deepytorch_core.guard import Candidate, Trial
 from deepytorch_core.nn import swaps
 
 STOCK = guard.STOCK
@@ -151,11 +151,11 @@ class Swapped:
 def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
     """Find the places of a setting, and swap in what is exact and pays.
 
-    Collective over all ranks of torch.distributed. The model is not run and no random number of
-    the training's is drawn.
+    The choice is this rank's own. The model is not run and no random number of the training's is
+    drawn.
 
     Args:
-        setting: see there; the same on all ranks.
+        setting: see there.
         mode: "auto" keeps what is measured faster than stock; "on" the first exact kernel,
             without measuring; "off" nothing.
 
@@ -168,10 +168,9 @@ def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
         return swapped
     swaps.load()
     setting = dataclasses.replace(setting, mode=mode)
-    ranks = Ranks("kernels")
     for find in _finders.values():
         for place in find(setting):
-            kernels = _able(place, setting, ranks)
+            kernels = _able(place, setting)
             if kernels:
                 with guard.preserved(nn.Module()):
                     chosen = _chosen(place, kernels, setting, mode)
@@ -180,13 +179,13 @@ def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
     return swapped
 
 
-def _able(place: Place, setting: Setting, ranks: Ranks) -> list[Kernel]:
-    """The kernels that can serve on every rank; the others are reported."""
+def _able(place: Place, setting: Setting) -> list[Kernel]:
+    """The kernels that can serve; the others are reported."""
     able: list[Kernel] = []
     dropped: dict[str, str] = {}
     for kernel in _kernels.values():
         if kernel.kind == place.kind:
-            problem = ranks.first_problem(kernel.why_not(place, setting))
+            problem = kernel.why_not(place, setting)
             if problem is None:
                 able.append(kernel)
             else:
@@ -203,8 +202,7 @@ def _chosen(place: Place, kernels: list[Kernel], setting: Setting, mode: str) ->
         probe = place.probe()
     except Exception as error:  # out of memory, a model of another make
         problem = guard.first_line(error)
-    problem = Ranks("kernels").first_problem(problem)
-    if problem is not None or probe is None:
+    if probe is None:
         decisions.record(place.what, STOCK, f"it can't be tried: {problem}")
         return None
     made = probe
@@ -233,8 +231,7 @@ def _candidate(kernel: Kernel, probe: Probe, setting: Setting) -> Candidate:
 
 
 def _first_exact(place: Place, candidates: list[Candidate], trial: Trial) -> str:
-    """The first candidate that computes the same on every rank; nothing is measured."""
-    ranks = Ranks("kernels")
+    """The first candidate that computes the same; nothing is measured."""
     stock = _results(trial)
     dropped: dict[str, str] = {}
     for candidate in candidates:
@@ -246,7 +243,6 @@ def _first_exact(place: Place, candidates: list[Candidate], trial: Trial) -> str
             problem = guard.first_line(error)
         finally:
             candidate.undo()
-        problem = ranks.first_problem(problem)
         if problem is None:
             decisions.record(place.what, candidate.name, "kernels=on", dropped=dropped)
             return candidate.name

@@ -55,7 +55,9 @@ def wrapped(model: nn.Module, way: str) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, rank: int, steps: int = 3, clock: Any = None) -> list[float]:
+def train(
+    model: nn.Module, rank: int, steps: int = 3, clock: Any = None, pause_s: float = 0.0
+) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(rank)
     losses = []
@@ -67,6 +69,7 @@ def train(model: nn.Module, rank: int, steps: int = 3, clock: Any = None) -> lis
         losses.append(loss.item())
         if clock is not None:
             clock.step()
+        time.sleep(pause_s)
     return losses
 
 
@@ -178,7 +181,7 @@ def decide(rank: int, world_size: int) -> list[tuple[str, str]]:
         policies.automatic = lambda device, policy=policy: [policies.get(policy)]
         compilation.time = Clock(model, 1.0, compiled_s[rank])  # type: ignore[assignment]
         deepytorch.compile(model)
-        train(model, rank, steps=24, clock=compilation.time)
+        train(model, rank, steps=40, clock=compilation.time, pause_s=0.01)
         decision = decisions.made()[-1]
         found.append((decision["chosen"], decision["reason"]))
         engine.undo_all()
@@ -213,7 +216,7 @@ def leave_early(rank: int, world_size: int) -> list[tuple[str, str]]:
     policies.automatic = lambda device: [policies.get("counting")]
     model = Stack()
     deepytorch.compile(model)
-    train(model, rank, steps=40 if rank == 0 else 5)
+    train(model, rank, steps=40 if rank == 0 else 5, pause_s=0.02)
     dist.barrier()
     return [(one["chosen"], one["reason"]) for one in decisions.made()]
 
@@ -280,6 +283,8 @@ def compile_late(rank: int, policy: str) -> tuple[Any, ...]:
     _limit_of(backend)(timedelta(seconds=LIMIT_S))
     limits = [backend.options._timeout.total_seconds()]
     deepytorch.compile(model, policy, budget_s=30)
+    if policy == "auto":
+        train(model, rank, steps=1)  # in which the ranks tell each other of their profiles
     losses = train(model, rank, steps=1)
     (region,) = engine.compilation_of(model).regions  # type: ignore[union-attr]
     limits.append(backend.options._timeout.total_seconds())
@@ -303,7 +308,7 @@ def measure_fast(model: nn.Module) -> None:
     compilation.time = Clock(model, 1.0, 0.5)  # type: ignore[assignment]
     Sleeps.is_slow = False
     deepytorch.compile(model)
-    train(model, dist.get_rank(), steps=24, clock=compilation.time)
+    train(model, dist.get_rank(), steps=40, clock=compilation.time, pause_s=0.01)
     assert decisions.made()[-1]["chosen"] == "sleeps", decisions.made()
     engine.undo_all()
     torch._dynamo.reset()

@@ -31,7 +31,7 @@ from deepytorch_core import compile as engine
 from deepytorch_core import config, decisions, guard
 from deepytorch_core.compile import (
     ahead,
-    compilation,
+    outcome,
     policies,
     regions,
     switches,
@@ -232,7 +232,7 @@ def test_what_helpers_have_not_done_in_time_runs_eagerly_and_is_tried_by_the_nex
             time.sleep(0.05)
         failures.update((one.region.name, one.failure) for one in found.regions)
         number += 1
-    late, told = compilation.LATE, capfd.readouterr().err
+    late, told = outcome.LATE, capfd.readouterr().err
     assert failures == {PART: None, "middle": late, "up.0": late}
     assert "2 of 3 parts run eagerly: helpers have not compiled them in time" in told
     assert not guard.profile.entries()
@@ -244,6 +244,12 @@ def limit_s() -> float:
     """How long collectives wait for a rank."""
     (backend,) = timeouts._backends(dist.group.WORLD)
     return float(backend.options._timeout.total_seconds())
+
+
+def all_are(settled: bool) -> bool:
+    flag = torch.tensor(float(settled))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], Any]:
@@ -274,7 +280,7 @@ def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float]
     optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (ours, stock)]
     losses: tuple[list[float], list[float]] = ([], [])
     usual_s, limits_s = limit_s(), []
-    while not found.is_settled:
+    while not all_are(found.is_settled):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(2 * len(prepared) + rank))
         for kept, one, optimizer in zip(losses, (ours, stock), optimizers, strict=True):
             loss = one(x).square().mean()

@@ -174,6 +174,9 @@ def compare(arms: tuple[Arm, Arm], label: str, files: list[Path]) -> tuple[list[
     """Run files in both arms and say how they went; returns rows, and the tests that differ."""
     first = [arm.run(label, files) for arm in arms]
     names = list(first[0] | first[1])
+    if not names:
+        print(f"{label}: nothing was run, see {label}.log")
+        return first, [label]
     by_file = groupby(names, lambda test: test.partition("::")[0])
     for file, tests in by_file:
         of_file = list(tests)

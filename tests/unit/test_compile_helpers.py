@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import control_group, decisions, guard, topology
-from deepytorch_core.compile import ahead, compilation, policies, regions, taking_over
+from deepytorch_core import control_group, topology
+from deepytorch_core.compile import ahead, compilation, outcome, policies, regions, taking_over
 from deepytorch_core.compile.policies import Policy, register_policy
-from deepytorch_core.compile.recorder import Recorder
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
 from deepytorch_core.compile.taking_over import TakingOver
@@ -269,18 +268,29 @@ def test_what_helpers_compile_would_not_be_found_without_caches(
         assert ahead.why_not(large(), GPU) == "torch's caches are switched off"
 
 
+class Answered:
+    """A question, and after how many looks the answers are there."""
+
+    def __init__(self, answers: list[Any], num_looks: int) -> None:
+        self._answers, self._num_looks = answers, num_looks
+
+    def answers(self) -> list[Any] | None:
+        self._num_looks -= 1
+        return None if self._num_looks >= 0 else self._answers
+
+
 class Several:
     """Ranks, of which each is asked in turn: what the others find is given."""
 
-    size = 2
-
-    def __init__(self, others: list[Any]) -> None:
-        self._others = others
+    def __init__(self, others: list[Any], *, size: int = 2, num_looks: int = 0) -> None:
+        self._others, self._num_looks = others, num_looks
+        self.size = size
         self.num_asked = 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def ask(self, what: str, value: Any) -> Any:
         self.num_asked += 1
-        return [value, self._others.pop(0)]
+        others = [self._others.pop(0)] if self.size > 1 else []
+        return Answered([value, *others], self._num_looks)
 
 
 class Unlike(nn.Module):
@@ -296,25 +306,20 @@ class Unlike(nn.Module):
 
 
 @pytest.mark.usefixtures("roomy")
-def test_helpers_of_several_ranks_are_given_parts_and_work_on_all_or_none(
+def test_helpers_of_several_ranks_are_given_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [Seeing()])
-    alone: Any = types.SimpleNamespace(size=1, gather=lambda value: [value])
-    several: Any = Several([True, True, False])
     whole, in_parts = Unlike(ahead.LARGE_MODEL), Unlike(ahead.MODEL_IN_PARTS)
-    assert ahead.may_help(whole, GPU, alone)
-    assert not ahead.may_help(whole, GPU, several)
-    assert ahead.may_help(in_parts, GPU, several)
-    assert not ahead.may_help(in_parts, GPU, several)
-    assert several.num_asked == 3
+    assert ahead.may_help(whole, GPU, num_ranks=1)
+    assert not ahead.may_help(whole, GPU, num_ranks=2)
+    assert ahead.may_help(in_parts, GPU, num_ranks=2)
 
 
 def test_a_part_is_taken_over_by_all_ranks_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Several([["a", "c"], ["c"], []])
-    monkeypatch.setattr(guard, "Ranks", lambda what, limit_s: ranks)
+    ranks: Any = Several([["a", "c"], ["c"], []])
     monkeypatch.setattr(taking_over, "ASK_S", 0.3)
-    parts = TakingOver("compile of Model", 0.1)
+    parts = TakingOver(lambda: ranks, 0.1)
     left, taken, done = ["a", "b", "c"], [], {"a", "b"}
     for number in range(8):
         if number == 5:
@@ -327,66 +332,38 @@ def test_a_part_is_taken_over_by_all_ranks_in_one_step(monkeypatch: pytest.Monke
     assert ranks.num_asked == 3
 
 
-@pytest.mark.parametrize("why", [compilation.LATE, "it can't be compiled"])
+@pytest.mark.parametrize("why", [outcome.LATE, "it can't be compiled"])
 def test_a_part_is_late_if_another_ranks_helpers_were(why: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     found = compilation.Compilation(module, "auto", budget_s=1.0, steps=None)
     region = Region("0", (module[0],))
     found.regions = [CompiledRegion(region, [Seeing()], budget_s=1.0, is_on=lambda _: True)]
-    assert not found._is_late
+    assert not outcome.is_late(found.regions)
     found._give_up_alike([{}, {"0": why}])
-    assert found._is_late == (why == compilation.LATE)
+    assert outcome.is_late(found.regions) == (why == outcome.LATE)
 
 
-def test_a_process_group_that_ends_leaves_each_rank_to_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now: list[Any] = [Several([["a"], True])]
-    monkeypatch.setattr(guard, "Ranks", lambda what, limit_s: now[0])
-    parts = TakingOver("compile of Model", 10.0)
+def test_a_part_waits_for_no_answer() -> None:
+    ranks: Any = Several([[]], num_looks=3)
+    parts = TakingOver(lambda: ranks, 10.0)
+    taken = [parts.next_part(["a"], lambda _: True) for _ in range(4)]
+    assert taken == [None, None, None, "a"]
+    assert ranks.num_asked == 1
+
+
+def test_a_process_group_that_ends_leaves_each_rank_to_itself() -> None:
+    now: list[Any] = [Several([["a"]])]
+    parts = TakingOver(lambda: now[0], 10.0)
     assert parts.next_part(["a"], lambda _: True) is None
-    assert not parts.are_seen([])
-    now[0] = types.SimpleNamespace(gather=lambda value: [value])
-    assert parts.are_seen([])
+    now[0] = Several([], size=1)
     assert parts.next_part(["a"], lambda _: True) == "a"
 
 
-def test_a_step_is_shown_to_helpers_until_all_ranks_have_called_all_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks = Several([True, False, True])
-    monkeypatch.setattr(guard, "Ranks", lambda what, limit_s: ranks)
-    parts = TakingOver("compile of Model", 10.0)
-    assert not parts.are_seen([])
-    assert not parts.are_seen(["a"])
-    assert parts.are_seen(["a"])  # the last one
-    assert ranks.num_asked == 2
-
-
-def test_a_rank_that_is_missing_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    found: Any = compilation.Compilation(module, "auto", budget_s=1.0, steps=None)
-    closed: list[bool] = []
-    found._helpers = types.SimpleNamespace(close=lambda: closed.append(True))
-    monkeypatch.setattr(Recorder, "kind", "cpu")
-    assert found._may_capture()
-
-    def advance() -> None:
-        raise guard.RankMissing("rank 1 did not come within 120 s")
-
-    monkeypatch.setattr(found, "_advance", advance)
-    found._on_step()
-    assert closed
-    assert found.is_settled
-    assert found._capturing is None
-    assert decisions.made()[-1]["reason"] == "rank 1 did not come within 120 s"
-
-
-def test_a_rank_alone_looks_in_every_step() -> None:
-    parts = TakingOver("compile of Model", 0.1)
-    done: set[str] = set()
-    assert parts.next_part(["a", "b"], done.__contains__) is None
-    done.update("ab")
-    assert parts.next_part(["a", "b"], done.__contains__) == "a"
-    assert parts.next_part(["b"], done.__contains__) == "b"
-    assert parts.next_part([], done.__contains__) is None
+def test_a_step_is_shown_to_helpers_until_all_ranks_have_called_all_parts() -> None:
+    several: Any = Several([])
+    parts = TakingOver(lambda: several, 10.0)
+    assert not parts.are_seen([False, True])
+    assert not parts.are_seen([True, False])
+    assert parts.are_seen([True, True])  # the last one
+    parts = TakingOver(lambda: several, 10.0)
+    assert parts.are_seen([False, False])

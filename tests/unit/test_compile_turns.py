@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 
@@ -115,22 +114,17 @@ def test_without_a_slope_times_stay_what_they_are(
     assert evened == ([one[0] for one in standing], [one[0] for one in candidate])
 
 
-class _TwoRanks:
-    """The other rank had twice the tokens, and took a tenth longer."""
-
-    def slowest(self, rows: dict[str, list[float]]) -> dict[str, list[float]]:
-        factors = {"seconds": 1.1, "tokens": 2.0}
-        return {
-            name: [factors[name.split()[0]] * one for one in each] for name, each in rows.items()
-        }
-
-
 def test_the_slowest_ranks_time_and_the_most_tokens_count() -> None:
+    """The other rank had twice the tokens, and took a tenth longer."""
     samples = turns.Samples()
     for seconds, tokens in ((0.5, 10), (0.7, 20)):
         samples.add(False, seconds, tokens)
         samples.add(True, seconds - 0.1, tokens)
-    ranks: Any = _TwoRanks()
-    standing, candidate = samples.merged(ranks)
+    factors = {"seconds": 1.1, "tokens": 2.0}
+    others = {
+        name: [factors[name.split()[0]] * one for one in each]
+        for name, each in samples.rows().items()
+    }
+    standing, candidate = samples.merged([samples.rows(), others])
     assert standing == pytest.approx([0.66, 0.66])
     assert candidate == pytest.approx([0.55, 0.55])

@@ -60,7 +60,7 @@ def _accelerate(module: ModuleType) -> None:
 
             original(accelerator, *args, **kwargs)
             _met("accelerate")
-            _accelerator.apply(accelerator, {}, adapter="accelerate")
+            _accelerator.apply_unasked(accelerator)
 
         return construct
 
@@ -74,7 +74,7 @@ def _deepspeed(module: ModuleType) -> None:
         from deepytorch.integrations import deepspeed as adapter
 
         _met("deepspeed")
-        return adapter._initialize(stock, args, kwargs, {"enabled": True})
+        return adapter._initialize(stock, args, kwargs, {}, asked=False)
 
     module.initialize = initialize  # type: ignore[attr-defined]
 
@@ -87,7 +87,7 @@ def _ddp(module: ModuleType) -> None:
                 import deepytorch
 
                 _met("ddp")
-                deepytorch.compile(wrapper.module)
+                deepytorch.compile(wrapper)
 
         return construct
 

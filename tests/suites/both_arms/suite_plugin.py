@@ -12,8 +12,11 @@ import time
 from multiprocessing import popen_forkserver, spawn
 from pathlib import Path
 
+import pytest
+
 _ROWS = Path(os.environ["SUITE_ROWS"])
 _rows = {}
+_exit = sys.exit
 
 
 def pytest_configure(config):
@@ -22,6 +25,19 @@ def pytest_configure(config):
         raise RuntimeError("this process did not read the suite's sitecustomize.py")
     if os.environ["SUITE_START"] == "fork":
         _fork_instead_of_spawn()
+
+
+def pytest_collection():
+    sys.exit = _skip_file
+
+
+def pytest_collection_finish():
+    sys.exit = _exit
+
+
+def _skip_file(code=None):
+    """For files that end the process where they have nothing to test: others come behind them."""
+    pytest.skip(f"sys.exit({code!r})", allow_module_level=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,44 @@
+"""What has become of a model's regions, for decisions, the report and the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepytorch_core.compile.policies import EAGER
+from deepytorch_core.compile.region import CompiledRegion
+
+LATE = "helpers have not compiled it in time"
+
+
+def chosen(regions: Sequence[CompiledRegion], default: str) -> str:
+    """The policies in use, as one name; `default` where none compiles anything yet."""
+    names = {name for one in regions for name in one.told.chosen if name != EAGER}
+    return "+".join(sorted(names)) or default
+
+
+def dropped(regions: Sequence[CompiledRegion]) -> dict[str, str]:
+    """Why policies were given up, by name and, of several regions, by region."""
+    return {
+        f"{one.region.name} ({name})" if len(regions) > 1 else name: why
+        for one in regions
+        for name, why in one.told.dropped.items()
+    }
+
+
+def is_late(regions: Sequence[CompiledRegion]) -> bool:
+    """Whether a part runs eagerly because some rank's helpers were late with it."""
+    return any(one.failure is not None and one.failure.endswith(LATE) for one in regions)
+
+
+def facts(regions: Sequence[CompiledRegion]) -> dict[str, Any]:
+    """What the profile keeps of each region, and of all together."""
+    return {
+        "dropped": dropped(regions),
+        "regions": {
+            one.region.name: [EAGER] if one.failure else sorted(one.told.chosen) for one in regions
+        },
+        "blocks": {one.region.name: len(one.region.modules) for one in regions},
+        "compile_s": round(sum(one.told.compile_s for one in regions), 2),
+        "graph_breaks": [line for one in regions for line in one.told.breaks],
+    }
