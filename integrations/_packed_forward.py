@@ -28,6 +28,8 @@ from ._padding_free import BATCH_KEY
 
 # Parts of a row, in which the share of its tokens that are targets is counted.
 _SHARES = 16
+# So many calls are watched for batches that the loop changes before it is trusted not to.
+_WATCHED = 16
 # Batches whose shape is known, should they come again.
 _MOST_FITTED = 64
 # Arguments with one entry a token, which are packed.
@@ -119,6 +121,8 @@ class PackedForward:
         # Those under way, the innermost last; None for what is not packed.
         self._calls: list[_Call | None] = []
         self._said: set[str] = set()
+        self._num_watched = 0  # calls for which it was waited whether their batch had been changed
+        self._are_changed = False
         self._full: tuple[int, int] | None = None
         # Of the last batches, by what is known of them.
         self._fitted: OrderedDict[tuple[int, int, int], Shape] = OrderedDict()
@@ -269,30 +273,46 @@ class PackedForward:
             planned = plan(mask, labels, shifted=self.conventions.shifted)
         elif planned.obstacle is None:
             planned = planned.to(ids.device, non_blocking=True)
-            self._check_unchanged(planned, mask, labels)
+            if not self._is_unchanged(planned, mask, labels):
+                planned = plan(mask, labels, shifted=self.conventions.shifted)
         return planned.to(ids.device, non_blocking=True)
 
-    def _check_unchanged(self, packing: Packing, mask: Tensor, labels: Tensor | None) -> None:
-        """Fail, without waiting for a device, if a batch was changed after it was collated."""
+    def _is_unchanged(self, packing: Packing, mask: Tensor, labels: Tensor | None) -> bool:
+        """Whether the loop passes the batch that was collated.
+
+        A loop that changes batches does so from its first steps on. There the answer is waited for,
+        as it is on the CPU; on devices that then only see to it.
+        """
         same = (packing.pack(mask) != 0).all() & ((mask != 0).sum() == packing.num_tokens)
         if labels is not None and packing.num_targets is not None:
             targets = labels[:, 1:] if self.conventions.shifted else labels
             packed = packing.pack_labels(labels, shifted=self.conventions.shifted)
             same = same & ((targets != -100).sum() == (packed != -100).sum())
+        is_watched = self._num_watched < _WATCHED or mask.device.type == "cpu"
+        if is_watched or self._are_changed:
+            self._num_watched += 1
+            if not bool(same):
+                self._are_changed = True
+                self._say("the loop changes what the data loader has made", "batches planned anew")
+            return bool(same)
         torch._assert_async(
             same,
             "padding_free: attention_mask or labels were changed after the data loader had made "
             "the batch: change them in the collate function, or set padding_free=off",
         )
+        return True
 
     def _stay_padded(self, obstacle: str | None) -> None:
         if obstacle is None:
             return
         if self._strict:
             raise IntegrationError(f"padding_free=on: {obstacle}; or set padding_free=auto or off")
-        if obstacle not in self._said:
-            self._said.add(obstacle)
-            decisions.record("padding-free", "batch stays padded", obstacle)
+        self._say(obstacle, "batch stays padded")
+
+    def _say(self, reason: str, chosen: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            decisions.record("padding-free", chosen, reason)
 
     def pack(self, call: dict[str, Any], packing: Packing) -> dict[str, Any]:
         """The arguments for one packed row in place of those for a padded batch."""

@@ -6,6 +6,7 @@ import copy
 import io
 import runpy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +106,65 @@ def test_padding_free_loaders_plan_on_the_cpu_and_only_add_to_a_batch() -> None:
         assert BATCH_KEY not in other
 
 
-def test_a_padding_free_batch_that_was_changed_after_the_loader_is_an_error() -> None:
-    model = llama()
-    _padding_free.attach(model, "on", adapter="test")
+def hide_tokens(batch: dict[str, Any]) -> None:
+    hidden = torch.arange(batch["attention_mask"].shape[1]) % 3 == 1
+    batch["attention_mask"] = batch["attention_mask"].masked_fill(hidden, 0)
+
+
+def hide_in_place(batch: dict[str, Any]) -> None:
+    batch["attention_mask"][:, 0] = 0
+
+
+def no_labels_for_the_first(batch: dict[str, Any]) -> None:
+    batch["labels"][0, 3] = -100
+
+
+def labels_everywhere(batch: dict[str, Any]) -> None:
+    batch["labels"] = batch["input_ids"].clone()
+
+
+def no_padding(batch: dict[str, Any]) -> None:
+    batch["attention_mask"].fill_(1)
+
+
+def other_way_round(batch: dict[str, Any]) -> None:
+    for name in ("input_ids", "attention_mask", "labels"):
+        batch[name] = batch[name].flip(1)
+
+
+def cut(batch: dict[str, Any]) -> None:
+    for name in ("input_ids", "attention_mask", "labels"):
+        batch[name] = batch[name][:, :5]
+
+
+CHANGES = (
+    hide_tokens,
+    hide_in_place,
+    no_labels_for_the_first,
+    labels_everywhere,
+    no_padding,
+    other_way_round,
+    cut,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("first", [0, 20], ids=["at once", "late"])
+def test_a_padding_free_batch_that_the_loop_changes_is_planned_anew(
+    change: Callable[[dict[str, Any]], None], first: int
+) -> None:
+    model, stock = llama(), llama()
+    _padding_free.attach(model, "auto", adapter="test")
     collate = PlanningCollate(padded, True)
-    for change in ("attention_mask", "labels"):
-        changed = collate([example(index) for index in range(4)])
-        changed[change] = torch.ones_like(changed[change])
-        with pytest.raises(RuntimeError, match="were changed after the data loader"):
-            model(**changed)
-    # A batch of another shape is planned anew.
-    changed = collate([example(index) for index in range(4)])
-    cut = {name: value[:, :5] if name != BATCH_KEY else value for name, value in changed.items()}
-    expected = llama()(**{name: cut[name] for name in ("input_ids", "attention_mask", "labels")})
-    torch.testing.assert_close(model(**cut).loss, expected.loss)
+    for number in range(first + 2):
+        ours = collate([example(index) for index in range(4)])
+        theirs = padded([example(index) for index in range(4)])
+        if number >= first:
+            change(ours)
+            change(theirs)
+            torch.testing.assert_close(model(**ours).loss, stock(**theirs).loss)
+        else:
+            model(**ours)
 
 
 def test_copies_of_padding_free_models_stand_alone() -> None:
