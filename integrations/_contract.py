@@ -7,6 +7,8 @@ what it changes in a `Changes` that it marks the changed object with, and offers
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import sys
 import time
@@ -58,7 +60,9 @@ def require(distribution: str, versions: str, *, tested: str) -> None:
 class Changes:
     """What an adapter has changed on objects that are not ours; `undo` puts all of it back.
 
-    A copy of a changed object has nothing to undo: a copied or unpickled `Changes` is empty.
+    A copy of a changed object has nothing to undo, and what is pickled can be read where there is
+    no deepytorch: there an empty dict stands for a `Changes`, and its own method for each function
+    that was set.
 
     Args:
         asked: whether somebody wants them by name. Else nothing of ours may raise into a program
@@ -70,8 +74,8 @@ class Changes:
         self._patches = Patches()
         self._actions: list[Callable[[], None]] = []
 
-    def __reduce__(self) -> tuple[type[Changes], tuple[()]]:
-        return Changes, ()
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return dict, ()
 
     def attempt(self, what: str, do: Callable[[], object]) -> None:
         """Call `do`; where nobody asked for it, what it raises leaves `what` as it is, in a line.
@@ -97,6 +101,8 @@ class Changes:
             self._actions.append(lambda: setattr(owner, name, before))
         else:
             self._actions.append(lambda: delattr(owner, name))
+        if inspect.isfunction(value) and inspect.isfunction(getattr(type(owner), name, None)):
+            value = _Standin(owner, name, value)
         setattr(owner, name, value)
 
     def replace(
@@ -130,6 +136,21 @@ class Changes:
         self._patches.undo()
 
 
+class _Standin:
+    """A function in place of a method on one object, whose copies have that method again."""
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._owner, self._name, self._function = owner, name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, Any]]:
+        # What is copied of the owner has no attributes yet when this is called: its class's method.
+        return getattr, (self._owner, self._name)
+
+
 def mark(changed: Any, adapter: str, changes: Changes) -> None:
     """Note on an object what `adapter` did to it."""
     object.__setattr__(changed, _attribute(adapter), changes)
@@ -137,13 +158,13 @@ def mark(changed: Any, adapter: str, changes: Changes) -> None:
 
 def is_marked(changed: Any, adapter: str) -> bool:
     """Whether `adapter` has been applied to this very object."""
-    return _attribute(adapter) in _own(changed)
+    return isinstance(_own(changed).get(_attribute(adapter)), Changes)
 
 
 def undo(changed: Any, adapter: str) -> bool:
     """Undo what `adapter` did to the object; False when that was nothing."""
     changes = _own(changed).get(_attribute(adapter))
-    if changes is None:
+    if not isinstance(changes, Changes):
         return False
     changes.undo()
     object.__delattr__(changed, _attribute(adapter))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import pickletools
 import threading
 import time
 from typing import Any
@@ -61,8 +62,40 @@ def test_a_copy_has_nothing_to_undo(again: Any) -> None:
     changes = _contract.Changes()
     changes.set(module, "note", "changed")
     _contract.mark(module, "test", changes)
-    _contract.undo(again(module), "test")
+    copied = again(module)
+    assert not _contract.is_marked(copied, "test")
+    assert not _contract.undo(copied, "test")
     assert module.note == "changed"
+
+
+class Acting:
+    def act(self) -> str:
+        return f"stock's {self.name}"
+
+    name = "first"
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_the_method_of_its_class_again(again: Any) -> None:
+    owner = Acting()
+    changes = _contract.Changes()
+    for _ in range(2):  # one around the other
+        original = owner.act
+        changes.set(owner, "act", lambda original=original: f"ours around {original()}")
+    _contract.mark(owner, "test", changes)
+    assert owner.act() == "ours around ours around stock's first"
+    copied = again(owner)
+    copied.name = "second"
+    assert copied.act() == "stock's second"
+    assert not any("deepytorch" in word for word in asked_for(owner))
+    changes.undo()
+    assert owner.act() == "stock's first"
+
+
+def asked_for(one: Any) -> list[str]:
+    """The words that a pickle has, among them those of modules whose things it asks for."""
+    words = [arg for _, arg, _ in pickletools.genops(pickle.dumps(one)) if isinstance(arg, str)]
+    return [word for word in words if not word.startswith("__deepytorch_")]
 
 
 @pytest.mark.parametrize(
