@@ -1,6 +1,6 @@
 """Training without padding, for transformers models under any framework (option `padding_free`).
 
-`attach` looks at one model, all ranks together, and puts hooks on it if a packed row gives what the
+`attach` looks at one model and puts hooks on it if a packed row gives what the
 padded batch gives (`_packing_probe`, `_packed_forward`). Data loaders given to it plan the packing
 of their batches on the CPU; a batch that comes from elsewhere is planned in the forward pass.
 """
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepytorch_core import decisions
+from deepytorch_core import decisions, guard
 from deepytorch_core.agreement import agree, numbered
 from deepytorch_core.compile import capture
 from deepytorch_core.console import say_once
@@ -231,7 +231,9 @@ def _why_not(prepared: Any, found: list[Conventions], precision: torch.dtype | N
         return "its parameters have no values yet"
     least = precision or min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     try:
-        found.append(probe(model, call, precision=least))
+        # What the model draws in it, and its collator afterwards, is stock's: whoever draws.
+        with guard.same_random_numbers():
+            found.append(probe(model, call, precision=least))
     except Unsupported as reason:
         return str(reason)
     return None

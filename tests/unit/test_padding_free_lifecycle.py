@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 import runpy
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -104,6 +106,37 @@ def test_padding_free_loaders_plan_on_the_cpu_and_only_add_to_a_batch() -> None:
     for other in ([1, 2], {"pixels": torch.ones(2)}, {"input_ids": [1], "attention_mask": [1]}):
         assert PlanningCollate(lambda given: given, True)(other) is other
         assert BATCH_KEY not in other
+
+
+class Refuses(LlamaForCausalLM):
+    """Gives something else for a packed row, and draws meanwhile."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if kwargs.get("cu_seq_lens_q") is not None:
+            output.logits = output.logits + 1 + torch.rand(1)
+        return output
+
+
+class Draws(LlamaForCausalLM):
+    """Draws by every generator there is, as layers that are dropped and noise do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.drawn = float(torch.rand(1)) + random.random() + np.random.rand()
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Draws, LlamaForCausalLM, Refuses], ids=lambda kind: kind.__name__)
+def test_what_is_drawn_after_a_model_was_looked_at_is_stocks(kind: Any) -> None:
+    def numbers() -> tuple[float, float, float]:
+        return float(torch.rand(1)), random.random(), float(np.random.rand())
+
+    model = kind(llama().config)
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    expected = numbers()
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    assert _padding_free.attach(model, "auto", adapter="test") == (kind is not Refuses)
+    assert numbers() == expected
 
 
 def hide_tokens(batch: dict[str, Any]) -> None:
