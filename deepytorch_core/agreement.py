@@ -107,7 +107,7 @@ def gather(
 
 
 class Question:
-    """What is asked of every rank by who waits for nothing: it looks whether all have answered.
+    """A question to every rank that nobody waits for: `answers` looks whether all have answered.
 
     It looks for the first time in the step after the one that asks: where ranks end a step
     together, all see the answers in the same one. That some go on without a rank that others have

@@ -46,8 +46,7 @@ def apply_unasked(accelerator: Any) -> None:
 
     def do() -> None:
         _contract.require("accelerate", _VERSIONS, tested=_TESTED)
-        if _set_policies(accelerator, options, "accelerate", changes):
-            _contract.mark(accelerator, _NAME, changes)
+        _apply_alone(accelerator, options, "accelerate", changes)
 
     changes.attempt("Accelerate's prepare", do)
 
@@ -72,7 +71,8 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         return True
     _warn_if_alone(accelerator, adapter)
     if not _is_initialized():
-        applied = _apply_alone(accelerator, _contract.alone(adapter, given), adapter)
+        own = _contract.alone(adapter, given)
+        applied = _apply_alone(accelerator, own, adapter, _contract.Changes())
         if armed:
             activation.deactivate()  # there are no groups for it to serve
         return applied
@@ -95,9 +95,10 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     return True
 
 
-def _apply_alone(accelerator: Any, options: Options, adapter: str) -> bool:
-    """What serves a single process too: there are no ranks to agree with."""
-    changes = _contract.Changes()
+def _apply_alone(
+    accelerator: Any, options: Options, adapter: str, changes: _contract.Changes
+) -> bool:
+    """Put in place all that needs no agreement with other ranks; False if that is off."""
     if not options.enabled or not _set_policies(accelerator, options, adapter, changes):
         return False
     _contract.mark(accelerator, _NAME, changes)

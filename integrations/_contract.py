@@ -30,7 +30,7 @@ from deepytorch_core.patching import Patches
 
 # So often it is looked whether a rank that has not come can't come any more.
 _LOOK_S = 2.0
-# What a line has told of in this process.
+# A line has told of these in this process.
 _left_alone: set[str] = set()
 
 
@@ -147,7 +147,7 @@ class _Standin:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, Any]]:
-        # What is copied of the owner has no attributes yet when this is called: its class's method.
+        # A copy of the owner has no attributes yet when this is called: it finds its class's.
         return getattr, (self._owner, self._name)
 
 

@@ -231,7 +231,7 @@ def _why_not(prepared: Any, found: list[Conventions], precision: torch.dtype | N
         return "its parameters have no values yet"
     least = precision or min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     try:
-        # What the model draws in it, and its collator afterwards, is stock's: whoever draws.
+        # The model may draw random numbers in it. Those drawn afterwards have to be stock's.
         with guard.same_random_numbers():
             found.append(probe(model, call, precision=least))
     except Unsupported as reason:

@@ -121,7 +121,7 @@ def _initialize(
         stock: tuple[Any, ...] = deepspeed_flag.without_adapter(original, args, kwargs, reason)
         return stock
     call = inspect.signature(original).bind(*args, **kwargs)
-    in_force = None if asked else _without_a_word(call.arguments)
+    in_force = None if asked or _has_section(call.arguments) else config.current()
     changes = _changes if in_force is None else Changes(asked=False)
     with contextlib.ExitStack() as stack:
         if in_force is None:
@@ -144,10 +144,11 @@ def _initialize(
     return result
 
 
-def _without_a_word(given: Mapping[str, Any]) -> Options | None:
-    """The options in force, where the configuration says nothing of ours; None: it does."""
-    source = _configuration(given) or {}
-    return None if SECTION in source else config.current()
+def _has_section(given: Mapping[str, Any]) -> bool:
+    """Whether the configuration has our section. DeepSpeed says what is wrong with a broken one."""
+    with contextlib.suppress(Exception):
+        return SECTION in (_configuration(given) or {})
+    return False
 
 
 def _attach(result: tuple[Any, ...], options: Options, changes: Changes) -> None:

@@ -38,8 +38,9 @@ dpt_status guarded(dpt_error* error, Function&& function) {
   }
 }
 
-// Groups that this process has left before they were connected, and that others may still use:
-// those invite this process, for which it needs no program.
+// NOTE [Retired groups] A process may leave a group before it was connected, while others still use
+// it. They invite the process, which joins without its program. After its last group it can be
+// invited for kLeavingTime. Its word in the store says that it has left, so others need not wait.
 class Retired {
  public:
   static Retired& instance() {

@@ -62,7 +62,7 @@ bool Communicator::retire() {
   try {
     store_->set(std::string(kProcessKey) + std::to_string(rank_), own_word() + kLeftMark);
   } catch (const std::exception&) {
-    // Whoever keeps the store has gone before: nobody will ask.
+    // The store went with the process that keeps it, so nobody can read the word.
   }
   no_store_ = std::make_unique<HashStore>();
   retired_ = true;

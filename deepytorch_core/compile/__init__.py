@@ -81,7 +81,7 @@ def compile(
         budget_s=budget,
         steps=steps,
         is_patient=is_patient,
-        group=getattr(model, "process_group", None),  # of DDP and FSDP1
+        group=regions.process_group(model),
     )
     _compiled[regions.unwrapped(model)] = weakref.ref(compilation)
     return model

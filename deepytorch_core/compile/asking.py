@@ -9,7 +9,7 @@ from deepytorch_core import guard
 
 
 class Asking:
-    """Where a decision goes on when the ranks have answered; see NOTE [Nobody waits]."""
+    """Goes on with a decision when the ranks have answered; see NOTE [Nobody waits]."""
 
     def __init__(self) -> None:
         self._question: guard.Question | None = None

@@ -109,7 +109,7 @@ class Capturing:
         self._began = time.perf_counter()
 
     def _ask(self) -> None:
-        """What all ranks have to answer before the step goes on as planned."""
+        """Ask all ranks, where a step can't go on as planned without their answers."""
         measured = self._number - CAPTURING_STEPS
         if self._number == 0:
             self._begin()

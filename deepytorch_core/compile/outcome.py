@@ -1,4 +1,4 @@
-"""What has become of a model's regions, for decisions, the report and the profile."""
+"""The outcome for a model's regions, as decisions, the report and the profile have it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_late(regions: Sequence[CompiledRegion]) -> bool:
 
 
 def facts(regions: Sequence[CompiledRegion]) -> dict[str, Any]:
-    """What the profile keeps of each region, and of all together."""
+    """The profile's facts of each region, and of all together."""
     return {
         "dropped": dropped(regions),
         "regions": {

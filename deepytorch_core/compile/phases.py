@@ -39,7 +39,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is still to be decided about a model.
+    """An open decision about a model.
 
     Attributes:
         what: the decision's name.

@@ -7,9 +7,11 @@ that has hooks or is one of FSDP's or DeepSpeed's, but may be one.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +43,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     ):
         inner = getattr(model, "module", None)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def process_group(model: nn.Module) -> Any:
+    """The ProcessGroup of DistributedDataParallel's or FSDP1's ranks; None for other modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = [nn.parallel.DistributedDataParallel]
+    wrappers += [fsdp.FullyShardedDataParallel] if fsdp is not None else []
+    return model.process_group if isinstance(model, tuple(wrappers)) else None
 
 
 def find(model: nn.Module) -> list[Region]:

@@ -130,6 +130,6 @@ def of_typical_steps(
 
 
 def tokens_in(args: Any, kwargs: Any) -> int:
-    """What a batch is counted in: the elements of its largest tensor."""
+    """The size of a batch: the elements of its largest tensor."""
     leaves: list[Any] = tree_leaves((args, kwargs))
     return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))])

@@ -139,7 +139,7 @@ def choose(
 ) -> Decision:
     """Try `candidates` against what is there, and leave the best in place.
 
-    Whatever the trials do to the module's buffers, gradients and random numbers is put back.
+    The module's buffers, gradients and random numbers are put back after the trials.
 
     Args:
         what: what is decided, for the report: "kernels of LlamaForCausalLM".

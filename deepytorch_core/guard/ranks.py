@@ -105,7 +105,7 @@ class Ranks:
 
 
 class Question:
-    """What all ranks are asked; made by `Ranks.ask`."""
+    """A question to all ranks; made by `Ranks.ask`."""
 
     def __init__(self, what: str, value: Any, asked: agreement.Question | None) -> None:
         self._what, self._value, self._asked = what, value, asked

@@ -107,6 +107,26 @@ def test_what_one_rank_makes_waits_for_no_other(name: str, tmp_path: Path) -> No
     assert ranks == [True, True]
 
 
+def with_a_broken_configuration(rank: int, world_size: int, folder: str) -> list[str]:
+    deepspeed = pytest.importorskip("deepspeed")
+    said = []
+    for arm in ("stock", "ours"):
+        if arm == "ours":
+            switch_on(folder)
+        try:
+            deepspeed.initialize(model=nn.Linear(4, 1), config="no such file")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_broken_configuration_is_deepspeeds_error(tmp_path: Path) -> None:
+    ((stock, ours),) = spawn_ranks(
+        with_a_broken_configuration, 1, str(tmp_path), backend="gloo", fresh=True, timeout_s=LIMIT_S
+    )
+    assert ours == stock
+
+
 def of_an_unknown_version(rank: int, world_size: int, folder: str) -> tuple[list[float], str]:
     real = metadata.version
     metadata.version = lambda name: "0.1" if name == "accelerate" else real(name)

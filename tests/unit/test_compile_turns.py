@@ -6,8 +6,9 @@ import math
 import random
 
 import pytest
+from torch import nn
 
-from deepytorch_core.compile import turns
+from deepytorch_core.compile import regions, turns
 
 TOKENS = [620, 910, 480, 700, 1020, 450, 560, 870, 510, 860, 470, 690, 1010, 450, 560, 880]
 
@@ -112,6 +113,14 @@ def test_without_a_slope_times_stay_what_they_are(
 ) -> None:
     evened = turns.of_typical_steps(standing, candidate)
     assert evened == ([one[0] for one in standing], [one[0] for one in candidate])
+
+
+def test_only_a_wrappers_process_group_is_one() -> None:
+    class Named(nn.Module):
+        process_group = "of people"
+
+    assert regions.process_group(Named()) is None
+    assert regions.process_group(nn.Linear(1, 1)) is None
 
 
 def test_the_slowest_ranks_time_and_the_most_tokens_count() -> None:

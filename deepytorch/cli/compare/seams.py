@@ -2,7 +2,7 @@
 
 Compilation, kernels and padding-free training come through an Accelerator (also a Trainer's),
 through `deepspeed.initialize` or, compilation alone, through DistributedDataParallel. What a user
-writes to have the same is in `LINES`.
+writes to have the same is in `LINES`; DeepSpeed's also tunes the buckets that its JSON leaves open.
 """
 
 from __future__ import annotations
