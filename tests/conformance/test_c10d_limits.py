@@ -82,6 +82,9 @@ def test_memory_of_many_groups(world_size: int) -> None:
         assert grown <= MOST_FOR_GROUPS
 
 
+SETTLING_S = 2.0
+
+
 def cycle(rank: int, world_size: int, number: int) -> None:
     store = rank_store(f"cycle{number}")
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
@@ -95,10 +98,14 @@ def cycles(rank: int, world_size: int) -> tuple[Holdings, Holdings, int, int]:
     backend.register()
     for number in range(WARM_UP_CYCLES):
         cycle(rank, world_size, number)
+    time.sleep(0.2)  # for the same reason as below
     before, mappings, memory = holdings(), num_mappings(), memory_bytes()
     for number in range(WARM_UP_CYCLES, NUM_CYCLES):
         cycle(rank, world_size, number)
-    after = holdings()
+    # A thread has been joined a moment before the system has taken it off its list.
+    deadline = time.monotonic() + SETTLING_S
+    while (after := holdings()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
     return before, after, num_mappings() - mappings, memory_bytes() - memory
 
 
