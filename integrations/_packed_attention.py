@@ -1,15 +1,15 @@
 """transformers' attention interface, taught attention without padding.
 
-Registered is one name for each attention that a model may have had. Under that name a call that
-brings `cu_seq_lens_q` goes to `deepytorch_core.data.varlen_attention`; any other call goes to the
-model's former attention with its former mask. So a model stays right whatever it is given, also in
-the recomputation of activation checkpoints, which happens long after the forward pass.
+Configurations keep the names that they have. While a model is attached, what transformers looks up
+under a name is that attention with ours before it: a call that brings `PACKED` goes to
+`deepytorch_core.data.varlen_attention`, any other call to the attention that was looked up, with
+its own mask. So a model stays right whatever it is given, also in the recomputation of activation
+checkpoints, which happens long after the forward pass.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +22,17 @@ from transformers.modeling_utils import AttentionInterface
 
 from deepytorch_core.data import varlen_attention
 
-_PREFIX = "deepytorch_varlen_over_"
+PACKED = "deepytorch_packed"
+"""The argument of a forward pass whose attention is ours; models hand it on as they do others."""
+
 # What attentions take besides, and packed ones here can't do; by their argument's name.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
+
+_Attention = Callable[..., Any]
+# Older versions have models ask for their eager attention nowhere: those keep their padding.
+_LOOKUP = "get_interface" if hasattr(AttentionInterface, "get_interface") else "__getitem__"
+_stock_attention_of: Any = getattr(AttentionInterface, _LOOKUP)
+_stock_mask_of: Any = AttentionMaskInterface.__getitem__
 
 
 class _Running(threading.local):
@@ -36,37 +44,95 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def register(stock: str) -> str:
-    """Register the name under which a model whose attention is called `stock` trains packed."""
-    name = _PREFIX + stock
-    interface: Any = AttentionInterface
-    masks: Any = AttentionMaskInterface
-    interface.register(name, _attention_over(stock))
-    if stock in masks():
-        masks.register(name, _mask_over(stock))
-    return name
+class _Lookups:
+    """What transformers looks up, replaced while anybody needs it.
+
+    Attributes:
+        tried: in place of every attention, for who finds out what models ask of theirs.
+        made: in place of every mask, for the same.
+    """
+
+    def __init__(self) -> None:
+        self.tried: _Attention | None = None
+        self.made: Callable[..., Any] | None = None
+        self._num_users = 0
+        self._lock = threading.Lock()
+
+    def open(self) -> Callable[[], None]:
+        """Replace them; returns what puts stock's back once the last user has called it."""
+        with self._lock:
+            self._num_users += 1
+            if self._num_users == 1:
+                setattr(AttentionInterface, _LOOKUP, _attention_of)
+                setattr(AttentionMaskInterface, "__getitem__", _mask_of)  # noqa: B010
+        is_open = True
+
+        def close() -> None:
+            nonlocal is_open
+            with self._lock:
+                self._num_users -= is_open
+                if is_open and not self._num_users:
+                    _put_back(AttentionInterface, _LOOKUP, _stock_attention_of)
+                    _put_back(AttentionMaskInterface, "__getitem__", _stock_mask_of)
+                is_open = False
+
+        return close
 
 
-def is_ours(name: str | None) -> bool:
-    """Whether an attention's name is one that `register` has made."""
-    return bool(name) and str(name).startswith(_PREFIX)
+def _put_back(owner: type, name: str, stock: Any) -> None:
+    delattr(owner, name)
+    if getattr(owner, name, None) is not stock:  # not inherited
+        setattr(owner, name, stock)
 
 
-def stock_of(name: str | None) -> str | None:
-    """The attention that a name stands for, without what `register` has made of it."""
-    while is_ours(name):
-        name = str(name).removeprefix(_PREFIX)
-    return name
+_lookups = _Lookups()
+
+
+def use_packed() -> Callable[[], None]:
+    """Have attentions that get `PACKED` be ours; returns what ends that."""
+    return _lookups.open()
+
+
+@contextmanager
+def trying(attention: _Attention, mask: Callable[..., Any]) -> Iterator[None]:
+    """While open, models call these in place of every attention and every mask.
+
+    Args:
+        attention: gets the attention that was looked up before its arguments.
+        mask: gets the arguments of a mask.
+    """
+    close = _lookups.open()
+    _lookups.tried, _lookups.made = attention, mask
+    try:
+        yield
+    finally:
+        _lookups.tried = _lookups.made = None
+        close()
+
+
+def stock_attention(name: str) -> _Attention:
+    """The attention that transformers has under a name; not eager, which each model writes out."""
+    arguments = (name, None) if _LOOKUP == "get_interface" else (name,)
+    found: _Attention = _stock_attention_of(AttentionInterface(), *arguments)
+    return found
+
+
+def stock_mask(name: str) -> Callable[..., Any]:
+    """The function that makes masks for the attention of that name."""
+    found: Callable[..., Any] = _stock_mask_of(AttentionMaskInterface(), name)
+    return found
 
 
 @contextmanager
 def packed_forward() -> Iterator[None]:
     """While open, a model's forward pass gets one packed row."""
+    close = _lookups.open()
     enter_packed()
     try:
         yield
     finally:
         leave_packed()
+        close()
 
 
 def enter_packed() -> None:
@@ -79,35 +145,38 @@ def leave_packed() -> None:
     _running.is_packed = False
 
 
-@functools.cache  # compiled code is made for one function, not for its likes
-def _attention_over(stock: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def attention(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if kwargs.get("cu_seq_lens_q") is None:
-            forward = stock_attention(stock, module)
-            result: tuple[Tensor, Tensor | None]
-            result = forward(module, query, key, value, attention_mask, **kwargs)
-            return result
-        return _packed_attention(module, query, key, value, **kwargs), None
-
-    return attention
+def _attention_of(interface: Any, *args: Any) -> _Attention:
+    # A partial object, which compilers see through.
+    return functools.partial(_either, _stock_attention_of(interface, *args))
 
 
-def stock_attention(stock: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """The attention that transformers calls `stock`, for this module of a model."""
-    # "eager" is written out in each model's file; sharding derives classes elsewhere.
-    files = (sys.modules[base.__module__] for base in type(module).__mro__)
-    written = (getattr(file, "eager_attention_forward", None) for file in files)
-    eager = next((forward for forward in written if forward is not None), None)
-    interface: Any = AttentionInterface
-    forward: Callable[..., Any] = interface().get_interface(stock, eager)
-    return forward
+def _either(
+    stock: _Attention,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if _lookups.tried is not None:
+        return _lookups.tried(stock, module, query, key, value, *args, **kwargs)
+    if kwargs.pop(PACKED, None) is None:
+        return stock(module, query, key, value, *args, **kwargs)
+    return _packed_attention(module, query, key, value, **kwargs), None
+
+
+def _mask_of(interface: Any, name: str) -> Any:
+    stock = _stock_mask_of(interface, name)
+    if _lookups.made is not None:
+        return _lookups.made
+    return _no_mask if _running.is_packed else stock
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> Tensor:
+    # No attention but ours can do without a mask here, and this one fits none: whatever would
+    # run another on a packed row fails.
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=kwargs.get("device"))
 
 
 def sees(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[bool, tuple[int, int] | None]:
@@ -149,18 +218,3 @@ def _packed_attention(
         dropout=kwargs.get("dropout") or 0.0,
     )
     return out.unsqueeze(0)
-
-
-@functools.cache
-def _mask_over(stock: str) -> Callable[..., Any]:
-    interface: Any = AttentionMaskInterface
-    masks = interface()
-
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        if not _running.is_packed:
-            return masks[stock](*args, **kwargs)
-        # No attention but ours can do without a mask here, and this one fits none: whatever would
-        # run another on a packed row fails.
-        return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=kwargs.get("device"))
-
-    return mask

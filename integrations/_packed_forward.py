@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ _SHARES = 16
 _WATCHED = 16
 # Batches whose shape is known, should they come again.
 _MOST_FITTED = 64
-# Arguments with one entry a token, which are packed.
-_PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids", "token_type_ids")
+# Arguments with one entry a token, which every batch may bring.
+_PER_TOKEN = ("input_ids", "attention_mask", "labels")
 # Arguments that ask for the same of a row as of a batch. Any other may do something with it.
 _HARMLESS = ("num_items_in_batch", "output_hidden_states", "return_dict")
 FUSED_HEAD = "fused_lm_head"
@@ -49,6 +49,8 @@ class Conventions:
     max_positions: int | None  # rows of the table of learned positions, if there is one
     fused_head: bool = False  # it has TRL's fused head, which takes a packed row
     counts_items: bool = False  # its loss is the tokens' sum divided by `num_items_in_batch`
+    padding_id: int | None = None  # positions count the tokens with another id, in the padded row
+    per_token: tuple[str, ...] = ()  # arguments that are packed besides
 
 
 class PlanningCollate:
@@ -109,9 +111,9 @@ class PackedForward:
         self._strict = strict
         self._names = list(inspect.signature(outer.forward).parameters)
         self._harmless = {*_HARMLESS, *([FUSED_HEAD] if conventions.fused_head else [])}
+        self._per_token = {*_PER_TOKEN, *conventions.per_token}
         if getattr(model.config, "output_router_logits", False):
             self._harmless.add("output_router_logits")  # which the probe has seen then
-        self._attentions = Attentions(model)
         self._hooks = [
             (name or type(model).__name__, hooks)
             for name, one in model.named_modules()
@@ -130,7 +132,8 @@ class PackedForward:
 
     def install(self, outer: torch.nn.Module) -> Callable[[], None]:
         """Put the hooks on `outer`; returns what takes them off again."""
-        self._attentions.use_packed()
+        close = _packed_attention.use_packed()
+        weakref.finalize(outer, close).atexit = False
         handles = (
             outer.register_forward_pre_hook(self._before, with_kwargs=True),
             # First of all: the others see the padded batch's output.
@@ -142,7 +145,7 @@ class PackedForward:
         def remove() -> None:
             for handle in handles:
                 handle.remove()
-            self._attentions.use_stock()
+            close()
 
         return remove
 
@@ -156,12 +159,11 @@ class PackedForward:
             return args, kwargs  # of nn.DataParallel, whose threads share these hooks
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         is_packed = call.get("cu_seq_lens_q") is not None
-        self._attentions.follow()
-        if not self._model.training and not is_packed:
-            self._attentions.use_stock()
+        if is_packed:
+            kwargs = {**kwargs, _packed_attention.PACKED: True}
         if planned is None and self._is_bare(call):
             masked = {**call, "attention_mask": torch.ones_like(call["input_ids"])}
-            if _obstacle(masked, self._harmless) is None:
+            if self._obstacle(masked) is None:
                 call, planned = masked, full(call["input_ids"])
         generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
         is_padded = call.get("attention_mask") is not None and not is_packed and not generates
@@ -170,11 +172,11 @@ class PackedForward:
             self._calls.append(None)
             self.num_tokens, self.are_few = None, bool(self.shapes.limit)
             return args, kwargs
-        obstacle = _obstacle(call, self._harmless) or self._foreign_hook()
+        obstacle = self._obstacle(call) or self._foreign_hook()
         packing = None
         if obstacle is None:
             packing = self._packing(call, planned)
-            obstacle = packing.obstacle
+            obstacle = packing.obstacle or self._too_long(call, packing)
         if packing is None or obstacle is not None:
             self._stay_padded(obstacle)
             self._calls.append(None)
@@ -189,7 +191,6 @@ class PackedForward:
             # To be replayed: a mask of ones would make models look for a zero, and so wait.
             return (), {name: value for name, value in call.items() if name != "attention_mask"}
         packed = self.pack(call, packing)
-        self._attentions.use_packed()
         self.are_few = self.shapes.are_few
         row = packed["input_ids"].shape[1]
         is_tuple = call.get("return_dict") is False
@@ -209,7 +210,6 @@ class PackedForward:
         self.most_targets = None
         _masked_loss.expect(None)
         _packed_attention.leave_packed()
-        self._attentions.use_packed()
         if call is None or output is None:
             return output
         result = _unpacked_output.unpacked(output, call.packing, call.row, lazily=call.with_loss)
@@ -340,6 +340,7 @@ class PackedForward:
             packed["labels"] = _filled(targets, filling, -100)
         packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = bounds
         packed["max_length_q"] = packed["max_length_k"] = shape.max_length
+        packed[_packed_attention.PACKED] = True
         if "use_cache" in self._names or getattr(self._model.config, "use_cache", False):
             packed["use_cache"] = False
         return packed
@@ -359,70 +360,56 @@ class PackedForward:
                 self._fitted.popitem(last=False)
         return self._fitted[batch]
 
+    def _too_long(self, call: dict[str, Any], packing: Packing) -> str | None:
+        limit = self.conventions.max_positions
+        first = self.conventions.first_position or 0
+        if (
+            limit is None
+            or call.get("position_ids") is not None
+            or packing.longest + first <= limit
+        ):
+            return None
+        return (
+            f"a sequence of {packing.longest} tokens is longer than the {limit} positions "
+            f"that {type(self._model).__name__} has: truncate it"
+        )
+
     def _positions(self, call: dict[str, Any], packing: Packing) -> Tensor:
         given, rule = call.get("position_ids"), self.conventions
         if given is not None:
             return packing.pack(given.expand(packing.shape))
-        limit = rule.max_positions
-        if limit is not None and packing.longest + (rule.first_position or 0) > limit:
-            raise ValueError(
-                f"a sequence of {packing.longest} tokens is longer than the {limit} positions "
-                f"that {type(self._model).__name__} has: truncate it"
-            )
         if rule.first_position is None:
             return packing.columns()
+        if rule.padding_id is not None:
+            counted = (call["input_ids"] != rule.padding_id).to(torch.int64)
+            return packing.pack(counted.cumsum(1) * counted + rule.first_position - 1)
         return packing.ranks_in_row() + rule.first_position
 
-
-class Attentions:
-    """The attention that each configuration of a model names, and ours in its place."""
-
-    def __init__(self, model: Any) -> None:
-        configs = {id(model.config): model.config}
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            if hasattr(config, "_attn_implementation_internal"):
-                configs[id(config)] = config
-        # Another model of the same configuration object may train packed already.
-        self._stock = [
-            (config, _packed_attention.stock_of(config._attn_implementation_internal))
-            for config in configs.values()
-        ]
-
-    @property
-    def names(self) -> set[str | None]:
-        """What they are called."""
-        return {name for _, name in self._stock}
-
-    def use(self, name_for: Callable[[str], str]) -> None:
-        """Have the model look up another name in place of each."""
-        for config, name in self._stock:
-            config._attn_implementation_internal = name_for(name or "eager")
-
-    def follow(self) -> None:
-        """Notice what others have chosen since, as `set_attn_implementation` does."""
-        for place, (config, name) in enumerate(self._stock):
-            now = config._attn_implementation_internal
-            if now != name and not _packed_attention.is_ours(now):
-                self._stock[place] = (config, now)
-
-    def use_packed(self) -> None:
-        """Have the model take either its own attention or ours, by what a call brings."""
-        self.use(_packed_attention.register)
-
-    def use_stock(self) -> None:
-        """Have the model take its own attention."""
-        for config, name in self._stock:
-            config._attn_implementation_internal = name
-
-    @contextmanager
-    def used(self, name_for: Callable[[str], str]) -> Iterator[None]:
-        """`use` while open."""
-        self.use(name_for)
-        try:
-            yield
-        finally:
-            self.use_stock()
+    def _obstacle(self, call: dict[str, Any]) -> str | None:
+        """Why a call can't be packed, whatever its batch."""
+        ids = call.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            return "the model is called without input_ids of shape [batch, length]"
+        mask = call["attention_mask"]
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+            return f"attention_mask isn't a tensor of shape {tuple(ids.shape)} like input_ids"
+        positions = call.get("position_ids")
+        if positions is not None and positions.dim() > 2:
+            return "position_ids have more than one number for a token"
+        labels = call.get("labels")
+        if labels is not None and tuple(labels.shape) != tuple(ids.shape):
+            return f"labels have the shape {tuple(labels.shape)}, input_ids have {tuple(ids.shape)}"
+        if getattr(self._model.config, "output_attentions", False):
+            return "the model's configuration asks for output_attentions"
+        for name, value in call.items():
+            if name in self._per_token or value is None or value is False:
+                continue
+            if isinstance(value, Tensor) and value.dim():
+                return f"the model is called with {name}, which can't be packed"
+            keeps_all = name == "logits_to_keep" and type(value) is int and value == 0
+            if name not in self._harmless and not keeps_all:
+                return f"the model is called with {name}" + ("=True" if value is True else "")
+        return None
 
 
 # Whose hooks take a row as they take a batch: wrappers', and those that ask for gradients.
@@ -449,28 +436,3 @@ def _function_of(hook: Any) -> Any:
 
 def _filled(row: Tensor, filling: int, value: int) -> Tensor:
     return torch.nn.functional.pad(row, (0, filling), value=value) if filling else row
-
-
-def _obstacle(call: dict[str, Any], harmless: set[str]) -> str | None:
-    """Why a call can't be packed, whatever its batch."""
-    ids = call.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        return "the model is called without input_ids of shape [batch, length]"
-    mask = call["attention_mask"]
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        return f"attention_mask isn't a tensor of shape {tuple(ids.shape)} like input_ids"
-    positions = call.get("position_ids")
-    if positions is not None and positions.dim() > 2:
-        return "position_ids have more than one number for a token"
-    labels = call.get("labels")
-    if labels is not None and tuple(labels.shape) != tuple(ids.shape):
-        return f"labels have the shape {tuple(labels.shape)}, input_ids have {tuple(ids.shape)}"
-    for name, value in call.items():
-        if name in _PER_TOKEN or value is None or value is False:
-            continue
-        if isinstance(value, Tensor) and value.dim():
-            return f"the model is called with {name}, which can't be packed"
-        keeps_all = name == "logits_to_keep" and type(value) is int and value == 0
-        if name not in harmless and not keeps_all:
-            return f"the model is called with {name}" + ("=True" if value is True else "")
-    return None

@@ -8,6 +8,7 @@ that what one sequence holds has no effect on another, which noise can't hide in
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
 from deepytorch_core.data import Packing, plan
 
-from . import _packed_attention, _unpacked_output
+from . import _packed_attention, _packing_contents, _unpacked_output
 from ._contract import IntegrationError
-from ._packed_forward import FUSED_HEAD, Attentions, Conventions, PackedForward
+from ._packed_forward import FUSED_HEAD, Conventions, PackedForward
 
-_CHECK = "deepytorch_mask_check"
 _SEEN_UP_TO = 1 << 15
 _LENGTHS = (7, 12, 1, 9)
 _WIDTH = 12
@@ -63,14 +61,13 @@ def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Co
     for rope in _ropes(model):
         if rope in _MASKED_BY_LENGTH:
             raise Unsupported(f"its position encoding ({rope}) depends on the padded length")
-    attentions = Attentions(model)
     with _evaluating(model), torch.no_grad():
         try:
-            _check_masks(model, call, attentions)
+            _check_masks(model, call)
             for lower in _may_compute_in(model, precision):
                 with torch.autocast(_device(model).type, dtype=lower):
-                    _compare(model, call, attentions, lower)
-            return _compare(model, call, attentions, precision)
+                    _compare(model, call, lower)
+            return _compare(model, call, precision)
         except Unsupported:
             raise
         except Exception as error:
@@ -119,19 +116,25 @@ def _device(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _check_masks(model: Any, call: Callable[..., Any], attentions: Attentions) -> None:
+def _check_masks(model: Any, call: Callable[..., Any]) -> None:
     checked: list[Any] = []
-    masks: Any = AttentionMaskInterface
-    interface: Any = AttentionInterface
+    plain_mask = _packed_attention.stock_mask("sdpa")
+    plain = _packed_attention.stock_attention("sdpa")
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        made = masks()["sdpa"](*args, **{**kwargs, **skips})
+        made = plain_mask(*args, **{**kwargs, **skips})
         made.mask_function = kwargs.get("mask_function")
         return made
 
     def attention(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, made: Any, **kwargs: Any
+        stock: Any,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        made: Any,
+        **kwargs: Any,
     ) -> Any:
         function = getattr(made, "mask_function", None)
         if function is None:
@@ -140,13 +143,10 @@ def _check_masks(model: Any, call: Callable[..., Any], attentions: Attentions) -
         if (function, said) not in checked:
             checked.append((function, said))
             _check_mask(function, said, type(module).__name__)
-        plain = _packed_attention.stock_attention("sdpa", module)
         kwargs = {name: kwargs[name] for name in ("scaling", "is_causal") if name in kwargs}
         return plain(module, query, key, value, made, **kwargs)
 
-    masks.register(_CHECK, mask)
-    interface.register(_CHECK, attention)
-    with attentions.used(lambda _: _CHECK):
+    with _packed_attention.trying(attention, mask):
         ids = torch.ones(1, 4, dtype=torch.int64, device=_device(model))
         call(input_ids=ids, **_uncached(model))
     if not checked:
@@ -171,17 +171,17 @@ def _check_mask(
         raise Unsupported(f"{name} masks more than causality and a sliding window")
 
 
-def _compare(
-    model: Any, call: Callable[..., Any], attentions: Attentions, precision: torch.dtype
-) -> Conventions:
-    table = _position_table(model)
-    if table is not None and table.num_embeddings < _WIDTH + max(_first_positions(table)):
-        raise Unsupported(f"its {table.num_embeddings} positions are too few to try it out")
+def _compare(model: Any, call: Callable[..., Any], precision: torch.dtype) -> Conventions:
     batch = _batch(model)
     try:
-        padded = call(**batch, **_uncached(model))
-    except (ValueError, RuntimeError, TypeError):
+        with _called_tables(model) as tables:
+            padded = call(**batch, **_uncached(model))
+    except (IndexError, ValueError, RuntimeError, TypeError):
+        fewest = min((one.num_embeddings for one in _tables(model)), default=_WIDTH)
+        if fewest < _WIDTH:
+            raise Unsupported(f"its {fewest} positions are too few to try it out") from None
         raise Unsupported("it takes no labels of each token") from None
+    table = next(iter(tables), None)
     logits, loss = _results(padded, (len(_LENGTHS), _WIDTH))
     tolerance = _NOISE.get(precision, 1e-4)
     if logits.is_cuda and precision == torch.float32:
@@ -194,21 +194,33 @@ def _compare(
         noise = _own_noise(model, call, batch, logits) / largest
         tolerance = max(tolerance, min(_ROOM * noise, _MOST_NOISE))
     bound = tolerance * largest
+    tried = _packing_contents.Tried(functools.partial(call, **_uncached(model)), tolerance)
+    special = _packing_contents.special(model, batch, tried.call)
+    limit = None if table is None else int(table.num_embeddings)
     shifted = _shifts_labels(call, batch, model)
     difference = loss_difference = float("nan")
-    for first_position in (None, *_first_positions(table)):
-        limit = None if table is None else int(table.num_embeddings)
-        conventions = Conventions(shifted, first_position, limit)
-        with attentions.used(_packed_attention.register):
-            row, packing = _run_packed(model, call, batch, conventions)
+    is_plain = False  # the same but for special ids
+    for counting in _countings(table):
+        conventions = replace(counting, shifted=shifted, max_positions=limit)
+        row, packing = _run_packed(model, call, batch, conventions)
         difference = float((packing.unpack(row.logits) - logits)[real].abs().max())
         loss_difference = abs(float(row.loss) - float(loss))
-        if difference <= bound and loss_difference <= loss_bound:
-            _check_apart(model, call, attentions, (batch, conventions))
-            _check_fields(padded, row, packing, tolerance)
-            fused = _fused_head_packs(model, call, attentions, (batch, conventions, tolerance))
-            counts = _counts_items(call, batch, model)
-            return replace(conventions, fused_head=fused, counts_items=counts)
+        if difference > bound or loss_difference > loss_bound:
+            continue
+        is_plain = True
+        run = functools.partial(_run_packed, model, call, conventions=conventions)
+        if not tried.are_alike(special, run):
+            continue
+        _check_apart(model, call, batch, conventions)
+        _check_fields(padded, row, packing, tolerance)
+        return replace(
+            conventions,
+            fused_head=_fused_head_packs(model, call, (batch, conventions, tolerance)),
+            counts_items=_counts_items(call, batch, model),
+            per_token=tried.per_token(model, batch, run),
+        )
+    if is_plain:
+        raise Unsupported("some token ids have an effect on other tokens of the padded batch")
     if difference <= bound:
         raise Unsupported(f"the loss of a packed row differs by {loss_difference:.2g}")
     raise Unsupported(f"logits of a packed row differ by {difference:.2g}")
@@ -254,9 +266,7 @@ def _same(expected: Any, given: Any, packing: Packing, bound: float) -> bool:
     return bool(difference.max() <= bound)
 
 
-def _fused_head_packs(
-    model: Any, call: Callable[..., Any], attentions: Attentions, tried: Any
-) -> bool:
+def _fused_head_packs(model: Any, call: Callable[..., Any], tried: Any) -> bool:
     """Whether TRL has given the model a fused head, and what it gives for a packed row is right."""
     if not _has_fused_head(model):
         return False
@@ -264,8 +274,7 @@ def _fused_head_packs(
     fused = {**batch, FUSED_HEAD: True}
     try:
         padded = call(**fused)
-        with attentions.used(_packed_attention.register):
-            row, packing = _run_packed(model, call, fused, conventions)
+        row, packing = _run_packed(model, call, fused, conventions)
         _check_fields(padded, row, packing, tolerance)
     except Exception:
         return False  # batches stay padded when the head is asked for, and say so
@@ -306,14 +315,14 @@ def _counts_items(call: Callable[..., Any], batch: dict[str, Tensor], model: Any
     return abs(sums[1] - sums[0]) <= _COUNT_NOISE * abs(sums[0])
 
 
-def _check_apart(model: Any, call: Callable[..., Any], attentions: Attentions, tried: Any) -> None:
+def _check_apart(
+    model: Any, call: Callable[..., Any], batch: dict[str, Tensor], conventions: Conventions
+) -> None:
     """What the first sequence holds has no effect on the others."""
-    batch, conventions = tried
     changed = {**batch, "input_ids": batch["input_ids"].clone()}
     changed["input_ids"][0] = changed["input_ids"][0].flip(0)
-    with attentions.used(_packed_attention.register):
-        before, _ = _run_packed(model, call, batch, conventions)
-        after, _ = _run_packed(model, call, changed, conventions)
+    before, _ = _run_packed(model, call, batch, conventions)
+    after, _ = _run_packed(model, call, changed, conventions)
     apart = (before.logits - after.logits)[:, _LENGTHS[0] :].abs().max()
     if float(apart) > 1e-6 * float(before.logits.abs().max()):
         raise Unsupported("sequences of a packed row have an effect on each other")
@@ -369,17 +378,36 @@ def _results(output: Any, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return logits, loss
 
 
-def _position_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
-    """The table of learned positions, by the names that it goes by."""
+def _tables(model: torch.nn.Module) -> list[torch.nn.Embedding]:
+    """Tables of learned positions, by the names that they go by."""
     names = ("position_embeddings", "embed_positions", "wpe", "position_embedding")
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in names and isinstance(module, torch.nn.Embedding):
-            return module
-    return None
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in names and isinstance(module, torch.nn.Embedding)
+    ]
 
 
-def _first_positions(table: torch.nn.Embedding | None) -> tuple[int, ...]:
-    """Where models that count the tokens of a row begin."""
-    if table is None or table.padding_idx is None:
-        return (0,)
-    return (table.padding_idx + 1, 0)
+@contextmanager
+def _called_tables(model: torch.nn.Module) -> Iterator[list[torch.nn.Embedding]]:
+    """Those that are looked into while this is open: a vision tower has its own."""
+    found: list[torch.nn.Embedding] = []
+    hooks = [
+        one.register_forward_pre_hook(lambda table, _: found.append(table))
+        for one in _tables(model)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _countings(table: torch.nn.Embedding | None) -> Iterator[Conventions]:
+    """How a model may count positions."""
+    yield Conventions(shifted=False, first_position=None, max_positions=None)
+    padding = None if table is None else table.padding_idx
+    if padding is not None:
+        yield Conventions(False, padding + 1, None, padding_id=padding)
+        yield Conventions(False, padding + 1, None)
+    yield Conventions(False, 0, None)

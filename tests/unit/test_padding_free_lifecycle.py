@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import random
 import runpy
@@ -19,6 +20,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 import deepytorch
 from deepytorch.integrations import _contract, _padding_free
@@ -401,19 +404,23 @@ def test_padding_free_checkpoints_of_the_model_recompute_rows_of_the_same_size()
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_free_models_of_one_configuration_have_one_attention_over_stock() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padding_free_models_keep_the_name_of_their_attention(attention: str) -> None:
     first = llama()
-    stock = first.config._attn_implementation
+    first.set_attn_implementation(attention)
     second = LlamaForCausalLM(first.config).train()
-    assert _padding_free.attach(first, "on", adapter="test")
-    packed = first.config._attn_implementation
-    assert packed != stock
-    assert _padding_free.attach(second, "on", adapter="test")
-    assert second.config._attn_implementation == packed
-    first(**batch()).loss.backward()
-    second(**batch()).loss.backward()
-    assert _padding_free.detach(second)
-    assert second.config._attn_implementation == stock
+    gc.collect()  # models of other tests
+    looked_up = AttentionInterface.get_interface
+    for one in (first, second):
+        assert _padding_free.attach(one, "on", adapter="test")
+        one(**batch()).loss.backward()
+        assert one.config._attn_implementation == attention
+        assert copy.deepcopy(one).config._attn_implementation == attention
+    assert AttentionInterface.get_interface is not looked_up
+    for one in (first, second):
+        assert _padding_free.detach(one)
+    assert AttentionInterface.get_interface is looked_up
+    assert "__getitem__" not in vars(AttentionMaskInterface)
 
 
 def test_a_teacher_gets_the_batch_of_a_padding_free_student() -> None:
