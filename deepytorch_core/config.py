@@ -220,6 +220,11 @@ class Options:
     tune: str = _option(
         "auto", _choice("auto", "off", "force"), "measure candidates; force ignores the profile"
     )
+    patience: str = _option(
+        "auto",
+        _choice("auto", "off"),
+        "auto: what is tried may take 3% of the time that the run has lasted; off: try at once",
+    )
     profile: str | None = _option(
         None,
         _optional(_text),

@@ -17,7 +17,7 @@ DDP needs nothing else: its buckets are placed wherever deepytorch serves the gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +25,7 @@ from deepytorch_core import activation, config
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
-from . import _compile, _contract, _fsdp2, _kernels, _live, _padding_free
+from . import _compile, _contract, _fsdp2, _kernels, _live, _moved_batches, _padding_free
 
 _NAME = "accelerator"
 _FLAG = "deepytorch"
@@ -196,35 +196,26 @@ def _preparing_packed(
 ) -> Callable[..., Any]:
     original = accelerator.prepare
     models: WeakSet[Any] = WeakSet()
-    loaders: WeakSet[Any] = WeakSet()
+    _moved_batches.install(changes)
 
     @functools.wraps(original)
     def prepare(*args: Any, **kwargs: Any) -> Any:
         from torch.nn import Module
-        from torch.utils.data import DataLoader
 
         prepared = original(*args, **kwargs)
-        things = prepared if isinstance(prepared, tuple | list) else (prepared,)
-        # A Trainer prepares its loaders first and its model later.
-        loaders.update(thing for thing in things if isinstance(thing, DataLoader))
-        changes.attempt(
-            "padding", lambda: pack(thing for thing in things if isinstance(thing, Module))
-        )
+        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
+            if isinstance(thing, Module):
+                models.add(thing)
+                changes.attempt("padding", functools.partial(pack, thing))
         return prepared
 
-    def pack(prepared: Iterable[Any]) -> None:
-        for model in models:
-            _padding_free.plan_batches(model, loaders)
-        for model in prepared:
-            if _padding_free.attach(
-                model,
-                choice,
-                adapter=adapter,
-                loaders=loaders,
-                precision=_precision(accelerator),
-                obstacle=_cuts_sequences(accelerator),
-            ):
-                models.add(model)
+    def pack(model: Any) -> None:
+        obstacle = _cuts_sequences(accelerator)
+        if not changes.asked and choice == "auto":
+            _padding_free.watch(model, obstacle=obstacle)
+            return
+        precision = _precision(accelerator)
+        _padding_free.attach(model, choice, adapter=adapter, precision=precision, obstacle=obstacle)
 
     def detach() -> None:
         for model in models:

@@ -54,7 +54,7 @@ def start(model: Any, options: Options, changes: _contract.Changes) -> None:
             model,
             options.compile,
             budget_s=options.compile_budget_s,
-            is_patient=options.compile == "auto",
+            is_patient=options.compile == "auto" and options.patience != "off",
         )
     except ValueError as error:
         raise _contract.IntegrationError(f"option compile: {error}") from None

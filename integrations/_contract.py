@@ -70,7 +70,7 @@ class Changes:
     """
 
     def __init__(self, *, asked: bool = True) -> None:
-        self._asked = asked
+        self.asked = asked
         self._patches = Patches()
         self._actions: list[Callable[[], None]] = []
 
@@ -85,7 +85,7 @@ class Changes:
         try:
             do()
         except Exception as error:
-            if self._asked:
+            if self.asked:
                 raise
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             if what not in _left_alone:
@@ -149,6 +149,19 @@ class _Standin:
     def __reduce__(self) -> tuple[Any, tuple[Any, Any]]:
         # A copy of the owner has no attributes yet when this is called: it finds its class's.
         return getattr, (self._owner, self._name)
+
+
+class Hook:
+    """A hook of a module that does nothing in its copies, nor where there is no deepytorch."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything and does nothing
 
 
 def mark(changed: Any, adapter: str, changes: Changes) -> None:

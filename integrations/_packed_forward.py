@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepytorch_core import decisions
+from deepytorch_core import decisions, guard
+from deepytorch_core.console import say_once
 from deepytorch_core.data import Packing, Shapes, full, plan
 from deepytorch_core.data.shapes import Shape
+from deepytorch_core.nn.deferred_logits import apart
 
-from . import _masked_loss, _packed_attention, _unpacked_output
-from ._contract import IntegrationError
+from . import _masked_loss, _moved_batches, _packed_attention, _unpacked_output
+from ._contract import Hook, IntegrationError
 from ._padding_free import BATCH_KEY
 
 # Parts of a row, in which the share of its tokens that are targets is counted.
@@ -79,6 +81,7 @@ class _Call(NamedTuple):
     """A packed call."""
 
     packing: Packing
+    given: tuple[Any, Any]  # args and keywords of the padded one
     row: int  # tokens
     with_loss: bool
     is_tuple: bool  # it asks for one
@@ -94,10 +97,20 @@ class PackedForward:
             PeftModel around it.
         conventions: see there.
         strict: whether a batch that can't be packed is an error; else it stays padded.
+        is_asked: whether somebody wants it by name. Else who reads outputs gets the padded batch's,
+            and no batch is packed from then on.
+        is_whole: whether a rank can run a pass of the model alone.
     """
 
     def __init__(
-        self, model: Any, outer: torch.nn.Module, conventions: Conventions, *, strict: bool
+        self,
+        model: Any,
+        outer: torch.nn.Module,
+        conventions: Conventions,
+        *,
+        strict: bool = False,
+        is_asked: bool = True,
+        is_whole: bool = True,
     ) -> None:
         self.shapes = Shapes()
         self.num_tokens: int | None = None
@@ -109,6 +122,9 @@ class PackedForward:
         self._model = model
         self.conventions = conventions
         self._strict = strict
+        self._is_asked = is_asked
+        self._is_whole = is_whole
+        self._is_read: str | None = None  # by whom outputs are read, so that batches stay padded
         self._names = list(inspect.signature(outer.forward).parameters)
         self._harmless = {*_HARMLESS, *([FUSED_HEAD] if conventions.fused_head else [])}
         self._per_token = {*_PER_TOKEN, *conventions.per_token}
@@ -135,10 +151,10 @@ class PackedForward:
         close = _packed_attention.use_packed()
         weakref.finalize(outer, close).atexit = False
         handles = (
-            outer.register_forward_pre_hook(self._before, with_kwargs=True),
+            outer.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
             # First of all: the others see the padded batch's output.
             outer.register_forward_hook(
-                self._after, prepend=True, with_kwargs=True, always_call=True
+                Hook(self._after), prepend=True, with_kwargs=True, always_call=True
             ),
         )
 
@@ -172,7 +188,7 @@ class PackedForward:
             self._calls.append(None)
             self.num_tokens, self.are_few = None, bool(self.shapes.limit)
             return args, kwargs
-        obstacle = self._obstacle(call) or self._foreign_hook()
+        obstacle = self._is_read or self._obstacle(call) or self._foreign_hook()
         packing = None
         if obstacle is None:
             packing = self._packing(call, planned)
@@ -196,8 +212,9 @@ class PackedForward:
         is_tuple = call.get("return_dict") is False
         if is_tuple:
             packed["return_dict"] = True  # a tuple doesn't say what its parts are
-        has_cache = is_tuple and self._would_cache(call)
-        self._calls.append(_Call(packing, row, "labels" in packed, is_tuple, has_cache))
+        has_cache = (is_tuple or not self._is_asked) and self._would_cache(call)
+        made = (args, kwargs), row, "labels" in packed, is_tuple, has_cache
+        self._calls.append(_Call(packing, *made))
         self._expect(packing, row)
         _packed_attention.enter_packed()
         return (), packed
@@ -212,10 +229,35 @@ class PackedForward:
         _packed_attention.leave_packed()
         if call is None or output is None:
             return output
+        if not self._is_asked:
+            return self._on_demand(outer, call, output)
         result = _unpacked_output.unpacked(output, call.packing, call.row, lazily=call.with_loss)
         if not call.is_tuple or isinstance(result, tuple):
             return result
         return _unpacked_output.as_tuple(result, with_cache=call.with_cache)
+
+    def _on_demand(self, outer: torch.nn.Module, call: _Call, output: Any) -> Any:
+        reference, run = weakref.ref(outer), _in_autocast_of_now(call.packing.indices.device.type)
+
+        def padded() -> Any:
+            args, kwargs = call.given
+            model: Any = reference()
+            # Not the hooks: they have seen this call.
+            return run(lambda: model.forward(*args, **kwargs))
+
+        stock = _unpacked_output.Stock(padded if self._is_whole else None, self._on_reader)
+        return _unpacked_output.on_demand(
+            output, call.packing, call.row, stock, has_cache=call.with_cache
+        )
+
+    def _on_reader(self, field: str, reader: str) -> None:
+        self._is_read = _unpacked_output.reads(reader, field)
+        name = type(self._model).__name__
+        ends = "batches stay padded from now on"
+        if not self._is_whole:
+            ends += ", and what it has read of this one is zero at padding"
+        decisions.record("padding-free", "padded", f"{name}: {self._is_read}")
+        say_once(f"padding-free: {name}: {self._is_read}: {ends}", level="warning")
 
     def _is_bare(self, call: dict[str, Any]) -> bool:
         """Whether it is a batch without a mask, to be replayed by a causal model; see `_stays`."""
@@ -269,8 +311,9 @@ class PackedForward:
     def _packing(self, call: dict[str, Any], planned: Packing | None) -> Packing:
         mask, labels, ids = call["attention_mask"], call.get("labels"), call["input_ids"]
         if planned is None or planned.shape != tuple(ids.shape):
-            # Waits for the device: nobody has counted the tokens on the CPU.
-            planned = plan(mask, labels, shifted=self.conventions.shifted)
+            # Else it waits for the device: nobody has the tokens on the CPU.
+            on_host = _moved_batches.find(mask, labels) or (mask, labels)
+            planned = plan(*on_host, shifted=self.conventions.shifted)
         elif planned.obstacle is None:
             planned = planned.to(ids.device, non_blocking=True)
             if not self._is_unchanged(planned, mask, labels):
@@ -387,6 +430,12 @@ class PackedForward:
 
     def _obstacle(self, call: dict[str, Any]) -> str | None:
         """Why a call can't be packed, whatever its batch."""
+        asked = call.get("return_dict")
+        is_tuple = not (
+            getattr(self._model.config, "return_dict", True) if asked is None else asked
+        )
+        if is_tuple and not self._is_asked:
+            return "the model is asked for a tuple"
         ids = call.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             return "the model is called without input_ids of shape [batch, length]"
@@ -410,6 +459,19 @@ class PackedForward:
             if name not in self._harmless and not keeps_all:
                 return f"the model is called with {name}" + ("=True" if value is True else "")
         return None
+
+
+def _in_autocast_of_now(kind: str) -> Callable[[Callable[[], Any]], Any]:
+    """Runs a pass as it would have run now, whoever asks for it later; draws no random numbers."""
+    dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    def run(forward: Callable[[], Any]) -> Any:
+        eagerly = torch.compiler.set_stance("force_eager")  # its shapes come once
+        autocast = torch.autocast(kind, dtype=dtype, enabled=is_on)
+        with guard.same_random_numbers(), eagerly, apart(), autocast:
+            return forward()
+
+    return run
 
 
 # Whose hooks take a row as they take a batch: wrappers', and those that ask for gradients.

@@ -8,6 +8,7 @@ that what one sequence holds has no effect on another, which noise can't hide in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -44,13 +45,16 @@ class Unsupported(Exception):
     """The model has to keep its padding; the message says why."""
 
 
-def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Conventions:
+def probe(
+    model: Any, call: Callable[..., Any], *, precision: torch.dtype, as_trained: bool = False
+) -> Conventions:
     """Find out how to pack for a model.
 
     Args:
         model: a transformers model, on its device.
         call: runs its forward pass; not `model` itself where a wrapper gathers its parameters.
         precision: the least precise dtype that it computes in.
+        as_trained: whether to try it in training, for one that draws nothing there; else in eval.
 
     Raises Unsupported.
     """
@@ -61,7 +65,7 @@ def probe(model: Any, call: Callable[..., Any], *, precision: torch.dtype) -> Co
     for rope in _ropes(model):
         if rope in _MASKED_BY_LENGTH:
             raise Unsupported(f"its position encoding ({rope}) depends on the padded length")
-    with _evaluating(model), torch.no_grad():
+    with contextlib.nullcontext() if as_trained else _evaluating(model), torch.no_grad():
         try:
             _check_masks(model, call)
             for lower in _may_compute_in(model, precision):

@@ -81,10 +81,55 @@ def attach(
             decisions.record(_WHAT, "padded", f"{name}: {reason}")
             say_once(f"{_WHAT}: {name} keeps its padding: {reason}")
             return False
-        _install(outer, model, found[0], strict=choice == "on")
+        attached = _Attached()
+        attached.install(outer, model, found[0], strict=choice == "on")
+        _contract.mark(outer, _NAME, attached)
         decisions.record(_WHAT, "packed", f"{name} gives the same logits and loss without padding")
     plan_batches(prepared, loaders)
     return True
+
+
+def watch(prepared: Any, *, obstacle: str | None = None) -> None:
+    """Train a model without padding from some step on, if its first steps show nothing against it.
+
+    For programs that know nothing of it: nobody waits, no pass is added, nothing is raised. A model
+    that trains so already, and what is no transformers model, is left alone.
+
+    Args:
+        prepared: the model, in whatever its framework wraps it in, on its device.
+        obstacle: why the caller knows that it can't be.
+    """
+    outer, model = _found(prepared)
+    if outer is None or _contract.is_marked(outer, _NAME):
+        return
+    if obstacle is None:
+        obstacle = _why_not_watched(prepared, model)
+    if obstacle is not None:
+        decisions.record(_WHAT, "padded", f"{type(model).__name__}: {obstacle}")
+        return
+    from ._packing_watch import Watch
+
+    attached = _Attached()
+    reference = weakref.ref(outer)
+    is_whole = not _is_sharded(prepared)
+
+    def switch(found: Conventions) -> None:
+        watched = reference()
+        if watched is not None:
+            attached.install(watched, model, found, is_asked=False, is_whole=is_whole)
+
+    attached.on_undo(Watch(outer, model, switch).close)
+    _contract.mark(outer, _NAME, attached)
+
+
+def _why_not_watched(prepared: Any, model: Any) -> str | None:
+    try:
+        from . import _packing_probe as _packing_probe
+    except ImportError as error:
+        return f"this version of transformers has no attention interface ({error})"
+    if not any(one.requires_grad for one in model.parameters()):
+        return "nothing of it is trained"
+    return None
 
 
 def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
@@ -103,6 +148,7 @@ def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
         collate = getattr(loader, "collate_fn", None)
         if collate is not None and not isinstance(collate, PlanningCollate):
             attached.planning[loader] = collate
+            assert attached.forward is not None
             shifted = attached.forward.conventions.shifted
             loader.collate_fn = PlanningCollate(collate, shifted)
 
@@ -110,7 +156,8 @@ def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
 def conventions(prepared: Any) -> Conventions | None:
     """How a model that `attach` has changed counts; None for any other."""
     attached = _attachment(prepared)
-    return None if attached is None else attached.forward.conventions
+    forward = None if attached is None else attached.forward
+    return None if forward is None else forward.conventions
 
 
 def use_few_shapes(prepared: Any, limit: int, *, max_length: int) -> bool:
@@ -122,7 +169,7 @@ def use_few_shapes(prepared: Any, limit: int, *, max_length: int) -> bool:
         max_length: tokens that no sequence exceeds.
     """
     attached = _attachment(prepared)
-    if attached is not None:
+    if attached is not None and attached.forward is not None:
         attached.forward.shapes = Shapes(limit, max_length=max_length)
     return attached is not None
 
@@ -136,12 +183,21 @@ def detach(prepared: Any) -> bool:
 class _Attached(_contract.Changes):
     """What `attach` did to one model and, weakly, to the loaders that plan for it."""
 
-    def __init__(self, forward: PackedForward) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.forward = forward
+        self.forward: PackedForward | None = None
         # A Trainer makes a loader for every evaluation: none is kept.
         self.planning: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.on_undo(self._stop_planning)
+
+    def install(self, outer: Any, model: Any, found: Conventions, **how: bool) -> None:
+        """Have the model train packed; `how` as `PackedForward` takes it."""
+        from ._packed_forward import PackedForward
+
+        self.forward = PackedForward(model, outer, found, **how)
+        self.on_undo(self.forward.install(outer))
+        capture.register_sizes(outer, _Sizes(self.forward))
+        self.on_undo(lambda: capture.register_sizes(outer, None))
 
     def _stop_planning(self) -> None:
         for loader, collate in self.planning.items():
@@ -151,19 +207,10 @@ class _Attached(_contract.Changes):
 
 
 def _attachment(prepared: Any) -> _Attached | None:
+    """What `attach` has done, where it has; None for a model that is only watched."""
     outer, _ = _found(prepared)
     attached = vars(outer).get(f"__deepytorch_{_NAME}__") if outer is not None else None
-    return attached if isinstance(attached, _Attached) else None
-
-
-def _install(outer: Any, model: Any, conventions: Conventions, *, strict: bool) -> None:
-    from ._packed_forward import PackedForward
-
-    attached = _Attached(PackedForward(model, outer, conventions, strict=strict))
-    attached.on_undo(attached.forward.install(outer))
-    capture.register_sizes(outer, _Sizes(attached.forward))
-    attached.on_undo(lambda: capture.register_sizes(outer, None))
-    _contract.mark(outer, _NAME, attached)
+    return attached if isinstance(attached, _Attached) and attached.forward else None
 
 
 class _Sizes:

@@ -7,8 +7,9 @@ pays for [batch, width, vocabulary].
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from deepytorch_core.data import Packing
-from deepytorch_core.nn.deferred_logits import DeferredLogits, apart, refuse_hooks
+from deepytorch_core.nn.deferred_logits import DeferredLogits, WatchedLogits, apart, refuse_hooks
 
+from . import _readers
 from ._contract import IntegrationError
 
 _FLAT_FIELDS = ("router_logits",)  # [batch * width, ...] where others have [batch, width, ...]
@@ -50,20 +52,60 @@ def unpacked(output: Any, packing: Packing, row: int, *, lazily: bool) -> Any:
         return type(output)(_padded(value, packing, row, f"[{place}]") for place, value in places)
     if not isinstance(output, OrderedDict):
         return _padded(output, packing, row, "all")
-    lazy: Any = _lazy_type(type(output))
-    result = lazy.__new__(lazy)
-    vars(result).update(vars(output))
-    for name in output:
-        OrderedDict.__setitem__(result, name, OrderedDict.__getitem__(output, name))
-    vars(result)["_pending"] = {
-        name: (packing, row) for name, value in output.items() if not _is_single(value)
-    }
-    vars(result)["_with_loss"] = lazily
+    result = _lazy(output, _Packed(packing, row, with_loss=lazily))
     if lazily:
         return result
     for name in list(output):
         output[name] = result[name]
     return output
+
+
+def on_demand(output: Any, packing: Packing, row: int, stock: Stock, *, has_cache: bool) -> Any:
+    """The same for who hasn't asked for it: an unknown reader gets what the padded batch gives.
+
+    Args:
+        output: a ModelOutput.
+        packing: of the batch.
+        row: tokens of the packed row.
+        stock: computes the padded batch's output, or can't.
+        has_cache: whether that has a cache, which a packed row has none of.
+    """
+    return _lazy(output, _OnDemand(packing, row, stock), more=[_CACHE] if has_cache else [])
+
+
+def watched(output: Any, tell: Callable[[str, str], None]) -> Any:
+    """`output` of a padded batch, whose unknown readers are told of: `tell(field, reader)`."""
+    if not isinstance(output, OrderedDict):
+        return output
+    return _lazy(output, _Watched(tell))
+
+
+def reads(reader: str, field: str) -> str:
+    """Why a model keeps its padding whose output somebody reads."""
+    return f"{reader} reads {field} of its output, which may hold padding"
+
+
+class Stock:
+    """What stock gives for a packed call, computed when an unknown reader comes.
+
+    Args:
+        run: computes it; None where a pass of one rank alone can't be.
+        tell: gets the field and its reader, once.
+    """
+
+    def __init__(self, run: Callable[[], Any] | None, tell: Callable[[str, str], None]) -> None:
+        self._run = run
+        self._tell = tell
+        self._output: Any = None
+
+    def output_for(self, name: str) -> Any:
+        """The padded batch's output, if it is an unknown reader that asks for field `name`."""
+        if self._output is None and (reader := _readers.unknown()) is not None:
+            self._tell(name, reader)
+            if self._run is not None:
+                self._output = self._run()
+                self._run = None
+        return self._output
 
 
 class _NoCache:
@@ -74,6 +116,21 @@ class _NoCache:
             f"padding_free: {name} of the past_key_values of the model's output was asked for, but "
             "a batch without padding has none: set padding_free=off"
         )
+
+
+class _LaterCache:
+    """In the place of the padded batch's cache, for who goes through all fields."""
+
+    def __init__(self, stock: Stock) -> None:
+        vars(self)["_stock"] = stock
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(getattr(self._stock.output_for(_CACHE), _CACHE, None), name)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._stock.output_for(_CACHE), _CACHE)
 
 
 def as_tuple(output: Any, *, with_cache: bool) -> tuple[Any, ...]:
@@ -145,8 +202,153 @@ def _watched(padded: Tensor, packing: Packing) -> Tensor:
     return padded
 
 
+class _Packed:
+    """Where the fields of a packed row's output come from."""
+
+    def __init__(self, packing: Packing, row: int, *, with_loss: bool) -> None:
+        self.packing = packing
+        self.row = row
+        self.with_loss = with_loss
+
+    def waits(self, name: str, value: Any) -> bool:
+        """Whether a field is made when it is read."""
+        return not _is_single(value)
+
+    def settle(self, output: _Lazy, name: str) -> Any:
+        """The field for who reads it."""
+        value = OrderedDict.__getitem__(output, name)
+        if isinstance(value, DeferredLogits) or name in output._stand_ins:
+            return self._refused(self._stand_in(output, name, value))  # with the hooks on it
+        with apart():  # as it would have been made, whoever reads it first
+            value = _padded(value, self.packing, self.row, name)
+        return self._refused(value)
+
+    def seen(self, output: _Lazy, name: str) -> Any:
+        """The field for whoever goes through all of them: it is padded when that one uses it."""
+        value = OrderedDict.__getitem__(output, name)
+        is_packed = isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, self.row)
+        has_gradient = isinstance(value, DeferredLogits) or (is_packed and value.requires_grad)
+        if not is_packed or not has_gradient or name in _FLAT_FIELDS:
+            return output[name]
+        return self._stand_in(output, name, value)
+
+    def _refused(self, value: Any) -> Any:
+        return _bypassed(value) if self.with_loss else value
+
+    def _stand_in(self, output: _Lazy, name: str, value: Tensor) -> DeferredLogits:
+        """What is padded when it is used."""
+        if name not in output._stand_ins:
+            with apart():
+                made = DeferredLogits.make(
+                    lambda packed: _padded(packed, self.packing, self.row, name),
+                    value,
+                    shape=(*self.packing.shape, *value.shape[2:]),
+                    dtype=value.dtype,
+                    device=value.device,
+                )
+            made.bypassed = getattr(value, "bypassed", None)
+            output._stand_ins[name] = made
+        return output._stand_ins[name]
+
+
+class _OnDemand(_Packed):
+    """The same, but for unknown readers."""
+
+    def __init__(self, packing: Packing, row: int, stock: Stock) -> None:
+        super().__init__(packing, row, with_loss=False)
+        self.stock = stock
+
+    def waits(self, name: str, value: Any) -> bool:
+        return not _is_single(value) or name in ("loss", _CACHE)
+
+    def settle(self, output: _Lazy, name: str) -> Any:
+        if name != "loss" and (stock := self.stock.output_for(name)) is not None:
+            output._take(stock)
+            return stock.get(name)
+        return super().settle(output, name)
+
+    def seen(self, output: _Lazy, name: str) -> Any:
+        if name == _CACHE:
+            return _LaterCache(self.stock)
+        value = OrderedDict.__getitem__(output, name)
+        if type(value) in (tuple, list):
+            return type(value)(
+                self._later(output, name, value, place) for place in range(len(value))
+            )
+        return super().seen(output, name)
+
+    def _stand_in(self, output: _Lazy, name: str, value: Tensor) -> DeferredLogits:
+        made = super()._stand_in(output, name, value)
+        made.elsewhere = lambda: getattr(self.stock.output_for(name), name, None)
+        return made
+
+    def _later(self, output: _Lazy, name: str, values: Any, place: int) -> Any:
+        """One of the tensors of a field that has several."""
+        value = values[place]
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        is_flat = name in _FLAT_FIELDS and value.shape[:1] == (self.row,)
+        if not is_flat and tuple(value.shape[:2]) != (1, self.row):
+            return output[name][place]
+        of_tokens = (math.prod(self.packing.shape),) if is_flat else self.packing.shape
+        with apart():
+            made = DeferredLogits.make(
+                lambda packed: _padded(packed, self.packing, self.row, name),
+                value,
+                shape=(*of_tokens, *value.shape[1 if is_flat else 2 :]),
+                dtype=value.dtype,
+                device=value.device,
+            )
+
+        def elsewhere() -> Any:
+            stock = self.stock.output_for(name)
+            return None if stock is None else stock[name][place]
+
+        made.elsewhere = elsewhere
+        return made
+
+
+class _Watched:
+    """Where the fields of a padded batch's output come from: they are there."""
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        self._tell = tell
+
+    def waits(self, name: str, value: Any) -> bool:
+        return not _is_single(value)
+
+    def settle(self, output: _Lazy, name: str) -> Any:
+        self._note(name)
+        return OrderedDict.__getitem__(output, name)
+
+    def seen(self, output: _Lazy, name: str) -> Any:
+        return self._with_note(OrderedDict.__getitem__(output, name), name)
+
+    def _note(self, name: str) -> None:
+        if (reader := _readers.unknown()) is not None:
+            self._tell(name, reader)
+
+    def _with_note(self, value: Any, name: str) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(self._with_note(one, name) for one in value)
+        if isinstance(value, WatchedLogits):
+            value.tell = functools.partial(_both, value.tell, functools.partial(self._note, name))
+        elif isinstance(value, Tensor):
+            return WatchedLogits.watch(value, functools.partial(self._note, name))
+        return value
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
 class _Lazy(OrderedDict[str, Any]):
-    """Mixed into a ModelOutput: fields in `_pending` are unpacked when they are first read."""
+    """Mixed into a ModelOutput: fields in `_pending` are made when they are first read."""
+
+    _pending: set[str]
+    _source: Any
+    _stand_ins: dict[str, DeferredLogits]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Not the base's, which would register a way through pytrees that forgets `_pending`.
@@ -159,48 +361,28 @@ class _Lazy(OrderedDict[str, Any]):
         return super().__new__(cls)
 
     def _settle(self, name: str) -> None:
-        pending = vars(self).get("_pending", {})
+        pending = vars(self).get("_pending", ())
         if name in pending:
-            packing, row = pending[name]
-            value = OrderedDict.__getitem__(self, name)
-            if isinstance(value, DeferredLogits) or name in vars(self).get("_stand_ins", {}):
-                value = self._stand_in(name)  # with the hooks that were put on it
-            else:
-                with apart():  # as it would have been made, whoever reads it first
-                    value = _padded(value, packing, row, name)
-                value = _bypassed(value) if vars(self)["_with_loss"] else value
-            vars(self).get("_stand_ins", {}).pop(name, None)
-            OrderedDict.__setitem__(self, name, value)
-            vars(self)[name] = value
-            del pending[name]  # not before: who reads on after an error gets it again
+            value = self._source.settle(self, name)
+            if name in pending:
+                self._put(name, value)  # not before: who reads on after an error gets it again
+
+    def _put(self, name: str, value: Any) -> None:
+        self._stand_ins.pop(name, None)
+        OrderedDict.__setitem__(self, name, value)
+        vars(self)[name] = value
+        self._pending.discard(name)
+
+    def _take(self, stock: Any) -> None:
+        """Give the fields that nobody has read what they are there."""
+        for name in [*self._pending]:
+            self._put(name, stock.get(name))
 
     def _seen(self, name: str) -> Any:
-        """The field for whoever goes through all of them: it is padded when that one uses it."""
-        value = OrderedDict.__getitem__(self, name)
-        packing, row = vars(self).get("_pending", {}).get(name, (None, 0))
-        is_packed = isinstance(value, Tensor) and tuple(value.shape[:2]) == (1, row)
-        has_gradient = isinstance(value, DeferredLogits) or (is_packed and value.requires_grad)
-        if packing is None or not is_packed or not has_gradient or name in _FLAT_FIELDS:
-            return self[name]
-        return self._stand_in(name)
-
-    def _stand_in(self, name: str) -> DeferredLogits:
-        """What is padded when it is used."""
-        value = OrderedDict.__getitem__(self, name)
-        packing, row = vars(self)["_pending"][name]
-        stand_ins = vars(self).setdefault("_stand_ins", {})
-        if name not in stand_ins:
-            with apart():
-                stand_ins[name] = DeferredLogits.make(
-                    lambda packed: _padded(packed, packing, row, name),
-                    value,
-                    shape=(*packing.shape, *value.shape[2:]),
-                    dtype=value.dtype,
-                    device=value.device,
-                )
-            stand_ins[name].bypassed = getattr(value, "bypassed", None)
-        made: DeferredLogits = stand_ins[name]
-        return made
+        """The field for whoever goes through all of them."""
+        if name not in vars(self).get("_pending", ()):
+            return OrderedDict.__getitem__(self, name)
+        return self._source.seen(self, name)
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -215,11 +397,11 @@ class _Lazy(OrderedDict[str, Any]):
         return tuple(self[name] for name in names) if isinstance(names, list) else self[names]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        vars(self).get("_pending", {}).pop(name, None)
+        vars(self).get("_pending", set()).discard(name)
         super().__setattr__(name, value)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        vars(self).get("_pending", {}).pop(key, None)
+        vars(self).get("_pending", set()).discard(key)
         super().__setitem__(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -263,23 +445,37 @@ def _plain(model_output: type, fields: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _lazy_type(model_output: type) -> type:
+def _lazy_type(model_output: type) -> Any:
     return type(model_output.__name__, (_Lazy, model_output), {"__module__": __name__})
+
+
+def _lazy(output: Any, source: Any, *, more: Sequence[str] = ()) -> Any:
+    """`output` as one whose fields `source` makes; `more` names fields that it lacks."""
+    lazy = _lazy_type(type(output))
+    values = {name: OrderedDict.__getitem__(output, name) for name in output}
+    names = [name for name in output.__dataclass_fields__ if name in values or name in more]
+    result = lazy.__new__(lazy)
+    vars(result).update(vars(output))
+    for name in [*names, *(name for name in values if name not in names)]:
+        OrderedDict.__setitem__(result, name, values.get(name))
+    pending = {name for name in result if source.waits(name, values.get(name))}
+    vars(result).update(_pending=pending, _source=source, _stand_ins={})
+    return result
 
 
 def _flatten(output: Any) -> tuple[list[Any], Any]:
     names = list(output.keys())
-    context = (type(output), names, dict(vars(output)["_pending"]), vars(output)["_with_loss"])
+    context = (type(output), names, set(vars(output)["_pending"]), vars(output)["_source"])
     return [OrderedDict.__getitem__(output, name) for name in names], context
 
 
 def _unflatten(values: Any, context: Any) -> Any:
-    lazy, names, pending, with_loss = context
+    lazy, names, pending, source = context
     result = lazy.__new__(lazy)
     for field in lazy.__dataclass_fields__:
         vars(result)[field] = None
     for name, value in zip(names, values, strict=True):
         OrderedDict.__setitem__(result, name, value)
         vars(result)[name] = value
-    vars(result).update(_pending=dict(pending), _with_loss=with_loss)
+    vars(result).update(_pending=set(pending), _source=source, _stand_ins={})
     return result

@@ -157,6 +157,10 @@ def _attach(result: tuple[Any, ...], options: Options, changes: Changes) -> None
     _compile.start(engine, options, changes)
     if changes is _changes:
         _live.write_figures(getattr(engine, "monitor", None), changes)
+    if changes is not _changes and options.padding_free == "auto":
+        _padding_free.watch(engine)
+        _packed.add(engine)
+        return
     loaders = [] if loader is None else [loader]
     if _padding_free.attach(engine, options.padding_free, adapter=_NAME, loaders=loaders):
         _packed.add(engine)

@@ -151,11 +151,13 @@ class DeferredLogits(torch.Tensor):
         cross_entropy: computes `torch.nn.functional.cross_entropy` of these logits as rows of
             [tokens, vocabulary], from targets [tokens] and the target to ignore, without making
             them; None if it needs them.
+        elsewhere: gives what its first reader is to have in place of it, or None.
     """
 
     source: Any
     bypassed: str | None
     cross_entropy: Callable[[torch.Tensor, int], torch.Tensor] | None
+    elsewhere: Callable[[], torch.Tensor | None]
     _origin: _Origin
     _rows_of: DeferredLogits | None
 
@@ -195,8 +197,10 @@ class DeferredLogits(torch.Tensor):
         """Itself, a plain tensor from now on if it can be, with the gradient that it had."""
         if type(self) is not DeferredLogits:  # any more
             return self
-        with apart():
-            made = self._read()
+        made = self.elsewhere()
+        if made is None:
+            with apart():
+                made = self._read()
         if self.bypassed is not None:
             refuse_hooks(made, self.bypassed)
         # Not where a graph or a weak reference has it.
@@ -413,9 +417,14 @@ def _deferred(
     deferred.source = source
     deferred.bypassed = None
     deferred.cross_entropy = None
+    deferred.elsewhere = _nowhere
     deferred._origin = origin
     deferred._rows_of = None
     return deferred
+
+
+def _nowhere() -> None:
+    return None
 
 
 @contextlib.contextmanager

@@ -28,27 +28,33 @@ _FOLDER = os.path.dirname(hooks.__file__)
 # Whose hooks on steps may see one too many.
 _OWN = ("deepytorch_core.nn.", "deepytorch_core.course", "deepytorch.integrations.")
 
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_optimizers: weakref.WeakKeyDictionary[Optimizer, Callable[[], bool]]
+_optimizers = weakref.WeakKeyDictionary()
 _patches = Patches()
 
 
 class Handle:
-    """Has scalers hand `optimizer`, a fused one of torch's, what they found, until `remove`."""
+    """Has scalers hand `optimizer`, one of torch's, what they found, until `remove`.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        optimizer: see above.
+        is_fused: whether its next step is a fused one for every parameter group.
+    """
+
+    def __init__(self, optimizer: Optimizer, is_fused: Callable[[], bool]) -> None:
         global _patches
         if not _optimizers:
             _patches.undo()  # those that went without a word
             _patches = Patches()
             _patches.replace(GradScaler, "_maybe_opt_step", _without_wait)
-        _optimizers.add(optimizer)
+        _optimizers[optimizer] = is_fused
         self._optimizer = weakref.ref(optimizer)
 
     def remove(self) -> None:
         """Have them wait again."""
         optimizer = self._optimizer()
         if optimizer is not None:
-            _optimizers.discard(optimizer)
+            _optimizers.pop(optimizer, None)
         if not _optimizers:
             _patches.undo()
 
@@ -74,7 +80,7 @@ def _without_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _needs_stock(optimizer: Optimizer) -> bool:
     """Whether a parameter group has another form, or somebody may go by which steps are made."""
-    if not all(group.get("fused") for group in optimizer.param_groups):
+    if not _optimizers[optimizer]():
         return True
     if not _is_torchs(vars(optimizer).get("step", type(optimizer).step)):
         return True

@@ -237,28 +237,42 @@ def step(network: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.step()
 
 
+def fused_in_steps(optimizer: Any) -> list[list[Any]]:
+    """What the groups say while each step from now on runs."""
+    seen: list[list[Any]] = []
+
+    def look(*_: Any) -> None:
+        seen.append([group["fused"] for group in optimizer.param_groups])
+
+    optimizer.register_step_pre_hook(look)
+    return seen
+
+
 @pytest.mark.parametrize("make", optimizers())
 def test_kernels_fused_optimizer_goes_on_with_its_state_both_ways(make: Any) -> None:
     network, reference = model(), model()
     optimizer, stock = make(network.parameters()), make(reference.parameters())
     plain = vars(optimizer).keys() - {"state"}
+    said = [{**group, "params": None} for group in optimizer.param_groups]
     switched = None
+    seen = []
     for number in range(9):
         if number == 3:
             switched = apply_kernels(
                 Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), "on"
             )
             assert switched.names == {type(optimizer).__name__: "fused"}
-            assert all(group["fused"] for group in optimizer.param_groups)
+            seen = fused_in_steps(optimizer)
         if number == 6:
             assert switched is not None
             switched.undo()
-            assert not any(group["fused"] for group in optimizer.param_groups)
             assert vars(optimizer).keys() - {"state"} == plain
         step(network, optimizer, number)
         step(reference, stock, number)
+        assert [{**group, "params": None} for group in optimizer.param_groups] == said
         for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert seen == 3 * [[True]] + 3 * [[None]]
 
 
 @pytest.mark.parametrize("make", optimizers())
@@ -315,9 +329,10 @@ def test_kernels_fused_optimizer_saves_what_stock_would(make: Any) -> None:
     step(network, optimizer, 0)
     saved = optimizer.state_dict()
     assert saved["param_groups"] == stock
-    assert all(group["fused"] for group in optimizer.param_groups), "what is in use stays"
     optimizer.load_state_dict(copy.deepcopy(saved))
-    assert all(group["fused"] for group in optimizer.param_groups)
+    seen = fused_in_steps(optimizer)
+    step(network, optimizer, 1)
+    assert seen == [[True]]
     swapped.undo()
     assert not optimizer._optimizer_state_dict_post_hooks
 
@@ -333,14 +348,16 @@ def test_kernels_fused_optimizer_stays_fused_after_loading_a_stock_checkpoint() 
     network.load_state_dict(reference.state_dict())
     # Copied, since loading shares the tensors of the state.
     optimizer.load_state_dict(copy.deepcopy(stock.state_dict()))
-    assert optimizer.param_groups[0]["fused"]
+    seen = fused_in_steps(optimizer)
     step(network, optimizer, 7)
+    assert seen == [[True]]
     step(reference, stock, 7)
     for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
     swapped.undo()
     optimizer.load_state_dict(stock.state_dict())
-    assert not optimizer.param_groups[0]["fused"]
+    step(network, optimizer, 8)
+    assert seen == [[True], [None]]
 
 
 @pytest.mark.parametrize(
@@ -363,6 +380,31 @@ def test_kernels_fused_optimizer_leaves_sparse_gradients_and_strangers() -> None
     optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
     assert not apply_kernels(Setting(model=sparse, optimizers=[optimizer], device=CPU), "on").names
     assert "sparse" in made()["SGD"]["reason"]
+
+    class Rows(nn.Module):
+        """Nothing of it says that its gradients are sparse."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(5, 2))
+            self.bias = nn.Parameter(torch.zeros(2))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return nn.functional.embedding(rows, self.weight, sparse=True) + self.bias
+
+    results = []
+    for mode in ("off", "on"):
+        rows = Rows()
+        optimizer = torch.optim.SGD(rows.parameters(), lr=0.1, momentum=0.5)
+        apply_kernels(Setting(model=rows, optimizers=[optimizer], device=CPU), mode)
+        for _ in range(3):
+            optimizer.zero_grad()
+            rows(torch.tensor([0, 3])).square().sum().backward()
+            optimizer.step()
+        results.append(rows.state_dict())
+    for name, theirs in results[0].items():
+        torch.testing.assert_close(results[1][name], theirs)
 
     class Own(torch.optim.AdamW):
         pass

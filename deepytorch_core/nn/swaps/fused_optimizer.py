@@ -1,7 +1,8 @@
 """torch's own optimizers in their fused form: one kernel for many parameters.
 
-Adam, AdamW and SGD take `fused=True`; a training that did not ask is switched in place, with its
-state. What somebody chose with foreach= or fused= stays.
+Adam, AdamW and SGD take `fused=True`; a training that did not ask gets it while a step runs, by
+hooks of the step: its parameter groups say what they said, whoever looks at them, copies or saves
+them. What somebody chose with foreach= or fused= stays, and so do sparse gradients.
 
 NOTE [Strides]. torch's fused kernels walk a parameter, its gradient and its state as flat memory
 and don't check that their strides agree: where they differ the update is silently wrong, which it
@@ -20,6 +21,7 @@ What a GradScaler found reaches the kernels without a wait: see `deepytorch_core
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from deepytorch_core import decisions
 from deepytorch_core.nn import scaler_step
 from deepytorch_core.nn.kernels import (
     Kernel,
@@ -95,30 +98,95 @@ class Fused(Kernel):
         return None
 
     def apply(self, target: Any, setting: Setting) -> Undo:
-        before = [group.get("fused") for group in target.param_groups]
-        default = target.defaults.get("fused")
-        _set(target, [True] * len(before), True)
-        handles: list[Any] = [
-            # Another checkpoint's groups would put the former setting in force again.
-            target.register_load_state_dict_post_hook(_set_again),
-            target.register_state_dict_post_hook(_save_as_stock),
-            target.register_step_pre_hook(match_gradients),
-            scaler_step.Handle(target),
+        return _Switch(target).undo
+
+
+class _Switch:
+    """Makes an optimizer's steps fused ones.
+
+    Args:
+        optimizer: one of `CLASSES`, no group of which asks for another form.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._is_off = False
+        self._is_laid_out = False  # its state is where fused kernels want it
+        self._fused: list[dict[str, Any]] = []  # groups, while a step runs
+        self._handles: list[Any] = [
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_state_dict_post_hook(_save_as_stock),
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+            scaler_step.Handle(optimizer, self.is_whole),
         ]
-        if isinstance(target, SGD):
-            handles.append(target.register_step_pre_hook(_fill_momentum))
 
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-            padding = [default] * (len(target.param_groups) - len(before))
-            _set(target, [*before, *padding], default)
+    def is_whole(self) -> bool:
+        """Whether the next step is a fused one for every group."""
+        optimizer = self._optimizer()
+        return (
+            not self._is_off
+            and optimizer is not None
+            and all(map(_is_free, optimizer.param_groups))
+        )
 
-        return undo
+    def undo(self) -> None:
+        """Make its steps stock's again."""
+        for handle in self._handles:
+            handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._turn_off(optimizer)
+
+    def lay_out(self) -> None:
+        """Have the state laid out anew before the next step."""
+        self._is_laid_out = False
+
+    def _loaded(self, optimizer: Any) -> None:
+        self.lay_out()
+
+    def _begin(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        if self._is_off:
+            return
+        if _has_sparse_gradients(optimizer):
+            decisions.record(type(optimizer).__name__, "stock", "gradients are sparse")
+            self._turn_off(optimizer)
+            return
+        if not self._is_laid_out:
+            _place_steps(optimizer, on_device=True)
+            match_state(optimizer)
+            optimizer._need_device_dtype_check_for_fused = True
+            self._is_laid_out = True
+        match_gradients(optimizer)
+        if isinstance(optimizer, SGD):
+            _fill_momentum(optimizer)
+        self._fused = [group for group in optimizer.param_groups if _is_free(group)]
+        for group in self._fused:
+            group["fused"] = True
+
+    def _end(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        for group in self._fused:
+            group["fused"] = None
+        self._fused = []
+
+    def _turn_off(self, optimizer: Any) -> None:
+        self._end(optimizer)
+        self._is_off = True
+        _place_steps(optimizer, on_device=False)
+        vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
 
 
-def _set_again(optimizer: Any) -> None:
-    _set(optimizer, [True] * len(optimizer.param_groups), True)
+def _is_free(group: dict[str, Any]) -> bool:
+    """Whether nobody has chosen a form for the group."""
+    return group.get("fused") is None and group.get("foreach") is None
+
+
+def _has_sparse_gradients(optimizer: Any) -> bool:
+    return any(
+        one.grad is not None and one.grad.layout is not torch.strided
+        for group in optimizer.param_groups
+        for one in group["params"]
+    )
 
 
 def _save_as_stock(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -127,11 +195,21 @@ def _save_as_stock(optimizer: Any, saved: dict[str, Any]) -> None:
     The saved states are the optimizer's own, so what differs goes into a copy.
     """
     for group in saved["param_groups"]:
-        group["fused"] = None  # nobody chose it, or it would not have been switched
         for key in () if group.get("capturable") else group["params"]:
             state = saved["state"].get(key, {})
             if isinstance(state.get("step"), torch.Tensor):
                 saved["state"][key] = {**state, "step": state["step"].cpu()}
+
+
+def _place_steps(optimizer: Any, *, on_device: bool) -> None:
+    """Put the counts of steps where fused kernels have them, or where others do."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                is_there = on_device or group.get("capturable")
+                where = parameter.device if is_there else torch.device("cpu")
+                state["step"] = state["step"].to(where, torch.float32)
 
 
 def match_gradients(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
@@ -139,12 +217,14 @@ def match_gradients(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
-            if gradient is not None and gradient.stride() != parameter.stride():
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if gradient.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
-def _fill_momentum(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-    """A step pre-hook. See NOTE [Momentum]."""
+def _fill_momentum(optimizer: Any) -> None:
+    """See NOTE [Momentum]."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             state = optimizer.state[parameter]
@@ -159,26 +239,6 @@ def match_state(optimizer: Any) -> None:
             like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
             if like and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _set(optimizer: Any, values: list[Any], default: Any) -> None:
-    """What the constructor does with `fused`, for an optimizer that exists."""
-    optimizer.defaults["fused"] = default
-    for group, value in zip(optimizer.param_groups, values, strict=True):
-        group["fused"] = value
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), torch.Tensor):
-                # Fused kernels count on the device, others on the host.
-                on_device = value or group.get("capturable")
-                where = parameter.device if on_device else torch.device("cpu")
-                state["step"] = state["step"].to(where, torch.float32)
-    if any(values):
-        match_state(optimizer)
-        # No `_step_supports_amp_scaling`, which the constructor sets: see `scaler_step`.
-        optimizer._need_device_dtype_check_for_fused = True
-    else:
-        vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
 
 
 def _probe(optimizer: Any, setting: Setting) -> Probe:

@@ -1,0 +1,161 @@
+"""Learns from a model's own first steps whether it may train without padding.
+
+The steps run as they are. Seen are who reads what of the outputs, what the model is called with,
+and whether its passes draw from a generator that the program uses too. Whether packed rows give
+what padded batches give is found out on a twin meanwhile, by a helper (`_packing_helper`). The
+training waits for none of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepytorch_core import config, decisions, guard, own_cores, topology
+
+from . import _packing_twin, _unpacked_output
+from ._contract import Hook
+from ._packed_forward import Conventions
+from ._packing_helper import Helper
+from ._packing_probe import Unsupported
+
+# Calls that are watched at least, for readers that come every few steps only.
+_WATCHED = 16
+# Seconds that a helper takes of one core, and the part of a run that may be taken where it has to
+# share that core with the training.
+_HELPER_S, _LARGEST_SHARE = 10.0, 0.03
+_SPARE_CORES = 2
+# What a helper's environment says besides: it computes a little, on the CPU alone.
+_OF_HELPER = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DEEPYTORCH_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
+WHAT = "padding-free"
+
+
+class Watch:
+    """The hooks of one model that is watched.
+
+    Args:
+        outer: what a training loop calls inside its wrappers.
+        model: the transformers model in it.
+        then: gets the conventions by which to pack, once they are known and nothing was seen that
+            forbids it. The hooks are gone then.
+    """
+
+    def __init__(self, outer: Any, model: Any, then: Callable[[Conventions], None]) -> None:
+        self._outer = outer
+        self._model = model
+        self._then = then
+        self._num_calls = 0
+        self._began = time.monotonic()
+        self._obstacle: str | None = None
+        self._random: torch.Tensor | None = None
+        self._helper: Helper | None = None
+        self._key: dict[str, Any] = {}
+        self._handles = (
+            outer.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            # First of all: the others see what the program will see.
+            outer.register_forward_hook(Hook(self._after), prepend=True),
+        )
+
+    def close(self) -> None:
+        """Take the hooks off, and end the helper."""
+        for handle in self._handles:
+            handle.remove()
+        if self._helper is not None:
+            self._helper.close()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, outer: Any, args: Any, kwargs: Any) -> None:
+        self._random = None
+        if not self._model.training or not torch.is_grad_enabled():
+            return
+        if self._num_calls == 0:
+            self._began = time.monotonic()
+        self._look()
+        self._num_calls += 1
+        self._random = torch.get_rng_state()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, outer: Any, args: Any, output: Any) -> Any:
+        if self._random is None:
+            return output
+        if not torch.equal(self._random, torch.get_rng_state()):
+            self._obstacle = "its passes draw from the CPU's generator, as what makes batches does"
+        return _unpacked_output.watched(output, self._tell)
+
+    def _tell(self, field: str, reader: str) -> None:
+        self._obstacle = _unpacked_output.reads(reader, field)
+
+    def _look(self) -> None:
+        """See whether it is time to decide."""
+        is_patient = config.current().patience != "off"
+        if self._num_calls < (_WATCHED if is_patient else 1):
+            return
+        if self._obstacle is not None:
+            self._stay(self._obstacle)
+        elif self._helper is None:
+            self._start(is_patient)
+        elif self._helper.answer is not None:
+            self._hear(self._helper.answer)
+
+    def _start(self, is_patient: bool) -> None:
+        if is_patient and time.monotonic() - self._began < self._least_run_s():
+            return
+        try:
+            twin = pickle.dumps(_packing_twin.describe(self._outer, self._model))
+        except Unsupported as reason:
+            self._stay(str(reason))
+            return
+        except Exception as error:  # whatever a configuration holds
+            self._stay(f"its configuration can't be copied: {type(error).__name__}")
+            return
+        self._key = self._key_of(twin)
+        known = guard.profile.find(self._key) if config.current().tune != "force" else None
+        if known is not None:
+            self._hear(known)
+            return
+        self._helper = Helper(twin, config.child_environment(**_OF_HELPER))
+        if not is_patient:
+            self._helper.wait()
+            self._look()
+
+    def _least_run_s(self) -> float:
+        cores = own_cores.of_rank(topology.discover().cores.usable)
+        return 0.0 if cores > _SPARE_CORES else _HELPER_S / _LARGEST_SHARE
+
+    def _key_of(self, twin: bytes) -> dict[str, Any]:
+        import transformers
+
+        facts = {
+            "twin": hashlib.sha256(twin).hexdigest()[:16],
+            "transformers": transformers.__version__,
+        }
+        return guard.profile.key(f"{WHAT} {type(self._model).__name__}", facts, world_size=1)
+
+    def _hear(self, answer: dict[str, Any]) -> None:
+        found = answer.get("conventions")
+        chosen = "padded" if found is None else "packed"
+        entry = {"chosen": chosen, "reason": answer.get("reason", "its twin gives the same")}
+        entry |= {} if found is None else {"conventions": found}
+        if self._helper is not None:
+            guard.profile.keep(self._key, entry)
+        if found is None:
+            self._stay(entry["reason"])
+            return
+        self.close()
+        decisions.record(WHAT, "packed", f"{type(self._model).__name__}: {entry['reason']}")
+        self._then(Conventions(**{**found, "per_token": tuple(found["per_token"])}))
+
+    def _stay(self, reason: str) -> None:
+        self.close()
+        decisions.record(WHAT, "padded", f"{type(self._model).__name__}: {reason}")
