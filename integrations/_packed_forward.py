@@ -252,6 +252,7 @@ class PackedForward:
 
     def _on_reader(self, field: str, reader: str) -> None:
         self._is_read = _unpacked_output.reads(reader, field)
+        self._said.add(self._is_read)
         name = type(self._model).__name__
         ends = "batches stay padded from now on"
         if not self._is_whole:

@@ -19,10 +19,11 @@ from typing import Any
 # Modules are found where this process finds them, and not in the current folder before all others.
 # Ctrl-C is for the training, which may go on.
 _PROGRAM = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[1:]; "
-    "from deepytorch.integrations import _packing_helper; _packing_helper.main()"
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
+    "from deepytorch.integrations import _packing_helper; _packing_helper.main(int(sys.argv[1]))"
 )
 _LIMIT_S = 120.0
+_NICE = 10
 
 
 class Helper:
@@ -31,13 +32,14 @@ class Helper:
     Args:
         twin: the pickled `_packing_twin.Twin`.
         environment: variables of the process.
+        is_awaited: whether the training waits for it; else the training goes first.
     """
 
-    def __init__(self, twin: bytes, environment: dict[str, str]) -> None:
+    def __init__(self, twin: bytes, environment: dict[str, str], *, is_awaited: bool) -> None:
         self.answer: dict[str, Any] | None = None
         """{"conventions": {...}} or {"reason": why not}; None while it is at work."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *sys.path],
+            [sys.executable, "-c", _PROGRAM, "0" if is_awaited else str(_NICE), *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -65,9 +67,9 @@ class Helper:
             self.answer = {"reason": f"it could not be tried out: {type(error).__name__}"}
 
 
-def main() -> None:
-    """Examine the twin that stdin describes, and print what is found."""
-    os.nice(10)  # the training goes first
+def main(nice: int) -> None:
+    """Examine the twin that stdin describes, `nice` to others, and print what is found."""
+    os.nice(nice)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -91,7 +91,18 @@ class Watch:
             return output
         if not torch.equal(self._random, torch.get_rng_state()):
             self._obstacle = "its passes draw from the CPU's generator, as what makes batches does"
+        self._watch_backward(getattr(output, "loss", None))
         return _unpacked_output.watched(output, self._tell)
+
+    def _watch_backward(self, loss: Any) -> None:
+        """See whether gradients get gradients, which those of packed attention can't have."""
+
+        def look(_: Any) -> None:
+            if torch.is_grad_enabled():
+                self._obstacle = "gradients of its gradients are asked for"
+
+        if isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(look)
 
     def _tell(self, field: str, reader: str) -> None:
         self._obstacle = _unpacked_output.reads(reader, field)
@@ -124,7 +135,8 @@ class Watch:
         if known is not None:
             self._hear(known)
             return
-        self._helper = Helper(twin, config.child_environment(**_OF_HELPER))
+        environment = config.child_environment(**_OF_HELPER)
+        self._helper = Helper(twin, environment, is_awaited=not is_patient)
         if not is_patient:
             self._helper.wait()
             self._look()

@@ -103,7 +103,7 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     if outer is None or _contract.is_marked(outer, _NAME):
         return
     if obstacle is None:
-        obstacle = _why_not_watched(prepared, model)
+        obstacle = _why_not_watched(outer)
     if obstacle is not None:
         decisions.record(_WHAT, "padded", f"{type(model).__name__}: {obstacle}")
         return
@@ -122,12 +122,12 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     _contract.mark(outer, _NAME, attached)
 
 
-def _why_not_watched(prepared: Any, model: Any) -> str | None:
+def _why_not_watched(outer: Any) -> str | None:
     try:
         from . import _packing_probe as _packing_probe
     except ImportError as error:
         return f"this version of transformers has no attention interface ({error})"
-    if not any(one.requires_grad for one in model.parameters()):
+    if not any(one.requires_grad for one in outer.parameters()):
         return "nothing of it is trained"
     return None
 
