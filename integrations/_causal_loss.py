@@ -49,7 +49,7 @@ from deepytorch_core.nn.kernels import (
 )
 from deepytorch_core.nn.linear_cross_entropy import is_linear, linear_cross_entropy_sum
 from deepytorch_core.nn.loss import IGNORED_LABEL
-from deepytorch_core.nn.weight_changes import steps, too_late
+from deepytorch_core.nn.weight_changes import say_late, steps, too_late
 
 KIND = "causal_loss"
 # What the stock loss is called; models with another one keep it.
@@ -177,7 +177,8 @@ class _LossKernel(Kernel):
         watches = WATCHED if setting.mode == "auto" else 0
         if isinstance(target, _ProbeModel):
             watches = 0
-        forward = HeadForward(head, type(self).loss_sum, watches=watches)
+        is_asked = setting.mode == "on"
+        forward = HeadForward(head, type(self).loss_sum, watches=watches, is_asked=is_asked)
         own = {name: vars(target)[name] for name in _LOSS_NAMES if name in vars(target)}
         give_back = stand_in(target, head, forward)
         target.loss_function = LossFromHidden(target.loss_function)
@@ -205,10 +206,13 @@ class HeadForward:
         head: see above.
         loss_sum: what computes the loss in place of the logits.
         watches: how many forward passes to watch; 0 where it was asked for without conditions.
+        is_asked: whether it was. Else the first reader gets what he reads, and nothing is left out
+            any more.
     """
 
-    def __init__(self, head: Any, loss_sum: LossSum, *, watches: int) -> None:
+    def __init__(self, head: Any, loss_sum: LossSum, *, watches: int, is_asked: bool) -> None:
         self.head = head
+        self.is_asked = is_asked
         self.loss_sum = loss_sum
         self.watches = watches
         self.weights = Weights(head)
@@ -270,7 +274,7 @@ class HeadForward:
             device=hidden.device,
             source=(self.head, hidden),
         )
-        deferred.bypassed = BYPASSED
+        deferred.bypassed = BYPASSED if self.is_asked else None
         return deferred
 
     def _is_watching(self) -> bool:
@@ -312,8 +316,14 @@ class HeadForward:
         """What stock computes, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
         is_sharded = weights.are_others() or is_partitioned(self.head)
-        if not armed and (is_sharded or weights.changed_since(made_at)):
+        if not armed and is_sharded:
             raise too_late()
+        if not armed and weights.changed_since(made_at):
+            if self.is_asked:
+                raise too_late()
+            say_late()
+        if not self.is_asked:
+            self._drop_as_read()
         try:
             found: torch.Tensor = self.head(hidden)
             return found

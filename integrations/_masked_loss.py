@@ -31,7 +31,7 @@ from deepytorch_core.nn.kernels import (
     register_place,
 )
 from deepytorch_core.nn.loss import IGNORED_LABEL
-from deepytorch_core.nn.weight_changes import too_late
+from deepytorch_core.nn.weight_changes import say_late, too_late
 
 from ._causal_loss import Moment, Weights, is_hooked, stand_in
 
@@ -176,7 +176,7 @@ class MaskedTokensLoss(Kernel):
     def apply(self, target: Any, setting: Setting) -> Undo:
         head: Any = _head_of(target)
         vocabulary = target.vocabulary if isinstance(target, _ProbeModel) else _vocabulary(target)
-        forward = MaskedHead(head, vocabulary)
+        forward = MaskedHead(head, vocabulary, is_asked=setting.mode == "on")
         return stand_in(target, head, forward)
 
 
@@ -186,10 +186,14 @@ class MaskedHead:
     Args:
         head: see above.
         vocabulary: entries of a row of logits.
+        is_asked: whether it was asked for by name. Else the first reader of logits gets them, and
+            the head is stock's from then on.
     """
 
-    def __init__(self, head: nn.Module, vocabulary: int) -> None:
+    def __init__(self, head: nn.Module, vocabulary: int, *, is_asked: bool) -> None:
         self.head = head
+        self.is_asked = is_asked
+        self.is_read = False
         self.vocabulary = vocabulary
         self.weights = Weights(head)
         self.armed = False
@@ -197,7 +201,7 @@ class MaskedHead:
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         bound = None if torch.compiler.is_compiling() or not self.armed else _running.most_targets
         refused = self.weights.are_others() or any(map(is_hooked, self.head.modules()))
-        if bound is None or args or kwargs or refused:
+        if bound is None or args or kwargs or refused or self.is_read:
             return self._stock(hidden, *args, **kwargs)
         kind = hidden.device.type
         enabled = torch.is_autocast_enabled(kind)
@@ -210,7 +214,7 @@ class MaskedHead:
             device=hidden.device,
         )
         deferred.cross_entropy = functools.partial(self._loss, hidden, bound)
-        deferred.bypassed = BYPASSED
+        deferred.bypassed = BYPASSED if self.is_asked else None
         return deferred
 
     @property
@@ -236,6 +240,9 @@ class MaskedHead:
 
     def _logits(self, made_at: Moment, hidden: torch.Tensor) -> torch.Tensor:
         if self.weights.changed_since(made_at):
-            raise too_late()
+            if self.is_asked:
+                raise too_late()
+            say_late()
+        self.is_read = not self.is_asked
         found: torch.Tensor = self._stock(hidden)
         return found

@@ -112,14 +112,16 @@ def trying(attention: _Attention, mask: Callable[..., Any]) -> Iterator[None]:
 
 def stock_attention(name: str) -> _Attention:
     """The attention that transformers has under a name; not eager, which each model writes out."""
+    interface: Any = AttentionInterface
     arguments = (name, None) if _LOOKUP == "get_interface" else (name,)
-    found: _Attention = _stock_attention_of(AttentionInterface(), *arguments)
+    found: _Attention = _stock_attention_of(interface(), *arguments)
     return found
 
 
 def stock_mask(name: str) -> Callable[..., Any]:
     """The function that makes masks for the attention of that name."""
-    found: Callable[..., Any] = _stock_mask_of(AttentionMaskInterface(), name)
+    interface: Any = AttentionMaskInterface
+    found: Callable[..., Any] = _stock_mask_of(interface(), name)
     return found
 
 

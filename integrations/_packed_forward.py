@@ -258,7 +258,11 @@ class PackedForward:
         if not self._is_whole:
             ends += ", and what it has read of this one is zero at padding"
         decisions.record("padding-free", "padded", f"{name}: {self._is_read}")
-        say_once(f"padding-free: {name}: {self._is_read}: {ends}", level="warning")
+        say_once(
+            f"padding-free: {name}: {reader} reads {field} of its output, which may hold padding: "
+            f"{ends}",
+            level="warning",
+        )
 
     def _is_bare(self, call: dict[str, Any]) -> bool:
         """Whether it is a batch without a mask, to be replayed by a causal model; see `_stays`."""
@@ -385,13 +389,13 @@ class PackedForward:
         packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = bounds
         packed["max_length_q"] = packed["max_length_k"] = shape.max_length
         packed[_packed_attention.PACKED] = True
-        if "use_cache" in self._names or getattr(self._model.config, "use_cache", False):
+        if "use_cache" in self._names or caches(self._model):
             packed["use_cache"] = False
         return packed
 
     def _would_cache(self, call: dict[str, Any]) -> bool:
         asked = call.get("use_cache")
-        return bool(getattr(self._model.config, "use_cache", False) if asked is None else asked)
+        return caches(self._model) if asked is None else bool(asked)
 
     def _fit(self, packing: Packing) -> Shape:
         """Within a backward pass, where an activation checkpoint is computed again, as before."""
@@ -460,6 +464,13 @@ class PackedForward:
             if name not in self._harmless and not keeps_all:
                 return f"the model is called with {name}" + ("=True" if value is True else "")
         return None
+
+
+def caches(model: Any) -> bool:
+    """Whether a model returns a cache unless it is told not to."""
+    config = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return any(getattr(one, "use_cache", False) for one in (config, text))
 
 
 def _in_autocast_of_now(kind: str) -> Callable[[Callable[[], Any]], Any]:

@@ -24,7 +24,7 @@ from deepytorch_core.data import Packing, plan
 
 from . import _packed_attention, _packing_contents, _unpacked_output
 from ._contract import IntegrationError
-from ._packed_forward import FUSED_HEAD, Conventions, PackedForward
+from ._packed_forward import FUSED_HEAD, Conventions, PackedForward, caches
 
 _SEEN_UP_TO = 1 << 15
 _LENGTHS = (7, 12, 1, 9)
@@ -131,16 +131,10 @@ def _check_masks(model: Any, call: Callable[..., Any]) -> None:
         made.mask_function = kwargs.get("mask_function")
         return made
 
-    def attention(
-        stock: Any,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        made: Any,
-        **kwargs: Any,
-    ) -> Any:
-        function = getattr(made, "mask_function", None)
+    def attention(stock: Any, module: torch.nn.Module, *given: Any, **kwargs: Any) -> Any:
+        query, key, value, *rest = given
+        attention_mask = rest[0] if rest else kwargs["attention_mask"]
+        function = getattr(attention_mask, "mask_function", None)
         if function is None:
             raise Unsupported(f"{type(module).__name__} makes an attention mask of its own")
         said = _packed_attention.sees(module, kwargs)
@@ -148,7 +142,7 @@ def _check_masks(model: Any, call: Callable[..., Any]) -> None:
             checked.append((function, said))
             _check_mask(function, said, type(module).__name__)
         kwargs = {name: kwargs[name] for name in ("scaling", "is_causal") if name in kwargs}
-        return plain(module, query, key, value, made, **kwargs)
+        return plain(module, query, key, value, attention_mask, **kwargs)
 
     with _packed_attention.trying(attention, mask):
         ids = torch.ones(1, 4, dtype=torch.int64, device=_device(model))
@@ -370,7 +364,7 @@ def _predicts_tokens(model: Any) -> bool:
 
 
 def _uncached(model: Any) -> dict[str, bool]:
-    return {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
+    return {"use_cache": False} if caches(model) else {}
 
 
 def _results(output: Any, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

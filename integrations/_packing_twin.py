@@ -21,8 +21,10 @@ from ._packed_forward import FUSED_HEAD, Conventions
 from ._packing_probe import Unsupported, probe
 
 # Packages whose modules give a token what they give it in any row.
-_KNOWN = ("torch", "transformers", "peft", "accelerate", "deepspeed", "trl", "liger_kernel")
-_KNOWN += ("bitsandbytes", "torchao", "deepytorch", "deepytorch_core")
+_KNOWN = (
+    *("torch", "transformers", "peft", "accelerate", "deepspeed", "trl", "liger_kernel"),
+    *("bitsandbytes", "torchao", "deepytorch", "deepytorch_core"),
+)
 # Adapters that look at each token by itself.
 _ADAPTERS = ("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "FOURIERFT", "HRA")
 # What a configuration calls its layers' number, and entries for each of them are a list as long.
@@ -31,8 +33,11 @@ _LEAST_DEPTH = 4
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "hidden_dim")
-_INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "ffn_hidden_size")
-_INNER += ("moe_intermediate_size", "shared_expert_intermediate_size")
+_INNER = (
+    *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "ffn_hidden_size"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+    "hidden_size_per_layer_input",
+)
 _MOST_HEADS, _HEAD_WIDTH, _INNER_WIDTH = 4, 16, 48
 # Parameters that a twin may have, if its configuration can't be made narrow.
 _MOST_PARAMETERS = 300_000_000
@@ -69,12 +74,12 @@ def describe(outer: Any, model: Any) -> Twin:
     Raises Unsupported where a twin would not be like it.
     """
     for adapter in getattr(outer, "peft_config", {}).values():
-        kind = str(getattr(adapter, "peft_type", "")).rpartition(".")[2].upper()
-        if kind not in _ADAPTERS or getattr(adapter, "alora_invocation_tokens", None):
-            raise Unsupported(f"its adapter ({kind}) may look at more than each token")
+        method = str(getattr(adapter, "peft_type", "")).rpartition(".")[2].upper()
+        if method not in _ADAPTERS or getattr(adapter, "alora_invocation_tokens", None):
+            raise Unsupported(f"its adapter ({method}) may look at more than each token")
     for one in outer.modules():
         own = vars(one).get("forward")
-        kind = _kind(type(one))
+        kind: Any = _kind(type(one))
         if not _is_known(kind.__module__):
             raise Unsupported(f"{kind.__qualname__} is a module of the script's own")
         for forward in (own, kind.forward):
@@ -106,22 +111,23 @@ def examine(twin: Twin) -> Conventions:
 
 def _made(twin: Twin) -> Any:
     kind = getattr(importlib.import_module(twin.module), twin.name)
-    problem = "it has no parameters"
-    for config in (_narrow(twin.config), _shallow(twin.config)):
+    problems: list[str] = []
+    for make in (_narrow, _narrow_between_heads, _shallow):
+        config = make(twin.config)
         try:
             with torch.device("meta"):
                 number = sum(one.numel() for one in kind(config).parameters())
             if number > _MOST_PARAMETERS:
-                problem = f"{number:,} parameters are too many"
+                problems.append(f"{number:,} parameters are too many")
                 continue
             model = kind(config).to(torch.float32)
             _move(model)
             model(input_ids=torch.ones(1, 4, dtype=torch.int64))
         except Exception as error:  # whatever a class has against a configuration
-            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            problems.append(f"{type(error).__name__}: {error}".partition("\n")[0])
         else:
             return model.train()
-    raise Unsupported(f"no small copy of it could be made: {problem}")
+    raise Unsupported(f"no small copy of it could be made: {problems[0]}")
 
 
 def _move(model: Any) -> None:
@@ -143,13 +149,14 @@ def _shallow(config: Any) -> Any:
         for name in list(vars(one)):
             if any(drawn in name for drawn in _DRAWN) and type(getattr(one, name)) is float:
                 setattr(one, name, 0.0)
-        if str(getattr(one, "_attn_implementation", None)) not in ("eager", "sdpa"):
+        if getattr(one, "_attn_implementation", None) not in (None, "eager", "sdpa"):
             one._attn_implementation = "sdpa"  # others need a GPU; which tokens they see is alike
         for name in _DEPTHS:
             depth = vars(one).get(name)
             if type(depth) is int and depth > _LEAST_DEPTH:
                 _cut(one, name, depth)
-    made.use_cache = False
+        if "use_cache" in vars(one):
+            one.use_cache = False
     return made
 
 
@@ -174,8 +181,8 @@ def _has(values: Any, kinds: set[str]) -> bool:
 
 
 def _narrow(config: Any) -> Any:
-    """The same with narrow layers, whose parts keep their proportions."""
-    made = _shallow(config)
+    """The same with few and narrow heads, and narrow layers, in the former proportions."""
+    made = _narrow_between_heads(config)
     for one in _parts(made):
         settings = vars(one)
         heads = next((settings[name] for name in _HEADS if type(settings.get(name)) is int), None)
@@ -196,6 +203,17 @@ def _narrow(config: Any) -> Any:
                 setattr(one, name, fewer * _HEAD_WIDTH)
         if type(settings.get("head_dim")) is int:
             one.head_dim = min(settings["head_dim"], _HEAD_WIDTH)
+    return made
+
+
+def _narrow_between_heads(config: Any) -> Any:
+    """The same with narrow layers around heads that stay as they are."""
+    made = _shallow(config)
+    for one in _parts(made):
+        settings = vars(one)
+        for name in _WIDTHS:
+            if type(settings.get(name)) is int:
+                setattr(one, name, _MOST_HEADS * _HEAD_WIDTH)
         for name in _INNER:
             if type(settings.get(name)) is int:
                 setattr(one, name, min(settings[name], _INNER_WIDTH))

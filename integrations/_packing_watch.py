@@ -12,6 +12,7 @@ import hashlib
 import pickle
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -146,11 +147,9 @@ class Watch:
         return 0.0 if cores > _SPARE_CORES else _HELPER_S / _LARGEST_SHARE
 
     def _key_of(self, twin: bytes) -> dict[str, Any]:
-        import transformers
-
         facts = {
             "twin": hashlib.sha256(twin).hexdigest()[:16],
-            "transformers": transformers.__version__,
+            "transformers": metadata.version("transformers"),
         }
         return guard.profile.key(f"{WHAT} {type(self._model).__name__}", facts, world_size=1)
 

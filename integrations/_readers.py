@@ -17,8 +17,10 @@ _KNOWN = {"transformers.trainer": ("transformers", ">=4.55,<6"), "trl": ("trl", 
 # They wrap a model's forward pass, and hand its output on.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "deepspeed")
 # They read for whoever has called them.
-_BETWEEN = ("deepytorch", "deepytorch_core", "torch", "transformers", "peft", "accelerate")
-_BETWEEN += ("collections", "contextlib", "functools", "copy", "typing", "_collections_abc")
+_BETWEEN = (
+    *("deepytorch", "deepytorch_core", "torch", "transformers", "peft", "accelerate"),
+    *("collections", "contextlib", "functools", "copy", "typing", "_collections_abc"),
+)
 
 
 def unknown() -> str | None:

@@ -451,7 +451,8 @@ def _lazy_type(model_output: type) -> Any:
 
 def _lazy(output: Any, source: Any, *, more: Sequence[str] = ()) -> Any:
     """`output` as one whose fields `source` makes; `more` names fields that it lacks."""
-    lazy = _lazy_type(type(output))
+    kind: Any = type(output)
+    lazy = _lazy_type(kind)
     values = {name: OrderedDict.__getitem__(output, name) for name in output}
     names = [name for name in output.__dataclass_fields__ if name in values or name in more]
     result = lazy.__new__(lazy)

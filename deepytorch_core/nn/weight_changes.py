@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from deepytorch_core.console import say_once
+
 
 class Steps:
     """Which optimizers have stepped, and when; a parameter's version does not tell: fused kernels
@@ -73,4 +75,13 @@ def too_late() -> RuntimeError:
         "the logits of this training step were left out, and can't be computed any more: the "
         "weights have changed since or are sharded. Read them before optimizer.step(), or switch "
         "kernels off (kernels=off, DEEPYTORCH_KERNELS=off)"
+    )
+
+
+def say_late() -> None:
+    """The same for who has not asked for it, and gets the logits of the weights as they are."""
+    say_once(
+        "logits of a training step are read for the first time, after optimizer.step(): these are "
+        "computed with the new weights, those of later steps as ever",
+        level="warning",
     )

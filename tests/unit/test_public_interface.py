@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "token_balance": "auto",
     "kernels": "auto",
     "tune": "auto",
+    "patience": "auto",
     "profile": None,
     "timeout_s": None,
     "log": "info",

@@ -1,0 +1,92 @@
+"""The process that tries a model's twin, beside a training that doesn't wait for it."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deepytorch.integrations import _packing_twin, _packing_watch, _padding_free
+from deepytorch.integrations._packing_helper import Helper
+from deepytorch_core import config, decisions
+from deepytorch_core.config import Options
+
+ENOUGH_S = 120.0
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=97, **shape, num_attention_heads=4)).train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(4, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def helped(twin: bytes) -> dict[str, Any]:
+    helper = Helper(twin, config.child_environment(**_packing_watch._OF_HELPER), is_awaited=True)
+    helper.wait()
+    assert helper.answer is not None
+    return helper.answer
+
+
+def test_a_helper_answers_what_a_twin_shows() -> None:
+    model = llama()
+    found = helped(pickle.dumps(_packing_twin.describe(model, model)))["conventions"]
+    assert found["shifted"]
+    assert found["first_position"] is None
+
+
+def test_a_helper_that_fails_says_so() -> None:
+    assert "its twin fails" in helped(pickle.dumps("no twin"))["reason"]
+    helper = Helper(b"", {"PATH": ""}, is_awaited=True)
+    helper.close()
+    helper.wait()
+    assert helper.answer is not None
+    assert "could not be tried out" in helper.answer["reason"]
+
+
+def test_a_training_goes_on_and_is_packed_once_the_helper_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
+    monkeypatch.setattr(decisions, "_made", [])
+    monkeypatch.setattr(_packing_watch.Watch, "_least_run_s", lambda self: 0.0)
+    model, stock = llama(), llama()
+    _padding_free.watch(model)
+    expected = stock(**batch()).loss.item()
+    steps, began = 0, time.monotonic()
+    while not decisions.made() and time.monotonic() - began < ENOUGH_S:
+        assert model(**batch()).loss.item() == pytest.approx(expected, rel=1e-5)
+        steps += 1
+    assert [one["chosen"] for one in decisions.made()] == ["packed"]
+    assert steps > _packing_watch._WATCHED
+    assert model(**batch()).loss.item() == pytest.approx(expected, rel=1e-5)
+    assert _padding_free.detach(model)
+
+
+def test_a_model_that_goes_ends_its_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
+    monkeypatch.setattr(_packing_watch.Watch, "_least_run_s", lambda self: 0.0)
+    helpers: list[Helper] = []
+
+    def start(*args: Any, **kwargs: Any) -> Helper:
+        helpers.append(Helper(*args, **kwargs))
+        return helpers[-1]
+
+    monkeypatch.setattr(_packing_watch, "Helper", start)
+    model = llama()
+    _padding_free.watch(model)
+    for _ in range(_packing_watch._WATCHED + 1):
+        model(**batch())
+    (helper,) = helpers
+    _padding_free.detach(model)
+    helper.wait()
+    assert helper._process.poll() is not None

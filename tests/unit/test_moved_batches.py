@@ -1,0 +1,76 @@
+"""Batches that were moved are known again, as long as nobody has changed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import data_loader
+from torch import Tensor
+from transformers import BatchEncoding
+
+from deepytorch.integrations import _contract, _moved_batches
+
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def noted() -> Iterator[None]:
+    changes = _contract.Changes()
+    stock = data_loader.send_to_device
+    _moved_batches.install(changes)
+    assert data_loader.send_to_device is not stock
+    yield
+    changes.undo()
+    assert data_loader.send_to_device is stock
+
+
+def batch(kind: Callable[[Any], Any] = dict) -> Any:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    return kind({"attention_mask": mask, "labels": torch.tensor([[5, 6, -100], [7, 8, 9]])})
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+def test_a_moved_batch_is_found_as_it_was_on_the_cpu(kind: Any) -> None:
+    given, expected = batch(kind), batch()
+    moved = data_loader.send_to_device(given, META)
+    assert moved["labels"].device == META
+    found = _moved_batches.find(moved["attention_mask"], moved["labels"])
+    assert found is not None
+    assert torch.equal(found[0], expected["attention_mask"])
+    assert found[1] is not None
+    assert torch.equal(found[1], expected["labels"])
+    without = _moved_batches.find(moved["attention_mask"], None)
+    assert without is not None
+    assert without[1] is None
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "mask in place": lambda b: b["attention_mask"].mul_(0),
+    "a part of the mask": lambda b: b["attention_mask"][:, 0].fill_(0),
+    "labels in place": lambda b: b["labels"].masked_fill_(b["attention_mask"] == 0, -100),
+    "another mask": lambda b: b.update(attention_mask=b["attention_mask"].clone()),
+    "other labels": lambda b: b.update(labels=b["labels"] + 1),
+    "rows": lambda b: b.update({name: one[:1] for name, one in b.items()}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_changed_batch_is_not_found(change: Callable[[dict[str, Tensor]], Any]) -> None:
+    moved = data_loader.send_to_device(batch(), META)
+    change(moved)
+    assert _moved_batches.find(moved["attention_mask"], moved["labels"]) is None
+
+
+def test_what_is_no_batch_is_moved_all_the_same() -> None:
+    for given in (torch.ones(2), [torch.ones(2)], {"input_ids": torch.ones(2)}, {"labels": [1]}):
+        data_loader.send_to_device(given, META)
+    only_mask = {"attention_mask": torch.ones(1, 2)}
+    moved = data_loader.send_to_device(only_mask, META)
+    assert _moved_batches.find(moved["attention_mask"], None) is not None
+    assert _moved_batches.find(moved["attention_mask"], torch.ones(1, 2)) is None
+    on_host = batch()
+    data_loader.send_to_device(on_host, torch.device("cpu"))
+    assert _moved_batches.find(on_host["attention_mask"], on_host["labels"]) is None
