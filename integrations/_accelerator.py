@@ -17,7 +17,9 @@ DDP needs nothing else: its buckets are placed wherever deepytorch serves the gr
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -87,8 +89,6 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     changes.on_undo(activation.deactivate if armed else joined.leave)
     for configuration in configurations:
         _write_flag(configuration, options, changes)
-    if getattr(accelerator, "is_fsdp2", False):
-        changes.set(accelerator, "prepare", _preparing_fsdp2(accelerator.prepare, changes))
     _set_policies(accelerator, joined.options, adapter, changes)
     _live.log_figures(accelerator, changes)
     _contract.mark(accelerator, _NAME, changes)
@@ -109,15 +109,46 @@ def _set_policies(
     accelerator: Any, options: Options, adapter: str, changes: _contract.Changes
 ) -> bool:
     """Have `prepare` apply what is not about communication; False if all of it is off."""
-    before = accelerator.prepare
-    _prepare_compiled(accelerator, options, changes)
+    steps = _Steps()
+    if getattr(accelerator, "is_fsdp2", False) and changes.asked:
+        steps.after.append(functools.partial(_place_buffers, changes))
+    if _is_compiled_here(accelerator, options):
+        steps.after.append(functools.partial(_start_compiling, options, changes))
     if options.padding_free != "off":
-        packed = _preparing_packed(accelerator, options.padding_free, adapter, changes)
-        changes.set(accelerator, "prepare", packed)
-    if options.kernels != "off":  # outermost: kernels go in before anything wraps the model
-        swapped = _kernels.preparing(accelerator, options, changes)
-        changes.set(accelerator, "prepare", swapped)
-    return bool(accelerator.prepare != before)
+        _moved_batches.install(changes)
+        steps.after.append(_Packing(options.padding_free, adapter, changes))
+    if options.kernels != "off":  # kernels go in before anything wraps the model
+        steps.before = functools.partial(_kernels.swap_in, options, changes)
+    if not steps.after and steps.before is None:
+        return False
+    changes.set(accelerator, "prepare", _preparing(accelerator, steps))
+    return True
+
+
+@dataclass
+class _Steps:
+    """What `prepare` does besides; nothing of it keeps the Accelerator."""
+
+    before: Callable[[Any, tuple[Any, ...]], None] | None = None  # with what is to be prepared
+    after: list[Callable[[Any, Any], None]] = field(default_factory=list)  # with each thing that is
+
+
+def _preparing(accelerator: Any, steps: _Steps) -> Callable[..., Any]:
+    original, reference = _contract.method_of(accelerator, "prepare"), weakref.ref(accelerator)
+
+    @functools.wraps(original)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        here = reference()
+        if steps.before is not None:
+            steps.before(here, args)
+        prepared = original(*args, **kwargs)
+        things = prepared if isinstance(prepared, tuple | list) else (prepared,)
+        for step in steps.after:
+            for thing in things:
+                step(here, thing)
+        return prepared
+
+    return prepare
 
 
 def is_applied(accelerator: Any) -> bool:
@@ -178,51 +209,44 @@ def _write_flag(
     configuration[_FLAG] = {**told, "enabled": True}
 
 
-def _preparing_fsdp2(
-    original: Callable[..., Any], changes: _contract.Changes
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        prepared = original(*args, **kwargs)
-        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
-            _fsdp2.place_buffers(thing, changes)
-        return prepared
-
-    return prepare
+def _place_buffers(changes: _contract.Changes, accelerator: Any, prepared: Any) -> None:
+    _fsdp2.place_buffers(prepared, changes)
 
 
-def _preparing_packed(
-    accelerator: Any, choice: str, adapter: str, changes: _contract.Changes
-) -> Callable[..., Any]:
-    original = accelerator.prepare
-    models: WeakSet[Any] = WeakSet()
-    _moved_batches.install(changes)
+class _Packing:
+    """The step that has prepared models train without padding."""
 
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, choice: str, adapter: str, changes: _contract.Changes) -> None:
+        self._choice = choice
+        self._adapter = adapter
+        self._changes = changes
+        self._models: WeakSet[Any] = WeakSet()
+        changes.on_undo(self._undo)
+
+    def __call__(self, accelerator: Any, prepared: Any) -> None:
         from torch.nn import Module
 
-        prepared = original(*args, **kwargs)
-        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
-            if isinstance(thing, Module):
-                models.add(thing)
-                changes.attempt("padding", functools.partial(pack, thing))
-        return prepared
+        if isinstance(prepared, Module):
+            self._models.add(prepared)
+            pack = functools.partial(self._pack, accelerator, prepared)
+            self._changes.attempt("padding", pack)
 
-    def pack(model: Any) -> None:
+    def _pack(self, accelerator: Any, model: Any) -> None:
         obstacle = _cuts_sequences(accelerator)
-        if not changes.asked and choice == "auto":
+        if not self._changes.asked and self._choice == "auto":
             _padding_free.watch(model, obstacle=obstacle)
             return
-        precision = _precision(accelerator)
-        _padding_free.attach(model, choice, adapter=adapter, precision=precision, obstacle=obstacle)
+        _padding_free.attach(
+            model,
+            self._choice,
+            adapter=self._adapter,
+            precision=_precision(accelerator),
+            obstacle=obstacle,
+        )
 
-    def detach() -> None:
-        for model in models:
+    def _undo(self) -> None:
+        for model in self._models:
             _padding_free.detach(model)
-
-    changes.on_undo(detach)
-    return prepare
 
 
 def _precision(accelerator: Any) -> Any:
@@ -239,19 +263,15 @@ def _cuts_sequences(accelerator: Any) -> str | None:
     return None
 
 
-def _prepare_compiled(accelerator: Any, options: Options, changes: _contract.Changes) -> None:
+def _is_compiled_here(accelerator: Any, options: Options) -> bool:
     dynamo = getattr(accelerator.state, "dynamo_plugin", None)
     compiles_itself = str(getattr(dynamo, "backend", "NO")).rpartition(".")[2] != "NO"
     # An engine of DeepSpeed's is compiled where it is made, by the flag.
-    if not _compile.is_wanted(options) or compiles_itself or _deepspeed_configurations(accelerator):
-        return
-    original = accelerator.prepare
+    is_engine = bool(_deepspeed_configurations(accelerator))
+    return _compile.is_wanted(options) and not compiles_itself and not is_engine
 
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        prepared = original(*args, **kwargs)
-        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
-            changes.attempt("code", functools.partial(_compile.start, thing, options, changes))
-        return prepared
 
-    changes.set(accelerator, "prepare", prepare)
+def _start_compiling(
+    options: Options, changes: _contract.Changes, accelerator: Any, prepared: Any
+) -> None:
+    changes.attempt("code", functools.partial(_compile.start, prepared, options, changes))

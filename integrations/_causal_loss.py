@@ -182,12 +182,15 @@ class _LossKernel(Kernel):
         own = {name: vars(target)[name] for name in _LOSS_NAMES if name in vars(target)}
         give_back = stand_in(target, head, forward)
         target.loss_function = LossFromHidden(target.loss_function)
+        reference = weakref.ref(target)
 
         def undo() -> None:
             give_back()
-            for name in _LOSS_NAMES:
-                vars(target).pop(name, None)
-            vars(target).update(own)
+            owner = reference()
+            if owner is not None:
+                for name in _LOSS_NAMES:
+                    vars(owner).pop(name, None)
+                vars(owner).update(own)
 
         return undo
 
@@ -488,9 +491,10 @@ def stand_in(owner: Any, head: nn.Module, forward: LeavesOut) -> Undo:
         owner.register_forward_hook(Disarm(forward), always_call=True),
     ]
     _counting.start_for(owner)
+    reference = weakref.ref(owner)
 
     def undo() -> None:
-        _counting.stop_for(owner)
+        _counting.stop_for(reference())
         for handle in handles:
             handle.remove()
         vars(head).pop("forward", None)
@@ -514,7 +518,8 @@ class _Counting:
             self._handle = register_optimizer_step_post_hook(steps)
 
     def stop_for(self, owner: Any) -> None:
-        self._owners.discard(owner)
+        if owner is not None:  # else it is gone, and from here too
+            self._owners.discard(owner)
         if not self._owners and self._handle is not None:
             self._handle.remove()
             self._handle = None

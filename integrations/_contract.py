@@ -98,9 +98,9 @@ class Changes:
         own = vars(owner)
         if name in own:
             before = own[name]
-            self._actions.append(lambda: setattr(owner, name, before))
+            self.on_undo_of(owner, lambda one: setattr(one, name, before))
         else:
-            self._actions.append(lambda: delattr(owner, name))
+            self.on_undo_of(owner, lambda one: delattr(one, name))
         if inspect.isfunction(value) and inspect.isfunction(getattr(type(owner), name, None)):
             value = _Standin(owner, name, value)
         setattr(owner, name, value)
@@ -137,18 +137,21 @@ class Changes:
 
 
 class _Standin:
-    """A function in place of a method on one object, whose copies have that method again."""
+    """A function in place of a method on one object, whose copies have that method again.
+
+    It doesn't keep the object, or that would outlive its last user until cycles are collected.
+    """
 
     def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
-        self._owner, self._name, self._function = owner, name, function
+        self._owner, self._name, self._function = weakref.ref(owner), name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, Any]]:
         # A copy of the owner has no attributes yet when this is called: it finds its class's.
-        return getattr, (self._owner, self._name)
+        return getattr, (self._owner(), self._name)
 
 
 class Hook:
@@ -162,6 +165,20 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything and does nothing
+
+
+def method_of(owner: Any, name: str) -> Callable[..., Any]:
+    """`owner.name` as it is now, for who stands in its place; doesn't keep `owner`."""
+    if name in vars(owner):
+        found: Callable[..., Any] = vars(owner)[name]
+        return found
+    method, reference = getattr(type(owner), name), weakref.ref(owner)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(reference(), *args, **kwargs)
+
+    return call
 
 
 def mark(changed: Any, adapter: str, changes: Changes) -> None:

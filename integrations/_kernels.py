@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,36 +55,31 @@ def apply(
         )
         own = _contract.Changes()
         own.on_undo(apply_kernels(setting, options.kernels).undo)
-        if channels_last.is_convolutional(model):
+        # Its layout can be seen, and it is tried by a pass of the model, with all ranks.
+        if changes.asked and channels_last.is_convolutional(model):
             # All of them: which of several models an optimizer is for is not told.
             own.on_undo(channels_last.choose(model, optimizers, mode=options.kernels))
         _contract.mark(model, _NAME, own)
         changes.on_undo_of(model, _undo)
+        # What stands in its parts would keep them, until cycles are collected.
+        weakref.finalize(model, own.undo).atexit = False
 
 
 def _undo(model: nn.Module) -> None:
     _contract.undo(model, _NAME)
 
 
-def preparing(accelerator: Any, options: Options, changes: _contract.Changes) -> Callable[..., Any]:
-    """`accelerator.prepare` with kernels swapped in first."""
-    original = accelerator.prepare
-
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        several = accelerator.num_processes == 1 and torch.cuda.device_count() > 1
-        if several and accelerator.device.type == "cuda":
-            reason = "one process has several GPUs, and nn.DataParallel copies modules on its own"
-            decisions.record(_NAME, STOCK, reason)
-        else:
-            autocast = _autocast_of(accelerator)
-            swap = functools.partial(
-                apply, args, options, changes, device=accelerator.device, autocast=autocast
-            )
-            changes.attempt("kernels", swap)
-        return original(*args, **kwargs)
-
-    return prepare
+def swap_in(
+    options: Options, changes: _contract.Changes, accelerator: Any, given: tuple[Any, ...]
+) -> None:
+    """Swap kernels in for what `accelerator.prepare` is given, before it does its work."""
+    several = accelerator.num_processes == 1 and torch.cuda.device_count() > 1
+    if several and accelerator.device.type == "cuda":
+        reason = "one process has several GPUs, and nn.DataParallel copies modules on its own"
+        decisions.record(_NAME, STOCK, reason)
+        return
+    how = {"device": accelerator.device, "autocast": _autocast_of(accelerator)}
+    changes.attempt("kernels", functools.partial(apply, given, options, changes, **how))
 
 
 def _autocast_of(accelerator: Any) -> torch.dtype | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from deepytorch_core import activation, live
@@ -20,12 +21,13 @@ def log_figures(accelerator: Any, changes: _contract.Changes) -> None:
     """
     if not activation.is_active():
         return
-    original = accelerator.log
+    original, reference = _contract.method_of(accelerator, "log"), weakref.ref(accelerator)
     figures = live.Figures()
 
     @functools.wraps(original)
     def log(values: Any, *args: Any, **kwargs: Any) -> Any:
-        if not accelerator.is_main_process:
+        here = reference()
+        if here is None or not here.is_main_process:
             return original(values, *args, **kwargs)
         step = kwargs.get("step", args[0] if args else None)
         live.logged(values, step)
@@ -45,7 +47,7 @@ def write_figures(monitor: Any, changes: _contract.Changes) -> None:
     """
     if not activation.is_active() or not getattr(monitor, "enabled", False):
         return
-    original = monitor.write_events
+    original = _contract.method_of(monitor, "write_events")
     figures = live.Figures()
 
     @functools.wraps(original)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -53,8 +54,7 @@ class Watch:
     """
 
     def __init__(self, outer: Any, model: Any, then: Callable[[Conventions], None]) -> None:
-        self._outer = outer
-        self._model = model
+        self._its_model = weakref.ref(model)
         self._then = then
         self._num_calls = 0
         self._began = time.monotonic()
@@ -67,6 +67,11 @@ class Watch:
             # First of all: the others see what the program will see.
             outer.register_forward_hook(Hook(self._after), prepend=True),
         )
+
+    @property
+    def _model(self) -> Any:
+        """Not kept: it has these hooks."""
+        return self._its_model()
 
     def close(self) -> None:
         """Take the hooks off, and end the helper."""
@@ -82,7 +87,7 @@ class Watch:
             return
         if self._num_calls == 0:
             self._began = time.monotonic()
-        self._look()
+        self._look(outer)
         self._num_calls += 1
         self._random = torch.get_rng_state()
 
@@ -108,7 +113,7 @@ class Watch:
     def _tell(self, field: str, reader: str) -> None:
         self._obstacle = _unpacked_output.reads(reader, field)
 
-    def _look(self) -> None:
+    def _look(self, outer: Any) -> None:
         """See whether it is time to decide."""
         is_patient = config.current().patience != "off"
         if self._num_calls < (_WATCHED if is_patient else 1):
@@ -116,15 +121,15 @@ class Watch:
         if self._obstacle is not None:
             self._stay(self._obstacle)
         elif self._helper is None:
-            self._start(is_patient)
+            self._start(outer, is_patient)
         elif self._helper.answer is not None:
             self._hear(self._helper.answer)
 
-    def _start(self, is_patient: bool) -> None:
+    def _start(self, outer: Any, is_patient: bool) -> None:
         if is_patient and time.monotonic() - self._began < self._least_run_s():
             return
         try:
-            twin = pickle.dumps(_packing_twin.describe(self._outer, self._model))
+            twin = pickle.dumps(_packing_twin.describe(outer, self._model))
         except Unsupported as reason:
             self._stay(str(reason))
             return
@@ -140,7 +145,7 @@ class Watch:
         self._helper = Helper(twin, environment, is_awaited=not is_patient)
         if not is_patient:
             self._helper.wait()
-            self._look()
+            self._look(outer)
 
     def _least_run_s(self) -> float:
         cores = own_cores.of_rank(topology.discover().cores.usable)

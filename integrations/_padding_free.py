@@ -116,7 +116,8 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     def switch(found: Conventions) -> None:
         watched = reference()
         if watched is not None:
-            attached.install(watched, model, found, is_asked=False, is_whole=is_whole)
+            inner = _found(watched)[1]
+            attached.install(watched, inner, found, is_asked=False, is_whole=is_whole)
 
     attached.on_undo(Watch(outer, model, switch).close)
     _contract.mark(outer, _NAME, attached)
@@ -197,7 +198,7 @@ class _Attached(_contract.Changes):
         self.forward = PackedForward(model, outer, found, **how)
         self.on_undo(self.forward.install(outer))
         capture.register_sizes(outer, _Sizes(self.forward))
-        self.on_undo(lambda: capture.register_sizes(outer, None))
+        self.on_undo_of(outer, lambda one: capture.register_sizes(one, None))
 
     def _stop_planning(self) -> None:
         for loader, collate in self.planning.items():
