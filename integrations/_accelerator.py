@@ -17,15 +17,14 @@ DDP needs nothing else: its buckets are placed wherever deepytorch serves the gr
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from deepytorch_core import activation, config
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
+from deepytorch_core.patching import Patches
 
 from . import _compile, _contract, _fsdp2, _kernels, _live, _moved_batches, _padding_free
 
@@ -90,7 +89,10 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     for configuration in configurations:
         _write_flag(configuration, options, changes)
     _set_policies(accelerator, joined.options, adapter, changes)
-    _live.log_figures(accelerator, changes)
+    figures = _live.around_log()
+    if figures is not None:
+        _in_force.add(accelerator, "log", figures)
+        changes.on_undo_of(accelerator, _in_force.discard)
     _contract.mark(accelerator, _NAME, changes)
     return True
 
@@ -121,34 +123,70 @@ def _set_policies(
         steps.before = functools.partial(_kernels.swap_in, options, changes)
     if not steps.after and steps.before is None:
         return False
-    changes.set(accelerator, "prepare", _preparing(accelerator, steps))
+    _in_force.add(accelerator, "prepare", steps.around_prepare)
+    changes.on_undo_of(accelerator, _in_force.discard)
     return True
 
 
-@dataclass
 class _Steps:
-    """What `prepare` does besides; nothing of it keeps the Accelerator."""
+    """What `prepare` does besides."""
 
-    before: Callable[[Any, tuple[Any, ...]], None] | None = None  # with what is to be prepared
-    after: list[Callable[[Any, Any], None]] = field(default_factory=list)  # with each thing that is
+    def __init__(self) -> None:
+        # With all that is to be prepared; with each thing that is.
+        self.before: Callable[[Any, tuple[Any, ...]], None] | None = None
+        self.after: list[Callable[[Any, Any], None]] = []
 
-
-def _preparing(accelerator: Any, steps: _Steps) -> Callable[..., Any]:
-    original, reference = _contract.method_of(accelerator, "prepare"), weakref.ref(accelerator)
-
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        here = reference()
-        if steps.before is not None:
-            steps.before(here, args)
-        prepared = original(*args, **kwargs)
+    def around_prepare(
+        self, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The method."""
+        if self.before is not None:
+            self.before(accelerator, args)
+        prepared = original(accelerator, *args, **kwargs)
         things = prepared if isinstance(prepared, tuple | list) else (prepared,)
-        for step in steps.after:
+        for step in self.after:
             for thing in things:
-                step(here, thing)
+                step(accelerator, thing)
         return prepared
 
-    return prepare
+
+class _InForce:
+    """Methods of Accelerators that do more than stock's: the class's, for those that are here.
+
+    An attribute on each would keep it from going with its last user, and be in what is pickled.
+    """
+
+    def __init__(self) -> None:
+        self._arounds: WeakKeyDictionary[Any, dict[str, Callable[..., Any]]] = WeakKeyDictionary()
+        self._patches = Patches()
+
+    def add(self, accelerator: Any, name: str, around: Callable[..., Any]) -> None:
+        """Have `around(original, accelerator, ...)` run in place of `accelerator.name(...)`."""
+        if not self._arounds:
+            self._patches.undo()
+            self._patches = Patches()
+        self._arounds.setdefault(accelerator, {})[name] = around
+        # Accelerate's own, which a class derived from it may call.
+        *_, stock = [one for one in type(accelerator).__mro__ if name in vars(one)]
+        self._patches.replace(stock, name, functools.partial(self._replacing, name))
+
+    def discard(self, accelerator: Any) -> None:
+        """Have its methods be stock's again."""
+        self._arounds.pop(accelerator, None)
+        if not self._arounds:
+            self._patches.undo()
+
+    def _replacing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            around = self._arounds.get(accelerator, {}).get(name)
+            if around is None:
+                return original(accelerator, *args, **kwargs)
+            return around(original, accelerator, *args, **kwargs)
+
+        return method
+
+
+_in_force = _InForce()
 
 
 def is_applied(accelerator: Any) -> bool:

@@ -55,10 +55,10 @@ def apply(
         )
         own = _contract.Changes()
         own.on_undo(apply_kernels(setting, options.kernels).undo)
-        # Its layout can be seen, and it is tried by a pass of the model, with all ranks.
+        # It is tried by a pass of the model.
         if changes.asked and channels_last.is_convolutional(model):
             # All of them: which of several models an optimizer is for is not told.
-            own.on_undo(channels_last.choose(model, optimizers, mode=options.kernels))
+            own.on_undo(channels_last.choose(model, mode=options.kernels))
         _contract.mark(model, _NAME, own)
         changes.on_undo_of(model, _undo)
         # What stands in its parts would keep them, until cycles are collected.

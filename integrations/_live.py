@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 from deepytorch_core import activation, live
@@ -13,27 +13,26 @@ from . import _contract
 _NAME = "figures"
 
 
-def log_figures(accelerator: Any, changes: _contract.Changes) -> None:
-    """Have `accelerator.log` also give its trackers what went by since the last call.
+def around_log() -> Callable[..., Any] | None:
+    """What `Accelerator.log` does besides: give trackers what went by since the last call.
 
     Nothing is added where no step has ended since: what an evaluation logs stays as it is. The
-    caller's own dict is not touched.
+    caller's own dict is not touched. None where deepytorch is not active.
     """
     if not activation.is_active():
-        return
-    original, reference = _contract.method_of(accelerator, "log"), weakref.ref(accelerator)
+        return None
     figures = live.Figures()
 
-    @functools.wraps(original)
-    def log(values: Any, *args: Any, **kwargs: Any) -> Any:
-        here = reference()
-        if here is None or not here.is_main_process:
-            return original(values, *args, **kwargs)
+    def log(
+        original: Callable[..., Any], accelerator: Any, values: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not accelerator.is_main_process:
+            return original(accelerator, values, *args, **kwargs)
         step = kwargs.get("step", args[0] if args else None)
         live.logged(values, step)
-        return original({**values, **figures.take()}, *args, **kwargs)
+        return original(accelerator, {**values, **figures.take()}, *args, **kwargs)
 
-    changes.set(accelerator, "log", log)
+    return log
 
 
 # What DeepSpeed's engine writes at each step, and the loss that it writes before.

@@ -2,16 +2,17 @@
 
 The policy for models whose weights are largely those of 2-D convolutions. Which layout is faster
 depends on device, dtype and image size, so it is tried on the training's own first batch, before
-the first optimizer step, and kept only if the results are the same and the step is faster. Weights
-keep names, shapes and values; their strides change, in checkpoints too, which load anywhere; an
-optimizer's state is saved with the former strides.
+the first optimizer step, and kept only if the results are the same and the step is faster. Inputs
+alone are converted: weights stay as they are for optimizers, savers and whoever views them, and
+the library that convolves lays them out for itself, which takes little beside a batch of images.
 Dropout fills its mask in the order of memory, so the same random numbers fall on other elements.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,31 +22,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepytorch_core import config, decisions, guard
 from deepytorch_core.compile import gpu_time
 from deepytorch_core.guard import Candidate, Trial
-from deepytorch_core.nn.swaps.fused_optimizer import match_gradients, match_state
 
 NAME = "channels_last"
 # Share of the parameters that belong to 2-D convolutions, from which on the layout matters.
 LEAST_SHARE = 0.2
 BUDGET_S = 30.0
 
-_TO = torch.channels_last
-_BACK = torch.contiguous_format
-
 
 def why_not(model: nn.Module) -> str | None:
-    """Why the layout of this model's weights is left alone, or None."""
+    """Why the layout of this model's inputs is left alone, or None."""
     own = [parameter.numel() for parameter in model.parameters()]
     convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d)]
     share = sum(one.weight.numel() for one in convolutions) / max(1, sum(own))
     if share < LEAST_SHARE:
         return f"{share:.0%} of the parameters are 2-D convolutions"
     if any(hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in model.parameters()):
-        return "its parameters are sharded, so they have no layout of their own"
-    if any(one.untyped_storage().nbytes() > one.nbytes for one in model.parameters()):
-        # Of ZeRO or of FSDP1: given other memory, a parameter would no longer be what is updated.
-        return "its parameters are parts of a flat buffer"
+        return "its parameters are sharded, so a step of one rank can't be tried"
     weights = [one.weight for one in convolutions]
-    if any(w.is_contiguous(memory_format=_TO) and not w.is_contiguous() for w in weights):
+    if any(
+        w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous()
+        for w in weights
+    ):
         return "it is in channels_last already"
     if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in model.parameters()):
         # An optimizer that steps within the backward pass, for one.
@@ -61,65 +58,38 @@ def is_convolutional(model: nn.Module) -> bool:
 
 
 class ChannelsLast:
-    """The layout in place: weights, and from then on every 4-D input.
+    """The layout in place: of every 4-D input, which convolutions hand on.
 
     Args:
-        model: changed in place.
-        optimizers: theirs follow: torch's fused ones need state and gradients of the same strides,
-            see `deepytorch_core.nn.swaps.fused_optimizer`.
+        model: gets a hook.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
-        self._model = model
-        self._optimizers = optimizers
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._handle: Any = None
-        self._watched: list[Any] = []
 
     def apply(self) -> None:
         """Switch to channels_last. A second call does nothing."""
-        if self._handle is None:
-            self._convert(_TO)
-            self._handle = self._model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
-            for one in self._optimizers:
-                self._watched += [
-                    # DDP's buckets keep the former strides until it has built them anew.
-                    one.register_step_pre_hook(match_gradients),
-                    one.register_load_state_dict_post_hook(match_state),
-                    one.register_state_dict_post_hook(_save_contiguous),
-                ]
+        model = self._model()
+        if self._handle is None and model is not None:
+            self._handle = model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
 
     def undo(self) -> None:
         """Switch back. A second call does nothing."""
         if self._handle is not None:
-            for handle in (self._handle, *self._watched):
-                handle.remove()
-            self._handle, self._watched = None, []
-            self._convert(_BACK)
+            self._handle.remove()
+            self._handle = None
 
-    def _convert(self, layout: torch.memory_format) -> None:
-        self._model.to(memory_format=layout)  # type: ignore[call-overload]
-        torch.clear_autocast_cache()  # weights that are cast already are in the former layout
-        for parameter in self._model.parameters():
-            if parameter.grad is not None and parameter.dim() == 4:
-                parameter.grad = parameter.grad.contiguous(memory_format=layout)
-        for optimizer in self._optimizers:
-            match_state(optimizer)
+    @property
+    def is_on(self) -> bool:
+        """Whether inputs are converted."""
+        return self._handle is not None
 
 
-def _laid_out(value: Any, layout: torch.memory_format = _TO) -> Any:
+def _laid_out(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 4:
-        return value.contiguous(memory_format=layout)
+        return value.contiguous(memory_format=torch.channels_last)
     return value
-
-
-def _save_contiguous(optimizer: Any, saved: dict[str, Any]) -> None:
-    """A state_dict post-hook: strides as without channels_last, since fused optimizers ignore them.
-
-    The saved states are the optimizer's own, so these are copies.
-    """
-    for key, state in saved["state"].items():
-        if isinstance(state, dict):
-            saved["state"][key] = {name: _laid_out(one, _BACK) for name, one in state.items()}
 
 
 def _apart(value: Any) -> Any:
@@ -133,23 +103,18 @@ def _convert_inputs(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]
     return tree_map(_laid_out, args), tree_map(_laid_out, kwargs)
 
 
-def choose(
-    model: nn.Module, optimizers: Sequence[Any] = (), *, mode: str = "auto"
-) -> Callable[[], None]:
+def choose(model: nn.Module, *, mode: str = "auto") -> Callable[[], None]:
     """Have the layout decided at the model's first training step; returns what undoes it.
 
-    Collective over all ranks of torch.distributed, there and here: DDP sums what lies at the same
-    place on each rank, so all have one layout.
+    The choice is this rank's own.
 
     Args:
-        model: before or after it is wrapped in DistributedDataParallel, not sharded.
-        optimizers: of this model.
+        model: before or after it is wrapped in DistributedDataParallel.
         mode: "auto" tries it on the first batch; "on" switches now, without measuring; "off" does
             nothing.
     """
-    layout = ChannelsLast(model, optimizers)
-    reason = None if mode != "off" else "kernels=off"
-    reason = reason or guard.Ranks(NAME).first_problem(why_not(model))
+    layout = ChannelsLast(model)
+    reason = "kernels=off" if mode == "off" else why_not(model)
     what = f"memory format of {type(model).__name__}"
     if reason is not None:
         decisions.record(what, guard.STOCK, reason)
@@ -187,7 +152,7 @@ class _FirstBatch:
             return None
         layout, self._layout = self._layout, None
         # A framework may have sharded or flattened it since.
-        reason = guard.Ranks(NAME).first_problem(why_not(model))
+        reason = why_not(model)
         if reason is not None:
             decisions.record(self._what, guard.STOCK, reason)
             return None
@@ -195,7 +160,7 @@ class _FirstBatch:
         def run() -> Any:
             # The forward alone: hooks, ours among them, and wrappers are not what is tried.
             given = tree_map(_apart, (args, kwargs))
-            given = _convert_inputs(model, *given) if layout._handle else given
+            given = _convert_inputs(model, *given) if layout.is_on else given
             outputs = tree_leaves(model.forward(*given[0], **given[1]))
             found = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
             torch.autograd.backward([one.float().square().mean() for one in found])
@@ -216,8 +181,8 @@ class _FirstBatch:
         shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
         prefer = "it is the layout of compiled convolutions" if is_compiled else None
         facts = {"shapes": shapes}
-        guard.choose(self._what, [candidate], trial, facts=facts, prefer=prefer, together=True)
-        return _convert_inputs(model, args, kwargs) if layout._handle else None
+        guard.choose(self._what, [candidate], trial, facts=facts, prefer=prefer)
+        return _convert_inputs(model, args, kwargs) if layout.is_on else None
 
 
 def _nothing(model: nn.Module, args: Any, kwargs: Any) -> None:

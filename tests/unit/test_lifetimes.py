@@ -88,7 +88,7 @@ def test_accelerators_and_what_they_prepared_go_with_their_last_user(is_asked: b
         _accelerator.apply(accelerator, {"compile": "off"}, adapter="test")
     else:
         _accelerator.apply_unasked(accelerator)
-    assert "prepare" in vars(accelerator)
+    assert _accelerator.is_applied(accelerator)
     model = llama()
     made = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader([1, 2]))
     accelerator.backward(made[0](**batch()).loss)
