@@ -20,7 +20,7 @@ _exit = sys.exit
 
 
 def pytest_configure(config):
-    ours = os.environ["SUITE_ARM"] == "deepytorch"
+    ours = os.environ["SUITE_ARM"] != "stock"
     if ("deepytorch" in sys.modules) != ours:
         raise RuntimeError("this process did not read the suite's sitecustomize.py")
     if os.environ["SUITE_START"] == "fork":
