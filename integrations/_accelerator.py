@@ -17,7 +17,7 @@ DDP needs nothing else: its buckets are placed wherever deepytorch serves the gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -27,6 +27,7 @@ from deepytorch_core.console import say_once
 
 from . import _compile, _contract, _fsdp2, _kernels, _live, _moved_batches, _padding_free
 
+_Prepare = Callable[..., Any]
 _NAME = "accelerator"
 _FLAG = "deepytorch"
 _VERSIONS, _TESTED = ">=1.10,<2", "1.15.0"
@@ -88,7 +89,7 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     for configuration in configurations:
         _write_flag(configuration, options, changes)
     if getattr(accelerator, "is_fsdp2", False):
-        changes.set(accelerator, "prepare", _preparing_fsdp2(accelerator.prepare, changes))
+        changes.around(accelerator, "prepare", functools.partial(_prepare_fsdp2, changes))
     _set_policies(accelerator, joined.options, adapter, changes)
     _live.log_figures(accelerator, changes)
     _contract.mark(accelerator, _NAME, changes)
@@ -109,15 +110,20 @@ def _set_policies(
     accelerator: Any, options: Options, adapter: str, changes: _contract.Changes
 ) -> bool:
     """Have `prepare` apply what is not about communication; False if all of it is off."""
-    before = accelerator.prepare
-    _prepare_compiled(accelerator, options, changes)
-    if options.padding_free != "off":
-        packed = _preparing_packed(accelerator, options.padding_free, adapter, changes)
-        changes.set(accelerator, "prepare", packed)
-    if options.kernels != "off":  # outermost: kernels go in before anything wraps the model
-        swapped = _kernels.preparing(accelerator, options, changes)
-        changes.set(accelerator, "prepare", swapped)
-    return bool(accelerator.prepare != before)
+    is_compiled = _is_compiled_here(accelerator, options)
+    if is_compiled:
+        changes.around(
+            accelerator, "prepare", functools.partial(_prepare_compiled, options, changes)
+        )
+    is_packed = options.padding_free != "off"
+    if is_packed:
+        packed = _preparing_packed(options.padding_free, adapter, changes)
+        changes.around(accelerator, "prepare", packed)
+    is_swapped = options.kernels != "off"
+    if is_swapped:  # outermost: kernels go in before anything wraps the model
+        swapped = functools.partial(_kernels.prepare, options, changes)
+        changes.around(accelerator, "prepare", swapped)
+    return is_compiled or is_packed or is_swapped
 
 
 def is_applied(accelerator: Any) -> bool:
@@ -178,38 +184,34 @@ def _write_flag(
     configuration[_FLAG] = {**told, "enabled": True}
 
 
-def _preparing_fsdp2(
-    original: Callable[..., Any], changes: _contract.Changes
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        prepared = original(*args, **kwargs)
-        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
-            _fsdp2.place_buffers(thing, changes)
-        return prepared
-
-    return prepare
+def _prepare_fsdp2(
+    changes: _contract.Changes, original: _Prepare, _: Any, *args: Any, **kwargs: Any
+) -> Any:
+    prepared = original(*args, **kwargs)
+    for thing in _each(prepared):
+        _fsdp2.place_buffers(thing, changes)
+    return prepared
 
 
-def _preparing_packed(
-    accelerator: Any, choice: str, adapter: str, changes: _contract.Changes
-) -> Callable[..., Any]:
-    original = accelerator.prepare
+def _each(prepared: Any) -> Sequence[Any]:
+    return prepared if isinstance(prepared, tuple | list) else (prepared,)
+
+
+def _preparing_packed(choice: str, adapter: str, changes: _contract.Changes) -> _Prepare:
     models: WeakSet[Any] = WeakSet()
     _moved_batches.install(changes)
 
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
+    def prepare(original: _Prepare, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.nn import Module
 
         prepared = original(*args, **kwargs)
-        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
+        for thing in _each(prepared):
             if isinstance(thing, Module):
                 models.add(thing)
-                changes.attempt("padding", functools.partial(pack, thing))
+                changes.attempt("padding", functools.partial(pack, accelerator, thing))
         return prepared
 
-    def pack(model: Any) -> None:
+    def pack(accelerator: Any, model: Any) -> None:
         obstacle = _cuts_sequences(accelerator)
         if not changes.asked and choice == "auto":
             _padding_free.watch(model, obstacle=obstacle)
@@ -239,19 +241,19 @@ def _cuts_sequences(accelerator: Any) -> str | None:
     return None
 
 
-def _prepare_compiled(accelerator: Any, options: Options, changes: _contract.Changes) -> None:
+def _is_compiled_here(accelerator: Any, options: Options) -> bool:
+    """Whether `prepare` is to compile: not where Accelerate does that itself."""
     dynamo = getattr(accelerator.state, "dynamo_plugin", None)
     compiles_itself = str(getattr(dynamo, "backend", "NO")).rpartition(".")[2] != "NO"
     # An engine of DeepSpeed's is compiled where it is made, by the flag.
-    if not _compile.is_wanted(options) or compiles_itself or _deepspeed_configurations(accelerator):
-        return
-    original = accelerator.prepare
+    is_engine = bool(_deepspeed_configurations(accelerator))
+    return _compile.is_wanted(options) and not compiles_itself and not is_engine
 
-    @functools.wraps(original)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        prepared = original(*args, **kwargs)
-        for thing in prepared if isinstance(prepared, tuple | list) else (prepared,):
-            changes.attempt("code", functools.partial(_compile.start, thing, options, changes))
-        return prepared
 
-    changes.set(accelerator, "prepare", prepare)
+def _prepare_compiled(
+    options: Options, changes: _contract.Changes, original: _Prepare, *args: Any, **kwargs: Any
+) -> Any:
+    prepared = original(*args[1:], **kwargs)
+    for thing in _each(prepared):
+        changes.attempt("code", functools.partial(_compile.start, thing, options, changes))
+    return prepared

@@ -119,7 +119,7 @@ class PackedForward:
         """Whether the last batch has one of few shapes."""
         self.most_targets: int | None = None
         """A bound on the targets of the batch under way."""
-        self._model = model
+        self._model_of = weakref.ref(model)  # it lives no longer for our sake
         self.conventions = conventions
         self._strict = strict
         self._is_asked = is_asked
@@ -145,6 +145,10 @@ class PackedForward:
         # Of the last batches, by what is known of them.
         self._fitted: OrderedDict[tuple[int, int, int], Shape] = OrderedDict()
         self._target_share = 0  # the largest so far, in parts of a row's tokens
+
+    @property
+    def _model(self) -> Any:
+        return self._model_of()
 
     def install(self, outer: torch.nn.Module) -> Callable[[], None]:
         """Put the hooks on `outer`; returns what takes them off again."""

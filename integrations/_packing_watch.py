@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -48,13 +49,17 @@ class Watch:
     Args:
         outer: what a training loop calls inside its wrappers.
         model: the transformers model in it.
-        then: gets the conventions by which to pack, once they are known and nothing was seen that
-            forbids it. The hooks are gone then.
+        then: gets both and the conventions by which to pack, once they are known and nothing was
+            seen that forbids it. The hooks are gone then.
+
+    It keeps neither alive.
     """
 
-    def __init__(self, outer: Any, model: Any, then: Callable[[Conventions], None]) -> None:
-        self._outer = outer
-        self._model = model
+    def __init__(
+        self, outer: Any, model: Any, then: Callable[[Any, Any, Conventions], None]
+    ) -> None:
+        self._outer_of = weakref.ref(outer)
+        self._model_of = weakref.ref(model)
         self._then = then
         self._num_calls = 0
         self._began = time.monotonic()
@@ -67,6 +72,14 @@ class Watch:
             # First of all: the others see what the program will see.
             outer.register_forward_hook(Hook(self._after), prepend=True),
         )
+
+    @property
+    def _outer(self) -> Any:
+        return self._outer_of()
+
+    @property
+    def _model(self) -> Any:
+        return self._model_of()
 
     def close(self) -> None:
         """Take the hooks off, and end the helper."""
@@ -165,7 +178,11 @@ class Watch:
             return
         self.close()
         decisions.record(WHAT, "packed", f"{type(self._model).__name__}: {entry['reason']}")
-        self._then(Conventions(**{**found, "per_token": tuple(found["per_token"])}))
+        self._then(
+            self._outer,
+            self._model,
+            Conventions(**{**found, "per_token": tuple(found["per_token"])}),
+        )
 
     def _stay(self, reason: str) -> None:
         self.close()

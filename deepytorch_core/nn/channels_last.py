@@ -11,6 +11,7 @@ Dropout fills its mask in the order of memory, so the same random numbers fall o
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepytorch_core import config, decisions, guard
-from deepytorch_core.compile import gpu_time
 from deepytorch_core.guard import Candidate, Trial
 from deepytorch_core.nn.swaps.fused_optimizer import match_gradients, match_state
 
@@ -64,23 +64,24 @@ class ChannelsLast:
     """The layout in place: weights, and from then on every 4-D input.
 
     Args:
-        model: changed in place.
+        model: changed in place; not kept alive.
         optimizers: theirs follow: torch's fused ones need state and gradients of the same strides,
             see `deepytorch_core.nn.swaps.fused_optimizer`.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
-        self._model = model
-        self._optimizers = optimizers
+        self._model = weakref.ref(model)
+        self._optimizers = [weakref.ref(one) for one in optimizers]
         self._handle: Any = None
         self._watched: list[Any] = []
 
     def apply(self) -> None:
         """Switch to channels_last. A second call does nothing."""
-        if self._handle is None:
+        model = self._model()
+        if self._handle is None and model is not None:
             self._convert(_TO)
-            self._handle = self._model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
-            for one in self._optimizers:
+            self._handle = model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
+            for one in self._living_optimizers():
                 self._watched += [
                     # DDP's buckets keep the former strides until it has built them anew.
                     one.register_step_pre_hook(match_gradients),
@@ -96,13 +97,19 @@ class ChannelsLast:
             self._handle, self._watched = None, []
             self._convert(_BACK)
 
+    def _living_optimizers(self) -> list[Any]:
+        return [one for one in (reference() for reference in self._optimizers) if one is not None]
+
     def _convert(self, layout: torch.memory_format) -> None:
-        self._model.to(memory_format=layout)  # type: ignore[call-overload]
+        model = self._model()
+        if model is None:
+            return
+        model.to(memory_format=layout)  # type: ignore[call-overload]
         torch.clear_autocast_cache()  # weights that are cast already are in the former layout
-        for parameter in self._model.parameters():
+        for parameter in model.parameters():
             if parameter.grad is not None and parameter.dim() == 4:
                 parameter.grad = parameter.grad.contiguous(memory_format=layout)
-        for optimizer in self._optimizers:
+        for optimizer in self._living_optimizers():
             match_state(optimizer)
 
 
@@ -211,13 +218,19 @@ class _FirstBatch:
             run=run,
             dtype=autocast,
             budget_s=BUDGET_S,
-            clock=functools.partial(gpu_time.clock_for, model) if is_compiled else None,
+            clock=functools.partial(_clock_for, model) if is_compiled else None,
         )
         shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
         prefer = "it is the layout of compiled convolutions" if is_compiled else None
         facts = {"shapes": shapes}
         guard.choose(self._what, [candidate], trial, facts=facts, prefer=prefer, together=True)
         return _convert_inputs(model, args, kwargs) if layout._handle else None
+
+
+def _clock_for(model: nn.Module, call: Callable[[], object], ranks: guard.Ranks) -> guard.Clock:
+    from deepytorch_core.compile import gpu_time  # importing it takes seconds
+
+    return gpu_time.clock_for(model, call, ranks)
 
 
 def _nothing(model: nn.Module, args: Any, kwargs: Any) -> None:

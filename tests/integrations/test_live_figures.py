@@ -18,6 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import deepytorch
+from deepytorch.integrations import _around
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as adapter
 from deepytorch_core.testing import place, rank_store, spawn_ranks
@@ -200,14 +201,14 @@ def accelerator_logs(
         accelerator.log({"accuracy": 0.5}, step=3)
         accelerator.end_training()
         losses = deepytorch.report().course["losses"][known:]
-        logged = "log" in vars(accelerator)
+        logged = _around.is_put(accelerator, "log")
         accelerate_adapter.undo(accelerator)
         return {
             "values": values,
             "losses": losses,
             "events": events(folder) if rank == 0 else {},
             "scalars": scalars(folder) if rank == 0 else {},
-            "log": [logged, "log" in vars(accelerator)],
+            "log": [logged, _around.is_put(accelerator, "log")],
         }
 
 

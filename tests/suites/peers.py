@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -24,7 +25,11 @@ import arms
 from arms import STOCK, Arm, Batch, Setting
 
 LINE = "line"
-ON_THE_CPU = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+OFFLINE = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+_FROM_THE_HUB = ("big_modeling", "cli", "examples", "modeling_utils", "quantization", "sagemaker")
+_SCRIPTS = "accelerate/test_utils/scripts"
+# Without a GPU, or without a program to test.
+_FAILING = ("cli", "ddp_comm_hook", "distributed_data_loop", "notebook")
 
 
 @dataclass(frozen=True)
@@ -37,31 +42,65 @@ class Suite:
         path: folders of the checkout to import from.
         options: of pytest.
         environment: variables of every process.
-        leave_out: names of tests that do not run: they need what is not here, for minutes each.
-        apart: every file has a process of its own.
     """
 
     files: Sequence[str]
     root: str = "."
     path: Sequence[str] = ()
     options: Sequence[str] = ()
-    environment: tuple[tuple[str, str], ...] = ()
-    leave_out: Sequence[str] = ()
-    apart: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-# No GPU and no network: what takes them fails or is skipped in both arms.
+# No GPU, no network: what takes them fails or is skipped in both arms. Ten minutes an arm at most.
 SUITES = {
-    # Needs the package parameterized.
+    # Needs the packages parameterized and torchdata.
     "accelerate": Suite(
-        files=["tests/test_*.py", "!tests/test_examples.py", "!tests/test_modeling_utils.py"],
-        environment=tuple(ON_THE_CPU.items()),
+        files=["tests/test_*.py", *(f"!tests/test_{one}.py" for one in _FROM_THE_HUB)],
+        environment=OFFLINE,
     ),
     # CHECKOUT is the folder that has the package accelerate.
     "accelerate-scripts": Suite(
-        files=["accelerate/test_utils/scripts/test_*.py"],
-        options=["-c", "/dev/null", "-p", "no:python", "-p", "scripts_plugin"],
-        environment=tuple(ON_THE_CPU.items()),
+        files=[f"{_SCRIPTS}/test_*.py", *(f"!{_SCRIPTS}/test_{one}.py" for one in _FAILING)],
+        options=["-c", os.devnull, "-p", "no:python", "-p", "scripts_plugin"],
+        environment=OFFLINE,
+    ),
+    # Needs the package parameterized.
+    "transformers": Suite(
+        files=["tests/trainer/test_*.py"],
+        environment=OFFLINE,
+    ),
+    # Needs what requirements/fabric/test.txt and requirements/pytorch/test.txt name.
+    "lightning-fabric": Suite(
+        files=[
+            "tests/tests_fabric/test_*.py",
+            "tests/tests_fabric/plugins/**/test_*.py",
+            "tests/tests_fabric/strategies/test_*.py",
+        ],
+        root="tests",
+        path=["src"],
+    ),
+    "lightning": Suite(
+        files=[
+            "tests/tests_pytorch/callbacks/test_*.py",
+            "tests/tests_pytorch/core/**/test_*.py",
+            "tests/tests_pytorch/loops/**/test_*.py",
+            "tests/tests_pytorch/models/test_hooks.py",
+            "tests/tests_pytorch/strategies/test_ddp*.py",
+        ],
+        root="tests",
+        path=["src"],
+    ),
+    # Needs ninja and a compiler, for DeepSpeed's own Adam.
+    "deepspeed": Suite(
+        files=[
+            "tests/unit/checkpoint/test_*.py",
+            "tests/unit/comm/test_*.py",
+            "tests/unit/pipe/test_*.py",
+            "tests/unit/runtime/pipe/test_*.py",
+            "tests/unit/runtime/zero/test_*.py",
+        ],
+        root="tests",
+        environment={"DS_ACCELERATOR": "cpu"},
     ),
 }
 
@@ -80,22 +119,21 @@ def main() -> int:
     if not files:
         parser.error(f"{checkout} has no such files")
     logs = (asked.logs or Path(tempfile.mkdtemp(prefix=f"{asked.suite}_"))).resolve()
-    options = [*suite.options, *(word for name in suite.leave_out for word in ("--deselect", name))]
     setting = Setting(
         root=checkout / suite.root,
         logs=logs,
         start=asked.start,
         until_killed_s=asked.limit + asked.grace,
-        options=options,
+        options=suite.options,
         environment={
-            **dict(suite.environment),
+            **suite.environment,
             "DEEPYTORCH_COMPILE": asked.compile,
             "DEEPYTORCH_PATIENCE": asked.patience,
         },
     )
     both = Arm(STOCK, setting), Arm(LINE, setting)
     path = [checkout / one for one in suite.path]
-    found, differing = arms.run(both, _batches(files, suite, setting.root, path))
+    found, differing = arms.run(both, _batches(files, setting.root, path))
     _tell(both, differing, len(found[0] | found[1]), logs)
     if asked.json:
         outcome = {
@@ -111,24 +149,21 @@ def main() -> int:
 
 
 def _files(checkout: Path, globs: Sequence[str]) -> list[Path]:
+    """Sorted by folder, so that those of one come together."""
     found: set[Path] = set()
     for glob in globs:
         if glob.startswith("!"):
             found -= set(checkout.glob(glob[1:]))
         else:
             found |= set(checkout.glob(glob))
-    return sorted(found)
+    return sorted(found, key=lambda file: (file.parent, file))
 
 
-def _batches(files: Sequence[Path], suite: Suite, root: Path, path: Sequence[Path]) -> list[Batch]:
-    def label(file: Path) -> str:
-        own = file.relative_to(root)
-        return "_".join((own.with_suffix("") if suite.apart else own.parent).parts) or "root"
-
-    labelled = sorted((label(file), file) for file in files)
+def _batches(files: Sequence[Path], root: Path, path: Sequence[Path]) -> list[Batch]:
+    """A process for the files of a folder."""
     return [
-        Batch(name, [file for _, file in several], path=path)
-        for name, several in groupby(labelled, lambda each: each[0])
+        Batch("_".join(folder.relative_to(root).parts), list(several), path=path)
+        for folder, several in groupby(files, lambda file: file.parent)
     ]
 
 

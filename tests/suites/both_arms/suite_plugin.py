@@ -17,6 +17,8 @@ import pytest
 _ROWS = Path(os.environ["SUITE_ROWS"])
 _rows = {}
 _exit = sys.exit
+# Packages that forked children find imported, if the tests import them.
+_SHARED = ("torch", "pytest", "accelerate", "transformers", "lightning", "deepspeed")
 
 
 def pytest_configure(config):
@@ -43,7 +45,7 @@ def _skip_file(code=None):
 def pytest_collection_modifyitems(items):
     done = {json.loads(line)["test"] for line in _ROWS.read_text().splitlines()}
     items[:] = [item for item in items if item.nodeid not in done]
-    imported = [name for name in sys.modules if name.partition(".")[0] in ("torch", "pytest")]
+    imported = [name for name in sys.modules if name.partition(".")[0] in _SHARED]
     multiprocessing.set_forkserver_preload(imported)
 
 
