@@ -17,17 +17,17 @@ DDP needs nothing else: its buckets are placed wherever deepytorch serves the gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from deepytorch_core import activation, config
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
-from deepytorch_core.patching import Patches
 
 from . import _compile, _contract, _fsdp2, _kernels, _live, _moved_batches, _padding_free
 
+_Prepare = Callable[..., Any]
 _NAME = "accelerator"
 _FLAG = "deepytorch"
 _VERSIONS, _TESTED = ">=1.10,<2", "1.15.0"
@@ -88,11 +88,10 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     changes.on_undo(activation.deactivate if armed else joined.leave)
     for configuration in configurations:
         _write_flag(configuration, options, changes)
+    if getattr(accelerator, "is_fsdp2", False):
+        changes.around(accelerator, "prepare", functools.partial(_prepare_fsdp2, changes))
     _set_policies(accelerator, joined.options, adapter, changes)
-    figures = _live.around_log()
-    if figures is not None:
-        _in_force.add(accelerator, "log", figures)
-        changes.on_undo_of(accelerator, _in_force.discard)
+    _live.log_figures(accelerator, changes)
     _contract.mark(accelerator, _NAME, changes)
     return True
 
@@ -111,82 +110,20 @@ def _set_policies(
     accelerator: Any, options: Options, adapter: str, changes: _contract.Changes
 ) -> bool:
     """Have `prepare` apply what is not about communication; False if all of it is off."""
-    steps = _Steps()
-    if getattr(accelerator, "is_fsdp2", False) and changes.asked:
-        steps.after.append(functools.partial(_place_buffers, changes))
-    if _is_compiled_here(accelerator, options):
-        steps.after.append(functools.partial(_start_compiling, options, changes))
-    if options.padding_free != "off":
-        _moved_batches.install(changes)
-        steps.after.append(_Packing(options.padding_free, adapter, changes))
-    if options.kernels != "off":  # kernels go in before anything wraps the model
-        steps.before = functools.partial(_kernels.swap_in, options, changes)
-    if not steps.after and steps.before is None:
-        return False
-    _in_force.add(accelerator, "prepare", steps.around_prepare)
-    changes.on_undo_of(accelerator, _in_force.discard)
-    return True
-
-
-class _Steps:
-    """What `prepare` does besides."""
-
-    def __init__(self) -> None:
-        # With all that is to be prepared; with each thing that is.
-        self.before: Callable[[Any, tuple[Any, ...]], None] | None = None
-        self.after: list[Callable[[Any, Any], None]] = []
-
-    def around_prepare(
-        self, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """The method."""
-        if self.before is not None:
-            self.before(accelerator, args)
-        prepared = original(accelerator, *args, **kwargs)
-        things = prepared if isinstance(prepared, tuple | list) else (prepared,)
-        for step in self.after:
-            for thing in things:
-                step(accelerator, thing)
-        return prepared
-
-
-class _InForce:
-    """Methods of Accelerators that do more than stock's: the class's, for those that are here.
-
-    An attribute on each would keep it from going with its last user, and be in what is pickled.
-    """
-
-    def __init__(self) -> None:
-        self._arounds: WeakKeyDictionary[Any, dict[str, Callable[..., Any]]] = WeakKeyDictionary()
-        self._patches = Patches()
-
-    def add(self, accelerator: Any, name: str, around: Callable[..., Any]) -> None:
-        """Have `around(original, accelerator, ...)` run in place of `accelerator.name(...)`."""
-        if not self._arounds:
-            self._patches.undo()
-            self._patches = Patches()
-        self._arounds.setdefault(accelerator, {})[name] = around
-        # Accelerate's own, which a class derived from it may call.
-        *_, stock = [one for one in type(accelerator).__mro__ if name in vars(one)]
-        self._patches.replace(stock, name, functools.partial(self._replacing, name))
-
-    def discard(self, accelerator: Any) -> None:
-        """Have its methods be stock's again."""
-        self._arounds.pop(accelerator, None)
-        if not self._arounds:
-            self._patches.undo()
-
-    def _replacing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            around = self._arounds.get(accelerator, {}).get(name)
-            if around is None:
-                return original(accelerator, *args, **kwargs)
-            return around(original, accelerator, *args, **kwargs)
-
-        return method
-
-
-_in_force = _InForce()
+    is_compiled = _is_compiled_here(accelerator, options)
+    if is_compiled:
+        changes.around(
+            accelerator, "prepare", functools.partial(_prepare_compiled, options, changes)
+        )
+    is_packed = options.padding_free != "off"
+    if is_packed:
+        packed = _preparing_packed(options.padding_free, adapter, changes)
+        changes.around(accelerator, "prepare", packed)
+    is_swapped = options.kernels != "off"
+    if is_swapped:  # outermost: kernels go in before anything wraps the model
+        swapped = functools.partial(_kernels.prepare, options, changes)
+        changes.around(accelerator, "prepare", swapped)
+    return is_compiled or is_packed or is_swapped
 
 
 def is_applied(accelerator: Any) -> bool:
@@ -247,44 +184,47 @@ def _write_flag(
     configuration[_FLAG] = {**told, "enabled": True}
 
 
-def _place_buffers(changes: _contract.Changes, accelerator: Any, prepared: Any) -> None:
-    _fsdp2.place_buffers(prepared, changes)
+def _prepare_fsdp2(
+    changes: _contract.Changes, original: _Prepare, _: Any, *args: Any, **kwargs: Any
+) -> Any:
+    prepared = original(*args, **kwargs)
+    for thing in _each(prepared):
+        _fsdp2.place_buffers(thing, changes)
+    return prepared
 
 
-class _Packing:
-    """The step that has prepared models train without padding."""
+def _each(prepared: Any) -> Sequence[Any]:
+    return prepared if isinstance(prepared, tuple | list) else (prepared,)
 
-    def __init__(self, choice: str, adapter: str, changes: _contract.Changes) -> None:
-        self._choice = choice
-        self._adapter = adapter
-        self._changes = changes
-        self._models: WeakSet[Any] = WeakSet()
-        changes.on_undo(self._undo)
 
-    def __call__(self, accelerator: Any, prepared: Any) -> None:
+def _preparing_packed(choice: str, adapter: str, changes: _contract.Changes) -> _Prepare:
+    models: WeakSet[Any] = WeakSet()
+    _moved_batches.install(changes)
+
+    def prepare(original: _Prepare, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.nn import Module
 
-        if isinstance(prepared, Module):
-            self._models.add(prepared)
-            pack = functools.partial(self._pack, accelerator, prepared)
-            self._changes.attempt("padding", pack)
+        prepared = original(*args, **kwargs)
+        for thing in _each(prepared):
+            if isinstance(thing, Module):
+                models.add(thing)
+                changes.attempt("padding", functools.partial(pack, accelerator, thing))
+        return prepared
 
-    def _pack(self, accelerator: Any, model: Any) -> None:
+    def pack(accelerator: Any, model: Any) -> None:
         obstacle = _cuts_sequences(accelerator)
-        if not self._changes.asked and self._choice == "auto":
+        if not changes.asked and choice == "auto":
             _padding_free.watch(model, obstacle=obstacle)
             return
-        _padding_free.attach(
-            model,
-            self._choice,
-            adapter=self._adapter,
-            precision=_precision(accelerator),
-            obstacle=obstacle,
-        )
+        precision = _precision(accelerator)
+        _padding_free.attach(model, choice, adapter=adapter, precision=precision, obstacle=obstacle)
 
-    def _undo(self) -> None:
-        for model in self._models:
+    def detach() -> None:
+        for model in models:
             _padding_free.detach(model)
+
+    changes.on_undo(detach)
+    return prepare
 
 
 def _precision(accelerator: Any) -> Any:
@@ -302,6 +242,7 @@ def _cuts_sequences(accelerator: Any) -> str | None:
 
 
 def _is_compiled_here(accelerator: Any, options: Options) -> bool:
+    """Whether `prepare` is to compile: not where Accelerate does that itself."""
     dynamo = getattr(accelerator.state, "dynamo_plugin", None)
     compiles_itself = str(getattr(dynamo, "backend", "NO")).rpartition(".")[2] != "NO"
     # An engine of DeepSpeed's is compiled where it is made, by the flag.
@@ -309,7 +250,10 @@ def _is_compiled_here(accelerator: Any, options: Options) -> bool:
     return _compile.is_wanted(options) and not compiles_itself and not is_engine
 
 
-def _start_compiling(
-    options: Options, changes: _contract.Changes, accelerator: Any, prepared: Any
-) -> None:
-    changes.attempt("code", functools.partial(_compile.start, prepared, options, changes))
+def _prepare_compiled(
+    options: Options, changes: _contract.Changes, original: _Prepare, *args: Any, **kwargs: Any
+) -> Any:
+    prepared = original(*args[1:], **kwargs)
+    for thing in _each(prepared):
+        changes.attempt("code", functools.partial(_compile.start, thing, options, changes))
+    return prepared

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepytorch_core import decisions
+from deepytorch_core import decisions, dynamo
 from deepytorch_core.config import Options
 
 from . import _contract
@@ -42,6 +42,7 @@ def start(model: Any, options: Options, changes: _contract.Changes) -> None:
 
     if not is_wanted(options) or not isinstance(model, torch.nn.Module):
         return
+    dynamo.load()
     from deepytorch_core import compile as engine
     from deepytorch_core.compile import regions
 

@@ -105,6 +105,18 @@ class Changes:
             value = _Standin(owner, name, value)
         setattr(owner, name, value)
 
+    def around(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Have calls of the method `owner.name` go through `function(original, owner, ...)`.
+
+        `function` must not hold `owner`, which then lives no longer than it would without.
+        """
+        from . import _around
+
+        if name in vars(owner):  # somebody has put another there
+            self.set(owner, name, functools.partial(function, getattr(owner, name), owner))
+        else:
+            self.on_undo_of(owner, _around.put(owner, name, function))
+
     def replace(
         self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:

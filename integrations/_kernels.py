@@ -10,20 +10,17 @@ import functools
 import importlib
 import importlib.util
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepytorch_core import decisions
+from deepytorch_core import decisions, dynamo
 from deepytorch_core.config import Options
-from deepytorch_core.nn import channels_last
 from deepytorch_core.nn.kernels import STOCK, Setting, apply_kernels
 
-from . import _causal_loss as _causal_loss  # registers its kernels
 from . import _contract
-from . import _masked_loss as _masked_loss  # registers its kernels
 
 _NAME = "kernels"
 
@@ -39,12 +36,12 @@ def apply(
     """Swap kernels in for the models and optimizers among `things`, each once."""
     if options.kernels == "off":
         return
-    if importlib.util.find_spec("liger_kernel") is not None:
-        importlib.import_module(f"{__package__}._liger")  # registers its kernels
     given = list(things)
     models = [
         one for one in given if isinstance(one, nn.Module) and not _contract.is_marked(one, _NAME)
     ]
+    if models:
+        _register()
     optimizers = [one for one in given if isinstance(one, torch.optim.Optimizer)]
     for model in models:
         setting = Setting(
@@ -56,8 +53,9 @@ def apply(
         own = _contract.Changes()
         own.on_undo(apply_kernels(setting, options.kernels).undo)
         # It is tried by a pass of the model.
-        if changes.asked and channels_last.is_convolutional(model):
-            # All of them: which of several models an optimizer is for is not told.
+        if changes.asked and any(isinstance(one, nn.Conv2d) for one in model.modules()):
+            from deepytorch_core.nn import channels_last
+
             own.on_undo(channels_last.choose(model, mode=options.kernels))
         _contract.mark(model, _NAME, own)
         changes.on_undo_of(model, _undo)
@@ -65,21 +63,38 @@ def apply(
         weakref.finalize(model, own.undo).atexit = False
 
 
+def _register() -> None:
+    dynamo.load()
+    importlib.import_module(f"{__package__}._causal_loss")
+    importlib.import_module(f"{__package__}._masked_loss")
+    if importlib.util.find_spec("liger_kernel") is not None:
+        importlib.import_module(f"{__package__}._liger")
+
+
 def _undo(model: nn.Module) -> None:
     _contract.undo(model, _NAME)
 
 
-def swap_in(
-    options: Options, changes: _contract.Changes, accelerator: Any, given: tuple[Any, ...]
-) -> None:
-    """Swap kernels in for what `accelerator.prepare` is given, before it does its work."""
+def prepare(
+    options: Options,
+    changes: _contract.Changes,
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`accelerator.prepare` with kernels swapped in first, as `Changes.around` calls it."""
+    accelerator, *things = args
     several = accelerator.num_processes == 1 and torch.cuda.device_count() > 1
     if several and accelerator.device.type == "cuda":
         reason = "one process has several GPUs, and nn.DataParallel copies modules on its own"
         decisions.record(_NAME, STOCK, reason)
-        return
-    how = {"device": accelerator.device, "autocast": _autocast_of(accelerator)}
-    changes.attempt("kernels", functools.partial(apply, given, options, changes, **how))
+    else:
+        autocast = _autocast_of(accelerator)
+        swap = functools.partial(
+            apply, things, options, changes, device=accelerator.device, autocast=autocast
+        )
+        changes.attempt("kernels", swap)
+    return original(*things, **kwargs)
 
 
 def _autocast_of(accelerator: Any) -> torch.dtype | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,28 +10,27 @@ from deepytorch_core import activation, live
 from . import _contract
 
 _NAME = "figures"
+_Method = Callable[..., Any]
 
 
-def around_log() -> Callable[..., Any] | None:
-    """What `Accelerator.log` does besides: give trackers what went by since the last call.
+def log_figures(accelerator: Any, changes: _contract.Changes) -> None:
+    """Have `accelerator.log` also give its trackers what went by since the last call.
 
     Nothing is added where no step has ended since: what an evaluation logs stays as it is. The
-    caller's own dict is not touched. None where deepytorch is not active.
+    caller's own dict is not touched.
     """
     if not activation.is_active():
-        return None
+        return
     figures = live.Figures()
 
-    def log(
-        original: Callable[..., Any], accelerator: Any, values: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def log(original: _Method, accelerator: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         if not accelerator.is_main_process:
-            return original(accelerator, values, *args, **kwargs)
+            return original(values, *args, **kwargs)
         step = kwargs.get("step", args[0] if args else None)
         live.logged(values, step)
-        return original(accelerator, {**values, **figures.take()}, *args, **kwargs)
+        return original({**values, **figures.take()}, *args, **kwargs)
 
-    return log
+    changes.around(accelerator, "log", log)
 
 
 # What DeepSpeed's engine writes at each step, and the loss that it writes before.
@@ -46,11 +44,9 @@ def write_figures(monitor: Any, changes: _contract.Changes) -> None:
     """
     if not activation.is_active() or not getattr(monitor, "enabled", False):
         return
-    original = _contract.method_of(monitor, "write_events")
     figures = live.Figures()
 
-    @functools.wraps(original)
-    def write_events(events: Any) -> Any:
+    def write_events(original: _Method, _: Any, events: Any) -> Any:
         place = {name: (value, samples) for name, value, samples in events}
         if _LOSS_EVENT in place:
             live.logged({"loss": place[_LOSS_EVENT][0]})
@@ -61,7 +57,7 @@ def write_figures(monitor: Any, changes: _contract.Changes) -> None:
         return original(events)
 
     own = _contract.Changes()
-    own.set(monitor, "write_events", write_events)
+    own.around(monitor, "write_events", write_events)
     _contract.mark(monitor, _NAME, own)
     changes.on_undo_of(monitor, _undo)
 

@@ -119,7 +119,7 @@ class PackedForward:
         """Whether the last batch has one of few shapes."""
         self.most_targets: int | None = None
         """A bound on the targets of the batch under way."""
-        self._its_model = weakref.ref(model)
+        self._model_of = weakref.ref(model)  # it lives no longer for our sake
         self.conventions = conventions
         self._strict = strict
         self._is_asked = is_asked
@@ -148,8 +148,7 @@ class PackedForward:
 
     @property
     def _model(self) -> Any:
-        """Not kept: it has these hooks."""
-        return self._its_model()
+        return self._model_of()
 
     def install(self, outer: torch.nn.Module) -> Callable[[], None]:
         """Put the hooks on `outer`; returns what takes them off again."""

@@ -49,12 +49,17 @@ class Watch:
     Args:
         outer: what a training loop calls inside its wrappers.
         model: the transformers model in it.
-        then: gets the conventions by which to pack, once they are known and nothing was seen that
-            forbids it. The hooks are gone then.
+        then: gets both and the conventions by which to pack, once they are known and nothing was
+            seen that forbids it. The hooks are gone then.
+
+    It keeps neither alive.
     """
 
-    def __init__(self, outer: Any, model: Any, then: Callable[[Conventions], None]) -> None:
-        self._its_model = weakref.ref(model)
+    def __init__(
+        self, outer: Any, model: Any, then: Callable[[Any, Any, Conventions], None]
+    ) -> None:
+        self._outer_of = weakref.ref(outer)
+        self._model_of = weakref.ref(model)
         self._then = then
         self._num_calls = 0
         self._began = time.monotonic()
@@ -69,9 +74,12 @@ class Watch:
         )
 
     @property
+    def _outer(self) -> Any:
+        return self._outer_of()
+
+    @property
     def _model(self) -> Any:
-        """Not kept: it has these hooks."""
-        return self._its_model()
+        return self._model_of()
 
     def close(self) -> None:
         """Take the hooks off, and end the helper."""
@@ -87,7 +95,7 @@ class Watch:
             return
         if self._num_calls == 0:
             self._began = time.monotonic()
-        self._look(outer)
+        self._look()
         self._num_calls += 1
         self._random = torch.get_rng_state()
 
@@ -113,7 +121,7 @@ class Watch:
     def _tell(self, field: str, reader: str) -> None:
         self._obstacle = _unpacked_output.reads(reader, field)
 
-    def _look(self, outer: Any) -> None:
+    def _look(self) -> None:
         """See whether it is time to decide."""
         is_patient = config.current().patience != "off"
         if self._num_calls < (_WATCHED if is_patient else 1):
@@ -121,15 +129,15 @@ class Watch:
         if self._obstacle is not None:
             self._stay(self._obstacle)
         elif self._helper is None:
-            self._start(outer, is_patient)
+            self._start(is_patient)
         elif self._helper.answer is not None:
             self._hear(self._helper.answer)
 
-    def _start(self, outer: Any, is_patient: bool) -> None:
+    def _start(self, is_patient: bool) -> None:
         if is_patient and time.monotonic() - self._began < self._least_run_s():
             return
         try:
-            twin = pickle.dumps(_packing_twin.describe(outer, self._model))
+            twin = pickle.dumps(_packing_twin.describe(self._outer, self._model))
         except Unsupported as reason:
             self._stay(str(reason))
             return
@@ -145,7 +153,7 @@ class Watch:
         self._helper = Helper(twin, environment, is_awaited=not is_patient)
         if not is_patient:
             self._helper.wait()
-            self._look(outer)
+            self._look()
 
     def _least_run_s(self) -> float:
         cores = own_cores.of_rank(topology.discover().cores.usable)
@@ -170,7 +178,11 @@ class Watch:
             return
         self.close()
         decisions.record(WHAT, "packed", f"{type(self._model).__name__}: {entry['reason']}")
-        self._then(Conventions(**{**found, "per_token": tuple(found["per_token"])}))
+        self._then(
+            self._outer,
+            self._model,
+            Conventions(**{**found, "per_token": tuple(found["per_token"])}),
+        )
 
     def _stay(self, reason: str) -> None:
         self.close()

@@ -15,11 +15,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepytorch_core import decisions, guard
+from deepytorch_core import decisions, dynamo, guard
 from deepytorch_core.agreement import agree, numbered
-from deepytorch_core.compile import capture
 from deepytorch_core.console import say_once
-from deepytorch_core.data import Shapes
 
 from . import _contract
 
@@ -102,6 +100,7 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     outer, model = _found(prepared)
     if outer is None or _contract.is_marked(outer, _NAME):
         return
+    dynamo.load()
     if obstacle is None:
         obstacle = _why_not_watched(outer)
     if obstacle is not None:
@@ -110,14 +109,10 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     from ._packing_watch import Watch
 
     attached = _Attached()
-    reference = weakref.ref(outer)
     is_whole = not _is_sharded(prepared)
 
-    def switch(found: Conventions) -> None:
-        watched = reference()
-        if watched is not None:
-            inner = _found(watched)[1]
-            attached.install(watched, inner, found, is_asked=False, is_whole=is_whole)
+    def switch(watched: Any, model: Any, found: Conventions) -> None:
+        attached.install(watched, model, found, is_asked=False, is_whole=is_whole)
 
     attached.on_undo(Watch(outer, model, switch).close)
     _contract.mark(outer, _NAME, attached)
@@ -171,6 +166,8 @@ def use_few_shapes(prepared: Any, limit: int, *, max_length: int) -> bool:
     """
     attached = _attachment(prepared)
     if attached is not None and attached.forward is not None:
+        from deepytorch_core.data import Shapes
+
         attached.forward.shapes = Shapes(limit, max_length=max_length)
     return attached is not None
 
@@ -193,12 +190,14 @@ class _Attached(_contract.Changes):
 
     def install(self, outer: Any, model: Any, found: Conventions, **how: bool) -> None:
         """Have the model train packed; `how` as `PackedForward` takes it."""
+        from deepytorch_core.compile import capture
+
         from ._packed_forward import PackedForward
 
         self.forward = PackedForward(model, outer, found, **how)
         self.on_undo(self.forward.install(outer))
         capture.register_sizes(outer, _Sizes(self.forward))
-        self.on_undo_of(outer, lambda one: capture.register_sizes(one, None))
+        self.on_undo_of(outer, lambda changed: capture.register_sizes(changed, None))
 
     def _stop_planning(self) -> None:
         for loader, collate in self.planning.items():

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepytorch_core import config, decisions, guard
-from deepytorch_core.compile import gpu_time
 from deepytorch_core.guard import Candidate, Trial
 
 NAME = "channels_last"
@@ -176,13 +175,19 @@ class _FirstBatch:
             run=run,
             dtype=autocast,
             budget_s=BUDGET_S,
-            clock=functools.partial(gpu_time.clock_for, model) if is_compiled else None,
+            clock=functools.partial(_clock_for, model) if is_compiled else None,
         )
         shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
         prefer = "it is the layout of compiled convolutions" if is_compiled else None
         facts = {"shapes": shapes}
         guard.choose(self._what, [candidate], trial, facts=facts, prefer=prefer)
         return _convert_inputs(model, args, kwargs) if layout.is_on else None
+
+
+def _clock_for(model: nn.Module, call: Callable[[], object], ranks: guard.Ranks) -> guard.Clock:
+    from deepytorch_core.compile import gpu_time  # importing it takes seconds
+
+    return gpu_time.clock_for(model, call, ranks)
 
 
 def _nothing(model: nn.Module, args: Any, kwargs: Any) -> None:

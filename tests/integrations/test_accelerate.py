@@ -20,7 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 import deepytorch
-from deepytorch.integrations import _contract
+from deepytorch.integrations import _around, _contract
 from deepytorch.integrations import accelerate as adapter
 from deepytorch_core import registered
 from deepytorch_core.c10d_patches import serving_name
@@ -312,7 +312,7 @@ def test_in_a_single_process_only_the_model_is_looked_at() -> None:
         assert not adapter.undo(accelerator)
         found = set(vars(accelerator))
         accelerator = adapter.DeepytorchAccelerator(cpu=True)
-        assert adapter._accelerator.is_applied(accelerator)
+        assert _around.is_put(accelerator, "prepare")
         assert adapter.undo(accelerator)
         assert set(vars(accelerator)) == found
         with pytest.raises(_contract.IntegrationError, match="accelerate: padding_free='perhaps'"):
@@ -354,7 +354,7 @@ def test_freed_models_and_optimizers_go_while_the_accelerator_stays(kernels: str
     with process_state():
         plugin = adapter.DeepytorchPlugin(kernels=kernels)
         accelerator = adapter.DeepytorchAccelerator(cpu=True, deepytorch_plugin=plugin)
-        assert adapter._accelerator.is_applied(accelerator)
+        assert _around.is_put(accelerator, "prepare")
         for _ in range(2):
             assert [kept() for kept in prepare_and_free(accelerator)] == [None, None]
         alive = accelerator.prepare(ConvolutionalNet())

@@ -23,7 +23,7 @@ from accelerate.utils import (
 from torch import nn
 
 import deepytorch
-from deepytorch.integrations import _contract, _fsdp2
+from deepytorch.integrations import _around, _contract, _fsdp2
 from deepytorch.integrations import accelerate as adapter
 from deepytorch_core import agreement
 from deepytorch_core.testing import place, rank_store, spawn_ranks
@@ -110,7 +110,7 @@ def fsdp2(rank: int, world_size: int, how: str) -> dict[str, Any]:
             "native": native_ops(),
             "placed": _fsdp2.place_buffers(model, _contract.Changes()),
             "undone": undone,
-            "prepare": "prepare" in vars(accelerator),
+            "prepare": _around.is_put(accelerator, "prepare"),
         }
 
 

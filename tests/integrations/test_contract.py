@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import deepytorch
-from deepytorch.integrations import _contract
+from deepytorch.integrations import _around, _contract
 from deepytorch_core import agreement
 from deepytorch_core.c10d_patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
@@ -318,3 +319,70 @@ def test_what_bench_train_compares_has_the_same_losses(
     assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock]
     assert [rank["native"] for rank in stock] == [0, 0]
     assert all(rank["native"] > 0 for rank in ours)
+
+
+class Calling:
+    def act(self, what: str) -> str:
+        """Says who acted."""
+        return f"{type(self).__name__} {what}"
+
+
+class CallingBelow(Calling):
+    def act(self, what: str) -> str:
+        return f"below: {super().act(what)}"
+
+
+def twice(original: Any, owner: Any, what: str) -> str:
+    return " and ".join([original(what)] * 2)
+
+
+def loud(original: Any, owner: Any, what: str) -> str:
+    return original(what.upper())
+
+
+def test_calls_of_one_object_go_around_with_the_last_outermost() -> None:
+    stock, owner, other = Calling.act, Calling(), Calling()
+    changes = _contract.Changes()
+    changes.around(owner, "act", twice)
+    changes.around(owner, "act", loud)
+    assert owner.act("here") == owner.act(what="here") == "Calling HERE and Calling HERE"
+    assert other.act("here") == copy.deepcopy(owner).act("here") == "Calling here"
+    assert vars(owner) == vars(other) == {}
+    assert owner.act.__doc__ == "Says who acted."
+    assert _around.is_put(owner, "act")
+    changes.undo()
+    assert Calling.act is stock
+    assert not _around.is_put(owner, "act")
+
+
+def test_a_method_that_calls_its_parents_is_gone_around_once() -> None:
+    stock, owner, above = CallingBelow.act, CallingBelow(), Calling()
+    changes = _contract.Changes()
+    changes.around(owner, "act", twice)
+    changes.around(above, "act", twice)
+    assert owner.act("here") == "below: CallingBelow here and below: CallingBelow here"
+    assert above.act("here") == "Calling here and Calling here"
+    changes.undo()
+    assert CallingBelow.act is stock
+
+
+def test_what_somebody_put_on_the_object_is_gone_around_too() -> None:
+    owner = Calling()
+    owner.act = lambda what: f"mine {what}"  # type: ignore[method-assign]
+    changes = _contract.Changes()
+    changes.around(owner, "act", twice)
+    assert owner.act("here") == "mine here and mine here"
+    changes.undo()
+    assert owner.act("here") == "mine here"
+
+
+def test_going_around_keeps_nothing_alive() -> None:
+    owner, changes = Calling(), _contract.Changes()
+    changes.around(owner, "act", twice)
+    _contract.mark(owner, "test", changes)
+    kept, method = weakref.ref(owner), owner.act
+    del owner
+    assert method("here") == "Calling here and Calling here"
+    del method
+    assert kept() is None
+    changes.undo()

@@ -1,22 +1,34 @@
 """Read by every Python process of a suite's run: switches deepytorch on in its arm.
 
-Each group that deepytorch takes over becomes a line in $SUITE_GROUPS: the test that made it. So a
+In arm "line" compute is on, too, at every seam. Each group that deepytorch takes over becomes a
+line in $SUITE_GROUPS and each decision one in $SUITE_DECISIONS, with the test that made it. So a
 run tells in how many tests deepytorch was really there.
 """
 
 import json
 import os
 
-if os.environ.get("SUITE_ARM") == "deepytorch":
+if os.environ.get("SUITE_ARM", "stock") != "stock":
     import deepytorch  # noqa: F401 (this is what switches it on)
-    from deepytorch_core import backend
+    from deepytorch_core import backend, decisions
 
-    note_group = backend.note_group
+    note_group, record = backend.note_group, decisions.record
+
+    def tell(variable: str, told: dict[str, object]) -> None:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+        with open(os.environ[variable], "a") as file:
+            file.write(json.dumps({"test": test, "pid": os.getpid(), **told}) + "\n")
 
     def tell_group(name: str, size: int) -> None:
         note_group(name, size)
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-        with open(os.environ["SUITE_GROUPS"], "a") as file:
-            file.write(json.dumps({"test": test, "pid": os.getpid(), "size": size}) + "\n")
+        tell("SUITE_GROUPS", {"size": size})
 
-    backend.note_group = tell_group
+    def tell_decision(what: str, chosen: str, reason: str, **more: object) -> None:
+        record(what, chosen, reason, **more)
+        tell("SUITE_DECISIONS", {"what": what, "chosen": chosen, "reason": reason})
+
+    backend.note_group, decisions.record = tell_group, tell_decision
+    if os.environ["SUITE_ARM"] == "line":
+        from deepytorch.cli.compare import seams
+
+        seams.install()

@@ -17,10 +17,12 @@ import pytest
 _ROWS = Path(os.environ["SUITE_ROWS"])
 _rows = {}
 _exit = sys.exit
+# Packages that forked children find imported, if the tests import them.
+_SHARED = ("torch", "pytest", "accelerate", "transformers", "lightning", "deepspeed")
 
 
 def pytest_configure(config):
-    ours = os.environ["SUITE_ARM"] == "deepytorch"
+    ours = os.environ["SUITE_ARM"] != "stock"
     if ("deepytorch" in sys.modules) != ours:
         raise RuntimeError("this process did not read the suite's sitecustomize.py")
     if os.environ["SUITE_START"] == "fork":
@@ -43,7 +45,7 @@ def _skip_file(code=None):
 def pytest_collection_modifyitems(items):
     done = {json.loads(line)["test"] for line in _ROWS.read_text().splitlines()}
     items[:] = [item for item in items if item.nodeid not in done]
-    imported = [name for name in sys.modules if name.partition(".")[0] in ("torch", "pytest")]
+    imported = [name for name in sys.modules if name.partition(".")[0] in _SHARED]
     multiprocessing.set_forkserver_preload(imported)
 
 

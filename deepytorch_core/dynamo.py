@@ -1,0 +1,25 @@
+"""The import of torch's compiler, which takes seconds: late, and without a trace.
+
+`torch.fx.wrap`, called where modules of it are imported, leaves a frame that holds itself. A frame
+holds those it was called by, so a model that is prepared meanwhile would live on until cycles of
+garbage are looked for, with all of its memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from types import FrameType
+
+
+def load() -> None:
+    """Import `torch._dynamo`, unless somebody has."""
+    if "torch._dynamo" in sys.modules:
+        return
+    importlib.import_module("torch._dynamo")
+    from torch.fx._symbolic_trace import wrap
+
+    for one in gc.get_objects():
+        if type(one) is FrameType and one.f_code is wrap.__code__:
+            one.clear()
