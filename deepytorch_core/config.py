@@ -262,6 +262,11 @@ class Options:
     compile_budget_s: float = _option(
         120.0, _number(integral=False, above=0), "time that compile trials may take in seconds"
     )
+    compile_patience: bool = _option(
+        True,
+        _boolean,
+        "compile=auto waits until what trying costs is under 3 % of the time that a run has lasted",
+    )
     metrics: str | None = _option(
         None,
         _optional(_address),
