@@ -251,8 +251,7 @@ class CompiledRegion:
             self.give_up("a function under lru_cache draws random numbers inside it")
             raise SkipFrame
         if self._ahead is not None:
-            self._ahead.submit(graph, self.region.name)
-            return graph.forward
+            return self._sent(graph, self._ahead)
         if self.told.compile_s > self._budget_s:
             self.give_up(f"its compile budget of {self._budget_s:g} s is spent")
             return graph.forward
@@ -261,6 +260,29 @@ class CompiledRegion:
             self.told.dropped.setdefault("the rest of it", problem)
             return graph.forward
         return self._graph(graph, inputs)
+
+    def _sent(self, graph: GraphModule, ahead: Ahead) -> Runner:
+        """Have helpers compile the graph, once it is known for which outputs."""
+        places = border.differentiable(graph) or []
+        key, known, name = Usage.key(graph, places), self._usage, self.region.name
+        used = known.of(key, places, is_dynamic=False)
+        if used is not None:
+            ahead.submit(border.restricted(graph, places, used), name)
+            return graph.forward
+        send = ahead.expect(name)
+
+        def note(used: set[int]) -> None:
+            known.note(key, used)
+            send(border.restricted(graph, places, frozenset(used)))
+
+        return graphs.Graph(
+            graph,
+            make=lambda: None,
+            note=note,
+            unusual=known.count,
+            tell=lambda settled: None,
+            failed=_weakly(self._failed),
+        )
 
     def _graph(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
         """Runs the graph; compiled at once, or when it is known which outputs get gradients."""
