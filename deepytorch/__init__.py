@@ -21,7 +21,12 @@ __all__ = ["activate", "compile", "deactivate", "is_active", "report"]
 
 
 def compile(
-    model: Any, policy: str = "auto", *, budget_s: float | None = None, steps: int | None = None
+    model: Any,
+    policy: str = "auto",
+    *,
+    budget_s: float | None = None,
+    steps: int | None = None,
+    is_patient: bool | None = None,
 ) -> Any:
     """Compile a model for training, in place, where that is measured faster and nowhere else.
 
@@ -30,13 +35,15 @@ def compile(
         policy: "auto", "off", or the name of a policy: "inductor", "max-autotune", ...
         budget_s: seconds that compiling a region may take; default: option `compile_budget_s`.
         steps: how many training steps will follow, if known: a short run is not compiled.
+        is_patient: whether "auto", in a run of unknown length, tries nothing before the run has
+            lasted long enough for that; default: option `patience`.
 
     Returns `model`. Raises TypeError for what is no module and ValueError for a policy that is not
     known.
     """
     from deepytorch_core.compile import compile as make
 
-    return make(model, policy, budget_s=budget_s, steps=steps)
+    return make(model, policy, budget_s=budget_s, steps=steps, is_patient=is_patient)
 
 
 def report() -> Report:

@@ -16,6 +16,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 _given_up: Any = None  # the stream that could not be written
 _joined_as: int | None = None
+_said: set[str] = set()
 _when_joined: list[Callable[[], object]] = []
 
 
@@ -68,6 +69,13 @@ def _without_broken_pipe() -> Iterator[None]:
         if not was_pending:
             signal.sigtimedwait({signal.SIGPIPE}, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def say_first(text: str, *, level: str = "info") -> None:
+    """As `say`, unless this process has said the same before."""
+    if text not in _said:
+        _said.add(text)
+        say(text, level=level)
 
 
 def say_once(text: str, *, level: str = "info") -> None:

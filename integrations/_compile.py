@@ -1,15 +1,14 @@
 """Options `compile` and `compile_budget_s`, for the adapters whose users make their model there.
 
-An adapter does not know how long a run will be, so `auto` waits until it has lasted long enough to
-earn back what trying costs. A policy that is named, and `deepytorch.compile(model)`, wait for
-nothing.
+Nobody knows how long a run will be, so `auto` waits until it has lasted so long that trying costs
+little of it (option `patience`). A policy that is named waits for nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from deepytorch_core import decisions, dynamo
+from deepytorch_core import compiler_import, decisions
 from deepytorch_core.config import Options
 
 from . import _contract
@@ -22,8 +21,11 @@ def is_wanted(options: Options) -> bool:
 
 def _is_compiled(model: Any) -> bool:
     """Whether the script has called torch.compile on it, or on a part of it."""
+    from deepytorch_core.compile import seam
+
     return any(
-        getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod")
+        (getattr(one, seam.PLACE, None) is not None and seam.of(one) is None)
+        or hasattr(one, "_orig_mod")
         for one in model.modules()
     )
 
@@ -42,7 +44,7 @@ def start(model: Any, options: Options, changes: _contract.Changes) -> None:
 
     if not is_wanted(options) or not isinstance(model, torch.nn.Module):
         return
-    dynamo.load()
+    compiler_import.load()
     from deepytorch_core import compile as engine
     from deepytorch_core.compile import regions
 
@@ -55,7 +57,6 @@ def start(model: Any, options: Options, changes: _contract.Changes) -> None:
             model,
             options.compile,
             budget_s=options.compile_budget_s,
-            is_patient=options.compile == "auto" and options.patience != "off",
         )
     except ValueError as error:
         raise _contract.IntegrationError(f"option compile: {error}") from None

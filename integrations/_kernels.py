@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import decisions, dynamo
+from deepytorch_core import compiler_import, decisions
 from deepytorch_core.config import Options
 from deepytorch_core.nn.kernels import STOCK, Setting, apply_kernels
 
@@ -64,7 +64,7 @@ def apply(
 
 
 def _register() -> None:
-    dynamo.load()
+    compiler_import.load()
     importlib.import_module(f"{__package__}._causal_loss")
     importlib.import_module(f"{__package__}._masked_loss")
     if importlib.util.find_spec("liger_kernel") is not None:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepytorch_core import decisions, dynamo, guard
+from deepytorch_core import compiler_import, decisions, guard
 from deepytorch_core.agreement import agree, numbered
 from deepytorch_core.console import say_once
 
@@ -100,7 +100,7 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     outer, model = _found(prepared)
     if outer is None or _contract.is_marked(outer, _NAME):
         return
-    dynamo.load()
+    compiler_import.load()
     if obstacle is None:
         obstacle = _why_not_watched(outer)
     if obstacle is not None:

@@ -91,7 +91,7 @@ class Arm:
         elif arm == OURS:
             import deepytorch
 
-            self._run = deepytorch.compile(self.model, job.policy)
+            self._run = deepytorch.compile(self.model, job.policy, is_patient=False)
         self.restart()
 
     def restart(self) -> None:

@@ -46,7 +46,7 @@ def compile(
     *,
     budget_s: float | None = None,
     steps: int | None = None,
-    is_patient: bool = False,
+    is_patient: bool | None = None,
 ) -> _Module:
     """Compile `model` for training, in place, where that makes it faster and nowhere else.
 
@@ -60,8 +60,9 @@ def compile(
             uses that one.
         budget_s: seconds that compiling a region may take; default: option `compile_budget_s`.
         steps: how many training steps will follow, if known: a short run is not compiled.
-        is_patient: for runs of unknown length: nothing is tried before the run has lasted so long
-            that as much again would earn it back.
+        is_patient: for "auto" and runs of unknown length: whether nothing is tried before the run
+            has lasted so long that trying costs under 3 % of it; default: the option
+            `patience`.
 
     Returns `model`. Raises TypeError for what is no module and ValueError for a policy that is not
     known.
@@ -80,7 +81,7 @@ def compile(
         policy,
         budget_s=budget,
         steps=steps,
-        is_patient=is_patient,
+        is_patient=options.patience != "off" if is_patient is None else is_patient,
         group=regions.process_group(model),
     )
     _compiled[regions.unwrapped(model)] = weakref.ref(compilation)

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,10 +210,33 @@ class Ahead:
             # A daemon: the end of the training does not wait for it.
             threading.Thread(target=self._serve, daemon=True).start()
 
-    def submit(self, graph: GraphModule, part: str) -> None:
-        """Have a helper compile `graph`, which Dynamo has just captured of that part."""
+    def expect(self, part: str) -> Callable[[GraphModule], None]:
+        """A graph was captured of that part, of which is not known yet how it is compiled.
+
+        Returns what takes it once that is known. The part is not done before.
+        """
+        settings = Settings.now(self._device)
+        is_open = [True]
+        with self._lock:
+            self._open[part] += 1
+
+        def submit(graph: GraphModule) -> None:
+            with self._lock:
+                was_open, is_open[0] = is_open[0], False
+            if was_open:
+                self.submit(graph, part, settings)
+                with self._lock:
+                    self._open[part] -= 1
+
+        return submit
+
+    def submit(self, graph: GraphModule, part: str, settings: Settings | None = None) -> None:
+        """Have a helper compile `graph`, which Dynamo has just captured of that part.
+
+        `settings`: as they were at the capture, if that was before.
+        """
         try:
-            job = _packed(graph, self._policy, Settings.now(self._device))
+            job = _packed(graph, self._policy, settings or Settings.now(self._device))
         except Exception as error:  # whatever in a graph can't be sent
             self.failures.append(f"{part}: {type(error).__name__}: {error}")
             return

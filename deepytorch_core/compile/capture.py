@@ -9,7 +9,6 @@ can't be replayed runs as it is: evaluation, calls within other calls' graphs, h
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import math
 import weakref
@@ -18,14 +17,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepytorch_core import guard, replicas
-from deepytorch_core.compile import fixes, graphs, module_state
+from deepytorch_core import guard
+from deepytorch_core.compile import fixes, graphs, module_state, seam
 from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.compile.replay import Call, Replay, Token
 from deepytorch_core.console import say
@@ -106,7 +104,7 @@ def _memory(device: torch.device) -> float:
 
 
 class Capture:
-    """What stands in a module's `forward`.
+    """What stands for a module's `forward`.
 
     Args:
         root: the module.
@@ -129,8 +127,8 @@ class Capture:
         self._is_on = is_on
         self._variant = variant
         self._is_quiet = is_quiet
-        self._forward: Callable[..., Any] = root.forward
-        self._own = vars(root).get("forward")
+        self._seam = seam.opened(root)
+        self._forward: Callable[..., Any] = self._seam.unreplayed if self._seam else root.forward
         self._replays: dict[Any, Replay | str] = {}  # or why there is none
         self._met: set[Any] = set()
         self._misses = 0
@@ -163,16 +161,15 @@ class Capture:
         return self.failure
 
     def install(self) -> None:
-        """Put a `Replayed` before the module's forward."""
-        replicas.leave_alone()
-        vars(self._root)["forward"] = Replayed(self, self._forward, self._root)
+        """Stand for the module's forward."""
+        if self._seam is not None:
+            self._seam.replay = self
 
     def remove(self) -> None:
         """Put back what was there."""
-        if isinstance(vars(self._root).get("forward"), Replayed):
-            del vars(self._root)["forward"]
-            if self._own is not None:
-                vars(self._root)["forward"] = self._own
+        if self._seam is not None:
+            self._seam.replay = None
+            seam.close(self._root)
         self._drop()
 
     def _drop(self) -> None:
@@ -182,7 +179,7 @@ class Capture:
             self._replays.clear()
             self._recorder.let_go()
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's pass: replayed, or as it is."""
         if self.failure is not None and not self._is_pending():
             self._drop()
@@ -263,8 +260,6 @@ class Capture:
             and self._root.training
             and torch.is_grad_enabled()
             and not torch.is_inference_mode_enabled()
-            and not torch.compiler.is_compiling()
-            and torch._C._functorch.peek_interpreter_stack() is None
             and not _is_watched()
         )
 
@@ -320,7 +315,8 @@ class Capture:
                 guard.no_saved_tensor_hooks(),
                 contextlib.redirect_stdout(said),
             ):
-                forward = fixes.applied(self._root, self._forward)
+                region = self._seam.region if self._seam is not None else None
+                forward = fixes.applied(self._root, region or self._forward)
                 replay = Replay(forward, self._root, call, self._recorder)
                 if self._states.now() != before:
                     raise NotCapturedError("a pass changes attributes of its modules")
@@ -439,31 +435,8 @@ def _has_gpu_tensor(args: Any) -> bool:
     return any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(args))
 
 
-class Replayed:
-    """Stands in for the module's `forward`, on the module itself."""
-
-    def __init__(self, capture: Capture, forward: Callable[..., Any], root: nn.Module) -> None:
-        self._capture = capture
-        self._root = root
-        functools.update_wrapper(self, forward)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._root, "forward")  # a copy of the module is not replayed
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._capture.call(args, kwargs)
-
-
 def _is_watched() -> bool:
-    """Whether something looks at, or changes, each operation of a pass."""
+    """Whether something looks at, or changes, each operation of a pass, beside `seam`'s cases."""
     from torch._C import _autograd as autograd
-    from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-    return (
-        _len_torch_dispatch_stack() > 0
-        or _len_torch_function_stack() > 0
-        or torch.is_anomaly_enabled()
-        or autograd._top_saved_tensors_default_hooks(True) is not None
-        or bool(module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
-        or bool(module_hooks._global_backward_hooks or module_hooks._global_backward_pre_hooks)
-    )
+    return torch.is_anomaly_enabled() or autograd._top_saved_tensors_default_hooks(True) is not None

@@ -27,9 +27,11 @@ from deepytorch_core.compile import (
     ahead,
     capture,
     capturing,
+    module_state,
     outcome,
     policies,
     regions,
+    seam,
     timeouts,
     turns,
     worth,
@@ -37,7 +39,6 @@ from deepytorch_core.compile import (
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.capturing import Capturing
-from deepytorch_core.compile.forward_hook import ForwardHook
 from deepytorch_core.compile.phases import Phases, Trial
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.recorder import Recorder
@@ -89,7 +90,7 @@ class Compilation:
         self.phases = Phases()
         self._root = regions.unwrapped(model)
         self._what = f"compile of {type(self._root).__name__}"
-        self._facts = {"module": guard.fingerprint(self._root)}
+        self._facts: dict[str, str] = {}
         self._budget_s = budget_s
         self._group = weakref.ref(group) if group is not None else lambda: None
         self._asking = Asking()
@@ -109,16 +110,13 @@ class Compilation:
         self._num_made = 0
         self._samples = turns.Samples()
         self._lower: Callable[[], None] = lambda: None
-        self._handle: Any = None
         self._capturing: Capturing | None = None
         # Why eager steps are to stay, and times, if replays may turn that round.
         self._open: tuple[str, Mapping[str, float]] | None = None
-        if policy != EAGER:
-            hook = ForwardHook(self.on_forward)
+        self._seam = seam.opened(self._root)
+        if self._seam is not None:
             # Before the hooks that pack batches: it decides how.
-            self._handle = self._root.register_forward_pre_hook(
-                hook, prepend=True, with_kwargs=True
-            )
+            self._seam.watcher = self
 
     def undo(self) -> None:
         """Give the model everything back; decisions stay in the report and the profile."""
@@ -137,7 +135,7 @@ class Compilation:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is measured any more."""
-        return self._handle is None
+        return self._seam is None
 
     @property
     def trial(self) -> Trial | None:
@@ -163,7 +161,7 @@ class Compilation:
 
     def on_forward(self, args: Any, kwargs: Any) -> None:
         """Called before each forward pass of the model."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self._number < 0 and module_state.is_lazy(self._root)):
             self._is_whole = False
             return
         if self._capturing is not None:
@@ -216,7 +214,7 @@ class Compilation:
                 self._advance()
             self._asking.hear()
         except guard.RankMissing as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
         finally:
             self._num_made = self.num_made
             self._began = time.perf_counter()
@@ -251,8 +249,6 @@ class Compilation:
                 self._conclude(self.policy, ASKED_FOR, None)
             else:
                 self._keep(ASKED_FOR, self._entry(self.policy, ASKED_FOR, {}))
-            # A model that is a region itself is compiled from its second step on: see `_await`.
-            if number > any(one.region.is_model for one in self.regions):
                 self._stop()
         elif number == EAGER_STEPS and self._is_patient:
             self._ask_pace("pace", self._wait)
@@ -275,7 +271,7 @@ class Compilation:
 
     def _begin(self) -> None:
         """The first step: what is known already needs no measuring."""
-        self._facts = {**self._facts, "device": self._device.type}
+        self._facts = {"module": guard.fingerprint(self._root), "device": self._device.type}
         if self.policy != AUTO:
             reason = policies.get(self.policy).why_not(self._device)
             if reason is not None:
@@ -361,8 +357,6 @@ class Compilation:
 
     def _await(self, helpers: Ahead) -> None:
         """Train on until the helpers are done; then go on as if compiling began now."""
-        if self._number == self._first + 1 and any(one.region.is_model for one in self.regions):
-            return  # a module that is being called has looked up its forward before this hook
         if self._on:  # the last step was for helpers
             self._on = False
             unseen = [one.region.name for one in self.regions if one.is_to_be_seen]
@@ -493,8 +487,8 @@ class Compilation:
                 if one.region.name in failed and not one.failure:
                     one.failure = f"rank {rank}: {failed[one.region.name]}"
 
-    def _give_up(self, reason: str) -> None:
-        """A rank did not come, so it is not asked again."""
+    def give_up(self, reason: str) -> None:
+        """A rank did not come, so it is not asked again; or something here has raised."""
         if self._early is not None:
             self._early.undo()
             self._early = None
@@ -588,9 +582,10 @@ class Compilation:
         if self._helpers is not None:
             self._helpers.close()
             self._helpers = None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._seam is not None:
+            self._seam.watcher = None
+            self._seam = None
+            seam.close(self._root)
         self._asking.drop()
         self._lower()
 

@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deepytorch_core import guard
 from deepytorch_core.compile import kernel_timing
+from deepytorch_core.compile.border import Border
+from deepytorch_core.compile.graph_facts import Facts
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 
 _TAG = "-repeatable-backward"
@@ -45,13 +47,32 @@ class Settled:
     dropped: dict[str, str]
 
 
+@dataclass
+class Made:
+    """What was compiled of a graph.
+
+    Attributes:
+        graph: what it stands for: the captured one, without gradients of outputs that get none.
+        compiled: candidates by policy, in order of preference.
+        dropped: policies that could not compile it, and why.
+        used: the outputs that have gradients.
+    """
+
+    graph: GraphModule
+    compiled: dict[str, Runner]
+    dropped: dict[str, str]
+    used: frozenset[int]
+
+
 class Graph:
     """Runs a captured graph; settles at the first call which way.
 
     Args:
         graph: as Dynamo captured it.
-        compiled: candidates by policy, in order of preference.
-        dropped: policies that could not compile it, and why.
+        make: compiles it, for the outputs that get gradients; asked until it has something. Calls
+            run eagerly meanwhile, and backward passes show which outputs these are.
+        note: told of outputs that get gradients.
+        unusual: told of each backward pass whether it was another than the compiled one's.
         tell: told when the graph has settled.
         failed: told what a call raises, which then goes on its way.
     """
@@ -60,29 +81,70 @@ class Graph:
         self,
         graph: GraphModule,
         *,
-        compiled: Mapping[str, Runner],
-        dropped: Mapping[str, str],
+        make: Callable[[], Made | None],
+        note: Callable[[set[int]], None],
+        unusual: Callable[[bool], None],
         tell: Callable[[Settled], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._eager: Runner = graph.forward
-        self._compiled = dict(compiled)
-        self._dropped = dict(dropped)
+        self._graph = graph
+        self._make = make
+        self._made = make()
+        self._note = note
+        self._unusual = unusual
         self._tell = tell
         self._failed = failed
         self._run: Runner | None = None
+        self._facts: Facts | None = None
+        self._border: Border | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self._run is None:
             if any(isinstance(arg, FakeTensor) for arg in args):
                 return self._shapes(args)
-            self._settle(args)
+            if not self._is_ready(args):
+                return self._over_border(self._graph.forward, args)
         assert self._run is not None
         try:
-            return self._run(*args)
+            return self._over_border(self._run, args)
         except Exception as error:
             self._failed(error)
             raise
+
+    def _over_border(self, run: Any, args: Sequence[Any]) -> Any:
+        if self._border is None or not self._border.is_open_for(args):
+            return run(*args)
+        return self._border(run, args)
+
+    def _is_ready(self, args: Sequence[Any]) -> bool:
+        """Settle, if it is compiled; else have a border find out for what."""
+        if self._facts is None:
+            problem = self._look(args)
+            if problem is not None:
+                names = self._made.compiled if self._made is not None else ["border"]
+                self._end(EAGER, {}, dict.fromkeys(names, problem))
+                return True
+        if self._made is None:
+            self._made = self._make()
+        if self._made is None:
+            return False
+        self._settle(self._made, args)
+        return True
+
+    def _look(self, args: Sequence[Any]) -> str | None:
+        """Make the border; returns why the graph can't be compiled for all that."""
+        try:
+            self._facts = facts = Facts.of(self._graph.forward, args, _copies)
+        except Exception as error:  # tensors of a kind that can't be copied or compared, say
+            return f"it can't be checked: {guard.first_line(error)}"
+        if facts.problem is not None:
+            return facts.problem if len(facts.differentiable) > 1 else None
+        if facts.differentiable:
+            used = None if self._made is None else self._made.used
+            self._border = Border(
+                self._graph, facts, used=used, note=self._note, unusual=self._unusual
+            )
+        return None
 
     def _shapes(self, args: Sequence[Any]) -> Any:
         """What torch asks of each part that DDP's buckets cut a graph into, while it compiles.
@@ -90,19 +152,20 @@ class Graph:
         AOTAutograd makes the first call of what it compiled such a call, so each candidate gets
         its own. Nothing may be measured yet: a backward pass would wait for the compiler's lock.
         """
-        shapes = None
-        for name, run in list(self._compiled.items()):
-            try:
-                shapes = run(*args)
-            except Exception as error:  # whatever compiled code may raise
-                self._dropped[name] = guard.first_line(error)
-                del self._compiled[name]
-        return self._eager(*args) if shapes is None else shapes
+        shapes, made = None, self._made
+        if made is not None:
+            for name, run in list(made.compiled.items()):
+                try:
+                    shapes = run(*args)
+                except Exception as error:  # whatever compiled code may raise
+                    made.dropped[name] = guard.first_line(error)
+                    del made.compiled[name]
+        return self._graph.forward(*args) if shapes is None else shapes
 
-    def _settle(self, args: Sequence[Any]) -> None:
+    def _settle(self, made: Made, args: Sequence[Any]) -> None:
         times: dict[str, float] = {}
         chosen = EAGER
-        if self._compiled:
+        if made.compiled:
             with (
                 guard.no_saved_tensor_hooks(),
                 _disable_current_modes(),
@@ -111,48 +174,60 @@ class Graph:
                 _repeatable_backward(),  # torch leaves backward passes to their first call
             ):
                 try:
-                    good = self._checked(args)
+                    good = _checked(made, args)
                     if len(good) > 1:
                         times = _times(good, args)
                         chosen = min(times, key=lambda name: times[name])
                     elif good:
                         (chosen,) = good
-                except torch.OutOfMemoryError as error:  # beside what the training itself takes
-                    self._dropped.update(dict.fromkeys(self._compiled, guard.first_line(error)))
+                except Exception as error:  # memory is lacking beside the training, for one
+                    made.dropped.update(dict.fromkeys(made.compiled, guard.first_line(error)))
             torch.clear_autocast_cache()
-        self._run = self._eager if chosen == EAGER else self._compiled[chosen]
-        self._compiled.clear()
-        self._tell(Settled(chosen, times, self._dropped))
+        if self._border is not None:
+            self._border.used = made.used
+        self._end(chosen, times, made.dropped)
 
-    def _checked(self, args: Sequence[Any]) -> dict[str, Runner]:
-        """The candidates that compute what the eager graph computes."""
-        state = guard.random_numbers()
-        reference = _Results.of(self._eager, args)
-        while (scale := reference.scale_to_fit()) != reference.scale:
-            rewind(state)
-            reference = _Results.of(self._eager, args, scale)
-        limits: _Results | None = None
-        good = {}
-        for name, run in self._compiled.items():
-            rewind(state)
-            try:
-                found = _Results.of(run, args, scale)
-                problem = reference.against(found)
-                if problem is not None and limits is None:
-                    # How far rounding of the inputs alone carries: some graphs amplify it.
-                    rewind(state)
-                    off = [_rounded(arg) for arg in args]
-                    limits = _Results.of(self._eager, off, scale)
-                if problem is not None:
-                    problem = reference.against(found, limits)
-            except Exception as error:  # whatever compiled code may raise
-                problem = guard.first_line(error)
-            if problem is None:
-                good[name] = run
-            else:
-                self._dropped[name] = problem
+    def _end(self, chosen: str, times: dict[str, float], dropped: dict[str, str]) -> None:
+        made = self._made
+        if chosen == EAGER or made is None:
+            self._run, self._border = self._graph.forward, None
+        else:
+            self._run = made.compiled[chosen]
+        if made is not None:
+            made.compiled.clear()
+        self._tell(Settled(chosen, times, dropped))
+
+
+def _checked(made: Made, args: Sequence[Any]) -> dict[str, Runner]:
+    """The candidates that compute what the eager graph computes."""
+    eager: Runner = made.graph.forward
+    state = guard.random_numbers()
+    reference = _Results.of(eager, args)
+    while (scale := reference.scale_to_fit()) != reference.scale:
         rewind(state)
-        return good
+        reference = _Results.of(eager, args, scale)
+    limits: _Results | None = None
+    good = {}
+    for name, run in made.compiled.items():
+        rewind(state)
+        try:
+            found = _Results.of(run, args, scale)
+            problem = reference.against(found)
+            if problem is not None and limits is None:
+                # How far rounding of the inputs alone carries: some graphs amplify it.
+                rewind(state)
+                off = [_rounded(arg) for arg in args]
+                limits = _Results.of(eager, off, scale)
+            if problem is not None:
+                problem = reference.against(found, limits)
+        except Exception as error:  # whatever compiled code may raise
+            problem = guard.first_line(error)
+        if problem is None:
+            good[name] = run
+        else:
+            made.dropped[name] = problem
+    rewind(state)
+    return good
 
 
 def compile_with(

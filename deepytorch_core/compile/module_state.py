@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import parameter
 
-from deepytorch_core.compile import switches
+from deepytorch_core.compile import seam, switches
 
 _Facts = tuple[Hashable, ...]
 
@@ -47,6 +48,11 @@ def hooks_inside(root: nn.Module) -> list[dict[int, Any]]:
     """Where the hooks of modules inside are kept, to see whether there are any."""
     inside = [vars(one) for one in root.modules() if one is not root]
     return [own[hooks] for own in inside for hooks in _HOOKS if own.get(hooks) is not None]
+
+
+def is_lazy(root: nn.Module) -> bool:
+    """Whether some parameters get their shapes in the pass that is about to begin."""
+    return any(map(parameter.is_lazy, (*root.parameters(), *root.buffers())))
 
 
 class States:
@@ -165,7 +171,7 @@ class _Walk:
                 self.facts.append(len(value))
         elif isinstance(value, PLAIN):
             self.facts.append((name, value))
-        elif name == "forward" or "deepytorch" in name:
+        elif name in ("forward", seam.PLACE) or "deepytorch" in name:
             self._note(value)  # ours count calls; what they compute stays
         else:
             self._look_into(value, _DEPTH)

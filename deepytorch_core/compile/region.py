@@ -1,6 +1,6 @@
-"""A compiled region at work: what stands in for `forward`, and the compile that equal blocks share.
+"""A compiled region at work: what stands for `forward`, and the compile that equal blocks share.
 
-Replaced is the instance attribute `forward`, so a module's hooks, class, parameters' names and
+It lies in each module's `seam`, so a module's hooks, class, `forward`, parameters' names and
 everything outside stay as they are, and hooks run outside of what is compiled. Calls without
 gradients (evaluation, `generate`) take the stock way.
 """
@@ -8,14 +8,11 @@ gradients (evaluation, `generate`) take the stock way.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import logging
-import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,17 +21,31 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import SkipFrame
+from torch._guards import TracingContext, tracing
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
-from deepytorch_core import guard, replicas
-from deepytorch_core.compile import breaks, collecting, graphs, module_state
+from deepytorch_core import guard
+from deepytorch_core.compile import (
+    border,
+    breaks,
+    cached_draws,
+    collecting,
+    dynamo,
+    graphs,
+    module_state,
+    seam,
+    signals,
+    usage,
+)
 from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
+from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
-from deepytorch_core.console import say
+from deepytorch_core.compile.usage import Usage
+from deepytorch_core.console import say_first
 
 # Calls that compile something new, before all sizes are taken to change, and again before it ends.
 MOST_COMPILES = 6
@@ -97,7 +108,9 @@ class CompiledRegion:
         self._at_once = False
         self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
         self._num_calls = 0
+        self._cached_calls: set[str] = set()
         self._compiled = self._compile()
+        self._usage = Usage(_weakly(self.give_up))
         # The gradients of blocks and parts come one by one as it is, and a single rank sends none.
         # What torch compiles for DDP's buckets is neither kept in its cache nor looked for there.
         self.is_cut_by_buckets = region.is_model and guard.Ranks(region.name).size > 1
@@ -146,15 +159,18 @@ class CompiledRegion:
 
     def install(self) -> None:
         """Put a `Forward` before each module's own."""
-        replicas.leave_alone()
         for module in self.region.modules:
-            module.forward = Forward(self, module)
+            place = seam.opened(module)
+            if place is not None:
+                place.region = Forward(self, module)
 
     def remove(self) -> None:
-        """Give the modules their class's `forward` back."""
+        """Have the modules call their own `forward` again."""
         for module in self.region.modules:
-            if isinstance(vars(module).get("forward"), Forward):
-                del module.forward
+            place = seam.of(module)
+            if place is not None:
+                place.region = None
+                seam.close(module)
         self._hold.end(self.region.name)
 
     def on_call(self) -> None:
@@ -169,6 +185,10 @@ class CompiledRegion:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled `forward` of one of the modules; eager where that fails."""
+        with signals.heard():
+            return self._call_heard(module, args, kwargs)
+
+    def _call_heard(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.told.num_compiles
         began = time.perf_counter()
         self._call = began, before
@@ -177,7 +197,7 @@ class CompiledRegion:
             numbers = guard.random_numbers()
         compiles = collecting.rarely() if before == 0 else contextlib.nullcontext()
         try:
-            with _capturing(self), compiles:
+            with dynamo.capturing(self), compiles:
                 self._num_calls += 1
                 return self._compiled(module, *args, **kwargs)
         except Exception as error:
@@ -190,7 +210,7 @@ class CompiledRegion:
         if numbers is not None:
             graphs.rewind(numbers)
         # If this is the module's own after all, it is raised again.
-        result = type(module).forward(module, *args, **kwargs)
+        result = module.forward(*args, **kwargs)
         self.give_up(problem)
         return result
 
@@ -199,14 +219,20 @@ class CompiledRegion:
         if self.failure is None:
             self.failure = why
             self.told.dropped.setdefault(self.region.name, why)
-            say(f"compile: {self.region.name} runs eagerly: {why}", level="warning")
+            say_first(f"compile: {self.region.name} runs eagerly: {why}", level="warning")
+
+    def note_cached_call(self, place: str) -> None:
+        """Dynamo went into a function under lru_cache, called there: it takes no results of it."""
+        self._cached_calls.add(place)
 
     def note_failure(self, place: str, why: str) -> None:
         """A part could not be captured: torch runs it eagerly."""
         text = f"{place}: {why}"
         if text not in self.told.breaks:
             self.told.breaks.append(text)
-            say(f"compile: a part of {self.region.name} runs eagerly: {text}", level="warning")
+            say_first(
+                f"compile: a part of {self.region.name} runs eagerly: {text}", level="warning"
+            )
         if len(self.told.breaks) > MOST_COMPILES:
             self.give_up(text)
 
@@ -221,9 +247,11 @@ class CompiledRegion:
             # The captured graph can't stand for the module: its own code runs, now as well.
             self.give_up("activation checkpointing inside it; checkpoint whole blocks instead")
             raise SkipFrame
+        if cached_draws.are_in(graph, self._cached_calls):
+            self.give_up("a function under lru_cache draws random numbers inside it")
+            raise SkipFrame
         if self._ahead is not None:
-            self._ahead.submit(graph, self.region.name)
-            return graph.forward
+            return self._sent(graph, self._ahead)
         if self.told.compile_s > self._budget_s:
             self.give_up(f"its compile budget of {self._budget_s:g} s is spent")
             return graph.forward
@@ -231,17 +259,59 @@ class CompiledRegion:
             problem = f"its compile budget of {self._budget_s:g} s is spent"
             self.told.dropped.setdefault("the rest of it", problem)
             return graph.forward
+        return self._graph(graph, inputs)
+
+    def _sent(self, graph: GraphModule, ahead: Ahead) -> Runner:
+        """Have helpers compile the graph, once it is known for which outputs."""
+        places = border.differentiable(graph) or []
+        key, known, name = Usage.key(graph, places), self._usage, self.region.name
+        used = known.of(key, places, is_dynamic=False)
+        if used is not None:
+            ahead.submit(border.restricted(graph, places, used), name)
+            return graph.forward
+        send = ahead.expect(name)
+
+        def note(used: set[int]) -> None:
+            known.note(key, used)
+            send(border.restricted(graph, places, frozenset(used)))
+
+        return graphs.Graph(
+            graph,
+            make=lambda: None,
+            note=note,
+            unusual=known.count,
+            tell=lambda settled: None,
+            failed=_weakly(self._failed),
+        )
+
+    def _graph(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
+        """Runs the graph; compiled at once, or when it is known which outputs get gradients."""
+        places = border.differentiable(graph) or []
+        key, is_dynamic = Usage.key(graph, places), usage.is_dynamic(inputs)
+        context, reference, known = TracingContext.try_get(), weakref.ref(self), self._usage
+
+        def make() -> graphs.Made | None:
+            region, used = reference(), known.of(key, places, is_dynamic=is_dynamic)
+            if region is None or used is None:
+                return None
+            with tracing(context):
+                return region._made(border.restricted(graph, places, used), inputs, used)
+
+        return graphs.Graph(
+            graph,
+            make=make,
+            note=lambda used: known.note(key, used),
+            unusual=known.count,
+            tell=_weakly(self._settled),
+            failed=_weakly(self._failed),
+        )
+
+    def _made(self, graph: GraphModule, inputs: Sequence[Any], used: frozenset[int]) -> graphs.Made:
         with at_once() if self._at_once else contextlib.nullcontext():
             compiled, dropped = graphs.compile_with(
                 self._policies, graph, inputs, may_try=self._may_try
             )
-        return graphs.Graph(
-            graph,
-            compiled=compiled,
-            dropped=dropped,
-            tell=_weakly(self._settled),
-            failed=_weakly(self._failed),
-        )
+        return graphs.Made(graph, compiled, dropped, used)
 
     def _is_call_too_long(self) -> bool:
         """Whether the graphs of this call, such as DDP's buckets have cut, have taken too long."""
@@ -281,7 +351,9 @@ class CompiledRegion:
         if set(self.told.chosen) == {EAGER}:
             self.give_up(causes)
         elif fresh:
-            say(f"compile: a graph of {self.region.name} runs eagerly: {causes}", level="warning")
+            say_first(
+                f"compile: a graph of {self.region.name} runs eagerly: {causes}", level="warning"
+            )
 
     def _after_compile(self, seconds: float) -> None:
         self.told.compile_s += seconds
@@ -291,7 +363,7 @@ class CompiledRegion:
         if self._is_dynamic:
             self.give_up(f"it was compiled anew {self._num_compiling_calls} times, again and again")
             return
-        say(f"compile: {self.region.name} keeps changing: compiled once more for any size")
+        say_first(f"compile: {self.region.name} keeps changing: compiled once more for any size")
         self._is_dynamic = True
         self._num_compiling_calls = 0
         self._compiled = self._compile()
@@ -334,27 +406,27 @@ class _Backend:
 
 
 class Forward:
-    """Stands in for a module's `forward`, on the module itself."""
+    """Stands for a module's `forward`."""
 
     def __init__(self, compiled: CompiledRegion, module: nn.Module) -> None:
         self._compiled = compiled
         self._module = module
         self._hooks = module_state.hooks_inside(module)
         self._norms = [one for one in module.modules() if isinstance(one, _NormBase)]
-        functools.update_wrapper(self, type(module).forward.__get__(module))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")  # the class's, in a copy of the module
+        self._structure = Structure(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         self._compiled.on_call()
-        if torch.compiler.is_compiling() or not self._compiled.is_used:
-            return type(module).forward(module, *args, **kwargs)
+        if not self._compiled.is_used:
+            return module.forward(*args, **kwargs)
         if any(self._hooks):
             place = module_state.hooked(module)
             self._compiled.give_up(f"a hook was put on {place} inside after it was compiled")
-            return type(module).forward(module, *args, **kwargs)
+            return module.forward(*args, **kwargs)
+        if not self._structure.is_same():
+            self._compiled.give_up("modules, classes or methods were changed after it was compiled")
+            return module.forward(*args, **kwargs)
         with _kept_versions(self._norms):
             return self._compiled.call(module, args, kwargs)
 
@@ -391,43 +463,3 @@ def _kept_versions(norms: list[_NormBase]) -> contextlib.AbstractContextManager[
         if buffer is not None
     ]
     return _unsafe_preserve_version_counter(tuple(kept)) if kept else contextlib.nullcontext()
-
-
-class _Capturing(threading.local):
-    region: CompiledRegion | None = None
-
-
-_now = _Capturing()
-
-
-@contextlib.contextmanager
-def _capturing(region: CompiledRegion) -> Iterator[None]:
-    """While open, what torch fails to capture runs eagerly, and `region` is told."""
-    from torch._dynamo import config
-
-    _watch_failures()
-    before, outer = (config.suppress_errors, config.optimize_ddp), _now.region
-    config.suppress_errors, _now.region = True, region
-    if not region.is_cut_by_buckets:
-        config.optimize_ddp = False
-    fixed = {"automatic_dynamic_shapes": False}
-    try:
-        with config.patch(fixed) if region.is_fixed else contextlib.nullcontext():
-            yield
-    finally:
-        (config.suppress_errors, config.optimize_ddp), _now.region = before, outer
-
-
-@functools.cache
-def _watch_failures() -> None:
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_failure)
-
-
-def _note_failure(line: logging.LogRecord) -> bool:
-    """In place of torch's page of traceback, one line; other people's compiles keep theirs."""
-    region = _now.region
-    error = line.exc_info[1] if line.exc_info else None
-    if region is None or error is None:
-        return True
-    region.note_failure(breaks.place(error), guard.first_line(error))
-    return False

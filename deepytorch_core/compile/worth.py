@@ -6,15 +6,13 @@ from torch import nn
 
 from deepytorch_core.compile import regions
 
-# Of a step's time. A guess: training steps gain from nothing to more than half.
-EXPECTED_GAIN = 0.2
 # Seconds that the training waits: for a few blocks, and for each module with parameters that torch
 # has to look at. Measured on H100 and H200: 34 to 46 s for ResNet-50's 107 modules, 126 to 159 s
 # for a UNet's 391. Where helpers compile it graphs are captured and loaded, of that UNet in 28 s.
 LEAST_COST_S = 20.0
 COST_OF_MODULE_S = 0.4
 COST_OF_HELPED_MODULE_S = 0.07
-LARGEST_SHARE = 0.03  # of a run whose length is known, that trials may take
+LARGEST_SHARE = 0.03  # of the time that a run has lasted, or is known to last, for trials
 
 
 def cost_s(root: nn.Module, *, is_helped: bool) -> float:
@@ -25,5 +23,5 @@ def cost_s(root: nn.Module, *, is_helped: bool) -> float:
 
 
 def least_run_s(cost: float) -> float:
-    """How long a run has to last to earn `cost` seconds back."""
-    return cost / EXPECTED_GAIN
+    """How long a run has to last before trials may take `cost` seconds."""
+    return cost / LARGEST_SHARE

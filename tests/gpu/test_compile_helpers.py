@@ -56,7 +56,7 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     torch.cuda.set_device(rank)
     ahead.LARGE_MODEL = ahead.MODEL_IN_PARTS = ahead.LEAST_HELPERS = 1
     regions.SMALLEST_SHARES = (3, 64)
-    config._current = Options(profile=f"{folder}/p.json", log="info", tune="force")
+    config._current = Options(profile=f"{folder}/p.json", log="info", tune="force", patience="off")
     torch.manual_seed(0)
     stock: Any = Whole().to("cuda", memory_format=torch.channels_last)
     model: Any = copy.deepcopy(stock)

@@ -77,7 +77,9 @@ def with_accelerate(rank: int, world_size: int) -> list[tuple[Any, ...]]:
         compiled = state(model) if way != "off" else None
         adapter.undo(accelerator)
         inner = accelerator.unwrap_model(model)
-        found.append((losses, compiled, any("forward" in vars(one) for one in inner.layers)))
+        found.append(
+            (losses, compiled, any("_compiled_call_impl" in vars(one) for one in inner.layers))
+        )
         AcceleratorState._reset_state(reset_partial_state=False)
     return found
 

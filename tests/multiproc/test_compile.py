@@ -195,6 +195,7 @@ FAILING = ("fails-on-one", (0.5, 0.5))
 
 def test_compile_ranks_decide_alike(tmp_path: Path) -> None:
     environment = {
+        "DEEPYTORCH_PATIENCE": "off",
         "DEEPYTORCH_TUNE": "force",  # the same model three times
         "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json"),
         "DEEPYTORCH_LOG": "error",
@@ -222,7 +223,11 @@ def leave_early(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 def test_compile_a_rank_that_leaves_costs_the_others_a_time_limit_and_no_more() -> None:
-    environment = {"DEEPYTORCH_TUNE": "force", "DEEPYTORCH_LOG": "error"}
+    environment = {
+        "DEEPYTORCH_PATIENCE": "off",
+        "DEEPYTORCH_TUNE": "force",
+        "DEEPYTORCH_LOG": "error",
+    }
     first, second = spawn_ranks(leave_early, 2, backend="gloo", env=environment)
     assert first == [("eager", "rank 1 did not come within 0.3 s")]
     assert second == []
@@ -318,6 +323,7 @@ def measure_fast(model: nn.Module) -> None:
 
 def test_compile_longer_than_a_time_limit_on_one_rank(tmp_path: Path) -> None:
     environment = {
+        "DEEPYTORCH_PATIENCE": "off",
         "DEEPYTORCH_TUNE": "auto",
         "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json"),
         "DEEPYTORCH_LOG": "error",

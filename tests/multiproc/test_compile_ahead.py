@@ -66,7 +66,12 @@ def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
     monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 1)
     monkeypatch.setattr(regions, "SMALLEST_SHARES", (4, 64))
-    options = Options(profile=str(tmp_path / "p.json"), log="error", compile_budget_s=BUDGET_S)
+    options = Options(
+        profile=str(tmp_path / "p.json"),
+        patience="off",
+        log="error",
+        compile_budget_s=BUDGET_S,
+    )
     monkeypatch.setattr(config, "_current", options)
     torch._dynamo.reset()
     yield
@@ -270,7 +275,9 @@ def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float]
         return asked(*args)
 
     ahead._asked = slowly
-    config._current = Options(profile=f"{folder}/p.json", log="error", compile_budget_s=BUDGET_S)
+    config._current = Options(
+        profile=f"{folder}/p.json", patience="off", log="error", compile_budget_s=BUDGET_S
+    )
     torch.manual_seed(0)
     model = Whole()
     stock = DistributedDataParallel(copy.deepcopy(model))

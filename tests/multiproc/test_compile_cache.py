@@ -58,6 +58,7 @@ def run(rank: int, world_size: int) -> dict[str, Any]:
 @pytest.mark.timeout(500)
 def test_compile_decision_and_code_are_found_by_the_next_run(tmp_path: Path) -> None:
     environment = {
+        "DEEPYTORCH_PATIENCE": "off",
         "DEEPYTORCH_TUNE": "auto",
         "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),

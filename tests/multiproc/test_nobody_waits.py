@@ -31,7 +31,7 @@ def model() -> nn.Module:
 
 def switch_on(folder: str) -> None:
     """What one line does to a script that knows nothing of it, with a policy that costs little."""
-    config.set_current(Options(profile=f"{folder}/profile.json", log="error"))
+    config.set_current(Options(profile=f"{folder}/profile.json", patience="off", log="error"))
     activation.activate()
     seams.install()
     policies.automatic = lambda device: [policies.get("aot-eager")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core import config, console
 from deepytorch_core.config import Options
 
 
@@ -22,6 +22,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """Messages of earlier tests are said again."""
+    console._said.clear()
+
+
 @pytest.fixture
 def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A profile of the test's own; afterwards nothing is compiled any more."""
@@ -33,7 +39,7 @@ def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     policies.names()  # loaded, so that what a test adds is taken away again
     monkeypatch.setattr(policies, "_table", dict(policies._table))
     before = config._current
-    config.set_current(Options(profile=str(tmp_path / "profile.json")))
+    config.set_current(Options(profile=str(tmp_path / "profile.json"), patience="off"))
     yield tmp_path / "profile.json"
     engine.undo_all()
     torch._dynamo.reset()

@@ -61,6 +61,41 @@ class Keeping:
     def submit(self, graph: Any, part: str) -> None:
         self.graphs.append(graph)
 
+    def expect(self, part: str) -> Any:
+        return lambda graph: self.submit(graph, part)
+
+
+class Pair(nn.Module):
+    """Two outputs, of which trainings use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x), self.b(x)
+
+
+def test_helpers_are_given_graphs_of_the_outputs_that_get_gradients() -> None:
+    module = Pair()
+    region = CompiledRegion(
+        Region("0", (module,)), [Seeing()], budget_s=100.0, is_on=lambda _: True
+    )
+    region.install()
+    helpers: Any = Keeping()
+    region.prepare(helpers)
+    first, _ = module(torch.randn(3, 4))
+    assert not helpers.graphs
+    first.sum().backward()
+    (graph,) = helpers.graphs
+    assert [node.target for node in graph.graph.nodes].count("detach") == 1
+    region.restart()
+    first, second = module(torch.randn(3, 4))
+    assert region.told.chosen == {"seeing": 1}
+    assert second.requires_grad
+    first.sum().backward()
+    assert module.b.weight.grad is None
+
 
 def is_fixed(graph: Any) -> bool:
     values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]

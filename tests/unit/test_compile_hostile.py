@@ -227,7 +227,7 @@ def replace_after_first(model: nn.Module, step: int) -> None:
 
 def compare(model: nn.Module, policy: str, **more: Any) -> None:
     twin = copy.deepcopy(model)
-    deepytorch.compile(model, policy)
+    engine.compile(model, policy, is_patient=False)
     trains_alike(model, twin, **more)
 
 

@@ -185,7 +185,7 @@ def emulated(
 ) -> None:
     monkeypatch.setattr(replay, "LENT_BYTES", request.param)
     monkeypatch.setattr(capture, "Recorder", Emulated)
-    options = Options(profile=str(tmp_path / "profile.json"), log="error")
+    options = Options(profile=str(tmp_path / "profile.json"), patience="off", log="error")
     monkeypatch.setattr(config, "_current", options)
 
 
@@ -298,7 +298,7 @@ def test_compile_tries_replayed_passes_after_compiling(
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
     monkeypatch.setattr(compilation, "Recorder", Emulated)
-    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
+    options = Options(profile=str(tmp_path / "p.json"), patience="off", log="error", tune="auto")
     monkeypatch.setattr(config, "_current", options)
     for number in range(2):
         monkeypatch.setattr(decisions, "_made", [])
@@ -326,11 +326,11 @@ def test_compile_tries_replayed_passes_after_compiling(
         # Launched it makes no difference, so it is kept for what it is in replays.
         assert compiled["chosen"] == ("counting" if chosen == "replayed" else "eager")
         assert bool(found.regions) == (chosen == "replayed")
-        assert ("forward" in vars(model)) == (chosen == "replayed")
+        assert ("_compiled_call_impl" in vars(model)) == (chosen == "replayed")
         for mine, other in zip(model.parameters(), stock.parameters(), strict=True):
             torch.testing.assert_close(mine, other)
         engine.undo(model)
-        assert "forward" not in vars(model)
+        assert "_compiled_call_impl" not in vars(model)
         torch._dynamo.reset()
 
 
@@ -452,8 +452,8 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     assert made["compile of Net"] == ("counting" if chosen[0] else "eager")
     assert made["CUDA graphs of Net"] == ("replayed" if chosen[1] else "launched")
     assert bool(found.regions) == chosen[0]
-    assert ("forward" in vars(model)) == (chosen[1] or (chosen[0] and not is_in_parts))
-    assert ("forward" in vars(model.up)) == (chosen[0] and is_in_parts)
+    assert ("_compiled_call_impl" in vars(model)) == (chosen[1] or (chosen[0] and not is_in_parts))
+    assert ("_compiled_call_impl" in vars(model.up)) == (chosen[0] and is_in_parts)
     phases = found.phases.spent
     assert phases["waiting for helpers"].steps >= 20
     assert phases["taking over what helpers have compiled"].steps == (2 if is_in_parts else 1)
@@ -464,7 +464,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
         assert entry is not None
         assert entry["was_helped"]
     engine.undo(model)
-    assert not [one for one in model.modules() if "forward" in vars(one)]
+    assert not [one for one in model.modules() if "_compiled_call_impl" in vars(one)]
     torch._dynamo.reset()
 
 
@@ -533,7 +533,7 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
     monkeypatch.setattr(compilation, "Recorder", Emulated)
-    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
+    options = Options(profile=str(tmp_path / "p.json"), patience="off", log="error", tune="auto")
     monkeypatch.setattr(config, "_current", options)
     monkeypatch.setattr(decisions, "_made", [])
     clock = Clock(1.0, 2.0)

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/messages.md"
 
 # Lines that deepytorch prints, and errors that speak to a user. What a benchmark refuses names the
 # option to change, and a wrong argument in a program of one's own is a plain ValueError.
-SPEAKERS = {"say", "say_once", "warn", "NotImplementedError", "RuntimeError"}
+SPEAKERS = {"say", "say_first", "say_once", "warn", "NotImplementedError", "RuntimeError"}
 SPEAKERS |= {"AdapterError", "CompareError", "HorovodInternalError", "IntegrationError"}
 SPEAKERS |= {"RecipeError", "RankError", "TuneError"}
 FOLDERS = ("deepytorch", "deepytorch_core", "integrations", "recipes")

@@ -89,7 +89,7 @@ def train_auto(monkeypatch: pytest.MonkeyPatch, model: nn.Module, policy: type[P
     register_policy(policy)
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get(policy.name)])
     monkeypatch.setattr(compilation, "time", EvenClock())
-    engine.compile(model)
+    engine.compile(model, is_patient=False)
     train(model, steps=70)
     assert decisions.made()[-1]["chosen"] == "eager"
 
@@ -97,7 +97,7 @@ def train_auto(monkeypatch: pytest.MonkeyPatch, model: nn.Module, policy: type[P
 def known(model: nn.Module, policy: str = "auto") -> Any:
     """What the next run would take for decided."""
     found = compilation.Compilation(model, policy, budget_s=1.0, steps=None)
-    found._facts["device"] = "cpu"
+    found._facts.update(module=guard.fingerprint(found._root), device="cpu")
     return found._known()
 
 

@@ -20,7 +20,7 @@ from deepytorch_core.config import VARIABLES, Options
 ROOT = Path(__file__).parents[2]
 FACADE = {
     "activate": "(**options)",
-    "compile": "(model, policy, budget_s, steps)",
+    "compile": "(model, policy, budget_s, steps, is_patient)",
     "deactivate": "()",
     "is_active": "()",
     "report": "()",

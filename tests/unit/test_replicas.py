@@ -12,7 +12,7 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core.compile import regions
+from deepytorch_core.compile import regions, seam
 from deepytorch_core.nn.swaps import _forward
 
 X = torch.randn(3, 4)
@@ -35,7 +35,7 @@ def compiled() -> Any:
     deepytorch.compile(model, "aot-eager")
     for _ in range(3):
         model(X).sum().backward()
-    assert any("forward" in vars(module) for module in model.modules())
+    assert any("_compiled_call_impl" in vars(module) for module in model.modules())
     yield model
     engine.undo(model)
 
@@ -44,9 +44,9 @@ def test_a_replica_computes_with_its_own_weights(
     compiled: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found: Any = engine.compilation_of(compiled)
-    found._handle = compiled.register_forward_pre_hook(
-        engine.compilation.ForwardHook(found.on_forward), with_kwargs=True
-    )
+    place = seam.opened(compiled)
+    assert place is not None
+    place.watcher = found
     number = found._number
     replica = replica_of(compiled)
     assert replica(X).eq(0).all()
@@ -79,7 +79,7 @@ def test_a_copy_of_a_compiled_model_can_be_compiled_too(compiled: nn.Module) -> 
 def test_a_saved_model_needs_nothing_of_ours(compiled: nn.Module) -> None:
     fresh = nn.Sequential(nn.Linear(4, 4))
     deepytorch.compile(fresh)  # of which each pass is watched
-    assert fresh._forward_pre_hooks
+    assert getattr(seam.of(fresh), "watcher", None)
     for model in (fresh, compiled):
         saved = pickle.dumps(model)
         assert b"deepytorch" not in saved

@@ -87,7 +87,7 @@ def _ddp(module: ModuleType) -> None:
                 import deepytorch
 
                 _met("ddp")
-                deepytorch.compile(wrapper)
+                deepytorch.compile(wrapper, is_patient=False)
 
         return construct
 

@@ -45,7 +45,7 @@ def build(job: ArmJob, device: torch.device, group: dist.ProcessGroup | None = N
     else:
         step = _torch_step(job, model, device, [loader] if ours else [], group)
     if ours and row.zero_stage != 3:
-        deepytorch.compile(model)
+        deepytorch.compile(model, is_patient=False)
     batches = [{name: one.to(device) for name, one in batch.items()} for batch in loader]
     if job.arm == "tuned-flatten":
         batches = [_flattened(batch) for batch in batches]

@@ -91,7 +91,7 @@ def build(job: ArmRun, device: torch.device, group: dist.ProcessGroup | None = N
     optimizer = family.optimizer(**({"fused": True} if layout else {}))
     if ours:
         swap_kernels(model, [optimizer], device, autocast=precision.is_mixed)
-        deepytorch.compile(model)
+        deepytorch.compile(model, is_patient=False)
     scaler = precision.scaler
 
     def train(number: int) -> torch.Tensor:

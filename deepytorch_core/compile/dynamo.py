@@ -1,0 +1,128 @@
+"""Dynamo's settings while a region may be captured, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from deepytorch_core import guard
+from deepytorch_core.compile import breaks
+from deepytorch_core.patching import Patches
+
+_CACHED = "lru_cache"
+_COMPLAINING = (
+    "torch._subclasses.fake_tensor",
+    "torch._dynamo.symbolic_convert",
+    "torch._dynamo.output_graph",
+    "torch._dynamo.variables.builder",
+    "torch.fx.experimental.symbolic_shapes",
+)
+
+
+class Told(Protocol):
+    """A region."""
+
+    is_cut_by_buckets: bool
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether each size has a graph of its own."""
+
+    def note_failure(self, place: str, why: str) -> None:
+        """A part could not be captured."""
+
+    def note_cached_call(self, place: str) -> None:
+        """A function under lru_cache was called there, and captured."""
+
+
+class _Capturing(threading.local):
+    region: Told | None = None
+
+
+_now = _Capturing()
+
+
+@contextlib.contextmanager
+def capturing(region: Told) -> Iterator[None]:
+    """While open, what torch fails to capture runs eagerly, and `region` is told.
+
+    So does what numpy computes: torch would put functions of its own in the place of numpy's, with
+    other random numbers.
+    """
+    from torch._dynamo import config
+
+    _watch()
+    before = config.suppress_errors, config.optimize_ddp, config.trace_numpy
+    outer, _now.region = _now.region, region
+    config.suppress_errors, config.trace_numpy = True, False
+    if not region.is_cut_by_buckets:
+        config.optimize_ddp = False
+    fixed = {"automatic_dynamic_shapes": False}
+    try:
+        with _own_stance(), config.patch(fixed) if region.is_fixed else contextlib.nullcontext():
+            yield
+    finally:
+        config.suppress_errors, config.optimize_ddp, config.trace_numpy = before
+        _now.region = outer
+
+
+def _own_stance() -> contextlib.AbstractContextManager[Any]:
+    """A script's stance is about what it compiles itself; only to force eager code is for all."""
+    from torch._dynamo import eval_frame
+
+    stance = eval_frame._stance
+    is_plain = stance.stance == "force_eager" or stance == eval_frame.DynamoStance()
+    return contextlib.nullcontext() if is_plain else torch.compiler.set_stance("default")
+
+
+@functools.cache
+def _watch() -> None:
+    import torch._dynamo.utils as utils
+    from torch._dynamo.variables.misc import RandomVariable
+
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_failure)
+    for name in _COMPLAINING:
+        logging.getLogger(name).addFilter(_is_asked_for)
+    Patches().replace(utils, "warn_once", _hearing)
+    # Code that Dynamo makes of a generator of one's own draws the same numbers again and again.
+    Patches().replace(RandomVariable, "is_supported_random_obj", _unless_captured)
+
+
+def _note_failure(line: logging.LogRecord) -> bool:
+    """In place of torch's page of traceback, one line; other people's compiles keep theirs."""
+    region = _now.region
+    error = line.exc_info[1] if line.exc_info else None
+    if region is None or error is None:
+        return True
+    region.note_failure(breaks.place(error), guard.first_line(error))
+    return False
+
+
+def _is_asked_for(line: logging.LogRecord) -> bool:
+    """Torch's complaints about code that then runs eagerly are of no use to the script."""
+    return _now.region is None or line.levelno < logging.WARNING
+
+
+def _unless_captured(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: _now.region is None and original(value)
+
+
+def _hearing(original: Callable[..., None]) -> Callable[..., None]:
+    """Warnings about a script's code are none that the script has asked for."""
+
+    def warn_once(message: str, stacklevel: int = 1) -> None:
+        region = _now.region
+        if region is None:
+            original(message, stacklevel + 2)
+        elif _CACHED in message:
+            for place in re.findall(r'File "[^"]*", line \d+', message):
+                region.note_cached_call(place)
+
+    return warn_once
