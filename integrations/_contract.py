@@ -166,33 +166,6 @@ class _Standin:
         return getattr, (self._owner(), self._name)
 
 
-class Hook:
-    """A hook of a module that does nothing in its copies, nor where there is no deepytorch."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything and does nothing
-
-
-def method_of(owner: Any, name: str) -> Callable[..., Any]:
-    """`owner.name` as it is now, for who stands in its place; doesn't keep `owner`."""
-    if name in vars(owner):
-        found: Callable[..., Any] = vars(owner)[name]
-        return found
-    method, reference = getattr(type(owner), name), weakref.ref(owner)
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return method(reference(), *args, **kwargs)
-
-    return call
-
-
 def mark(changed: Any, adapter: str, changes: Changes) -> None:
     """Note on an object what `adapter` did to it."""
     object.__setattr__(changed, _attribute(adapter), changes)

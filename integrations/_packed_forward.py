@@ -25,7 +25,8 @@ from deepytorch_core.data.shapes import Shape
 from deepytorch_core.nn.deferred_logits import apart
 
 from . import _masked_loss, _moved_batches, _packed_attention, _unpacked_output
-from ._contract import Hook, IntegrationError
+from ._contract import IntegrationError
+from ._hook import Hook
 from ._padding_free import BATCH_KEY
 
 # Parts of a row, in which the share of its tokens that are targets is counted.
@@ -169,8 +170,6 @@ class PackedForward:
 
         return remove
 
-    # What is planned on the CPU is no part of a compiled forward pass.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(
         self, outer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -223,7 +222,6 @@ class PackedForward:
         _packed_attention.enter_packed()
         return (), packed
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, outer: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if getattr(outer, "_is_replica", False):
             return output

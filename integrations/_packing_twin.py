@@ -122,7 +122,7 @@ def _made(twin: Twin) -> Any:
                 continue
             model = kind(config).to(torch.float32)
             _move(model)
-            model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+            model(input_ids=torch.ones(1, 4, dtype=torch.int64, device="cpu"))
         except Exception as error:  # whatever a class has against a configuration
             problems.append(f"{type(error).__name__}: {error}".partition("\n")[0])
         else:
@@ -135,7 +135,7 @@ def _move(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for one in model.parameters():
-            noise = torch.randn(one.shape, generator=generator)
+            noise = torch.randn(one.shape, generator=generator, dtype=torch.float32, device="cpu")
             if one.dim() > 1:
                 one.copy_(noise * one.shape[-1] ** -0.5)
             else:

@@ -21,7 +21,7 @@ import torch
 from deepytorch_core import config, decisions, guard, own_cores, topology
 
 from . import _packing_twin, _unpacked_output
-from ._contract import Hook
+from ._hook import Hook
 from ._packed_forward import Conventions
 from ._packing_helper import Helper
 from ._packing_probe import Unsupported
@@ -88,7 +88,6 @@ class Watch:
         if self._helper is not None:
             self._helper.close()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, outer: Any, args: Any, kwargs: Any) -> None:
         self._random = None
         if not self._model.training or not torch.is_grad_enabled():
@@ -99,7 +98,6 @@ class Watch:
         self._num_calls += 1
         self._random = torch.get_rng_state()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, outer: Any, args: Any, output: Any) -> Any:
         if self._random is None:
             return output

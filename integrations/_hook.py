@@ -1,0 +1,24 @@
+"""Hooks of modules that are of no effect in copies of the modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Hook:
+    """A hook of a module that does nothing in its copies, nor where there is no deepytorch."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    # What is done on the CPU is no part of a compiled forward pass.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything and does nothing
