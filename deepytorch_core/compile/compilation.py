@@ -27,6 +27,7 @@ from deepytorch_core.compile import (
     ahead,
     capture,
     capturing,
+    late_cache,
     module_state,
     outcome,
     policies,
@@ -42,7 +43,7 @@ from deepytorch_core.compile.capturing import Capturing
 from deepytorch_core.compile.phases import Phases, Trial
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.recorder import Recorder
-from deepytorch_core.compile.region import CompiledRegion
+from deepytorch_core.compile.region import CompiledRegion, install
 from deepytorch_core.compile.taking_over import TakingOver
 
 EAGER_STEPS = 3
@@ -88,7 +89,7 @@ class Compilation:
         self.policy = policy
         self.regions: list[CompiledRegion] = []
         self.phases = Phases()
-        self._root = regions.unwrapped(model)
+        self._root_of = weakref.ref(regions.unwrapped(model))
         self._what = f"compile of {type(self._root).__name__}"
         self._facts: dict[str, str] = {}
         self._budget_s = budget_s
@@ -117,6 +118,13 @@ class Compilation:
         if self._seam is not None:
             # Before the hooks that pack batches: it decides how.
             self._seam.watcher = self
+            late = late_cache.of(self._root, is_on=self._is_used, switch=self._set_on)
+            self._seam.around = late
+
+    @property
+    def _root(self) -> Any:
+        """Not kept: it is what calls this."""
+        return self._root_of()
 
     def undo(self) -> None:
         """Give the model everything back; decisions stay in the report and the profile."""
@@ -125,12 +133,22 @@ class Compilation:
             if one is not None:
                 one.undo()
         self._drop_regions()
+        seam.close(self._root, is_around=False)
 
     def _drop_regions(self) -> None:
         self._on = False
         for region in self.regions:
             region.remove()
         self.regions.clear()
+
+    def _is_used(self) -> bool:
+        """Whether the call that begins is compiled, or may be replayed."""
+        return self._on or self._capturing is not None or self._is_tried
+
+    def _set_on(self, is_on: bool) -> bool:
+        """Returns what it was."""
+        before, self._on = self._on, is_on
+        return before
 
     @property
     def is_settled(self) -> bool:
@@ -187,8 +205,12 @@ class Compilation:
             return "giving graphs to helpers"
         if self._is_loading:
             return "taking over what helpers have compiled"
-        is_tried = self._early is not None and not self._early.is_settled
-        return "trial of CUDA graphs" if is_tried else "waiting for helpers"
+        return "trial of CUDA graphs" if self._is_tried else "waiting for helpers"
+
+    @property
+    def _is_tried(self) -> bool:
+        """Whether it is found out now if eager passes are faster replayed."""
+        return self._early is not None and not self._early.is_settled
 
     @property
     def _num_untimed(self) -> int:
@@ -248,7 +270,7 @@ class Compilation:
             if number == 1:
                 self._conclude(self.policy, ASKED_FOR, None)
             else:
-                self._keep(ASKED_FOR, self._entry(self.policy, ASKED_FOR, {}))
+                self._keep(self.policy, ASKED_FOR, {})
                 self._stop()
         elif number == EAGER_STEPS and self._is_patient:
             self._ask_pace("pace", self._wait)
@@ -431,26 +453,15 @@ class Compilation:
         was_in_parts = bool(known) and not any(one.name in known for one in found)
         if is_in_parts or was_in_parts:
             found = regions.parts(self._root)
-        hold = timeouts.Hold(self._budget_s * len(found))
-        for region in found:
-            if self.policy != AUTO:
-                tried = [policies.get(self.policy)]
-            elif region.name in known:
-                tried = [policies.get(name) for name in known[region.name] if name != EAGER]
-            else:
-                tried = policies.automatic(self._device)
-            if tried:
-                compiled = CompiledRegion(
-                    region,
-                    tried,
-                    budget_s=self._budget_s,
-                    is_on=self._is_compiled,
-                    hold=hold,
-                )
-                if was_in_parts or was_helped:
-                    compiled.restart()
-                compiled.install()
-                self.regions.append(compiled)
+        self.regions += install(
+            [
+                (one, policies.tried(self.policy, known.get(one.name), self._device))
+                for one in found
+            ],
+            budget_s=self._budget_s,
+            is_on=self._is_compiled,
+            is_made=was_in_parts or was_helped,
+        )
 
     def _look(self) -> None:
         failed = {one.region.name: one.failure for one in self.regions if one.failure}
@@ -542,7 +553,7 @@ class Compilation:
     def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
         dropped = outcome.dropped(self.regions)
         decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
-        self._keep(reason, self._entry(chosen, reason, times_ms or {}))
+        self._keep(chosen, reason, times_ms or {})
         if chosen == EAGER:
             self._drop_regions()
         else:
@@ -552,10 +563,13 @@ class Compilation:
             self._on = True
         self._lower()
 
-    def _keep(self, reason: str, entry: Mapping[str, Any]) -> None:
+    def _keep(self, chosen: str, reason: str, times_ms: Mapping[str, float]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
         if console.global_rank() != 0 or reason == FROM_PROFILE or not self.regions:
             return
+        entry = outcome.entry(
+            self.regions, chosen, reason, times_ms, was_helped=self._was_helped, phases=self.phases
+        )
         # What the noise has hidden is measured again by the next run, and what was late is tried.
         if entry["times_ms"] and reason != UNDECIDED and not outcome.is_late(self.regions):
             guard.profile.keep(self._key(), entry)
@@ -568,16 +582,6 @@ class Compilation:
         is_asked = self.policy == AUTO and config.current().cuda_graphs == AUTO
         return is_asked and is_long and self._device.type == Recorder.kind
 
-    def _entry(self, chosen: str, reason: str, times_ms: Mapping[str, float]) -> dict[str, Any]:
-        return {
-            "chosen": chosen,
-            "reason": reason,
-            "times_ms": {name: round(ms, 4) for name, ms in times_ms.items()},
-            **outcome.facts(self.regions),
-            "was_helped": self._was_helped,
-            "trial_s": {name: round(one.seconds, 2) for name, one in self.phases.spent.items()},
-        }
-
     def _stop(self) -> None:
         if self._helpers is not None:
             self._helpers.close()
@@ -585,7 +589,8 @@ class Compilation:
         if self._seam is not None:
             self._seam.watcher = None
             self._seam = None
-            seam.close(self._root)
+            is_replayed = self._capturing is not None and self._capturing.is_replayed
+            seam.close(self._root, is_around=self._on or is_replayed)
         self._asking.drop()
         self._lower()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepytorch_core.compile.phases import Phases
 from deepytorch_core.compile.policies import EAGER
 from deepytorch_core.compile.region import CompiledRegion
 
@@ -41,4 +42,24 @@ def facts(regions: Sequence[CompiledRegion]) -> dict[str, Any]:
         "blocks": {one.region.name: len(one.region.modules) for one in regions},
         "compile_s": round(sum(one.told.compile_s for one in regions), 2),
         "graph_breaks": [line for one in regions for line in one.told.breaks],
+    }
+
+
+def entry(
+    regions: Sequence[CompiledRegion],
+    chosen: str,
+    reason: str,
+    times_ms: Mapping[str, float],
+    *,
+    was_helped: bool,
+    phases: Phases,
+) -> dict[str, Any]:
+    """What the profile has of a model's trial."""
+    return {
+        "chosen": chosen,
+        "reason": reason,
+        "times_ms": {name: round(ms, 4) for name, ms in times_ms.items()},
+        **facts(regions),
+        "was_helped": was_helped,
+        "trial_s": {name: round(one.seconds, 2) for name, one in phases.spent.items()},
     }

@@ -463,3 +463,30 @@ def _kept_versions(norms: list[_NormBase]) -> contextlib.AbstractContextManager[
         if buffer is not None
     ]
     return _unsafe_preserve_version_counter(tuple(kept)) if kept else contextlib.nullcontext()
+
+
+def install(
+    chosen: Sequence[tuple[Region, list[Policy]]],
+    *,
+    budget_s: float,
+    is_on: Callable[[CompiledRegion], bool],
+    is_made: bool,
+) -> list[CompiledRegion]:
+    """Put compiled regions in place, of those for which a policy is tried.
+
+    Args:
+        chosen: regions and their policies.
+        budget_s: of each.
+        is_on: see `CompiledRegion`.
+        is_made: whether torch's caches have what is to be compiled.
+    """
+    hold = Hold(budget_s * len(chosen))
+    installed = []
+    for region, tried in chosen:
+        if tried:
+            one = CompiledRegion(region, tried, budget_s=budget_s, is_on=is_on, hold=hold)
+            if is_made:
+                one.restart()
+            one.install()
+            installed.append(one)
+    return installed

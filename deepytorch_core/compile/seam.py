@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -59,13 +60,20 @@ class Seam:
             if that has raised something.
         region: stands for the module's `forward`, inside of its hooks.
         replay: stands for that in turn.
+        around: gets the call itself, to be made with other arguments or given another output.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module_of = weakref.ref(module)
         self.watcher: Watcher | None = None
         self.region: _Call | None = None
         self.replay: _Call | None = None
+        self.around: Callable[[_Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+    @property
+    def _module(self) -> Any:
+        """Not kept: it has this."""
+        return self._module_of()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and saved models are not taken over
@@ -86,6 +94,12 @@ class Seam:
         # A pass that checkpointing makes again, within the backward pass, is no step.
         if self.watcher is not None and torch._C._current_graph_task_id() == -1:
             self._tell(self.watcher, args, kwargs)
+        if self.around is not None:
+            return self.around(self._call, args, kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module
         if self.replay is None and self.region is None:
             return module._call_impl(*args, **kwargs)
         if not (
@@ -145,10 +159,14 @@ def opened(module: nn.Module) -> Seam | None:
     return found
 
 
-def close(module: nn.Module) -> None:
-    """Take the seam away once nothing goes by it."""
+def close(module: nn.Module, *, is_around: bool = True) -> None:
+    """Take the seam away once nothing goes by it; without `is_around`, nothing does around it."""
     found = of(module)
-    if found is not None and not (found.watcher or found.region or found.replay):
+    if found is None:
+        return
+    if not is_around:
+        found.around = None
+    if not (found.watcher or found.region or found.replay or found.around):
         del vars(module)[PLACE]
 
 
@@ -194,5 +212,5 @@ _codes_with_hooks: set[types.CodeType] = set()
 _SKIPPED = eval_frame._FrameExecStrategy(
     eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 )
-for _function in (Seam.__call__, Seam._not_ours, is_looked_at, _is_for_devices):
+for _function in (Seam.__call__, Seam._call, Seam._not_ours, is_looked_at, _is_for_devices):
     eval_frame.set_code_exec_strategy(_function.__code__, _SKIPPED)

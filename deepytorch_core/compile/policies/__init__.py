@@ -94,6 +94,13 @@ def automatic(device: torch.device) -> list[Policy]:
     return [one for one in _table.values() if one.automatic and one.why_not(device) is None]
 
 
+def tried(asked: str, known: list[str] | None, device: torch.device) -> list[Policy]:
+    """What a region is compiled by: the one asked for, else those known to be good, else all."""
+    if asked != AUTO:
+        return [get(asked)]
+    return automatic(device) if known is None else [get(name) for name in known if name != EAGER]
+
+
 def _load() -> None:
     global _is_loaded
     if not _is_loaded:
