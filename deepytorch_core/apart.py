@@ -16,14 +16,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import counts, stores
+from deepytorch_core import counts, stores, unlisted
 from deepytorch_core.console import say
 from deepytorch_core.patching import Patches
 
@@ -69,7 +68,7 @@ class Watch:
         self._began = 0.0
         self._others: int | None = None
         self._left: set[str] = set()
-        self._telling: threading.Thread | None = None
+        self._telling: unlisted.Thread | None = None
 
     def stepped(self, optimizer: Any, given_bytes: int) -> None:
         """A step has ended.
@@ -191,7 +190,7 @@ class Watch:
             except Exception as error:
                 self._give_up(error)
 
-        self._telling = threading.Thread(target=tell, name="deepytorch-apart", daemon=True)
+        self._telling = unlisted.Thread(tell, name="deepytorch-apart")
         self._telling.start()
 
     def _store(self, c10d: Any) -> Any:

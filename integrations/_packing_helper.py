@@ -16,6 +16,8 @@ import sys
 import threading
 from typing import Any
 
+from deepytorch_core import unlisted
+
 # Modules are found where this process finds them, and not in the current folder before all others.
 # Ctrl-C is for the training, which may go on.
 _PROGRAM = (
@@ -46,7 +48,7 @@ class Helper:
             env=environment,
             start_new_session=True,  # not in the terminal's group: Ctrl-C is not for it
         )
-        self._thread = threading.Thread(target=self._listen, args=(twin,), daemon=True)
+        self._thread = unlisted.Thread(self._listen, (twin,), name="deepytorch-packing")
         self._thread.start()
 
     def wait(self) -> None:

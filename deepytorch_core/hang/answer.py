@@ -17,6 +17,7 @@ import sys
 import threading
 from types import FrameType
 
+from deepytorch_core import unlisted
 from deepytorch_core.hang import processes, record
 
 # Before and behind what the thread writes.
@@ -28,7 +29,7 @@ _END_LIMIT_S = 3.0
 _registered = 0
 _watches_forks = False
 _descriptors: tuple[int, ...] = ()
-_thread: threading.Thread | None = None
+_thread: unlisted.Thread | None = None
 
 
 def register() -> int:
@@ -44,9 +45,7 @@ def register() -> int:
         return 0
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        thread = threading.Thread(
-            target=_serve, args=(reading,), name="deepytorch-stacks", daemon=True
-        )
+        thread = unlisted.Thread(_serve, (reading,), name="deepytorch-stacks")
         thread.start()
         name = f"{record.STACKS_NAME}@{reading}.{thread.native_id}"
         memory = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -94,7 +93,7 @@ def _serve(questions: int) -> None:
 def _all_stacks() -> str:
     """As faulthandler writes them: the main thread last, this one not at all."""
     frames = sys._current_frames()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    names = {one.ident: one.name for one in threading.enumerate()} | unlisted.names()
     main = threading.main_thread().ident
     frames.pop(threading.get_ident(), None)
     in_order = sorted(frames, key=lambda ident: ident == main)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config, stores
+from deepytorch_core import config, stores, unlisted
 from deepytorch_core.console import say
 from deepytorch_core.hang import (
     answer,
@@ -82,7 +82,7 @@ class _Home:
     over: threading.Event = dataclasses.field(default_factory=threading.Event)
     desk: inquiry.Desk | None = None
     watch: waiting.Watch | None = None
-    thread: threading.Thread | None = None
+    thread: unlisted.Thread | None = None
 
     def begin(self) -> None:
         """Tell of waits, and answer ranks of other nodes, until `end`."""
@@ -97,9 +97,7 @@ class _Home:
             return
         with contextlib.suppress(OSError):  # then nobody can ask from outside
             self.desk = inquiry.Desk()
-        self.thread = threading.Thread(
-            target=_listen, args=(self,), name="deepytorch-hang", daemon=True
-        )
+        self.thread = unlisted.Thread(_listen, (self,), name="deepytorch-hang")
         self.thread.start()
 
     def can_ask(self) -> bool:

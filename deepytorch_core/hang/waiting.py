@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from deepytorch_core import unlisted
 from deepytorch_core.console import say
 from deepytorch_core.hang import collect, evidence, inquiry, verdict, words
 from deepytorch_core.hang.evidence import ENDED, Operation, Rank
@@ -45,7 +46,7 @@ class Watch:
         self._rank = rank
         self._asks = asks
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="deepytorch-waits", daemon=True)
+        self._thread = unlisted.Thread(self._run, name="deepytorch-waits")
         self._thread.start()
 
     def stop(self, *, limit_s: float) -> None:

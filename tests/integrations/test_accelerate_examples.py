@@ -1,4 +1,4 @@
-"""The examples of the Accelerate and transformers guides, and Accelerate's own test script."""
+"""The examples of the Accelerate and transformers guides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import accelerate.test_utils
 import pytest
 
 from deepytorch_core import config
@@ -125,11 +124,3 @@ def test_accelerate_launch_starts_it(reporting: Path) -> None:
     launch = [*LAUNCH, "--main_process_port", str(free_port())]
     output = run(launch, reporting, EXAMPLES / "accelerate_ddp.py", ACCELERATE_USE_CPU="true")
     assert native_calls(output) > 20
-
-
-def test_accelerates_own_test_script_passes(activated: Path) -> None:
-    """What `accelerate test` runs, on two ranks with deepytorch active."""
-    script = Path(accelerate.test_utils.__file__).parent / "scripts" / "test_script.py"
-    output = started(activated, script, ACCELERATE_USE_CPU="true")
-    assert "Test reinstantiated state" in output
-    assert native_calls(output) > 100

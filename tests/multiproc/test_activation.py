@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import threading
 import time
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -18,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import deepytorch_core.activation as activation
-from deepytorch_core import adapter, agreement, c10d_patches, report
+from deepytorch_core import adapter, agreement, c10d_patches, report, unlisted
 from deepytorch_core.errors import AdapterError
 from deepytorch_core.testing import assert_same_on_all_ranks, rank_store, spawn_ranks
 
@@ -118,7 +117,7 @@ def test_sub_groups_of_four_ranks_and_a_second_initialisation() -> None:
 def stacks_threads() -> list[str]:
     """Threads by which others learn what this process does, after some time to end."""
     for _ in range(20):
-        names = [one.name for one in threading.enumerate() if one.name == "deepytorch-stacks"]
+        names = [one for one in unlisted.names().values() if one == "deepytorch-stacks"]
         if not names:
             break
         time.sleep(0.05)

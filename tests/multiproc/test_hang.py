@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.cli import hang
-from deepytorch_core import backend, config
+from deepytorch_core import backend, config, unlisted
 from deepytorch_core.hang import inquiry, live, record, store_limit
 from deepytorch_core.testing import rank_store, spawn_ranks
 
@@ -210,7 +209,7 @@ def test_a_job_that_goes_on_is_asked_and_not_disturbed() -> None:
 
 
 def listeners() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name == "deepytorch-hang"]
+    return [one for one in unlisted.names().values() if one == "deepytorch-hang"]
 
 
 def listen_until_all_are_known(rank: int, world_size: int) -> list[bool]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core import activation, config, report
+from deepytorch_core import activation, config, report, unlisted
 from deepytorch_core.testing import rank_store, spawn_ranks
 from deepytorch_core.testing.leaks import holdings, left_over
 
@@ -34,6 +34,12 @@ def caught() -> str:
 SETTLING_S = 4.0
 
 
+def threads() -> set[str]:
+    """Python's, with those of ours that it doesn't list, by name and number."""
+    listed = {one.ident: one.name for one in threading.enumerate()}
+    return {f"{name} {ident}" for ident, name in (listed | unlisted.names()).items()}
+
+
 class Before:
     """What was there before the first group."""
 
@@ -41,11 +47,11 @@ class Before:
         self.held = holdings()
         self.environment = dict(os.environ)  # noqa: TID251
         self.signals = caught()
-        self.threads = set(threading.enumerate())
+        self.threads = threads()
 
     def left(self) -> list[str]:
         """At once what ends with the group, and within seconds what says farewell to others."""
-        python = [one.name for one in set(threading.enumerate()) - self.threads]
+        python = sorted(threads() - self.threads)
         found = [f"Python's thread {name}" for name in python]
         if caught() != self.signals:
             found.append(f"signals {caught()} instead of {self.signals}")
@@ -192,7 +198,7 @@ def a_group_that_is_kept(rank: int, world_size: int) -> list[str]:
     kept = [dist.group.WORLD, DistributedDataParallel(nn.Linear(4, 2))]
     dist.all_reduce(torch.ones(2))
     dist.destroy_process_group()
-    python = [one.name for one in set(threading.enumerate()) - before.threads]
+    python = sorted(threads() - before.threads)
     assert caught() == before.signals
     assert len(kept) == 2
     return python

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import backend, config
+from deepytorch_core import backend, config, unlisted
 from deepytorch_core.hang import live, record, waiting
 from deepytorch_core.testing import rank_store, spawn_ranks
 
@@ -275,10 +275,9 @@ def test_ranks_on_other_nodes_are_asked(tmp_path: Path) -> None:
 
 
 def threads_of_ours(rank: int, world_size: int) -> list[bool]:
-    import threading
 
     def watching() -> bool:
-        return any(one.name == "deepytorch-waits" for one in threading.enumerate())
+        return "deepytorch-waits" in unlisted.names().values()
 
     with job(rank, world_size, "threads"):
         found = [watching()]

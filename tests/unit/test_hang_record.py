@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import _core
+from deepytorch_core import _core, unlisted
 from deepytorch_core.hang import answer, collect, evidence, processes, record, stacks
 from deepytorch_core.hang.record import Record, RecordError
 
@@ -507,7 +507,7 @@ def test_it_stops_answering_and_begins_again() -> None:
     answer.unregister()
     answer.unregister()
     for _ in range(1200):  # the thread ends when it sees that its pipe is closed
-        if "deepytorch-stacks" not in [thread.name for thread in threading.enumerate()]:
+        if "deepytorch-stacks" not in unlisted.names().values():
             break
         time.sleep(0.05)
     else:
