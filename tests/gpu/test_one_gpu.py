@@ -49,7 +49,7 @@ def _train(rank: int, world_size: int, ours: bool) -> dict[str, Any]:
         from deepytorch.integrations.transformers import pack_batches
 
         assert pack_batches(model, "on", loaders=[loader])
-        deepytorch.compile(model)
+        deepytorch.compile(model, is_patient=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses = []
     for batch in loader:
