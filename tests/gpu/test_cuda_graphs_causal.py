@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch_core.compile import capture
+from deepytorch_core.compile import capture, late_cache, seam
 from deepytorch_core.compile.capture import Capture
 from deepytorch_core.testing import needs_gpus
 
@@ -70,19 +70,21 @@ def test_positions_that_a_model_counts_itself_are_not_waited_for(
     assert losses == pytest.approx(train(stock), rel=1e-4)
 
 
-def test_a_cache_that_nobody_asks_for_is_not_made() -> None:
+def test_a_cache_that_nobody_asks_for_is_made_when_it_is_used() -> None:
     model = made("Llama")
     stock = copy.deepcopy(model)
     found = Capture(model, is_on=lambda: True)
     found.install()
+    own = seam.of(model)
+    assert own is not None
+    own.around = late_cache.of(model, is_on=lambda: True, switch=lambda _: True)
     assert train(model) == pytest.approx(train(stock), rel=1e-4)
     assert found.problem is None
     ids = torch.randint(3, VOCABULARY, (3, 24)).to(DEVICE)
-    assert model(input_ids=ids, labels=ids).past_key_values is None
     assert model(input_ids=ids, labels=ids, use_cache=True).past_key_values is not None
-    assert model(input_ids=ids).past_key_values is not None
     loss, logits, cache = model(input_ids=ids, labels=ids, return_dict=False)
     assert (loss.dim(), logits.dim(), type(cache).__name__) == (0, 3, "DynamicCache")
+    assert model(input_ids=ids, labels=ids).past_key_values.get_seq_length() == 24
 
 
 def test_packed_rows_of_the_users_stay_apart() -> None:
