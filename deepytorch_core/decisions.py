@@ -24,7 +24,7 @@ def record(
     times_ms: Mapping[str, float] | None = None,
     dropped: Mapping[str, str] | None = None,
 ) -> None:
-    """Note a choice, the same on all ranks, and say it in one line.
+    """Note a choice, and say it in one line: once in a process that makes the same again.
 
     Args:
         what: what was chosen for: "DDP buckets".
@@ -37,8 +37,15 @@ def record(
     decision = {"what": what, "chosen": chosen, "reason": reason, "times_ms": dict(times_ms or {})}
     if dropped:
         decision["dropped"] = dict(dropped)
+    is_new = not any(_is_same(decision, one) for one in _made)
     _made.append(decision)
-    say_once(sentence(decision), level="info" if times_ms or dropped else "debug")
+    if is_new:
+        say_once(sentence(decision), level="info" if times_ms or dropped else "debug")
+
+
+def _is_same(decision: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether they differ in their times at most."""
+    return all(decision[name] == other[name] for name in ("what", "chosen", "reason"))
 
 
 def made() -> tuple[dict[str, Any], ...]:

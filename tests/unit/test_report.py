@@ -255,3 +255,14 @@ def test_what_is_left_as_it_was_is_stock(chosen: str) -> None:
 def test_a_plan_of_the_tuners_is_stocks_where_it_is_the_delegates() -> None:
     assert is_stock({"algorithm": "delegate"})
     assert not is_stock({"algorithm": "one_shot"})
+
+
+def test_a_choice_that_is_made_again_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decisions, "_made", [])
+    for ms in (1.0, 2.0):
+        decisions.record("AdamW", "fused", "faster than stock", times_ms={"stock": ms})
+    decisions.record("AdamW", "stock", "nothing is faster", times_ms={"stock": 1.0})
+    assert len(decisions.made()) == 3
+    assert capsys.readouterr().err.count("deepytorch: AdamW: ") == 2
