@@ -80,12 +80,40 @@ def _decoder(family: str, **own: Any) -> Callable[[Size], Workload]:
             num_hidden_layers=size.layers,
             num_attention_heads=size.heads,
             max_position_embeddings=2 * size.tokens,
-            use_cache=False,
-            **own,
+            **{"use_cache": False, **own},
         )
         return _text(getattr(library, f"{family}ForCausalLM")(config), size)
 
     return build
+
+
+def _gemma3(size: Size) -> Workload:
+    library = importlib.import_module("transformers")
+    config = library.Gemma3TextConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=3 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=2,
+        head_dim=size.width // size.heads,
+        sliding_window=size.tokens // 2,
+        max_position_embeddings=2 * size.tokens,
+        attn_implementation="eager",  # as its authors recommend it for training
+    )
+    return _text(library.Gemma3ForCausalLM(config), size)
+
+
+def _with_lora(build: Callable[[Size], Workload]) -> Callable[[Size], Workload]:
+    """The same with adapters of all its linear layers."""
+
+    def adapted(size: Size) -> Workload:
+        peft = importlib.import_module("peft")
+        base = build(size)
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
+        return _text(peft.get_peft_model(base.model, lora), size)
+
+    return adapted
 
 
 def _gpt2(size: Size) -> Workload:
@@ -241,7 +269,22 @@ SUITES: dict[str, dict[str, Callable[[Size], Workload]]] = {
         "timm/efficientnet_b0": _vision("timm/efficientnet_b0"),
         "timm/resnetv2_50": _vision("timm/resnetv2_50"),
         "diffusers/unet2d-condition": _unet,
-    }
+    },
+    # As loops of one's own have them: with the cache that they return by default.
+    "fine-tuning": {
+        "transformers/qwen3-cached": _decoder("Qwen3", num_key_value_heads=2, use_cache=True),
+        "transformers/gemma3": _gemma3,
+        "peft/llama-lora": _with_lora(_decoder("Llama", num_key_value_heads=2, use_cache=True)),
+        "transformers/qwen3-moe-router-logits": _decoder(
+            "Qwen3Moe",
+            num_key_value_heads=2,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=256,
+            output_router_logits=True,
+            use_cache=True,
+        ),
+    },
 }
 """Suite -> workload -> what builds it at a size."""
 
