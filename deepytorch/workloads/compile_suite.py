@@ -99,7 +99,6 @@ def _gemma3(size: Size) -> Workload:
         head_dim=size.width // size.heads,
         sliding_window=size.tokens // 2,
         max_position_embeddings=2 * size.tokens,
-        attn_implementation="eager",  # as its authors recommend it for training
     )
     return _text(library.Gemma3ForCausalLM(config), size)
 
