@@ -19,9 +19,10 @@ from types import FrameType
 
 def _renew_pool() -> None:
     inductor = sys.modules.get("torch._inductor.async_compile")
-    renew = getattr(getattr(inductor, "AsyncCompile", None), "pool", None)
-    if hasattr(renew, "cache_clear"):
-        renew.cache_clear()
+    pool = getattr(getattr(inductor, "AsyncCompile", None), "pool", None)
+    forget = getattr(pool, "cache_clear", None)
+    if forget is not None:
+        forget()
 
 
 os.register_at_fork(after_in_child=_renew_pool)
