@@ -3,14 +3,29 @@
 `torch.fx.wrap`, called where modules of it are imported, leaves a frame that holds itself. A frame
 holds those it was called by, so a model that is prepared meanwhile would live on until cycles of
 garbage are looked for, with all of its memory.
+
+A forked child would wait for ever where its parent has compiled: Inductor keeps its pool of
+threads, none of which is in the child.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from types import FrameType
+
+
+def _renew_pool() -> None:
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    pool = getattr(getattr(inductor, "AsyncCompile", None), "pool", None)
+    forget = getattr(pool, "cache_clear", None)
+    if forget is not None:
+        forget()
+
+
+os.register_at_fork(after_in_child=_renew_pool)
 
 
 def load() -> None:

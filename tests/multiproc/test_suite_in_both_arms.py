@@ -10,7 +10,8 @@ from typing import Any
 
 from deepytorch_core import config
 
-COMMAND = Path(__file__).parents[1] / "suites" / "torch_distributed.py"
+SUITES = Path(__file__).parents[1] / "suites"
+COMMAND = SUITES / "torch_distributed.py"
 TESTS = """
 import multiprocessing
 import os
@@ -122,3 +123,40 @@ def test_a_test_that_stands_still_is_ended(tmp_path: Path) -> None:
     assert outcomes_of(told, "stock") == {"test_stands_still": "passed"}
     assert outcomes_of(told, "deepytorch") == {"test_stands_still": "timeout"}
     assert told["differing"] == [FILE + "test_stands_still"]
+
+
+TRAINS = """
+import sys
+
+import torch
+from accelerate import Accelerator
+
+
+def test_trains():
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(4, 1)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(net(torch.ones(2, 4)).sum())
+    optimizer.step()
+
+
+def test_differs():
+    assert "deepytorch.cli.compare.seams" not in sys.modules
+"""
+
+
+def test_a_peers_tests_run_with_compute_on(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_each.py").write_text(TRAINS)
+    outcomes = tmp_path / "outcomes.json"
+    command = [sys.executable, str(SUITES / "peers.py"), str(tmp_path), "accelerate"]
+    command += ["--patience", "off", "--json", str(outcomes), "--logs", str(tmp_path / "logs")]
+    ended = subprocess.run(command, capture_output=True, text=True, env=config.child_environment())
+    assert (ended.returncode, ended.stderr) == (1, ""), ended.stdout
+    told, differing = json.loads(outcomes.read_text()), "tests/test_each.py::test_differs"
+    assert told["differing"] == [differing]
+    passed = [name for name, row in told["line"].items() if row["outcome"] == "passed"]
+    assert passed == ["tests/test_each.py::test_trains"]
+    assert set(told["decisions"]) == {"SGD", "compile of Linear"}
+    assert f"1 of 2 tests differ; what they print is in {tmp_path / 'logs'}" in ended.stdout
+    assert "    SGD: " in ended.stdout

@@ -179,6 +179,7 @@ def add_options(parser: argparse.ArgumentParser, *, limit_s: int) -> None:
 
 def run(arms: tuple[Arm, Arm], batches: Sequence[Batch]) -> tuple[tuple[Rows, Rows], list[str]]:
     """Run all batches in both arms and say how they went; returns rows, and tests that differ."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the tests, too
     found: tuple[Rows, Rows] = {}, {}
     differing: list[str] = []
     for batch in batches:

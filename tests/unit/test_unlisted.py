@@ -33,7 +33,7 @@ def test_a_thread_runs_unlisted_under_its_name_until_it_ends() -> None:
     assert "one of ours" not in unlisted.names().values()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore")
 def test_one_that_raises_has_ended() -> None:
     thread = unlisted.Thread(lambda: 1 / 0, name="raises")
     thread.start()

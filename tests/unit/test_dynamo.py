@@ -1,0 +1,25 @@
+"""torch's compiler: what importing it leaves behind, and what a fork does to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from deepytorch_core import dynamo
+
+
+def test_a_forked_child_compiles_with_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamo.load()
+    from torch._inductor import async_compile, config
+
+    monkeypatch.setattr(config, "compile_threads", 2)
+    pool = async_compile.AsyncCompile.pool
+    assert pool().submit(int).result() == 0
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # without a handler it ends the process
+        os._exit(pool().submit(int).result())
+    _, status = os.waitpid(child, 0)
+    assert status == 0
