@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from deepytorch_core import dynamo
+from deepytorch_core import compiler_import
 
 
 def test_a_forked_child_compiles_with_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    dynamo.load()
+    compiler_import.load()
     from torch._inductor import async_compile, config
 
     monkeypatch.setattr(config, "compile_threads", 2)
