@@ -6,7 +6,6 @@ a thread runs must not ask for `threading.current_thread()`, as logging does: th
 
 from __future__ import annotations
 
-import _thread
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,45 +13,49 @@ from typing import Any
 
 _running: dict[int, str] = {}
 os.register_at_fork(after_in_child=_running.clear)
+_threading: Any = threading
 
 
-class Thread:
-    """As `threading.Thread`: a daemon, which the end of the process does not wait for."""
+class Thread(threading.Thread):
+    """A daemon, which the end of the process does not wait for."""
 
     def __init__(
         self, target: Callable[..., object], args: Sequence[Any] = (), *, name: str
     ) -> None:
-        self.name = name
-        self.native_id = 0
-        self._target, self._args = target, args
-        self._started, self._ended = threading.Event(), threading.Event()
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._is_hidden = threading.Event()
         self._pid = 0
 
     def start(self) -> None:
         """Begin; once. Raises RuntimeError where the system has no thread left."""
         self._pid = os.getpid()
-        _thread.start_new_thread(self._run, ())
-        self._started.wait()
+        super().start()
+        self._is_hidden.wait()
 
     def is_alive(self) -> bool:
         """Whether it runs; never in a child that was forked since."""
-        return self._pid == os.getpid() and not self._ended.is_set()
+        return self._pid == os.getpid() and super().is_alive()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, so many seconds at most."""
         if self.is_alive():
-            self._ended.wait(timeout)
+            super().join(timeout)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """What the thread does."""
         ident = threading.get_ident()
+        self._delete()
         _running[ident] = self.name
-        self.native_id = threading.get_native_id()
-        self._started.set()
+        self._is_hidden.set()
         try:
-            self._target(*self._args)
+            super().run()
         finally:
             _running.pop(ident, None)
-            self._ended.set()
+
+    def _delete(self) -> None:
+        """Off the list, where the base class wants to find it at the end, too."""
+        with _threading._active_limbo_lock:
+            _threading._active.pop(threading.get_ident(), None)
 
 
 def names() -> dict[int, str]:
