@@ -564,11 +564,12 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
 def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "Recorder", Emulated)
     monkeypatch.setattr(config, "_current", Options(cuda_graphs="off", log="error"))
-    found = compilation.Compilation(nn.Linear(2, 2), "auto", budget_s=1.0, steps=None)
+    model = nn.Linear(2, 2)
+    found = compilation.Compilation(model, "auto", budget_s=1.0, steps=None)
     assert not found._may_capture()
     monkeypatch.setattr(config, "_current", Options(log="error"))
     assert found._may_capture()
-    short = compilation.Compilation(nn.Linear(2, 2), "auto", budget_s=1.0, steps=50)
+    short = compilation.Compilation(model, "auto", budget_s=1.0, steps=50)
     assert not short._may_capture()
 
 

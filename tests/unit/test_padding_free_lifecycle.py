@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import random
 import runpy
@@ -24,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import deepytorch
-from deepytorch.integrations import _contract, _padding_free
+from deepytorch.integrations import _contract, _packed_attention, _padding_free
 from deepytorch.integrations._packed_forward import PlanningCollate
 from deepytorch.integrations._padding_free import BATCH_KEY
 from deepytorch_core import decisions
@@ -409,18 +408,20 @@ def test_padding_free_models_keep_the_name_of_their_attention(attention: str) ->
     first = llama()
     first.set_attn_implementation(attention)
     second = LlamaForCausalLM(first.config).train()
-    gc.collect()  # models of other tests
-    looked_up = AttentionInterface.get_interface
+    lookups = _packed_attention._lookups
+    before = lookups._num_users  # models of other tests
     for one in (first, second):
         assert _padding_free.attach(one, "on", adapter="test")
         one(**batch()).loss.backward()
         assert one.config._attn_implementation == attention
         assert copy.deepcopy(one).config._attn_implementation == attention
-    assert AttentionInterface.get_interface is not looked_up
+    assert lookups._num_users == before + 2
     for one in (first, second):
         assert _padding_free.detach(one)
-    assert AttentionInterface.get_interface is looked_up
-    assert "__getitem__" not in vars(AttentionMaskInterface)
+    assert lookups._num_users == before
+    is_stock = AttentionInterface.get_interface is _packed_attention._stock_attention_of
+    assert is_stock == (not before)
+    assert ("__getitem__" in vars(AttentionMaskInterface)) == bool(before)
 
 
 def test_a_teacher_gets_the_batch_of_a_padding_free_student() -> None:

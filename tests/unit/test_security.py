@@ -26,8 +26,9 @@ UNPICKLING = {
     "integrations/horovod_tensorflow.py": "broadcast_object and allgather_object",
     # torch's object collectives, of what rank 0 of the same program did.
     "recipes/_run.py": "on_main and everyones",
-    # Between a training and the processes that it started to compile for it, over pipes.
+    # Between a training and the processes that it started to work for it, over pipes.
     "deepytorch_core/compile/ahead.py": "graphs and settings",
+    "integrations/_packing_helper.py": "the configuration of a model",
     # Tests: between a test and the processes that it forked, over a socket pair.
     "deepytorch_core/testing/worker.py": "calls",
     "deepytorch_core/testing/pool.py": "results",
