@@ -447,4 +447,6 @@ def made_and_destroyed(rank: int, world_size: int) -> list[dict[str, int]]:
 
 def test_groups_give_everything_back() -> None:
     for measured in spawn_ranks(made_and_destroyed, 2, backend=BACKEND):
-        assert measured[-1] == measured[2], "a group leaves something behind"
+        # A thread has been joined a moment before the system has taken it off its list.
+        more = {name: measured[-1][name] - number for name, number in measured[2].items()}
+        assert max(more.values()) <= 0, f"a group leaves something behind: {more}"
