@@ -42,7 +42,7 @@ class Thread(threading.Thread):
             super().join(timeout)
 
     def run(self) -> None:
-        """What the thread does."""
+        """Do the thread's work."""
         ident = threading.get_ident()
         self._delete()
         _running[ident] = self.name

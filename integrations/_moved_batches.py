@@ -19,7 +19,7 @@ from . import _contract
 
 @dataclass(frozen=True)
 class _Moved:
-    """What was moved, and what it has become."""
+    """A batch that was moved, and its tensors since."""
 
     mask: Tensor  # [batch, width] on the CPU, as are the labels
     labels: Tensor | None

@@ -45,7 +45,7 @@ _running = _Running()
 
 
 class _Lookups:
-    """What transformers looks up, replaced while anybody needs it.
+    """The lookups of transformers, replaced while anybody needs it.
 
     Attributes:
         tried: in place of every attention, for who finds out what models ask of theirs.

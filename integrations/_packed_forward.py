@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from deepytorch_core import decisions, guard
+from deepytorch_core.compile.fixes._transformers import caches
 from deepytorch_core.console import say_once
 from deepytorch_core.data import Packing, Shapes, full, plan
 from deepytorch_core.data.shapes import Shape
@@ -466,13 +467,6 @@ class PackedForward:
             if name not in self._harmless and not keeps_all:
                 return f"the model is called with {name}" + ("=True" if value is True else "")
         return None
-
-
-def caches(model: Any) -> bool:
-    """Whether a model returns a cache unless it is told not to."""
-    config = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return any(getattr(one, "use_cache", False) for one in (config, text))
 
 
 def _in_autocast_of_now(kind: str) -> Callable[[Callable[[], Any]], Any]:

@@ -1,4 +1,4 @@
-"""What a batch may hold beside plain text, in the tries that find out whether a model packs.
+"""Contents of a batch beside plain text, in the tries that find out whether a model packs.
 
 A model may give particular ids a meaning that reaches beyond their token: positions that leave out
 the padding's id, a scale by the number of masked tokens. And arguments with one entry a token may

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from deepytorch_core.compile.fixes._transformers import caches
 from deepytorch_core.data import Packing, plan
 
 from . import _packed_attention, _packing_contents, _unpacked_output
 from ._contract import IntegrationError
-from ._packed_forward import FUSED_HEAD, Conventions, PackedForward, caches
+from ._packed_forward import FUSED_HEAD, Conventions, PackedForward
 
 _SEEN_UP_TO = 1 << 15
 _LENGTHS = (7, 12, 1, 9)

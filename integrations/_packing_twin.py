@@ -47,7 +47,7 @@ _DRAWN = ("drop", "jitter")
 
 @dataclass(frozen=True)
 class Twin:
-    """What a twin is made of; can be pickled.
+    """The description of a twin; can be pickled.
 
     Attributes:
         module: of the model's class.
@@ -65,7 +65,7 @@ class Twin:
 
 
 def describe(outer: Any, model: Any) -> Twin:
-    """What a twin of `model` is made of.
+    """Describe a twin of `model`.
 
     Args:
         outer: what a training loop calls inside its wrappers: the model, or a PeftModel of it.

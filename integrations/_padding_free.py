@@ -207,7 +207,7 @@ class _Attached(_contract.Changes):
 
 
 def _attachment(prepared: Any) -> _Attached | None:
-    """What `attach` has done, where it has; None for a model that is only watched."""
+    """Find what `attach` has done; None for a model that is only watched."""
     outer, _ = _found(prepared)
     attached = vars(outer).get(f"__deepytorch_{_NAME}__") if outer is not None else None
     return attached if isinstance(attached, _Attached) and attached.forward else None

@@ -1,4 +1,4 @@
-"""Who reads a model's output: a framework's code that leaves padding out, or anybody else.
+"""Readers of a model's output: a framework's code that leaves padding out, or anybody else.
 
 Outputs of a packed row are zero at padding, where a padded batch has other values. The frameworks'
 trainers leave padding out of all that they compute: `tests/integrations` compare them with stock.

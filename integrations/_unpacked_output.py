@@ -86,7 +86,7 @@ def reads(reader: str, field: str) -> str:
 
 
 class Stock:
-    """What stock gives for a packed call, computed when an unknown reader comes.
+    """Gives stock's output for a packed call, computed when an unknown reader comes.
 
     Args:
         run: computes it; None where a pass of one rank alone can't be.
@@ -203,7 +203,7 @@ def _watched(padded: Tensor, packing: Packing) -> Tensor:
 
 
 class _Packed:
-    """Where the fields of a packed row's output come from."""
+    """Makes the fields of a packed row's output."""
 
     def __init__(self, packing: Packing, row: int, *, with_loss: bool) -> None:
         self.packing = packing
@@ -236,7 +236,7 @@ class _Packed:
         return _bypassed(value) if self.with_loss else value
 
     def _stand_in(self, output: _Lazy, name: str, value: Tensor) -> DeferredLogits:
-        """What is padded when it is used."""
+        """Make a tensor that is padded when it is used."""
         if name not in output._stand_ins:
             with apart():
                 made = DeferredLogits.make(
@@ -309,7 +309,7 @@ class _OnDemand(_Packed):
 
 
 class _Watched:
-    """Where the fields of a padded batch's output come from: they are there."""
+    """Gives the fields of a padded batch's output, which are there."""
 
     def __init__(self, tell: Callable[[str, str], None]) -> None:
         self._tell = tell

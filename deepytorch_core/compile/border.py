@@ -368,7 +368,7 @@ def _leaf_of(tensor: Tensor) -> Tensor:
 
 
 def _source(tensor: Tensor) -> Tensor:
-    """What compiled code gets: a leaf. A parameter is one, but its hooks would run twice."""
+    """Make a leaf for compiled code. A parameter is one, but its hooks would run twice."""
     is_plain = type(tensor) is torch.nn.Parameter and not tensor._backward_hooks
     return tensor if is_plain else _leaf_of(tensor)
 

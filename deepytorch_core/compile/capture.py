@@ -104,7 +104,7 @@ def _memory(device: torch.device) -> float:
 
 
 class Capture:
-    """What stands for a module's `forward`.
+    """Stands for a module's `forward`.
 
     Args:
         root: the module.

@@ -1,4 +1,4 @@
-"""What is to be known of a captured graph before another backward pass may stand for its own."""
+"""Facts of a captured graph, known before another backward pass may stand for its own."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Facts:
         return cls(differentiable, kept, written, reread, draws, tuple(sorted(kinds)), problem)
 
     def random_numbers(self) -> list[Tensor]:
-        """Where the generators are that it draws from."""
+        """States of the generators that it draws from."""
         numbers = [torch.get_rng_state()]
         return [*numbers, torch.cuda.get_rng_state()] if "cuda" in self.kinds else numbers
 

@@ -49,7 +49,7 @@ class Settled:
 
 @dataclass
 class Made:
-    """What was compiled of a graph.
+    """The compiled code of a graph.
 
     Attributes:
         graph: what it stands for: the captured one, without gradients of outputs that get none.

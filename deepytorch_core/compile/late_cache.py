@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from deepytorch_core import guard
-from deepytorch_core.compile.fixes._transformers import is_transformers
+from deepytorch_core.compile.fixes._transformers import caches, is_transformers
 from deepytorch_core.nn.deferred_logits import apart
 
 _FIELD = "past_key_values"
@@ -28,7 +28,7 @@ _Run = Callable[..., Any]
 
 
 class LateCache:
-    """What calls of one model go through.
+    """Takes the calls of one model.
 
     Args:
         root: the model, or a PeftModel of it.
@@ -100,7 +100,7 @@ class LateCache:
             and torch.is_grad_enabled()
             and bool(kwargs.get("return_dict", getattr(model.config, "return_dict", True)))
             and all(kwargs.get(name) is None for name in ("use_cache", _FIELD))
-            and _caches(model)
+            and caches(model)
         )
 
     def _make(self, autocast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,7 +116,7 @@ def of(
     is_on: Callable[[], bool],
     switch: Callable[[bool], bool],
 ) -> LateCache | None:
-    """What calls of `root` go through; None where it returns no cache that is known here."""
+    """Make one for `root`; None where that returns no cache that is known here."""
     base_of = getattr(root, "get_base_model", None)  # peft's
     model: Any = base_of() if callable(base_of) else root
     if not is_transformers(model) or _has_twins(model):
@@ -133,12 +133,6 @@ def of(
 def _cache_in(output: Any) -> Any:
     """Past whatever tells of its readers."""
     return OrderedDict.get(output, _FIELD) if isinstance(output, OrderedDict) else None
-
-
-def _caches(model: Any) -> bool:
-    config = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return any(getattr(one, "use_cache", False) for one in (config, text))
 
 
 def _has_twins(model: Any) -> bool:

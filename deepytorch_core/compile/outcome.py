@@ -54,7 +54,7 @@ def entry(
     was_helped: bool,
     phases: Phases,
 ) -> dict[str, Any]:
-    """What the profile has of a model's trial."""
+    """Make the profile's entry of a model's trial."""
     return {
         "chosen": chosen,
         "reason": reason,

@@ -43,7 +43,7 @@ _GLOBAL_HOOKS = (
 
 
 class Watcher(Protocol):
-    """Who is told of a module's calls."""
+    """Hears of a module's calls."""
 
     def on_forward(self, args: Any, kwargs: Any) -> None:
         """Called before each."""
@@ -53,7 +53,7 @@ class Watcher(Protocol):
 
 
 class Seam:
-    """What torch calls in place of one module.
+    """Gets the calls of one module from torch.
 
     Attributes:
         watcher: told of each call with what is passed, before the module's hooks; and told why,

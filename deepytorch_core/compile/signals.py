@@ -1,4 +1,4 @@
-"""What a script's signal handlers raise reaches the script, though compilers catch errors."""
+"""A script hears what its signal handlers raise, though compilers catch errors."""
 
 from __future__ import annotations
 

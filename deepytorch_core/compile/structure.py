@@ -1,4 +1,4 @@
-"""What code of a module was compiled from: its modules, their classes and those classes' functions.
+"""The source of a module's compiled code: its modules, their classes and those classes' functions.
 
 Dynamo compares values that the code has read, and takes classes to stay as they are.
 """

@@ -95,7 +95,7 @@ def automatic(device: torch.device) -> list[Policy]:
 
 
 def tried(asked: str, known: list[str] | None, device: torch.device) -> list[Policy]:
-    """What a region is compiled by: the one asked for, else those known to be good, else all."""
+    """Policies of a region: the one asked for, else those known to be good, else all."""
     if asked != AUTO:
         return [get(asked)]
     return automatic(device) if known is None else [get(name) for name in known if name != EAGER]
