@@ -10,6 +10,7 @@ threads, none of which is in the child.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -27,6 +28,9 @@ def _renew_pool() -> None:
 
 os.register_at_fork(after_in_child=_renew_pool)
 
+# What helpers' work is given and found by, a second or two of imports.
+_FOR_HELPERS = ("torch._inductor.compile_fx", "torch.fx._graph_pickler")
+
 
 def load() -> None:
     """Import `torch._dynamo`, unless somebody has."""
@@ -38,3 +42,17 @@ def load() -> None:
     for one in gc.get_objects():
         if type(one) is FrameType and one.f_code is wrap.__code__:
             one.clear()
+
+
+def load_beside() -> None:
+    """Import, in a thread, what is needed once helpers compile: no step is to wait for it."""
+    from deepytorch_core import unlisted
+
+    if not all(name in sys.modules for name in _FOR_HELPERS):
+        unlisted.Thread(_load_all, name="deepytorch imports").start()
+
+
+def _load_all() -> None:
+    for name in _FOR_HELPERS:
+        with contextlib.suppress(Exception):  # whoever needs it says what is wrong
+            importlib.import_module(name)

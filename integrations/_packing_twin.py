@@ -60,7 +60,7 @@ class Twin:
     module: str
     name: str
     config: Any
-    classes: frozenset[str]
+    classes: tuple[str, ...]
     fused_head: dict[str, Any] | None
 
 
@@ -90,7 +90,7 @@ def describe(outer: Any, model: Any) -> Twin:
         kind.__module__,
         kind.__qualname__,
         copy.deepcopy(model.config),
-        frozenset(_classes(model)),
+        tuple(sorted(set(_classes(model)))),
         _fused_head(model),
     )
 
@@ -101,7 +101,7 @@ def examine(twin: Twin) -> Conventions:
     Raises Unsupported where its packed rows differ from its padded batches, or none can be made.
     """
     model = _made(twin)
-    if missing := twin.classes - frozenset(_classes(model)):
+    if missing := set(twin.classes) - set(_classes(model)):
         raise Unsupported(f"it has {min(missing)}, which its configuration doesn't make")
     if twin.fused_head is not None:
         utils = importlib.import_module("trl.trainer.utils")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from deepytorch_core import config, decisions, guard, own_cores, topology
+from deepytorch_core.compile import undecided
 
 from . import _packing_twin, _unpacked_output
 from ._hook import Hook
@@ -26,8 +27,9 @@ from ._packed_forward import Conventions
 from ._packing_helper import Helper
 from ._packing_probe import Unsupported
 
-# Calls that are watched at least, for readers that come every few steps only.
-_WATCHED = 16
+# Calls that are watched at least, for readers that come every few steps only; and after which a
+# helper is started, which takes some steps itself.
+_WATCHED, _BEFORE_HELPER = 8, 2
 # Seconds that a helper takes of one core, and the part of a run that may be taken where it has to
 # share that core with the training.
 _HELPER_S, _LARGEST_SHARE = 10.0, 0.03
@@ -66,7 +68,9 @@ class Watch:
         self._obstacle: str | None = None
         self._random: torch.Tensor | None = None
         self._helper: Helper | None = None
+        self._known: dict[str, Any] | None = None  # by the profile
         self._key: dict[str, Any] = {}
+        undecided.register(outer, lambda: True)
         self._handles = (
             outer.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
             # First of all: the others see what the program will see.
@@ -85,6 +89,8 @@ class Watch:
         """Take the hooks off, and end the helper."""
         for handle in self._handles:
             handle.remove()
+        if self._outer is not None:
+            undecided.register(self._outer, None)
         if self._helper is not None:
             self._helper.close()
 
@@ -122,14 +128,17 @@ class Watch:
     def _look(self) -> None:
         """See whether it is time to decide."""
         is_patient = config.current().patience != "off"
-        if self._num_calls < (_WATCHED if is_patient else 1):
+        if self._num_calls < (_BEFORE_HELPER if is_patient else 1):
             return
         if self._obstacle is not None:
             self._stay(self._obstacle)
-        elif self._helper is None:
+        elif self._helper is None and self._known is None:
             self._start(is_patient)
-        elif self._helper.answer is not None:
-            self._hear(self._helper.answer)
+        elif self._num_calls >= _WATCHED or not is_patient:
+            heard = self._helper.answer if self._helper is not None else None
+            answer = self._known or heard
+            if answer is not None:
+                self._hear(answer)
 
     def _start(self, is_patient: bool) -> None:
         if is_patient and time.monotonic() - self._began < self._least_run_s():
@@ -143,9 +152,10 @@ class Watch:
             self._stay(f"its configuration can't be copied: {type(error).__name__}")
             return
         self._key = self._key_of(twin)
-        known = guard.profile.find(self._key) if config.current().tune != "force" else None
-        if known is not None:
-            self._hear(known)
+        self._known = guard.profile.find(self._key) if config.current().tune != "force" else None
+        if self._known is not None:
+            if not is_patient:
+                self._look()
             return
         environment = config.child_environment(**_OF_HELPER)
         self._helper = Helper(twin, environment, is_awaited=not is_patient)

@@ -219,9 +219,13 @@ class _Sizes:
     def __init__(self, forward: PackedForward) -> None:
         self._forward = weakref.ref(forward)
         self._shapes = forward.shapes
+        self._users: set[str] = set()
 
-    def use_few(self, is_on: bool) -> None:
-        self._shapes.use_few(_NUM_SIZES if is_on else None)
+    def use_few(self, is_on: bool, by: str) -> None:
+        were_few = bool(self._users)
+        (self._users.add if is_on else self._users.discard)(by)
+        if bool(self._users) != were_few:
+            self._shapes.use_few(_NUM_SIZES if self._users else None)
 
     @property
     def are_few(self) -> bool:

@@ -1,16 +1,17 @@
 """Compiling in other processes while the training goes on.
 
-A model that is no repetition of blocks takes a compiler tens of seconds or minutes, in one thread
-of Python. So each graph that was captured of it goes to a helper process (`helper`), several at a
-time where it is large, which compiles it and leaves the result in torch's caches on disk. Once a
-part's are done they are captured again, and found there. What a helper could not do, or did under
-other settings, is compiled in this process as ever.
+A compiler takes seconds for a block and minutes for a model that repeats none, in one thread of
+Python. So each graph that was captured goes to a helper process (`helper`), several at a time where
+there are many, which compiles it and leaves the result in torch's caches on disk. Once a part's are
+done they are captured again, and found there. What a helper could not do is left eager where no
+step may be held up, else it is compiled in this process.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import importlib
 import itertools
 import math
 import os
@@ -23,26 +24,25 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
 from deepytorch_core import config, control_group, own_cores, topology
 from deepytorch_core.compile import helper, policies, regions, switches
 
-# Modules with parameters, from which on compiling takes longer than what helpers cost: their start,
-# and that graphs are captured twice.
-LARGE_MODEL = 80
 # From which on it takes minutes, so that parts are compiled side by side. Smaller ones stay whole,
 # so that nothing is missed between the parts: the training doesn't wait for either.
 MODEL_IN_PARTS = 250
 # Each takes a core while it compiles, and memory on the GPU to ask for what it can do.
 MOST_HELPERS = 8
-LEAST_HELPERS = 4
+LEAST_HELPERS = 2
 CORES_OF_A_HELPER = 2
 HELPER_BYTES = 1 << 30
 # Of main memory, of which the training is left some.
@@ -66,29 +66,28 @@ _OWN_CORES = 2
 
 def may_help(root: nn.Module, device: torch.device, *, num_ranks: int) -> bool:
     """Whether helpers can compile the model, as far as this rank knows."""
-    is_whole = [one.modules for one in regions.find(root)] == [(root,)]
+    found = regions.find(root)
+    is_whole = [one.modules for one in found] == [(root,)]
     # What torch compiles for DDP's buckets is in none of its caches: only parts can be handed over.
-    is_sent = num_ranks == 1 or is_in_parts(root)
-    is_wanted = is_whole and is_sent and len(policies.automatic(device)) == 1
-    return is_wanted and why_not(root, device) is None
+    is_sent = num_ranks == 1 or not is_whole or is_in_parts(root)
+    is_wanted = bool(found) and is_sent and len(policies.automatic(device)) == 1
+    return is_wanted and why_not(device) is None
 
 
-def why_not(root: nn.Module, device: torch.device) -> str | None:
-    """Why the model is compiled in this process alone; None if helpers are worth it."""
+def why_not(device: torch.device) -> str | None:
+    """Why models on `device` are compiled in this process alone; None if helpers can do it."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
     if device.type != "cuda":
         return "its device has no compiler that takes so long"
-    if regions.num_modules(root) < LARGE_MODEL:
-        return "it is small"
     number = _num_helpers()
     if number < LEAST_HELPERS:
         return "there are too few cores, or too little main memory"
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python to start others with"
     spare = SPARE_MEMORY * torch.cuda.max_memory_reserved(device)
-    if torch.cuda.mem_get_info(device)[0] < 2 * number * HELPER_BYTES + spare:
+    if torch.cuda.mem_get_info(device)[0] < 2 * LEAST_HELPERS * HELPER_BYTES + spare:
         return "there is too little memory left on the GPU"
     caches = (functorch.enable_autograd_cache, inductor.fx_graph_cache)
     is_on = all(caches) and not inductor.force_disable_caches
@@ -96,13 +95,22 @@ def why_not(root: nn.Module, device: torch.device) -> str | None:
 
 
 def is_in_parts(root: nn.Module) -> bool:
-    """Whether a model that helpers compile is compiled part by part."""
-    return regions.num_modules(root) >= MODEL_IN_PARTS
+    """Whether a model that helpers compile, and that repeats no blocks, is compiled in parts."""
+    if regions.num_modules(root) < MODEL_IN_PARTS:
+        return False
+    return [one.modules for one in regions.find(root)] == [(root,)]
 
 
 def _num_helpers() -> int:
     by_memory = _host_bytes_left() // config.local_world_size() // HELPER_HOST_BYTES
     return min(MOST_HELPERS, _num_cores() // CORES_OF_A_HELPER, by_memory)
+
+
+def _num_by_gpu(device: torch.device) -> int:
+    """How many may ask the GPU what it can do, with what is left of its memory."""
+    if device.type != "cuda":
+        return MOST_HELPERS
+    return max(1, torch.cuda.mem_get_info(device)[0] // (2 * HELPER_BYTES))
 
 
 def _host_bytes_left() -> int:
@@ -168,6 +176,13 @@ def _namesake() -> str:
     return next(value for _, value, _ in pickled if isinstance(value, str))
 
 
+def begun(owner: object, device: torch.device, *, budget_s: float) -> Ahead:
+    """Helpers that compile as `auto` does; they end with `owner`, at work or not."""
+    helpers = Ahead(device, policies.automatic(device)[0].name, budget_s=budget_s)
+    weakref.finalize(owner, helpers.close).atexit = False
+    return helpers
+
+
 class Ahead:
     """The helpers of one model, and what they have to do.
 
@@ -178,8 +193,8 @@ class Ahead:
     """
 
     def __init__(self, device: torch.device, policy: str, *, budget_s: float) -> None:
-        self.failures: list[str] = []
-        """Why graphs were not sent or not compiled."""
+        self.failed: dict[str, str] = {}
+        """Parts of which a graph was not sent or not compiled, and why."""
         self._device = device
         self._policy = policy
         self._budget_s = budget_s
@@ -190,7 +205,8 @@ class Ahead:
         self._is_closed = False
         # Whoever has it may come to collect a compilation, whose end closes its helpers.
         self._lock = threading.RLock()
-        self._num_helpers = _num_helpers()  # before they have taken any memory
+        # Before they have taken any memory.
+        self._num_helpers = min(_num_helpers(), _num_by_gpu(device))
         self._num_serving = 0
         self._kernel_threads = _KERNEL_THREADS
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -238,7 +254,7 @@ class Ahead:
         try:
             job = _packed(graph, self._policy, settings or Settings.now(self._device))
         except Exception as error:  # whatever in a graph can't be sent
-            self.failures.append(f"{part}: {type(error).__name__}: {error}")
+            self.failed.setdefault(part, f"{type(error).__name__}: {error}")
             return
         with self._lock:
             self._asked_at = time.monotonic()
@@ -278,7 +294,7 @@ class Ahead:
             with self._lock:
                 self._open[part] -= 1
                 if why and not self._is_closed:
-                    self.failures.append(f"{part}: {why}")
+                    self.failed.setdefault(part, why)
         if process is not None:
             with contextlib.suppress(OSError):
                 # The end of what it reads it may not see: forked processes have the pipe, too.
@@ -333,6 +349,19 @@ def _asked(process: subprocess.Popen[bytes], job: bytes) -> str:
     return process.stdout.read(struct.unpack("!q", size)[0]).decode()
 
 
+def inputs_of(graph: GraphModule) -> Hashable:
+    """What a graph takes, equal for equal sizes; None where they may change."""
+    try:
+        return _facts_of(graph)
+    except TypeError:
+        return None
+
+
+def _facts_of(graph: GraphModule) -> tuple[_Input, ...]:
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return tuple(_Input.of(node.meta["example_value"]) for node in places)
+
+
 def _packed(graph: GraphModule, policy: str, settings: Settings) -> bytes:
     """What `helper` takes: the graph, what its inputs are, and settings.
 
@@ -341,13 +370,31 @@ def _packed(graph: GraphModule, policy: str, settings: Settings) -> bytes:
     from torch.fx._graph_pickler import GraphPickler, Options
 
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    facts = [_Input.of(node.meta["example_value"]) for node in places]
+    facts = list(_facts_of(graph))
     sources = [getattr(node, "_dynamo_source", None) for node in places]
     # The caches ask of methods whether they are a tensor's, that is, whether there is an example.
     known = ["example_value" in node.meta for node in graph.graph.nodes]
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
     pickled = GraphPickler.dumps((graph, facts, known), options)
-    return pickle.dumps((pickled, sources, policy, settings))
+    return pickle.dumps((_modules_of_operators(graph), pickled, sources, policy, settings))
+
+
+def _modules_of_operators(graph: GraphModule) -> list[str]:
+    """The modules that have defined the custom operators in a graph, which has none of them."""
+    from torch._library.custom_ops import OPDEFS
+
+    targets = {node.target for one in graph.modules() for node in _nodes(one)}
+    names = {
+        one._qualified_op_name if isinstance(one, OpOverloadPacket) else one._schema.name
+        for one in targets
+        if isinstance(one, OpOverload | OpOverloadPacket)
+    }
+    defined = [OPDEFS[name] for name in sorted(names) if name in OPDEFS]
+    return sorted({one._init_fn.__module__ for one in defined})
+
+
+def _nodes(module: nn.Module) -> list[torch.fx.Node]:
+    return list(module.graph.nodes) if isinstance(module, GraphModule) else []
 
 
 @dataclass(frozen=True)
@@ -409,7 +456,9 @@ def compile_packed(job: bytes) -> None:
 
     from deepytorch_core.compile import graphs
 
-    pickled, sources, policy, settings = pickle.loads(job)
+    modules, pickled, sources, policy, settings = pickle.loads(job)
+    for name in modules:
+        importlib.import_module(name)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     loaded: Any = GraphPickler.loads(pickled, mode)
     graph, facts, known = loaded

@@ -46,7 +46,7 @@ MOST_GRADIENTS = 0.05
 class Sizes(Protocol):
     """Who decides what sizes a module is called with, and can keep to a few of them."""
 
-    def use_few(self, is_on: bool) -> None:
+    def use_few(self, is_on: bool, by: str) -> None:
         """From now on fill batches up to a few sizes, or take them as they are."""
 
     @property
@@ -76,6 +76,13 @@ def register_sizes(module: nn.Module, sizes: Sizes | None) -> None:
 def sizes_of(module: nn.Module) -> Sizes | None:
     """What was registered for the module."""
     return _sizes.get(module)
+
+
+def use_few_sizes(module: nn.Module, is_on: bool, *, by: str) -> None:
+    """Have batches filled up to a few sizes as long as somebody, `by` name, wants it."""
+    sizes = sizes_of(module)
+    if sizes is not None:
+        sizes.use_few(is_on, by)
 
 
 def why_not(root: nn.Module) -> str | None:
@@ -111,6 +118,9 @@ class Capture:
         is_on: whether calls are to be replayed now.
         variant: which of several ways that compute the same its code now takes; each has graphs.
         is_quiet: whether nobody is to hear of it where its passes can't be replayed.
+        whole: the model that it is a part of, which has its sizes; None: it is all of one.
+        is_ready: asked after a pass whether its code stays what it was then. Kinds of calls are
+            captured when it does; None: all are when they come.
     """
 
     def __init__(
@@ -120,13 +130,18 @@ class Capture:
         is_on: Callable[[], bool],
         variant: Callable[[], Hashable] = lambda: None,
         is_quiet: bool = False,
+        whole: nn.Module | None = None,
+        is_ready: Callable[[], bool] | None = None,
     ) -> None:
         self.failure: str | None = None
         self.num_captured = 0
         self._root = root
+        self._whole = root if whole is None else whole
         self._is_on = is_on
         self._variant = variant
         self._is_quiet = is_quiet
+        self._is_ready = is_ready
+        self._ready: set[Any] = set()
         self._seam = seam.opened(root)
         self._forward: Callable[..., Any] = self._seam.unreplayed if self._seam else root.forward
         self._replays: dict[Any, Replay | str] = {}  # or why there is none
@@ -184,7 +199,7 @@ class Capture:
         if self.failure is not None and not self._is_pending():
             self._drop()
         self._count_repeated()
-        sizes = sizes_of(self._root)
+        sizes = sizes_of(self._whole)
         is_early = sizes is not None and not sizes.are_few
         if is_early or not self._is_used() or self._is_pending():
             return self._launched(args, kwargs)
@@ -199,6 +214,8 @@ class Capture:
             if self._states.count > MOST_STATES:
                 self._give_up("it changes attributes of its modules again and again")
             key = (self._variant(), call.key(), state, None if sizes is None else sizes.state)
+            if self._is_ready is not None and not (key in self._replays or key in self._ready):
+                return self._prepared(key, self._is_ready, args, kwargs)
             replay = self._replay(key, call)
         except NotCapturedError as error:
             replay = None
@@ -229,6 +246,15 @@ class Capture:
         torch.cuda.empty_cache()
         graphs.rewind(attempt.numbers)
         return self._forward(*args, **kwargs)
+
+    def _prepared(
+        self, key: Any, is_ready: Callable[[], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The pass as it is; the next of its kind is captured if the code stays as it is."""
+        result = self._launched(args, kwargs)
+        if is_ready():
+            self._ready.add(key)
+        return result
 
     def _count_repeated(self) -> None:
         """Give up where replays only come on top of the passes that the training needs."""

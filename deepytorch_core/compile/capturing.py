@@ -17,12 +17,17 @@ import torch
 from torch import nn
 
 from deepytorch_core import config, console, decisions, guard
-from deepytorch_core.compile import capture, turns
+from deepytorch_core.compile import capture, regions, turns
 from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.capture import Capture
 
 LAUNCHED = "launched"
 REPLAYED = "replayed"
+REASONS = {
+    turns.FASTER: "faster than launched",
+    turns.SLOWER: "launched is faster",
+    turns.UNDECIDED: turns.UNDECIDED,
+}
 # Steps in which kinds of calls are captured, before times are taken.
 CAPTURING_STEPS = 14
 
@@ -35,6 +40,7 @@ class Capturing:
         tokens: what a step's time is divided by, asked after the step.
         switch: told before each step whether it may be replayed.
         variant: which way passes go; see `Capture`.
+        is_ready: whether the code of passes stays what it is; see `Capture`.
         is_provisional: whether it is only for now, and decided again later: nobody is told.
         ranks: that decide together, by the name of the decision.
     """
@@ -47,6 +53,7 @@ class Capturing:
         switch: Callable[[bool], None] = lambda is_on: None,
         variant: Callable[[], Hashable] = lambda: None,
         is_provisional: bool = False,
+        is_ready: Callable[[], bool] | None = None,
         ranks: Callable[[str], guard.Ranks] = guard.Ranks,
     ) -> None:
         self.is_settled = False
@@ -55,9 +62,11 @@ class Capturing:
         self._switch = switch
         self._variant = variant
         self._is_provisional = is_provisional
-        self._root = root
+        self._is_ready = is_ready
+        self._whole = root
         self._tokens = tokens
-        self._what = f"CUDA graphs of {type(root).__name__}"
+        self._take(root)
+        self._trunk = regions.trunk(root)
         self._ranks = ranks
         self._asking = Asking()
         self._capture: Capture | None = None
@@ -66,6 +75,11 @@ class Capturing:
         self._began: float | None = None
         self._num_captured = 0
         self._samples = turns.Samples()
+
+    def _take(self, root: nn.Module) -> None:
+        """Try it with that module's passes."""
+        self._root = root
+        self._what = f"CUDA graphs of {type(root).__name__}"
 
     @property
     def is_replayed(self) -> bool:
@@ -113,6 +127,12 @@ class Capturing:
         measured = self._number - CAPTURING_STEPS
         if self._number == 0:
             self._begin()
+        elif (
+            self._capture is not None
+            and self._capture.failure is not None
+            and self._ranks(self._what).size == 1
+        ):
+            self._fail(self._capture.failure)
         elif turns.is_look(measured):
             self._look(is_last=turns.is_last_look(measured))
 
@@ -142,7 +162,7 @@ class Capturing:
         if chosen == LAUNCHED:
             self._finish(LAUNCHED, "from the profile")
         elif problem is not None:
-            self._finish(LAUNCHED, problem)
+            self._fail(problem)
         elif chosen is None and guard.why_not_measured() is not None:
             self._finish(LAUNCHED, f"not measured: {guard.why_not_measured()}")
         else:
@@ -150,7 +170,9 @@ class Capturing:
                 self._root,
                 is_on=lambda: self._on and not self.is_paused,
                 variant=self._variant,
-                is_quiet=self._is_provisional,
+                is_quiet=self._is_provisional or self._trunk is not None,
+                whole=self._whole,
+                is_ready=self._is_ready,
             )
             self._capture.install()
             if chosen == REPLAYED:
@@ -170,26 +192,38 @@ class Capturing:
     def _judge(self, answers: list[Any], *, is_last: bool) -> None:
         problem = guard.first_of([one for _, one in answers])
         if problem is not None:
-            self._finish(LAUNCHED, problem)
+            self._fail(problem)
             return
         launched, replayed = self._samples.merged([rows for rows, _ in answers])
-        faster = turns.is_faster(replayed, launched)
-        slower = turns.is_faster(launched, replayed)
-        if not (faster or slower or is_last or turns.are_alike(replayed, launched)):
+        verdict = turns.verdict(launched, replayed, is_last=is_last)
+        if verdict is None:
             return
         times_ms = guard.in_ms({LAUNCHED: launched, REPLAYED: replayed})
-        if faster:
-            chosen, reason = REPLAYED, "faster than launched"
-        elif slower:
-            chosen, reason = LAUNCHED, "launched is faster"
-        else:
-            chosen, reason = LAUNCHED, "not faster beyond the noise"
+        chosen = REPLAYED if verdict == turns.FASTER else LAUNCHED
+        reason = REASONS[verdict]
         self._finish(chosen, reason, times_ms)
-        is_kept = (faster or slower) and not self._is_provisional
+        is_kept = verdict != turns.UNDECIDED and not self._is_provisional
         if is_kept and console.global_rank() == 0:
             rounded = {name: round(ms, 4) for name, ms in times_ms.items()}
             entry = {"chosen": chosen, "reason": reason, "times_ms": rounded}
             guard.profile.keep(self._key(len(answers)), entry)
+
+    def _fail(self, problem: str) -> None:
+        """Go on with the model's trunk, where that was not tried; else passes are launched."""
+        trunk, self._trunk = self._trunk, None
+        if trunk is None:
+            self._finish(LAUNCHED, problem)
+            return
+        console.say(
+            f"{self._what}: {problem}; {type(trunk).__name__} in it is tried", level="debug"
+        )
+        self._use(False)
+        if self._capture is not None:
+            self._capture.remove()
+            self._capture = None
+        self._take(trunk)
+        self._number, self._num_captured, self._samples = 0, 0, turns.Samples()
+        self._begin()
 
     def _finish(self, chosen: str, reason: str, times_ms: dict[str, float] | None = None) -> None:
         if not self._is_provisional:
@@ -207,6 +241,4 @@ class Capturing:
     def _use(self, is_on: bool) -> None:
         self._on = is_on
         self._switch(is_on)
-        sizes = capture.sizes_of(self._root)
-        if sizes is not None:
-            sizes.use_few(is_on)
+        capture.use_few_sizes(self._whole, is_on, by="replays")

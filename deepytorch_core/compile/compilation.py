@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import config, console, decisions, guard
+from deepytorch_core import compiler_import, config, console, decisions, guard
 from deepytorch_core.compile import (
     ahead,
     capture,
@@ -35,26 +35,38 @@ from deepytorch_core.compile import (
     seam,
     timeouts,
     turns,
+    undecided,
     worth,
 )
-from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.capturing import Capturing
+from deepytorch_core.compile.helping import Helping
+from deepytorch_core.compile.kept import Kept
 from deepytorch_core.compile.phases import Phases, Trial
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.recorder import Recorder
-from deepytorch_core.compile.region import CompiledRegion, install
+from deepytorch_core.compile.region import CompiledRegion, Readiness, install
 from deepytorch_core.compile.taking_over import TakingOver
 
 EAGER_STEPS = 3
 # The first compiles, the next may compile for other sizes, the last is the first at its speed.
 COMPILED_STEPS = 3
+# Steps in which batches of a few sizes have had each of them, several times.
+SIZES_STEPS = 36
+# Steps after which it is asked again whether the time has come.
+PATIENT_STEPS = 4
+# Steps after which it is not waited any more for what is found out about the model.
+MOST_WAITING = 2000
 
 NOTHING = "nothing is left to compile between the hooks of its modules"
-UNDECIDED = "not faster beyond the noise"
+UNDECIDED = turns.UNDECIDED
 FASTER, SLOWER = "faster than eager", "eager is faster"
+REASONS = {turns.FASTER: FASTER, turns.SLOWER: SLOWER, turns.UNDECIDED: UNDECIDED}
 ASKED_FOR = "asked for"
 FROM_PROFILE = "from the profile"
+CODE = "compiled code"
+HELD_UP = "compiling it would hold up a step: a policy's name compiles it all the same"
+WHEN_REPLAYED = "faster than eager when replayed"
 ONLY_REPLAYED = "faster only where both are replayed"
 
 # A run shorter than this ends soon after it is known whether graphs are worth it.
@@ -71,8 +83,8 @@ class Compilation:
         policy: "auto", "eager" or a policy's name.
         budget_s: seconds of compiling for each region.
         steps: how many training steps the run has, if known.
-        is_patient: whether to wait until the run has lasted so long that as much again would earn
-            a compile back: a run of unknown length then loses a fifth of its time at most.
+        is_patient: whether, in a run of unknown length, nothing is tried before the run has lasted
+            long enough for what that takes of it, and no step waits for a compiler.
         group: the ProcessGroup whose ranks train the model together; None: the default one's.
     """
 
@@ -91,7 +103,7 @@ class Compilation:
         self.phases = Phases()
         self._root_of = weakref.ref(regions.unwrapped(model))
         self._what = f"compile of {type(self._root).__name__}"
-        self._facts: dict[str, str] = {}
+        self._kept = Kept(self._what, policy, lambda: self._ranks().size)
         self._budget_s = budget_s
         self._group = weakref.ref(group) if group is not None else lambda: None
         self._asking = Asking()
@@ -99,16 +111,16 @@ class Compilation:
         self._is_patient = is_patient and steps is None
         self._first = EAGER_STEPS  # step that may be compiled
         self._on = False
-        self._helpers: Ahead | None = None
-        self._taking_over: TakingOver
+        self._helping: Helping | None = None
         self._was_helped = False
-        self._is_loading = False
+        self._since: float | None = None  # of the first step's begin
         self._early: Capturing | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
         self._began: float | None = None
         self._is_whole = True
         self._tokens = 1
         self._num_made = 0
+        self._num_settling = 0  # steps until all sizes have their code
         self._samples = turns.Samples()
         self._lower: Callable[[], None] = lambda: None
         self._capturing: Capturing | None = None
@@ -169,7 +181,7 @@ class Compilation:
     @property
     def is_waiting(self) -> bool:
         """Whether steps run without compiled code while other processes compile."""
-        return self._helpers is not None
+        return self._helping is not None
 
     @property
     def num_made(self) -> int:
@@ -198,12 +210,11 @@ class Compilation:
             return "trial of CUDA graphs"
         if self._number < self._first:
             return "compiling" if self._on else "eager steps"
-        if self._helpers is None:
-            is_timed = self._number - self._first >= self._num_untimed
-            return "trial of compiled code" if is_timed else "compiling"
+        if self._helping is None:
+            return "trial of compiled code" if self._measured >= 0 else "compiling"
         if self._on:
             return "giving graphs to helpers"
-        if self._is_loading:
+        if self._helping.is_loading:
             return "taking over what helpers have compiled"
         return "trial of CUDA graphs" if self._is_tried else "waiting for helpers"
 
@@ -215,7 +226,8 @@ class Compilation:
     @property
     def _num_untimed(self) -> int:
         """Steps that are compiled, or captured, before times are taken."""
-        return capturing.CAPTURING_STEPS if self._is_replaying else COMPILED_STEPS
+        first = capturing.CAPTURING_STEPS if self._is_replaying else COMPILED_STEPS
+        return max(first, self._num_settling)
 
     @property
     def _is_replaying(self) -> bool:
@@ -242,7 +254,7 @@ class Compilation:
             self._began = time.perf_counter()
 
     def _count_step(self) -> None:
-        is_waiting = EAGER_STEPS < self._number < self._first or self._helpers is not None
+        is_waiting = EAGER_STEPS <= self._number < self._first or self._helping is not None
         if (self._on or self.policy == AUTO) and not is_waiting:
             self._sample()
         self._number += 1
@@ -272,12 +284,12 @@ class Compilation:
             else:
                 self._keep(self.policy, ASKED_FOR, {})
                 self._stop()
-        elif number == EAGER_STEPS and self._is_patient:
-            self._ask_pace("pace", self._wait)
-        elif number == self._first:
-            self._ask_pace("compiling", self._start_compiling)
-        elif number > self._first and self._helpers is not None:
-            self._await(self._helpers)
+        elif number <= self._first:
+            self._is_tried_early()
+            if number == self._first:
+                self._ask_pace()
+        elif number > self._first and self._helping is not None:
+            self._await(self._helping)
         elif number > self._first:
             if turns.is_look(self._measured):
                 self._look()
@@ -293,7 +305,8 @@ class Compilation:
 
     def _begin(self) -> None:
         """The first step: what is known already needs no measuring."""
-        self._facts = {"module": guard.fingerprint(self._root), "device": self._device.type}
+        self._since = time.perf_counter()
+        self._kept.look_at(self._root, self._device)
         if self.policy != AUTO:
             reason = policies.get(self.policy).why_not(self._device)
             if reason is not None:
@@ -306,15 +319,14 @@ class Compilation:
             if not self.regions:
                 self._finish(EAGER, NOTHING)
             return
-        self._ask("start", self._known(), self._start)
+        self._ask("start", self._kept.find(), self._start)
 
     def _start(self, answers: list[Any]) -> None:
         known = answers[0]
         reason = guard.why_not_measured()
         if known is not None:
             if known["chosen"] != EAGER:
-                self._install(known.get("regions", {}), was_helped=known.get("was_helped", False))
-                self._on = True
+                self._install_known(known)
                 if not self.regions:
                     self._finish(EAGER, NOTHING)
                     return
@@ -324,134 +336,144 @@ class Compilation:
         elif not policies.automatic(self._device):
             self._finish(EAGER, f"there is no policy for {self._device.type}")
 
-    def _known(self) -> dict[str, Any] | None:
-        return None if config.current().tune == "force" else guard.profile.find(self._key())
+    def _install_known(self, known: Mapping[str, Any]) -> None:
+        """Compile what an earlier run has found to be faster."""
+        was_helped = known.get("was_helped", False)
+        is_helped = self._is_patient and ahead.why_not(self._device) is None
+        self._install(known.get("regions", {}), is_made=was_helped and not is_helped)
+        self._on = True
+        if is_helped and self.regions:
+            # What torch's caches have by now takes a helper a second.
+            self._are_sizes_open()
+            helpers = ahead.begun(self, self._device, budget_s=self._budget_s)
+            helpers.start(len(self.regions))
+            for one in self.regions:
+                one.send_later(helpers)
 
-    def _key(self) -> dict[str, Any]:
-        return guard.profile.key(self._what, self._facts, world_size=self._ranks().size)
-
-    def _ask_pace(self, what: str, then: Callable[[float, bool], None]) -> None:
+    def _ask_pace(self) -> None:
         """How long a step takes, and whether helpers can compile the model, on all ranks."""
-        own_s = time.perf_counter() - self._began if self._began is not None else 0.0
+        now = time.perf_counter()
+        own_s, lasted_s = now - (self._began or now), now - (self._since or now)
         is_helped = ahead.may_help(self._root, self._device, num_ranks=self._ranks().size)
+        is_open = self._is_patient and self._number < MOST_WAITING
+        is_open = is_open and (undecided.is_open(self._root) or self._are_sizes_open())
+        own = (own_s, lasted_s, is_helped, is_open, capture.sizes_of(self._root) is not None)
+        self._ask(f"pace {self._number}", own, self._set_pace)
 
-        def told(answers: list[Any]) -> None:
-            then(max(step_s for step_s, _ in answers), all(one for _, one in answers))
+    def _are_sizes_open(self) -> bool:
+        """Whether it is still to be known which few sizes batches will have."""
+        capture.use_few_sizes(self._root, True, by=CODE)
+        sizes = capture.sizes_of(self._root)
+        return sizes is not None and not sizes.are_few
 
-        self._ask(what, (own_s, is_helped), told)
-
-    def _wait(self, step_s: float, is_helped: bool) -> None:
-        """Count the steps until the run has lasted long enough, all ranks alike."""
-        cost_s = worth.cost_s(self._root, is_helped=is_helped)
-        self._first += max(1, math.ceil(worth.least_run_s(cost_s) / max(step_s, 1e-6)))
+    def _set_pace(self, answers: list[Any]) -> None:
+        """Go on once the run has lasted long enough, and its passes are what they will be."""
+        steps_s, lasted_s, are_helped, are_open, are_few = zip(*answers, strict=True)
+        is_helped = all(are_helped)
+        least_s = worth.least_run_s(worth.cost_s(self._root, is_helped=is_helped))
+        self._num_settling = SIZES_STEPS if self._is_patient and any(are_few) else 0
+        if not self._is_patient:
+            self._start_compiling(max(steps_s), is_helped)
+        elif any(are_open):
+            self._first += PATIENT_STEPS
+        elif not is_helped:
+            self._finish(EAGER, HELD_UP)
+        elif min(lasted_s) < least_s:
+            compiler_import.load_beside()
+            self._first += PATIENT_STEPS
+            self._new_early()  # which takes no compiler
+        else:
+            self._start_compiling(max(steps_s), is_helped)
 
     def _start_compiling(self, step_s: float, is_helped: bool) -> None:
         self._was_helped = is_helped
-        budget_of_helpers_s = self._budget_s  # whom nobody waits for
+        helpers_s = self._budget_s  # whom nobody waits for
         if self._steps is not None:
             whole_s = step_s * self._steps
-            cost_s = worth.cost_s(self._root, is_helped=self._was_helped)
+            cost_s = worth.cost_s(self._root, is_helped=is_helped)
             if whole_s < worth.least_run_s(cost_s):
                 self._finish(EAGER, f"a run of {whole_s:.0f} s would not earn a compile back")
                 return
             self._budget_s = min(self._budget_s, max(cost_s, worth.LARGEST_SHARE * whole_s))
-        if self._was_helped:
-            name = policies.automatic(self._device)[0].name
-            self._helpers = Ahead(self._device, name, budget_s=budget_of_helpers_s)
-            # A training may end, and its model go, while they are at work.
-            weakref.finalize(self, self._helpers.close).atexit = False
-            self._taking_over = TakingOver(self._ranks, step_s)
-        is_in_parts = self._helpers is not None and ahead.is_in_parts(self._root)
-        self._install({}, is_in_parts=is_in_parts)
+        self._install({}, is_in_parts=is_helped and ahead.is_in_parts(self._root))
         if not self.regions:
             self._finish(EAGER, NOTHING)
             return
-        if self._helpers is not None:
-            self._helpers.start(len(self.regions))
-            for one in self.regions:
-                one.prepare(self._helpers)
+        if is_helped:
+            order = TakingOver(self._ranks, step_s, num_seeing=max(1, self._num_settling))
+            helpers = ahead.begun(self, self._device, budget_s=helpers_s)
+            self._helping = Helping(helpers, order, self.regions, is_patient=self._is_patient)
         # What helpers could not do is compiled here one part in a step, all else in one step.
-        num_in_step = 1 if self._helpers is not None else len(self.regions)
+        num_in_step = 1 if is_helped else len(self.regions)
         self._lower = timeouts.hold_off(self._budget_s * num_in_step)
         # A trial may end, and its model go, before anything is decided.
         weakref.finalize(self, self._lower).atexit = False
-        self._on = True
+        self._show_helpers(True)
 
-    def _await(self, helpers: Ahead) -> None:
+    def _show_helpers(self, is_on: bool) -> None:
+        """Whether the step that begins is for helpers."""
+        self._on = is_on
+        if self._early is not None:
+            self._early.is_paused = is_on
+
+    def _await(self, helping: Helping) -> None:
         """Train on until the helpers are done; then go on as if compiling began now."""
         if self._on:  # the last step was for helpers
-            self._on = False
-            unseen = [one.region.name for one in self.regions if one.is_to_be_seen]
-            self._ask("seen", bool(unseen), lambda answers: self._saw(answers, unseen))
+            self._show_helpers(False)
+            unseen = helping.unseen()
+            self._ask("seen", bool(unseen), lambda answers: self._saw(helping, answers, unseen))
         else:
-            self._take_over(helpers)
+            self._take_over(helping)
 
-    def _saw(self, answers: list[Any], unseen: list[str]) -> None:
+    def _saw(self, helping: Helping, answers: list[Any], unseen: list[str]) -> None:
         """Give graphs to helpers in another step, or wait for their work."""
-        if not self._taking_over.are_seen(answers):
-            self._on = True
-        elif self._helpers is not None:
-            self._helpers.failures += [f"{name}: no step has called it" for name in unseen]
-            self._take_over(self._helpers)
+        if helping.are_seen(answers, unseen):
+            self._take_over(helping)
+        else:
+            self._show_helpers(True)
 
-    def _take_over(self, helpers: Ahead) -> None:
-        self._is_loading = False
+    def _take_over(self, helping: Helping) -> None:
+        helping.is_loading = False
+        self._new_early()
         if self._is_tried_early():
             return
-        prepared = {one.region.name: one for one in self.regions if one.is_prepared}
-        if prepared:
-            part = self._taking_over.next_part(
-                list(prepared), lambda name: helpers.is_late or helpers.is_done(name)
-            )
-            if part is not None and helpers.is_done(part):
-                prepared[part].restart()
-                self._is_loading = True
-            elif part is not None:
-                prepared[part].leave(outcome.LATE)
-            if self._early is not None:
-                self._early.is_paused = self._is_loading
-            return
+        is_open = helping.take_over()
         if self._early is not None:
-            self._early.is_paused = False
-        helpers.close()
-        self._helpers = None
-        if late := sum(one.failure == outcome.LATE for one in self.regions):
-            console.say(
-                f"{self._what}: {late} of {len(self.regions)} parts run eagerly: "
-                "helpers have not compiled them in time",
-                level="warning",
-            )
-        for why in dict.fromkeys(helpers.failures):
-            console.say(f"{self._what}: a part is compiled while the training waits: {why}")
-        self._first = self._number
-        self._on = True
+            self._early.is_paused = helping.is_loading
+        if not is_open:
+            helping.end(self._what)
+            self._helping = None
+            self._first = self._number
+            self._on = True
 
     def _is_tried_early(self) -> bool:
         """Find out whether eager passes are faster replayed; False once that is known."""
-        if self._early is None and self._may_capture():
-            self._early = self._new_capturing(variant=lambda: self._on, is_provisional=True)
         if self._early is None or self._early.is_settled:
             return False
         self._early.on_forward(self._is_whole)
         return not self._early.is_settled
 
+    def _new_early(self) -> None:
+        """Begin to find out whether eager passes are faster replayed."""
+        if self._early is None and self._may_capture():
+            self._early = self._new_capturing(variant=lambda: self._on, is_provisional=True)
+
     def _is_compiled(self, region: CompiledRegion) -> bool:
-        if self._on or self._helpers is None or region.is_prepared:
+        if self._on or self._helping is None or region.is_prepared:
             return self._on
         # What is captured meanwhile, for other sizes, has to be eager.
-        return self._is_loading or not self._is_replaying
+        return self._helping.is_loading or not self._is_replaying
 
     def _install(
         self,
         known: Mapping[str, list[str]],
         *,
         is_in_parts: bool = False,
-        was_helped: bool = False,
+        is_made: bool = False,
     ) -> None:
         """Compile the regions from now on; with the policies known to be good, or all."""
         found = regions.find(self._root)
-        was_in_parts = bool(known) and not any(one.name in known for one in found)
-        if is_in_parts or was_in_parts:
+        if is_in_parts or (known and not any(one.name in known for one in found)):
             found = regions.parts(self._root)
         self.regions += install(
             [
@@ -460,7 +482,7 @@ class Compilation:
             ],
             budget_s=self._budget_s,
             is_on=self._is_compiled,
-            is_made=was_in_parts or was_helped,
+            is_made=is_made,
         )
 
     def _look(self) -> None:
@@ -468,35 +490,18 @@ class Compilation:
         self._ask(f"times {self._number}", (self._samples.rows(), failed), self._judge)
 
     def _judge(self, answers: list[Any]) -> None:
-        self._decide(answers)
-        if self._capturing is None and not self.is_settled:
-            self._take_turn()
-
-    def _decide(self, answers: list[Any]) -> None:
         eager, compiled = self._samples.merged([rows for rows, _ in answers])
         is_last = turns.is_last_look(self._measured)
-        self._give_up_alike([failed for _, failed in answers])
+        outcome.give_up_alike(self.regions, [failed for _, failed in answers])
+        verdict = turns.verdict(eager, compiled, is_last=is_last)
         if all(one.failure for one in self.regions):
             self._finish(EAGER, "nothing of it could be compiled")
-            return
-        faster = turns.is_faster(compiled, eager)
-        slower = turns.is_faster(eager, compiled)
-        if not (faster or slower or is_last or turns.are_alike(compiled, eager)):
-            return
-        chosen = outcome.chosen(self.regions, self.policy)
-        times_ms = guard.in_ms({EAGER: eager, chosen: compiled})
-        if faster:
-            self._finish(chosen, FASTER, times_ms)
-        elif slower:
-            self._finish(EAGER, SLOWER, times_ms)
-        else:
-            self._finish(EAGER, UNDECIDED, times_ms)
-
-    def _give_up_alike(self, failures: list[dict[str, str]]) -> None:
-        for rank, failed in enumerate(failures):
-            for one in self.regions:
-                if one.region.name in failed and not one.failure:
-                    one.failure = f"rank {rank}: {failed[one.region.name]}"
+        elif verdict is not None:
+            chosen = outcome.chosen(self.regions, self.policy)
+            times_ms = guard.in_ms({EAGER: eager, chosen: compiled})
+            self._finish(chosen if verdict == turns.FASTER else EAGER, REASONS[verdict], times_ms)
+        if self._capturing is None and not self.is_settled:
+            self._take_turn()
 
     def give_up(self, reason: str) -> None:
         """A rank did not come, so it is not asked again; or something here has raised."""
@@ -529,6 +534,7 @@ class Compilation:
             self._stop()
 
     def _new_capturing(self, **more: Any) -> Capturing:
+        more |= {"is_ready": Readiness(self.regions)} if self._is_patient else {}
         more |= {"tokens": self._trained_tokens, "switch": self._switch, "ranks": self._ranks}
         return Capturing(self._root, **more)
 
@@ -539,14 +545,8 @@ class Compilation:
     def _on_captured(self, is_replayed: bool) -> None:
         if self._open is not None:
             reason, times_ms = self._open
-            if is_replayed:
-                self._conclude(
-                    outcome.chosen(self.regions, self.policy),
-                    "faster than eager when replayed",
-                    times_ms,
-                )
-            else:
-                self._conclude(EAGER, reason, times_ms)
+            chosen = outcome.chosen(self.regions, self.policy) if is_replayed else EAGER
+            self._conclude(chosen, WHEN_REPLAYED if is_replayed else reason, times_ms)
             self._open = None
         self._stop()
 
@@ -555,6 +555,7 @@ class Compilation:
         decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
         self._keep(chosen, reason, times_ms or {})
         if chosen == EAGER:
+            capture.use_few_sizes(self._root, False, by=CODE)
             self._drop_regions()
         else:
             for one in self.regions:
@@ -565,17 +566,16 @@ class Compilation:
 
     def _keep(self, chosen: str, reason: str, times_ms: Mapping[str, float]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
-        if console.global_rank() != 0 or reason == FROM_PROFILE or not self.regions:
-            return
-        entry = outcome.entry(
-            self.regions, chosen, reason, times_ms, was_helped=self._was_helped, phases=self.phases
-        )
-        # What the noise has hidden is measured again by the next run, and what was late is tried.
-        if entry["times_ms"] and reason != UNDECIDED and not outcome.is_late(self.regions):
-            guard.profile.keep(self._key(), entry)
-        else:
-            asked = {} if self.policy == AUTO else {"policy": self.policy}
-            guard.profile.note({**self._key(), **asked}, entry)
+        if reason != FROM_PROFILE:
+            self._kept.keep(
+                self.regions,
+                chosen,
+                reason,
+                times_ms,
+                was_helped=self._was_helped,
+                phases=self.phases,
+                is_final=reason != UNDECIDED,  # what the noise has hidden is measured again
+            )
 
     def _may_capture(self) -> bool:
         is_long = self._steps is None or self._steps >= LEAST_CAPTURED_STEPS
@@ -583,9 +583,9 @@ class Compilation:
         return is_asked and is_long and self._device.type == Recorder.kind
 
     def _stop(self) -> None:
-        if self._helpers is not None:
-            self._helpers.close()
-            self._helpers = None
+        if self._helping is not None:
+            self._helping.close()
+            self._helping = None
         if self._seam is not None:
             self._seam.watcher = None
             self._seam = None

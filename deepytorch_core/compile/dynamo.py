@@ -16,6 +16,9 @@ from deepytorch_core import guard
 from deepytorch_core.compile import breaks
 from deepytorch_core.patching import Patches
 
+# Of one region's function, where each size has a graph of its own.
+MOST_CAPTURES = 64
+
 _CACHED = "lru_cache"
 _COMPLAINING = (
     "torch._subclasses.fake_tensor",
@@ -64,7 +67,8 @@ def capturing(region: Told) -> Iterator[None]:
     config.suppress_errors, config.trace_numpy = True, False
     if not region.is_cut_by_buckets:
         config.optimize_ddp = False
-    fixed = {"automatic_dynamic_shapes": False}
+    # Each size is captured anew then, with and without gradients of its inputs.
+    fixed = {"automatic_dynamic_shapes": False, "recompile_limit": MOST_CAPTURES}
     try:
         with _own_stance(), config.patch(fixed) if region.is_fixed else contextlib.nullcontext():
             yield

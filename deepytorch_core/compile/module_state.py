@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import parameter
 
-from deepytorch_core.compile import seam, switches
+from deepytorch_core.compile import recorders, seam, switches
 
 _Facts = tuple[Hashable, ...]
 
@@ -35,12 +35,18 @@ MOST_KNOWN = 24
 _MOST_ITEMS = 256
 
 
-def hooked(root: nn.Module) -> str | None:
-    """The name of a module inside with hooks, which a replay or shared code would not run."""
+def hooked(root: nn.Module, *, collected: Iterable[str] = ()) -> str | None:
+    """The name of a module inside with hooks, which a replay or shared code would not run.
+
+    Recorders of a framework (`recorders`) count only where they collect one of `collected`.
+    """
     named: Iterable[tuple[str, nn.Module]] = root.named_modules()
     for name, one in named:
-        if one is not root and any(vars(one).get(hooks) for hooks in _HOOKS):
-            return name
+        for kind in _HOOKS if one is not root else ():
+            for hook in (vars(one).get(kind) or {}).values():
+                what = recorders.collects(hook)
+                if what is None or what in collected:
+                    return name
     return None
 
 

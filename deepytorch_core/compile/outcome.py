@@ -32,6 +32,14 @@ def is_late(regions: Sequence[CompiledRegion]) -> bool:
     return any(one.failure is not None and one.failure.endswith(LATE) for one in regions)
 
 
+def give_up_alike(regions: Sequence[CompiledRegion], failures: Sequence[Mapping[str, str]]) -> None:
+    """Have what has failed on a rank fail on all: `failures` says why, for each, by region."""
+    for rank, failed in enumerate(failures):
+        for one in regions:
+            if one.region.name in failed and not one.failure:
+                one.failure = f"rank {rank}: {failed[one.region.name]}"
+
+
 def facts(regions: Sequence[CompiledRegion]) -> dict[str, Any]:
     """The profile's facts of each region, and of all together."""
     return {

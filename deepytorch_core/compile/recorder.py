@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from deepytorch_core import guard
+from deepytorch_core.compile import breaks
 from deepytorch_core.compile.loans import Loans
 
 _Result = TypeVar("_Result")
@@ -239,7 +239,7 @@ def _no_waiting() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "synchroniz" in str(error):
-            raise NotCapturedError(f"it waits for the GPU: {guard.first_line(error)}") from error
+            raise NotCapturedError(f"it waits for the GPU at {breaks.place(error)}") from error
         raise
     finally:
         torch.cuda.set_sync_debug_mode(before)

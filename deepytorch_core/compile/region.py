@@ -12,7 +12,7 @@ import inspect
 import time
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from deepytorch_core import guard
 from deepytorch_core.compile import (
+    ahead,
     border,
     breaks,
     cached_draws,
@@ -35,6 +36,7 @@ from deepytorch_core.compile import (
     dynamo,
     graphs,
     module_state,
+    recorders,
     seam,
     signals,
     usage,
@@ -42,6 +44,7 @@ from deepytorch_core.compile import (
 from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
+from deepytorch_core.compile.sizes import Sizes
 from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
@@ -105,6 +108,13 @@ class CompiledRegion:
         self._call = (0.0, 0)  # when the last one began, and the graphs before it
         self._graph_error: Exception | None = None
         self._ahead: Ahead | None = None
+        self._later: Ahead | None = None
+        self.is_waiting = False
+        """Whether helpers have graphs of later sizes."""
+        self.num_declined = 0
+        """Calls that ran eagerly as their sizes had no graph yet."""
+        self._sent: set[Hashable] = set()
+        self._sizes = Sizes(MOST_COMPILES)
         self._at_once = False
         self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
         self._num_calls = 0
@@ -115,9 +125,17 @@ class CompiledRegion:
         # What torch compiles for DDP's buckets is neither kept in its cache nor looked for there.
         self.is_cut_by_buckets = region.is_model and guard.Ranks(region.name).size > 1
 
-    def prepare(self, ahead: Ahead) -> None:
+    def prepare(self, helpers: Ahead) -> None:
         """Leave the next graphs to helpers, and run them eagerly, until `restart`."""
-        self._ahead = ahead
+        self._ahead = helpers
+
+    def send_later(self, helpers: Ahead) -> None:
+        """Leave also the graphs of later sizes to helpers: no call is held up by a compiler.
+
+        Each size has a graph of its own then, is captured when it comes a second time, and up to
+        `MOST_COMPILES` are. The others run eagerly.
+        """
+        self._later = helpers
 
     def leave(self, why: str) -> None:
         """Run eagerly from now on, as helpers have not compiled it; nothing is said."""
@@ -138,6 +156,7 @@ class CompiledRegion:
     def restart(self) -> None:
         """Capture all graphs anew, and take what was compiled for them `ahead.at_once`."""
         self._ahead = None
+        self.is_waiting = False
         self._at_once = True
         # Those of a run that knows from the profile what was prepared: a step's.
         self._num_to_load = self.told.num_compiles, self._num_calls + len(self.region.modules)
@@ -155,7 +174,7 @@ class CompiledRegion:
         is_loading = self._at_once and (
             self.told.num_compiles < self._num_to_load[0] or self._num_calls < self._num_to_load[1]
         )
-        return self.is_prepared or is_loading
+        return self.is_prepared or is_loading or self._later is not None
 
     def install(self) -> None:
         """Put a `Forward` before each module's own."""
@@ -185,8 +204,22 @@ class CompiledRegion:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled `forward` of one of the modules; eager where that fails."""
-        with signals.heard():
-            return self._call_heard(module, args, kwargs)
+        if self._is_prepared_for(args, kwargs):
+            with signals.heard():
+                return self._call_heard(module, args, kwargs)
+        return module.forward(*args, **kwargs)
+
+    def _is_prepared_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these takes no compiler's time."""
+        if self._later is None:
+            return True
+        if self.is_prepared:
+            return self._sizes.are_known(args, kwargs, again=0)
+        if self.is_waiting and self._later.is_done(self.region.name):
+            self.restart()
+        is_known = self._sizes.are_known(args, kwargs, again=len(self.region.modules))
+        self.num_declined += not is_known
+        return is_known
 
     def _call_heard(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.told.num_compiles
@@ -250,8 +283,16 @@ class CompiledRegion:
         if cached_draws.are_in(graph, self._cached_calls):
             self.give_up("a function under lru_cache draws random numbers inside it")
             raise SkipFrame
+        key = ahead.inputs_of(graph)
         if self._ahead is not None:
-            return self._sent(graph, self._ahead)
+            self._sent.add((graph.code, key))
+            return self._send(graph, self._ahead)
+        if self._later is not None and (graph.code, key) not in self._sent:
+            self._sent.add((graph.code, key))
+            self.is_waiting = True
+            return self._send(graph, self._later)
+        if self._later is not None and self.region.name in self._later.failed:
+            return graph.forward
         if self.told.compile_s > self._budget_s:
             self.give_up(f"its compile budget of {self._budget_s:g} s is spent")
             return graph.forward
@@ -261,15 +302,15 @@ class CompiledRegion:
             return graph.forward
         return self._graph(graph, inputs)
 
-    def _sent(self, graph: GraphModule, ahead: Ahead) -> Runner:
+    def _send(self, graph: GraphModule, helpers: Ahead) -> Runner:
         """Have helpers compile the graph, once it is known for which outputs."""
         places = border.differentiable(graph) or []
         key, known, name = Usage.key(graph, places), self._usage, self.region.name
         used = known.of(key, places, is_dynamic=False)
         if used is not None:
-            ahead.submit(border.restricted(graph, places, used), name)
+            helpers.submit(border.restricted(graph, places, used), name)
             return graph.forward
-        send = ahead.expect(name)
+        send = helpers.expect(name)
 
         def note(used: set[int]) -> None:
             known.note(key, used)
@@ -358,7 +399,7 @@ class CompiledRegion:
     def _after_compile(self, seconds: float) -> None:
         self.told.compile_s += seconds
         self._num_compiling_calls += 1
-        if self._num_compiling_calls <= MOST_COMPILES:
+        if self._num_compiling_calls <= MOST_COMPILES or self._later is not None:
             return
         if self._is_dynamic:
             self.give_up(f"it was compiled anew {self._num_compiling_calls} times, again and again")
@@ -378,6 +419,19 @@ class CompiledRegion:
         # torch keeps what it compiled for a code object until it is told.
         weakref.finalize(self, reset_code, own.__code__).atexit = False
         return torch.compile(own, backend=_Backend(self), dynamic=self._is_dynamic)
+
+
+class Readiness:
+    """Asked after a pass whether all code that it needs was there, and none is to be replaced."""
+
+    def __init__(self, regions: Sequence[CompiledRegion]) -> None:
+        self._regions = regions
+        self._num_declined = 0
+
+    def __call__(self) -> bool:
+        before = self._num_declined
+        self._num_declined = sum(one.num_declined for one in self._regions)
+        return before == self._num_declined and not any(one.is_waiting for one in self._regions)
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -420,14 +474,21 @@ class Forward:
         self._compiled.on_call()
         if not self._compiled.is_used:
             return module.forward(*args, **kwargs)
+        recorded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if any(self._hooks):
             place = module_state.hooked(module)
-            self._compiled.give_up(f"a hook was put on {place} inside after it was compiled")
-            return module.forward(*args, **kwargs)
+            if place is None and any(map(recorders.begins, module.modules())):
+                return module.forward(*args, **kwargs)  # it collects outputs of its own parts
+            if place is not None:
+                self._compiled.give_up(f"a hook was put on {place} inside after it was compiled")
+                return module.forward(*args, **kwargs)
+            if module_state.hooked(module, collected=recorders.collected()) is not None:
+                return module.forward(*args, **kwargs)
+            recorded = recorders.set_aside(self._hooks)
         if not self._structure.is_same():
             self._compiled.give_up("modules, classes or methods were changed after it was compiled")
             return module.forward(*args, **kwargs)
-        with _kept_versions(self._norms):
+        with _kept_versions(self._norms), recorded:
             return self._compiled.call(module, args, kwargs)
 
 

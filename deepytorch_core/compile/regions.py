@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepytorch_core.compile import module_state
+from deepytorch_core.compile import module_state, recorders
 
 # How many times fewer modules are compiled by blocks than as a whole, at least.
 LEAST_SAVING = 3.0
+# Of a model's modules with parameters, that its trunk has at least.
+SHARE_OF_TRUNK = 0.7
+# Below a block that can't be compiled as one, of its parameters.
+LEAST_OF_BLOCK = 0.05
 # A part has at most the one share of a model's modules with parameters, and at least the other.
 SMALLEST_SHARES = 16, 100
 _FRAMEWORKS = ("deepspeed", "torch.distributed.fsdp", "torch.distributed._composable")
@@ -45,6 +49,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
+def trunk(root: nn.Module) -> nn.Module | None:
+    """The innermost module with most of the model's modules; None if that is `root`.
+
+    Around it are heads, losses and adapters' wrappers.
+    """
+    found, least = root, SHARE_OF_TRUNK * num_modules(root)
+    while children := list(found.children()):
+        largest = max(children, key=num_modules)
+        if num_modules(largest) < least or not _runs(largest):
+            break
+        found = largest
+    return None if found is root else found
+
+
 def process_group(model: nn.Module) -> Any:
     """The ProcessGroup of DistributedDataParallel's or FSDP1's ranks; None for other modules."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -56,7 +74,7 @@ def process_group(model: nn.Module) -> Any:
 def find(model: nn.Module) -> list[Region]:
     """The regions of `model`, largest first; empty when nothing below the hooks is left."""
     root = unwrapped(model)
-    blocks = list(_blocks(root, ""))
+    blocks = list(_blocks(root, "", recorders.asked(root)))
     groups: dict[object, list[tuple[str, nn.Module]]] = {}
     for name, block in blocks:
         groups.setdefault(signature(block), []).append((name, block))
@@ -125,8 +143,11 @@ def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost modules that have a sibling of their class in a list or a Sequential."""
+def _blocks(module: nn.Module, prefix: str, collected: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost modules that have a sibling of their class in a list or a Sequential.
+
+    Where one contains a module of which an output is `collected`, the parts beside that.
+    """
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     children = [
         (name, unwrapped(child))
@@ -137,13 +158,32 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in children:
         path = f"{prefix}.{name}" if prefix else name
         repeated = is_list and classes.count(type(child)) > 1 and any(child.children())
-        if repeated and _can_be_region(child):
+        if repeated and _can_be_region(child, collected):
+            yield path, child
+        elif repeated and module_state.hooked(child) is None:  # but for what is collected
+            yield from _beside(child, path, collected, LEAST_OF_BLOCK * _num_parameters(child))
+        else:
+            yield from _blocks(child, path, collected)
+
+
+def _beside(
+    block: nn.Module, prefix: str, collected: set[str], least: float
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in block.named_children():
+        path = f"{prefix}.{name}"
+        if _num_parameters(child) < least:
+            continue
+        if _can_be_region(child, collected) and _runs(child):
             yield path, child
         else:
-            yield from _blocks(child, path)
+            yield from _beside(child, path, collected, least)
 
 
-def _can_be_region(module: nn.Module) -> bool:
+def _num_parameters(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
+
+
+def _can_be_region(module: nn.Module, collected: Iterable[str] = ()) -> bool:
     if isinstance(module, torch.jit.ScriptModule) or not _has_its_classs_forward(module):
         return False
     if not isinstance(getattr(type(module), "forward", None), types.FunctionType):
@@ -155,8 +195,11 @@ def _can_be_region(module: nn.Module) -> bool:
         return False
     if any(_is_of_framework(one) for one in module.modules() if one is not module):
         return False
+    # Collecting begins in its own pass, or in that of a part: the code is to do it.
+    if any(map(recorders.begins, module.modules())):
+        return not any(module_state.hooks_inside(module))
     # Equal blocks share code, so it can't go by the hooks of one of them.
-    return module_state.hooked(module) is None
+    return module_state.hooked(module, collected=collected) is None
 
 
 def _has_its_classs_forward(module: nn.Module) -> bool:

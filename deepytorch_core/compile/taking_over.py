@@ -24,14 +24,18 @@ class TakingOver:
         ranks: that decide together, as they are now: a script may end its process group, or make
             another, meanwhile.
         step_s: of a training step, the same on all ranks.
+        num_seeing: steps in which helpers are given graphs, at least.
     """
 
-    def __init__(self, ranks: Callable[[], guard.Ranks], step_s: float) -> None:
+    def __init__(
+        self, ranks: Callable[[], guard.Ranks], step_s: float, *, num_seeing: int = 1
+    ) -> None:
         self._ranks = ranks
         alone = ranks().size == 1
         self._asking_steps = 1 if alone else max(1, math.ceil(ASK_S / max(step_s, 1e-3)))
         self._number = -1
         self._num_seeing = 0
+        self._least_seeing = num_seeing
         self._question: guard.Question | None = None
         self._done: list[str] = []
 
@@ -43,7 +47,9 @@ class TakingOver:
                 skipped them.
         """
         self._num_seeing += 1
-        return self._num_seeing == SEEING_STEPS or not any(unseen)
+        if self._num_seeing < self._least_seeing:
+            return False
+        return self._num_seeing >= SEEING_STEPS or not any(unseen)
 
     def next_part(self, left: Sequence[str], is_done: Callable[[str], bool]) -> str | None:
         """The part for this step, if there is one; to be called in each, on all ranks alike.

@@ -18,6 +18,7 @@ BLOCK = 4
 # Rounds of a block of each way after which the times are looked at: one way may be faster, or both
 # alike; after the last it is decided.
 LOOKS = (2, 4, 7)
+FASTER, SLOWER, UNDECIDED = "faster", "slower", "not faster beyond the noise"
 MOST_STEPS = 2 * BLOCK * LOOKS[-1]
 """After how many measured steps it is decided at the latest."""
 
@@ -60,6 +61,22 @@ def are_alike(candidate: list[float], standing: list[float]) -> bool:
     apart = abs(guard.median(standing) - guard.median(candidate))
     noise = guard.noise(candidate) + guard.noise(standing)
     return apart + 2 * noise < guard.LEAST_GAIN * guard.median(standing)
+
+
+def verdict(standing: list[float], candidate: list[float], *, is_last: bool) -> str | None:
+    """Which way is faster, as far as steps have shown; None where more of them may tell.
+
+    Args:
+        standing, candidate: seconds of steps.
+        is_last: whether no more follow.
+
+    Returns `FASTER` or `SLOWER` of the candidate, `UNDECIDED` where noise hides it.
+    """
+    if is_faster(candidate, standing):
+        return FASTER
+    if is_faster(standing, candidate):
+        return SLOWER
+    return UNDECIDED if is_last or are_alike(candidate, standing) else None
 
 
 Rows = dict[str, list[float]]

@@ -10,6 +10,7 @@ from deepytorch_core.compile import regions
 # has to look at. Measured on H100 and H200: 34 to 46 s for ResNet-50's 107 modules, 126 to 159 s
 # for a UNet's 391. Where helpers compile it graphs are captured and loaded, of that UNet in 28 s.
 LEAST_COST_S = 20.0
+LEAST_HELPED_COST_S = 0.5
 COST_OF_MODULE_S = 0.4
 COST_OF_HELPED_MODULE_S = 0.07
 LARGEST_SHARE = 0.03  # of the time that a run has lasted, or is known to last, for trials
@@ -17,9 +18,10 @@ LARGEST_SHARE = 0.03  # of the time that a run has lasted, or is known to last, 
 
 def cost_s(root: nn.Module, *, is_helped: bool) -> float:
     """Seconds that compiling a model is expected to take of its training."""
-    of_module = COST_OF_HELPED_MODULE_S if is_helped else COST_OF_MODULE_S
     number = sum(regions.num_modules(one.modules[0]) for one in regions.find(root))
-    return max(LEAST_COST_S, of_module * number)
+    if is_helped:
+        return max(LEAST_HELPED_COST_S, COST_OF_HELPED_MODULE_S * number)
+    return max(LEAST_COST_S, COST_OF_MODULE_S * number)
 
 
 def least_run_s(cost: float) -> float:

@@ -54,7 +54,7 @@ class Whole(nn.Module):
 def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Stock and ours on the same data; each rank's own."""
     torch.cuda.set_device(rank)
-    ahead.LARGE_MODEL = ahead.MODEL_IN_PARTS = ahead.LEAST_HELPERS = 1
+    ahead.MODEL_IN_PARTS = ahead.LEAST_HELPERS = 1
     regions.SMALLEST_SHARES = (3, 64)
     config._current = Options(profile=f"{folder}/p.json", log="info", tune="force", patience="off")
     torch.manual_seed(0)

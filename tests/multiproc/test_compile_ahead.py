@@ -63,7 +63,7 @@ while len(size := jobs.read(8)) == 8:
 def helped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """One helper, for any model."""
     monkeypatch.setattr(ahead, "_num_helpers", lambda: 1)
-    monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
+    monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 1)
     monkeypatch.setattr(regions, "SMALLEST_SHARES", (4, 64))
     options = Options(
@@ -261,7 +261,7 @@ def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float]
     """Losses, stock's, and alike: parts that helpers had, limits above the usual one, decision."""
     ahead._HELPER = _ANSWERS_AT_ONCE  # what is asked for has nothing in caches
     ahead._num_helpers = lambda: 1
-    ahead.why_not = lambda root, device: None
+    ahead.why_not = lambda device: None
     ahead.MODEL_IN_PARTS = 1
     regions.SMALLEST_SHARES = (4, 64)
     taking_over.ASK_S = 0.2
@@ -342,7 +342,7 @@ def test_what_a_helper_cannot_do_is_told() -> None:
     helpers = submitted(run)
     wait(helpers)
     helpers.close()
-    assert helpers.failures == [f"{PART}: TypeError: it is compiled for sizes that change"]
+    assert helpers.failed == {PART: "TypeError: it is compiled for sizes that change"}
 
 
 def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model(
@@ -358,14 +358,14 @@ def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model(
     assert asked.wait(30.0)
     helpers._processes[0].kill()
     wait(helpers)
-    assert helpers.failures == [f"{PART}: a helper ended with status -9"]
+    assert helpers.failed == {PART: "a helper ended with status -9"}
     torch._dynamo.reset()
     torch.compile(
         nn.Linear(4, 3), backend=lambda graph, _: (helpers.submit(graph, PART), graph)[1]
     )(torch.randn(7, 4))
     assert not helpers.is_done(PART)
     helpers.close()
-    assert len(helpers.failures) == 1
+    assert len(helpers.failed) == 1
     assert all(one.wait(30.0) is not None for one in helpers._processes)
 
 
@@ -399,7 +399,7 @@ def test_helpers_without_work_end_and_others_take_their_place(
     linear(4)(lambda graph, _: (helpers.submit(graph, PART), graph)[1])
     wait(helpers)
     assert [one.wait(30.0) for one in helpers._processes] == [0, 0]
-    assert not helpers.failures
+    assert not helpers.failed
 
 
 def test_a_helper_ends_whose_training_was_gone_before_it_looked() -> None:
@@ -460,10 +460,10 @@ def test_helpers_do_not_outlive_a_model_that_is_let_go(monkeypatch: pytest.Monke
     found: Any = engine.compilation_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     number = 0
-    while found._helpers is None or not found._helpers._processes:
+    while found._helping is None or not found._helping._helpers._processes:
         step(model, optimizer, number)
         number += 1
-    processes = found._helpers._processes
+    processes = found._helping._helpers._processes
     del model, optimizer, found
     gc.collect()
     assert [one.wait(30.0) for one in processes] == [-signal.SIGKILL] * len(processes)
@@ -473,7 +473,7 @@ def test_a_helper_that_cannot_be_started_is_no_hang(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     helpers = submitted(linear(3))
     wait(helpers)
-    (failure,) = helpers.failures
+    (failure,) = helpers.failed.values()
     assert "a helper could not be started: [Errno 2] No such file" in failure
 
 
@@ -519,5 +519,5 @@ def test_a_graph_does_not_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatc
     assert not helpers.is_done(PART)
     first.set()
     wait(helpers)
-    assert not helpers.failures
+    assert not helpers.failed
     helpers.close()

@@ -22,6 +22,7 @@ class Never:
     """A Capture that has nothing to capture: which way a step goes is all that counts here."""
 
     num_captured = 0
+    failure = None
     problem = None
 
     def __init__(self, root: nn.Module, **_: Any) -> None: ...

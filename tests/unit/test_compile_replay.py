@@ -416,7 +416,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
     monkeypatch.setattr(compilation, "Recorder", Emulated)
     monkeypatch.setattr(compilation, "Ahead", Helpers)
-    monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
+    monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 1 if is_in_parts else 250)
     monkeypatch.setattr(regions, "SMALLEST_SHARES", (2, 4))
     monkeypatch.setattr(decisions, "_made", [])
@@ -476,7 +476,7 @@ def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_rep
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
     monkeypatch.setattr(compilation, "Recorder", Emulated)
     monkeypatch.setattr(compilation, "Ahead", Helpers)
-    monkeypatch.setattr(ahead, "why_not", lambda root, device: None)
+    monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(decisions, "_made", [])
     # What is thought to be replayed is launched as well where it is compiled.
     clock = Ways({LAUNCHED: 1.0, GRAPHS: 0.5, COMPILED: 0.4, BOTH: 0.4})

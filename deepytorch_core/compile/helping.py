@@ -1,0 +1,93 @@
+"""The time in which helpers compile a model's regions while its steps go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepytorch_core import console
+from deepytorch_core.compile import outcome
+from deepytorch_core.compile.ahead import Ahead
+from deepytorch_core.compile.region import CompiledRegion
+from deepytorch_core.compile.taking_over import TakingOver
+
+
+class Helping:
+    """What helpers do for one model, and how far that is.
+
+    Args:
+        helpers: at work.
+        taking_over: the order in which parts are taken over.
+        regions: the parts; helpers are given their next graphs.
+        is_patient: whether no step may wait for a compiler. Graphs of later sizes are for helpers,
+            too, then, and what they could not compile stays eager.
+    """
+
+    def __init__(
+        self,
+        helpers: Ahead,
+        taking_over: TakingOver,
+        regions: Sequence[CompiledRegion],
+        *,
+        is_patient: bool,
+    ) -> None:
+        self.is_loading = False
+        """Whether the step that begins takes a part over."""
+        self._helpers = helpers
+        self._taking_over = taking_over
+        self._regions = regions
+        self._is_patient = is_patient
+        helpers.start(len(regions))
+        for one in regions:
+            one.prepare(helpers)
+            if is_patient:
+                one.send_later(helpers)
+
+    def unseen(self) -> list[str]:
+        """The parts that no step has called since they are prepared."""
+        return [one.region.name for one in self._regions if one.is_to_be_seen]
+
+    def are_seen(self, answers: Sequence[bool], unseen: Sequence[str]) -> bool:
+        """Whether helpers have all graphs that they will get; `answers` as `TakingOver` wants."""
+        if not self._taking_over.are_seen(answers):
+            return False
+        for name in unseen:
+            self._helpers.failed.setdefault(name, "no step has called it")
+        return True
+
+    def take_over(self) -> bool:
+        """Take over the next part that is done, in the step that begins; False if none is left."""
+        self.is_loading = False
+        helpers = self._helpers
+        prepared = {one.region.name: one for one in self._regions if one.is_prepared}
+        if not prepared:
+            return False
+        part = self._taking_over.next_part(
+            list(prepared), lambda name: helpers.is_late or helpers.is_done(name)
+        )
+        if part is None:
+            return True
+        if self._is_patient and part in helpers.failed:
+            prepared[part].leave(helpers.failed[part])
+        elif helpers.is_done(part):
+            prepared[part].restart()
+            self.is_loading = True
+        else:
+            prepared[part].leave(outcome.LATE)
+        return True
+
+    def end(self, what: str) -> None:
+        """Say what they could not do for the decision `what`."""
+        if not self._is_patient:
+            self._helpers.close()
+            for name, why in self._helpers.failed.items():
+                console.say(f"{what}: {name} is compiled while the training waits: {why}")
+        if late := sum(one.failure == outcome.LATE for one in self._regions):
+            console.say(
+                f"{what}: {late} of {len(self._regions)} parts run eagerly: helpers have not "
+                "compiled them in time",
+                level="warning",
+            )
+
+    def close(self) -> None:
+        """Stop the helpers, whatever they do."""
+        self._helpers.close()

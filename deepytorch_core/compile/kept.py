@@ -1,0 +1,66 @@
+"""The profile's entry of one model's trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepytorch_core import config, console, guard
+from deepytorch_core.compile import outcome
+from deepytorch_core.compile.phases import Phases
+from deepytorch_core.compile.policies import AUTO
+from deepytorch_core.compile.region import CompiledRegion
+
+
+class Kept:
+    """Where a trial's outcome is kept for the next run, or noted for people.
+
+    Args:
+        what: the decision's name.
+        policy: the one asked for.
+        num_ranks: how many decide together now.
+    """
+
+    def __init__(self, what: str, policy: str, num_ranks: Callable[[], int]) -> None:
+        self._what = what
+        self._policy = policy
+        self._num_ranks = num_ranks
+        self._facts: dict[str, str] = {}
+
+    def look_at(self, root: nn.Module, device: torch.device) -> None:
+        """Have the entry be that of a model as it is now."""
+        self._facts = {"module": guard.fingerprint(root), "device": device.type}
+
+    def find(self) -> dict[str, Any] | None:
+        """What an earlier run has kept."""
+        return None if config.current().tune == "force" else guard.profile.find(self._key())
+
+    def keep(
+        self,
+        regions: Sequence[CompiledRegion],
+        chosen: str,
+        reason: str,
+        times_ms: Mapping[str, float],
+        *,
+        was_helped: bool,
+        phases: Phases,
+        is_final: bool,
+    ) -> None:
+        """Keep the outcome; where it is not final, the next run is to find out by itself."""
+        if console.global_rank() != 0 or not regions:
+            return
+        entry = outcome.entry(
+            regions, chosen, reason, times_ms, was_helped=was_helped, phases=phases
+        )
+        # What was late is tried again.
+        if entry["times_ms"] and is_final and not outcome.is_late(regions):
+            guard.profile.keep(self._key(), entry)
+        else:
+            asked = {} if self._policy == AUTO else {"policy": self._policy}
+            guard.profile.note({**self._key(), **asked}, entry)
+
+    def _key(self) -> dict[str, Any]:
+        return guard.profile.key(self._what, self._facts, world_size=self._num_ranks())

@@ -1,0 +1,152 @@
+"""Helpers compile a model whose training waits for no compiler: few sizes, and later ones."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepytorch
+from deepytorch_core import compile as engine
+from deepytorch_core import config, decisions
+from deepytorch_core.compile import ahead, capture, policies, worth
+from deepytorch_core.compile.ahead import Ahead
+from deepytorch_core.compile.region import CompiledRegion
+from deepytorch_core.compile.regions import Region
+from deepytorch_core.config import Options
+
+CPU = torch.device("cpu")
+# A helper that has done each job without looking at it.
+_ANSWERS_AT_ONCE = """
+import struct, sys
+jobs, answers = sys.stdin.buffer, sys.stdout.buffer
+while len(size := jobs.read(8)) == 8:
+    jobs.read(struct.unpack("!q", size)[0])
+    answers.write(struct.pack("!q", 0))
+    answers.flush()
+"""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+class Sized(nn.Module):
+    """Equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class FewSizes:
+    """Batches that have one of a few sizes from some step on."""
+
+    num_tokens = state = None
+
+    def __init__(self) -> None:
+        self.users: set[str] = set()
+        self.num_asked = 0
+
+    def use_few(self, is_on: bool, by: str) -> None:
+        (self.users.add if is_on else self.users.discard)(by)
+
+    @property
+    def are_few(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked > 2
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Whoever trains waits for no compiler, and has lasted long enough."""
+    monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "p"), log="error"))
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
+    monkeypatch.setattr(ahead, "_num_helpers", lambda: 1)
+    monkeypatch.setattr(ahead, "why_not", lambda device: None)
+    monkeypatch.setattr(ahead, "_HELPER", _ANSWERS_AT_ONCE)
+    monkeypatch.setattr(worth, "least_run_s", lambda cost: 0.0)
+    monkeypatch.setattr(decisions, "_made", [])
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def train_sized(model: nn.Module, sizes: Callable[[int], int], most: int = 400) -> list[float]:
+    """Losses, until all is decided; of sizes by the number of the step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found: Any = engine.compilation_of(model)
+    losses = []
+    for number in range(most):
+        torch.manual_seed(number)
+        loss = model(torch.randn(sizes(number), 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if found is not None and found.is_settled:
+            break
+        if found is not None and found.is_waiting:
+            time.sleep(0.02)
+    return losses
+
+
+def test_who_is_patient_compiles_few_sizes_by_helpers_alone() -> None:
+    torch.manual_seed(0)
+    stock = Sized()
+    model = copy.deepcopy(stock)
+    deepytorch.compile(model)
+    sizes: Any = FewSizes()
+    capture.register_sizes(model, sizes)
+    found: Any = engine.compilation_of(model)
+    ours = train_sized(model, lambda number: 2 + number % 3)
+    assert found.is_settled
+    assert sizes.num_asked > 2
+    assert ours == pytest.approx(train_sized(stock, lambda number: 2 + number % 3, len(ours)))
+    (decision,) = [one for one in decisions.made() if one["what"] == "compile of Sized"]
+    assert "aot-eager" in decision["times_ms"]
+    engine.undo(model)
+
+
+def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhile() -> None:
+    model = Sized()
+    region = CompiledRegion(
+        Region("layers.0", tuple(model.layers)),
+        [policies.get("aot-eager")],
+        budget_s=100.0,
+        is_on=lambda _: True,
+    )
+    region.install()
+    helpers = Ahead(CPU, "aot-eager", budget_s=100.0)
+    region.send_later(helpers)
+    x = torch.randn(3, 8)
+    expected = model(x)
+    assert region.num_declined == 4  # nothing is captured for what comes once
+    for _ in range(200):
+        torch.testing.assert_close(model(x), expected)
+        if region.told.chosen:
+            break
+        time.sleep(0.02)
+    assert region.told.chosen["aot-eager"]
+    assert not region.is_waiting
+    for rows in range(4, 20):  # never the same
+        model(torch.randn(rows, 8))
+    assert region.told.num_compiles <= 2
+    helpers.close()
+    region.remove()
