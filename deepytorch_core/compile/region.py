@@ -414,11 +414,14 @@ class Forward:
         self._hooks = module_state.hooks_inside(module)
         self._norms = [one for one in module.modules() if isinstance(one, _NormBase)]
         self._structure = Structure(module)
+        self._was_used = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         self._compiled.on_call()
-        if not self._compiled.is_used:
+        if not border.is_made_again():
+            self._was_used = self._compiled.is_used
+        if not self._was_used:
             return module.forward(*args, **kwargs)
         if any(self._hooks):
             place = module_state.hooked(module)
