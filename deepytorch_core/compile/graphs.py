@@ -88,8 +88,10 @@ class Graph:
         failed: Callable[[Exception], None],
     ) -> None:
         self._graph = graph
-        self._make = make
         self._made = make()
+        # Holds what the graph was captured with, parameters among that. Not in an attribute: torch
+        # copies those to a function that it keeps.
+        self._makers = [make] if self._made is None else []
         self._note = note
         self._unusual = unusual
         self._tell = tell
@@ -127,10 +129,11 @@ class Graph:
                 return True
         if border.is_made_again():
             return False
-        if self._made is None:
-            self._made = self._make()
+        if self._makers:
+            self._made = self._makers[0]()
         if self._made is None:
             return False
+        self._makers.clear()
         self._settle(self._made, args)
         return True
 
@@ -191,6 +194,7 @@ class Graph:
         self._end(chosen, times, made.dropped)
 
     def _end(self, chosen: str, times: dict[str, float], dropped: dict[str, str]) -> None:
+        self._makers.clear()
         made = self._made
         if chosen == EAGER or made is None:
             self._run, self._border = self._graph.forward, None

@@ -45,6 +45,7 @@ from deepytorch_core.compile.regions import Region
 from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
+from deepytorch_core.compile.weak_region import WeakRegion
 from deepytorch_core.console import say_first
 
 # Calls that compile something new, before all sizes are taken to change, and again before it ends.
@@ -93,12 +94,12 @@ class CompiledRegion:
         is_on: Callable[[CompiledRegion], bool],
         hold: Hold | None = None,
     ) -> None:
-        self.region = region
+        self.region = WeakRegion(region)
         self.told = Told()
         self.failure: str | None = None
         self._policies = policies
         self._budget_s = budget_s
-        self._is_on = is_on
+        self._is_on = _Question(is_on)
         self._hold = Hold(budget_s) if hold is None else hold
         self._is_dynamic: bool | None = None
         self._num_compiling_calls = 0
@@ -162,7 +163,7 @@ class CompiledRegion:
         for module in self.region.modules:
             place = seam.opened(module)
             if place is not None:
-                place.region = Forward(self, module)
+                place.region = Forward(self, module, self._is_on.owner())
 
     def remove(self) -> None:
         """Have the modules call their own `forward` again."""
@@ -392,6 +393,23 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
+class _Question:
+    """What is asked before each call. The object whose method it is has the region: not kept."""
+
+    def __init__(self, is_on: Callable[[CompiledRegion], bool]) -> None:
+        is_method = isinstance(is_on, types.MethodType)
+        self._reference: Callable[[], Callable[[CompiledRegion], bool] | None]
+        self._reference = weakref.WeakMethod(is_on) if is_method else lambda: is_on
+
+    def __call__(self, region: CompiledRegion) -> bool:
+        is_on = self._reference()
+        return is_on is not None and is_on(region)
+
+    def owner(self) -> object:
+        """Who answers."""
+        return self._reference()
+
+
 class _Backend:
     """The region's `backend`, for torch to hold: it keeps back ends for the process's life."""
 
@@ -406,18 +424,25 @@ class _Backend:
 
 
 class Forward:
-    """Stands for a module's `forward`."""
+    """Stands for a module's `forward`; the module has this and is not kept by it.
 
-    def __init__(self, compiled: CompiledRegion, module: nn.Module) -> None:
-        self._compiled = compiled
-        self._module = module
+    Args:
+        compiled: the module's region.
+        module: one of its modules.
+        owner: lives as long as one of the region's modules does.
+    """
+
+    def __init__(self, compiled: CompiledRegion, module: nn.Module, owner: object) -> None:
+        self._compiled, self._owner = compiled, owner
+        self._module_of = weakref.ref(module)
         self._hooks = module_state.hooks_inside(module)
-        self._norms = [one for one in module.modules() if isinstance(one, _NormBase)]
+        inside = [one for one in module.modules() if one is not module]
+        self._norms = [one for one in inside if isinstance(one, _NormBase)]
         self._structure = Structure(module)
         self._was_used = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
+        module: Any = self._module_of()
         self._compiled.on_call()
         if not border.is_made_again():
             self._was_used = self._compiled.is_used
@@ -427,10 +452,11 @@ class Forward:
             place = module_state.hooked(module)
             self._compiled.give_up(f"a hook was put on {place} inside after it was compiled")
             return module.forward(*args, **kwargs)
-        if not self._structure.is_same():
+        if not self._structure.is_same(module):
             self._compiled.give_up("modules, classes or methods were changed after it was compiled")
             return module.forward(*args, **kwargs)
-        with _kept_versions(self._norms):
+        norms = [module, *self._norms] if isinstance(module, _NormBase) else self._norms
+        with _kept_versions(norms):
             return self._compiled.call(module, args, kwargs)
 
 
