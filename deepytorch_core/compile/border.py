@@ -294,9 +294,7 @@ class _Output(torch.autograd.Function):
     """Between an output and those that it is computed from."""
 
     @staticmethod
-    def forward(
-        ctx: Any, held: Held, place: int, leaf: Tensor, one: Tensor, *above: Tensor
-    ) -> Any:
+    def forward(ctx: Any, held: Held, place: int, leaf: Tensor, one: Tensor, *above: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*above)
         ctx.held, ctx.place = held, place

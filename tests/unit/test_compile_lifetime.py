@@ -77,8 +77,7 @@ def test_a_compiled_model_goes_without_a_collection(make: Any, no_collection: No
     assert compilation is not None
     assert [one.told.chosen for one in compilation.regions] != [{}]
     left = {
-        name: weakref.ref(one)
-        for name, one in (*model.named_modules(), *model.named_parameters())
+        name: weakref.ref(one) for name, one in (*model.named_modules(), *model.named_parameters())
     }
     left["compilation"] = weakref.ref(compilation)
     left |= {f"region {place}": weakref.ref(one) for place, one in enumerate(compilation.regions)}

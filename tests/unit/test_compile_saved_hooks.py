@@ -1,4 +1,4 @@
-"""Backward passes under hooks for saved tensors, and checkpointed: as stock's, differentiated too."""
+"""Backward passes under hooks for saved tensors, and checkpointed: stock's, of any order."""
 
 from __future__ import annotations
 
