@@ -82,10 +82,10 @@ def trained(model: nn.Module, around: Around, differentiated: set[int], steps: i
 def check(model: Model, around: Around, differentiated: set[int]) -> engine.compilation.Compilation:
     ours = copy.deepcopy(model)
     deepytorch.compile(ours, "aot-eager")
-    expected, found = (trained(one, around, differentiated) for one in (model, ours))
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
     compilation = engine.compilation_of(ours)
     assert compilation is not None
+    expected, found = (trained(one, around, differentiated) for one in (model, ours))
+    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
     return compilation
 
 
