@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch_core import decisions
+from deepytorch_core import decisions, guard
 from deepytorch_core.nn.deferred_logits import (
     BYPASSED,
     DeferredLogits,
@@ -262,7 +262,9 @@ class HeadForward:
         return self._deferred(hidden)
 
     def _stands_by(self) -> bool:
-        return not self.armed or self.dropped or torch.compiler.is_compiling()
+        if not self.armed or self.dropped or torch.compiler.is_compiling():
+            return True
+        return guard.is_transformed()
 
     def _deferred(self, hidden: torch.Tensor) -> DeferredLogits:
         kind = hidden.device.type

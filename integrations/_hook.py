@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
+from deepytorch_core import guard
+
 
 class Hook:
-    """A hook of a module that does nothing in its copies, nor where there is no deepytorch."""
+    """A hook of a module that does nothing in its copies, nor where there is no deepytorch.
+
+    Nor where `torch.func` transforms the call, as stock's pass is what it has to see.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -18,7 +23,7 @@ class Hook:
     # What is done on the CPU is no part of a compiled forward pass.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+        return None if guard.is_transformed() else self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything and does nothing

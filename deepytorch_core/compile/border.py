@@ -58,18 +58,25 @@ class Border:
         self._is_linked = any(self._above.values())
         self._parts: dict[int, GraphModule] = {}
 
-    def is_open_for(self, args: Sequence[Any]) -> bool:
-        """Whether a call with these has to go over it."""
-        return (
-            torch.is_grad_enabled()
-            and autograd._top_saved_tensors_default_hooks(True) is None
-            and any(isinstance(one, Tensor) and one.requires_grad for one in args)
-            and all(type(one) in _PLAIN for one in args if isinstance(one, Tensor))
+    def is_needed_for(self, args: Sequence[Any]) -> bool:
+        """Whether a call with these has gradients."""
+        return torch.is_grad_enabled() and any(
+            isinstance(one, Tensor) and one.requires_grad for one in args
         )
+
+    def is_open_for(self, args: Sequence[Any]) -> bool:
+        """Whether such a call can go over it; else it takes a `passage`."""
+        return is_saved_plainly() and all(
+            type(one) in _PLAIN for one in args if isinstance(one, Tensor)
+        )
+
+    def held(self, args: Sequence[Any]) -> Held:
+        """A call with these arguments."""
+        return Held(self, list(args), self._facts)
 
     def __call__(self, run: Runner, args: Sequence[Any]) -> list[Any]:
         """The outputs of `run`, over the border."""
-        held = _Held(self, list(args), self._facts)
+        held = self.held(args)
         sources = [
             _source(one) if is_wanted else one
             for one, is_wanted in zip(args, held.wanted, strict=True)
@@ -122,7 +129,7 @@ class Border:
 
 
 @dataclass
-class _Held:
+class Held:
     """One call, until its backward pass is over."""
 
     border: Border
@@ -172,12 +179,23 @@ class _Held:
                 )
             )
         else:
-            places = list(seeds)
-            with torch.enable_grad(), self._as_then():
-                inputs, passed = self._aliases()
-                outputs = self.border._graph.forward(*passed)
-                found = _derived([outputs[one] for one in places], inputs, list(seeds.values()))
+            found = self.eagerly(seeds)
         return found if self.partial is None else list(map(_sum, found, self.partial))
+
+    def eagerly(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
+        """Gradients of the wanted arguments, by the graph as it was captured."""
+        is_differentiated = torch.is_grad_enabled()
+        with torch.enable_grad(), self._as_then():
+            inputs, passed = self._aliases()
+            outputs = self.border._graph.forward(*passed)
+            with torch.set_grad_enabled(is_differentiated):
+                return _derived([outputs[one] for one in seeds], inputs, list(seeds.values()))
+
+    def fill(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Put arguments there that autograd has saved, and compared with what they were."""
+        self.args, self._versions = list(self.args), list(self._versions)
+        for place, one in zip(places, tensors, strict=True):
+            self.args[place], self._versions[place] = one, one._version
 
     def backward_of(self, place: int, seed: Tensor, above: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the outputs above one, by a part of the graph; `backward` has the rest."""
@@ -250,7 +268,7 @@ class _Call(torch.autograd.Function):
     """Between a graph's outputs and what it was given."""
 
     @staticmethod
-    def forward(ctx: Any, held: _Held, raw: list[Tensor], leaf: Tensor, *_: Tensor) -> Any:
+    def forward(ctx: Any, held: Held, raw: list[Tensor], leaf: Tensor, *_: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         # Gone after a backward pass, as what stock's nodes keep. Whoever writes to an output that
         # these keep, or cuts it off, hears of it.
@@ -262,7 +280,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *seeds: Tensor | None) -> Any:
         _ = ctx.saved_tensors
-        held: _Held = ctx.held
+        held: Held = ctx.held
         held.check_kept()
         pairs = zip(held.border.places(), seeds, strict=True)
         found = held.backward({place: seed for place, seed in pairs if seed is not None})
@@ -276,9 +294,7 @@ class _Output(torch.autograd.Function):
     """Between an output and those that it is computed from."""
 
     @staticmethod
-    def forward(
-        ctx: Any, held: _Held, place: int, leaf: Tensor, one: Tensor, *above: Tensor
-    ) -> Any:
+    def forward(ctx: Any, held: Held, place: int, leaf: Tensor, one: Tensor, *above: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*above)
         ctx.held, ctx.place = held, place
@@ -296,6 +312,16 @@ class _Output(torch.autograd.Function):
         if _is_for_some(ctx) or held.is_looked_at(held.border.above(place)):
             return (None, None, None, None, *held.backward_of(place, seed, above))
         return (None, None, None, seed, *nothing)
+
+
+def is_saved_plainly() -> bool:
+    """Whether no hooks take what autograd saves."""
+    return autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def is_made_again() -> bool:
+    """Whether checkpointing makes this call again; what it saves is counted, so it goes as then."""
+    return torch._C._current_graph_task_id() != -1 and not is_saved_plainly()
 
 
 def restricted(graph: GraphModule, places: Sequence[int], used: frozenset[int]) -> GraphModule:

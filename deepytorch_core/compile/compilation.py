@@ -103,7 +103,7 @@ class Compilation:
         self.phases = Phases()
         self._root_of = weakref.ref(regions.unwrapped(model))
         self._what = f"compile of {type(self._root).__name__}"
-        self._kept = Kept(self._what, policy, lambda: self._ranks().size)
+        self._kept = Kept(self._what, policy)
         self._budget_s = budget_s
         self._group = weakref.ref(group) if group is not None else lambda: None
         self._asking = Asking()
@@ -319,7 +319,7 @@ class Compilation:
             if not self.regions:
                 self._finish(EAGER, NOTHING)
             return
-        self._ask("start", self._kept.find(), self._start)
+        self._ask("start", self._kept.find(self._ranks().size), self._start)
 
     def _start(self, answers: list[Any]) -> None:
         known = answers[0]
@@ -567,13 +567,12 @@ class Compilation:
     def _keep(self, chosen: str, reason: str, times_ms: Mapping[str, float]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
         if reason != FROM_PROFILE:
+            outcome_of = self.regions, chosen, reason, times_ms
             self._kept.keep(
-                self.regions,
-                chosen,
-                reason,
-                times_ms,
+                *outcome_of,
                 was_helped=self._was_helped,
                 phases=self.phases,
+                num_ranks=self._ranks().size,
                 is_final=reason != UNDECIDED,  # what the noise has hidden is measured again
             )
 

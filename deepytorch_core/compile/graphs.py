@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepytorch_core import guard
-from deepytorch_core.compile import kernel_timing
+from deepytorch_core.compile import border, kernel_timing, passage
 from deepytorch_core.compile.border import Border
 from deepytorch_core.compile.graph_facts import Facts
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
@@ -88,8 +88,10 @@ class Graph:
         failed: Callable[[Exception], None],
     ) -> None:
         self._graph = graph
-        self._make = make
         self._made = make()
+        # Holds what the graph was captured with, parameters among that. Not in an attribute: torch
+        # copies those to a function that it keeps.
+        self._makers = [make] if self._made is None else []
         self._note = note
         self._unusual = unusual
         self._tell = tell
@@ -112,9 +114,10 @@ class Graph:
             raise
 
     def _over_border(self, run: Any, args: Sequence[Any]) -> Any:
-        if self._border is None or not self._border.is_open_for(args):
+        own = self._border
+        if own is None or not own.is_needed_for(args):
             return run(*args)
-        return self._border(run, args)
+        return own(run, args) if own.is_open_for(args) else passage.through(own, run, args)
 
     def _is_ready(self, args: Sequence[Any]) -> bool:
         """Settle, if it is compiled; else have a border find out for what."""
@@ -124,10 +127,13 @@ class Graph:
                 names = self._made.compiled if self._made is not None else ["border"]
                 self._end(EAGER, {}, dict.fromkeys(names, problem))
                 return True
-        if self._made is None:
-            self._made = self._make()
+        if border.is_made_again():
+            return False
+        if self._makers:
+            self._made = self._makers[0]()
         if self._made is None:
             return False
+        self._makers.clear()
         self._settle(self._made, args)
         return True
 
@@ -188,6 +194,7 @@ class Graph:
         self._end(chosen, times, made.dropped)
 
     def _end(self, chosen: str, times: dict[str, float], dropped: dict[str, str]) -> None:
+        self._makers.clear()
         made = self._made
         if chosen == EAGER or made is None:
             self._run, self._border = self._graph.forward, None

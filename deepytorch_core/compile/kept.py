@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +21,22 @@ class Kept:
     Args:
         what: the decision's name.
         policy: the one asked for.
-        num_ranks: how many decide together now.
     """
 
-    def __init__(self, what: str, policy: str, num_ranks: Callable[[], int]) -> None:
+    def __init__(self, what: str, policy: str) -> None:
         self._what = what
         self._policy = policy
-        self._num_ranks = num_ranks
         self._facts: dict[str, str] = {}
 
     def look_at(self, root: nn.Module, device: torch.device) -> None:
         """Have the entry be that of a model as it is now."""
         self._facts = {"module": guard.fingerprint(root), "device": device.type}
 
-    def find(self) -> dict[str, Any] | None:
-        """What an earlier run has kept."""
-        return None if config.current().tune == "force" else guard.profile.find(self._key())
+    def find(self, num_ranks: int) -> dict[str, Any] | None:
+        """What an earlier run of as many ranks has kept."""
+        if config.current().tune == "force":
+            return None
+        return guard.profile.find(self._key(num_ranks))
 
     def keep(
         self,
@@ -47,6 +47,7 @@ class Kept:
         *,
         was_helped: bool,
         phases: Phases,
+        num_ranks: int,
         is_final: bool,
     ) -> None:
         """Keep the outcome; where it is not final, the next run is to find out by itself."""
@@ -57,10 +58,10 @@ class Kept:
         )
         # What was late is tried again.
         if entry["times_ms"] and is_final and not outcome.is_late(regions):
-            guard.profile.keep(self._key(), entry)
+            guard.profile.keep(self._key(num_ranks), entry)
         else:
             asked = {} if self._policy == AUTO else {"policy": self._policy}
-            guard.profile.note({**self._key(), **asked}, entry)
+            guard.profile.note({**self._key(num_ranks), **asked}, entry)
 
-    def _key(self) -> dict[str, Any]:
-        return guard.profile.key(self._what, self._facts, world_size=self._num_ranks())
+    def _key(self, num_ranks: int) -> dict[str, Any]:
+        return guard.profile.key(self._what, self._facts, world_size=num_ranks)

@@ -48,6 +48,7 @@ from deepytorch_core.compile.sizes import Sizes
 from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
+from deepytorch_core.compile.weak_region import WeakRegion
 from deepytorch_core.console import say_first
 
 # Calls that compile something new, before all sizes are taken to change, and again before it ends.
@@ -96,12 +97,12 @@ class CompiledRegion:
         is_on: Callable[[CompiledRegion], bool],
         hold: Hold | None = None,
     ) -> None:
-        self.region = region
+        self.region = WeakRegion(region)
         self.told = Told()
         self.failure: str | None = None
         self._policies = policies
         self._budget_s = budget_s
-        self._is_on = is_on
+        self._is_on = _Question(is_on)
         self._hold = Hold(budget_s) if hold is None else hold
         self._is_dynamic: bool | None = None
         self._num_compiling_calls = 0
@@ -115,6 +116,7 @@ class CompiledRegion:
         """Calls that ran eagerly as their sizes had no graph yet."""
         self._sent: set[Hashable] = set()
         self._sizes = Sizes(MOST_COMPILES)
+        self._num_modules = len(region.modules)
         self._at_once = False
         self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
         self._num_calls = 0
@@ -181,7 +183,7 @@ class CompiledRegion:
         for module in self.region.modules:
             place = seam.opened(module)
             if place is not None:
-                place.region = Forward(self, module)
+                place.region = Forward(self, module, self._is_on.owner())
 
     def remove(self) -> None:
         """Have the modules call their own `forward` again."""
@@ -204,20 +206,22 @@ class CompiledRegion:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled `forward` of one of the modules; eager where that fails."""
-        if self._is_prepared_for(args, kwargs):
-            with signals.heard():
-                return self._call_heard(module, args, kwargs)
-        return module.forward(*args, **kwargs)
+        with signals.heard():
+            return self._call_heard(module, args, kwargs)
 
-    def _is_prepared_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def is_prepared_for(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Whether a call with these takes no compiler's time."""
         if self._later is None:
             return True
         if self.is_prepared:
             return self._sizes.are_known(args, kwargs, again=0)
-        if self.is_waiting and self._later.is_done(self.region.name):
+        # As a pass begins: what checkpointing makes again has to go the way it went.
+        is_first = self.is_waiting and module is self.region.modules[0]
+        if is_first and self._later.is_done(self.region.name):
             self.restart()
-        is_known = self._sizes.are_known(args, kwargs, again=len(self.region.modules))
+        is_known = self._sizes.are_known(args, kwargs, again=self._num_modules)
         self.num_declined += not is_known
         return is_known
 
@@ -446,6 +450,23 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
+class _Question:
+    """What is asked before each call. The object whose method it is has the region: not kept."""
+
+    def __init__(self, is_on: Callable[[CompiledRegion], bool]) -> None:
+        is_method = isinstance(is_on, types.MethodType)
+        self._reference: Callable[[], Callable[[CompiledRegion], bool] | None]
+        self._reference = weakref.WeakMethod(is_on) if is_method else lambda: is_on
+
+    def __call__(self, region: CompiledRegion) -> bool:
+        is_on = self._reference()
+        return is_on is not None and is_on(region)
+
+    def owner(self) -> object:
+        """Who answers."""
+        return self._reference()
+
+
 class _Backend:
     """The region's `backend`, for torch to hold: it keeps back ends for the process's life."""
 
@@ -460,19 +481,30 @@ class _Backend:
 
 
 class Forward:
-    """Stands for a module's `forward`."""
+    """Stands for a module's `forward`; the module has this and is not kept by it.
 
-    def __init__(self, compiled: CompiledRegion, module: nn.Module) -> None:
-        self._compiled = compiled
-        self._module = module
+    Args:
+        compiled: the module's region.
+        module: one of its modules.
+        owner: lives as long as one of the region's modules does.
+    """
+
+    def __init__(self, compiled: CompiledRegion, module: nn.Module, owner: object) -> None:
+        self._compiled, self._owner = compiled, owner
+        self._module_of = weakref.ref(module)
         self._hooks = module_state.hooks_inside(module)
-        self._norms = [one for one in module.modules() if isinstance(one, _NormBase)]
+        inside = [one for one in module.modules() if one is not module]
+        self._norms = [one for one in inside if isinstance(one, _NormBase)]
         self._structure = Structure(module)
+        self._was_used = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
+        module: Any = self._module_of()
         self._compiled.on_call()
-        if not self._compiled.is_used:
+        if not border.is_made_again():
+            compiled = self._compiled
+            self._was_used = compiled.is_used and compiled.is_prepared_for(module, args, kwargs)
+        if not self._was_used:
             return module.forward(*args, **kwargs)
         recorded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if any(self._hooks):
@@ -485,10 +517,11 @@ class Forward:
             if module_state.hooked(module, collected=recorders.collected()) is not None:
                 return module.forward(*args, **kwargs)
             recorded = recorders.set_aside(self._hooks)
-        if not self._structure.is_same():
+        if not self._structure.is_same(module):
             self._compiled.give_up("modules, classes or methods were changed after it was compiled")
             return module.forward(*args, **kwargs)
-        with _kept_versions(self._norms), recorded:
+        norms = [module, *self._norms] if isinstance(module, _NormBase) else self._norms
+        with _kept_versions(norms), recorded:
             return self._compiled.call(module, args, kwargs)
 
 

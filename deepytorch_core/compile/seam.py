@@ -182,7 +182,7 @@ def is_looked_at() -> bool:
         or (_len_torch_function_stack() and not _is_for_devices())
         or torch._C._get_tracing_state() is not None
         or fx._is_fx_tracing_flag
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or guard.is_transformed()
     )
 
 

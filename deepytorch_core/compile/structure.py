@@ -19,27 +19,32 @@ _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 
 
 class Structure:
-    """One look at a module; compared at each call, in a microsecond or two for a small one."""
+    """One look at a module; compared at each call, in a microsecond or two for a small one.
+
+    The module itself, which leads to this, is not kept.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._inside = list(module.modules())
-        self._types = list(map(type, self._inside))
-        self._children = [one._modules for one in self._inside]
+        self._inside = [one for one in module.modules() if one is not module]
+        self._type, self._types = type(module), list(map(type, self._inside))
+        self._children = [module._modules, *(one._modules for one in self._inside)]
         self._known = list(self._children_now())
         self._own = [vars(one) for one in self._inside]
-        self._has_own = [("forward" in own) for own in self._own]
-        classes = dict.fromkeys(base for one in self._types for base in one.__mro__)
+        self._has_own = [("forward" in own) for own in (vars(module), *self._own)]
+        types_ = (self._type, *self._types)
+        classes = dict.fromkeys(base for one in types_ for base in one.__mro__)
         self._classes = [_Functions(one) for one in classes if one is not object]
         self._code = _code_of(module)
 
-    def is_same(self) -> bool:
-        """Whether all is as it was."""
+    def is_same(self, module: nn.Module) -> bool:
+        """Whether all of the module is as it was."""
         return (
-            list(map(type, self._inside)) == self._types
+            type(module) is self._type
+            and list(map(type, self._inside)) == self._types
             and list(itertools.chain.from_iterable(map(dict.items, self._children))) == self._known
-            and ["forward" in own for own in self._own] == self._has_own
+            and ["forward" in own for own in (vars(module), *self._own)] == self._has_own
             and all([one.are_same() for one in self._classes])
-            and _code_of(self._inside[0]) is self._code
+            and _code_of(module) is self._code
         )
 
     def _children_now(self) -> Iterator[tuple[str, nn.Module | None]]:

@@ -107,6 +107,14 @@ def dropout_off(module: nn.Module) -> Iterator[None]:
             one.training = training
 
 
+def is_transformed() -> bool:
+    """Whether the call is within a transform of `torch.func`: grad, vmap, jvp and what they make.
+
+    Values can't be looked at there, and an autograd function needs a form for each transform.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @contextlib.contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
     """While open, autograd saves tensors plainly, as if no checkpointing was around.
