@@ -176,6 +176,13 @@ def is_marked(changed: Any, adapter: str) -> bool:
     return isinstance(_own(changed).get(_attribute(adapter)), Changes)
 
 
+def take_back_unasked(changed: Any, adapter: str) -> None:
+    """Undo what `adapter` did to the object without being asked: who asks by name comes now."""
+    changes = _own(changed).get(_attribute(adapter))
+    if isinstance(changes, Changes) and not changes.asked:
+        undo(changed, adapter)
+
+
 def undo(changed: Any, adapter: str) -> bool:
     """Undo what `adapter` did to the object; False when that was nothing."""
     changes = _own(changed).get(_attribute(adapter))

@@ -55,10 +55,10 @@ def main(arguments: list[str]) -> None:
             from deepytorch_core.tune import in_force, knobs
 
             in_force.put_in_force(knobs.checked(told.settings))
-        if told.compute:
-            from deepytorch.cli.compare import seams
+        if deepytorch.is_active():
+            from deepytorch.integrations import _seams
 
-            probe.seams = seams.install()
+            probe.seams = _seams.met()
         watch(probe, lambda: run(arguments))
 
 
