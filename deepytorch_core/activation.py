@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import apart, config, course, deepspeed_flag
+from deepytorch_core import apart, closing, config, course, deepspeed_flag
 from deepytorch_core.console import say, say_once
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.import_hook import ImportHook
@@ -53,6 +53,8 @@ class _Active:
         if self.seams is None and _seams is not None:
             self.seams = importlib.import_module(_seams)
             self.seams.arm()
+            if not _is_command():
+                closing.say_at_exit(is_active)
 
     def undo(self) -> None:
         if self.seams is not None:
@@ -77,8 +79,8 @@ def activate(**options: Any) -> None:
     """Send the collectives of torch.distributed through deepytorch, from now on.
 
     What models compute is accelerated, too, wherever they are met, once `deepytorch` has been
-    imported. Works before torch is imported, after, and after `init_process_group` (existing groups are
-    upgraded in place; all ranks must then call it). May be called again to change options.
+    imported. Works before torch is imported, after, and after `init_process_group` (existing groups
+    are upgraded in place; all ranks must then call it). May be called again to change options.
 
     Args:
         **options: see `deepytorch_core.config.Options`; each wins over its environment variable.

@@ -60,9 +60,10 @@ def run(
 ) -> None:
     """Run a training script, unmodified, with deepytorch activated.
 
-    One process on one GPU, or without a GPU, is started as Python would; several are, under
-    torchrun, or one where --nproc-per-node says so. Every other option of torchrun is passed on to it; the exit status is the script's. With
-    --compare the script is stopped after --steps optimizer steps and leaves no checkpoint.
+    One process on one GPU, or without a GPU, is started as Python would. Several are, under
+    torchrun, and one where --nproc-per-node says so. Every other option of torchrun is passed on to
+    it; the exit status is the script's. With --compare the script is stopped after --steps
+    optimizer steps and leaves no checkpoint.
     """
     arguments = list(context.args)
     if not arguments:

@@ -51,7 +51,13 @@ def findings(
     ours = next(sample for sample in samples if sample.arm == main.arm)
     rows.append(("native collectives", f"{ours.native_calls}"))
     if not ours.seams:
-        rows.append(("compute", "unchanged: no model was met that an optimizer of torch's trains"))
+        rows.append(
+            (
+                "compute",
+                "unchanged: no model was met that an optimizer of torch's trains, or the runs "
+                "were too short to try anything (DEEPYTORCH_PATIENCE=off tries at once)",
+            )
+        )
     rows += [("", line) for line in ours.decisions]
     rows += [("undecided", line) for line in undecided(ours)]
     rows += [("to keep", line) for line in _keep(job, main, ours)]
