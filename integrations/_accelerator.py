@@ -26,6 +26,7 @@ from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
 from . import (
+    _around,
     _claims,
     _compile,
     _contract,
@@ -42,6 +43,7 @@ _FLAG = "deepytorch"
 _VERSIONS, _TESTED = ">=1.10,<2", "1.15.0"
 
 _unasked: WeakSet[Any] = WeakSet()
+_changed: list[_contract.Changes] = []
 
 
 def apply_unasked(accelerator: Any) -> bool:
@@ -66,6 +68,7 @@ def apply_unasked(accelerator: Any) -> bool:
     is_applied = _contract.is_marked(accelerator, _NAME)
     if is_applied:
         _unasked.add(accelerator)
+        _changed.append(changes)
     return is_applied
 
 
@@ -74,6 +77,9 @@ def undo_unasked() -> None:
     for accelerator in list(_unasked):
         _contract.take_back_unasked(accelerator, _NAME)
     _unasked.clear()
+    while _changed:  # of Accelerators that are gone: their classes and modules
+        _changed.pop().undo()
+    _around.forget_unused()
 
 
 def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bool = False) -> bool:

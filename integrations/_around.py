@@ -38,10 +38,16 @@ def put(owner: Any, name: str, function: Around) -> Callable[[Any], None]:
 
     def undo(changed: Any) -> None:
         _arounds[changed][place].remove(function)
-        if not any(found.get(place) for found in _arounds.values()):
-            _dispatching.pop(place).undo()
+        forget_unused()
 
     return undo
+
+
+def forget_unused() -> None:
+    """Give classes their methods back that no call goes through, also by objects that are gone."""
+    for place in list(_dispatching):
+        if not any(found.get(place) for found in _arounds.values()):
+            _dispatching.pop(place).undo()
 
 
 def is_put(owner: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`deepytorch explain patches`: what of other libraries is replaced, why, and how it stays stock."""
+"""`deepytorch explain patches`: what is replaced in other libraries, why, and what leaves it."""
 
 import contextlib
 import dataclasses
@@ -90,7 +90,7 @@ def show(*, json: bool) -> None:
         if rows:
             _print(f"{title}:")
         for one in rows:
-            _print(f"  {one.owner}.{one.name}: {one.why}; stays as it is with {one.option}")
+            _print(f"  {one.owner}.{one.name}: {one.why}; as stock with {one.option}")
     if missing:
         _print(f"not installed, so nothing is replaced there: {', '.join(missing)}")
     if not now:

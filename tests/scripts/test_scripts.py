@@ -38,9 +38,12 @@ print("\\ndid:", json.dumps(found, default=str), flush=True)
 """
 # Nothing waits for the run to be long, and nothing is measured.
 AT_ONCE = {"DEEPYTORCH_PATIENCE": "off", "DEEPYTORCH_COMPILE": "aot-eager"}
+# To pack is tried by a process that imports transformers anew.
+NO_HELPER = {"DEEPYTORCH_PADDING_FREE": "off"}
 PRELOAD = ("torch._dynamo", "deepytorch_core.compile", "torch.distributed.fsdp")
 # Replaced for good, as they do nothing while no region of ours is captured.
 STAYS = {
+    "deepspeed.initialize",  # by the installed package alone, for its own section
     "torch._dynamo.utils.warn_once",
     "torch._dynamo.variables.misc.RandomVariable.is_supported_random_obj",
     "torch.nn.modules.module.Module._replicate_for_data_parallel",
@@ -54,7 +57,7 @@ CASES: dict[str, tuple[int, str, set[str]]] = {
     "fsdp": (2, "fsdp", {"compile of Sequential"}),
     "fsdp2": (2, "fsdp", {"compile of FSDPSequential"}),
     "with_accelerate": (1, "accelerate", {"compile of Sequential"}),
-    "trainer": (1, "accelerate", {"compile of LlamaForCausalLM", "padding-free"}),
+    "trainer": (1, "accelerate", {"compile of LlamaForCausalLM"}),
     "with_deepspeed": (2, "deepspeed", {"compile of Sequential"}),
 }
 EXTENDED = {"fsdp", "parts", "with_deepspeed"}
@@ -77,6 +80,7 @@ def outcome(
             "DEEPYTORCH_PROFILE": str(folder / "profile.json"),
             "DS_ACCELERATOR": "cpu",
             "ACCELERATE_USE_CPU": "true",
+            **(NO_HELPER if name == "trainer" else {}),
             **variables,
         },
         preload=preload,
@@ -116,6 +120,15 @@ def test_run_switches_on_what_import_does(name: str, tmp_path: Path) -> None:
     ours, did = outcome(name, "run", tmp_path)
     assert numbers(ours) == pytest.approx(numbers(stock), abs=2e-4)
     assert all(CASES[name][1] in one["met"] for one in did)
+
+
+@pytest.mark.extended
+def test_a_trainers_batches_are_packed(tmp_path: Path) -> None:
+    stock, _ = outcome("trainer", "neither", tmp_path)
+    ours, (did,) = outcome("trainer", "import", tmp_path, DEEPYTORCH_PADDING_FREE="auto")
+    assert numbers(ours) == pytest.approx(numbers(stock), abs=2e-4)
+    chosen = {made["what"]: made["chosen"] for made in did["decisions"] if "what" in made}
+    assert chosen["padding-free"] == "packed"
 
 
 def test_every_part_has_its_switch(tmp_path: Path) -> None:
