@@ -10,91 +10,89 @@ from importlib.util import find_spec
 import typer
 
 from deepytorch.cli import console
-from deepytorch_core.import_hook import awaited
-from deepytorch_core.patching import ENABLED, Replaced, replaced
 
 _KERNELS = "DEEPYTORCH_KERNELS=off"
-_COMPUTE = "DEEPYTORCH_COMPILE=off, DEEPYTORCH_KERNELS=off and DEEPYTORCH_PADDING_FREE=off"
+_PADDING = "DEEPYTORCH_PADDING_FREE=off"
+_COMPILE = "DEEPYTORCH_COMPILE=off"
 
-# What comes in with the first model that needs it; a test compares it with what does.
+# (owner, name, why, option) of what comes in with the first model that needs it; a test compares
+# it with what does.
 LATER = (
-    Replaced(
+    (
         "accelerate.accelerator.Accelerator",
         "prepare",
         "models that it is given are compiled, packed and get kernels",
-        _COMPUTE,
+        f"{_COMPILE}, {_KERNELS} and {_PADDING}",
     ),
-    Replaced(
+    (
         "accelerate.data_loader",
         "send_to_device",
         "masks of batches are known on the host, so that packing waits for no device",
-        "DEEPYTORCH_PADDING_FREE=off",
+        _PADDING,
     ),
-    Replaced(
+    (
         "torch.amp.grad_scaler.GradScaler",
         "_maybe_opt_step",
         "fused optimizers get what a scaler found without a wait for the device",
         _KERNELS,
     ),
-    Replaced(
+    (
         "torch.nn.modules.module.Module",
         "_replicate_for_data_parallel",
         "copies that nn.DataParallel makes keep to their class's forward",
         _KERNELS,
     ),
-    Replaced(
+    (
         "torch._dynamo.utils",
         "warn_once",
         "what can't be captured is told in a line of our own",
-        "DEEPYTORCH_COMPILE=off",
+        _COMPILE,
     ),
-    Replaced(
+    (
         "torch._dynamo.variables.misc.RandomVariable",
         "is_supported_random_obj",
         "a generator of Python's own is not captured",
-        "DEEPYTORCH_COMPILE=off",
+        _COMPILE,
     ),
 )
-# What torch offers, and is given back by `deactivate`.
+_ENABLED = "DEEPYTORCH_ENABLED=0"
+# What torch and Python offer, and is given back by `deactivate`.
 HOOKS = (
-    Replaced(
+    (
         "torch.optim.optimizer",
         "register_optimizer_step_post_hook",
         "steps are counted, and the models found that an optimizer trains",
-        ENABLED,
+        _ENABLED,
     ),
-    Replaced("sys", "meta_path", "the import of frameworks is noticed", ENABLED),
+    ("sys", "meta_path", "the import of frameworks is noticed", _ENABLED),
 )
 
 
 def show(*, json: bool) -> None:
     """Import what deepytorch waits for, and print what it replaces there."""
+    from deepytorch_core.import_hook import awaited
+    from deepytorch_core.patching import Replaced, replaced
+
     missing = _import(awaited())
     now = replaced()
     known = {(one.owner, one.name) for one in now}
-    later = [one for one in LATER if (one.owner, one.name) not in known]
+    found = {
+        "replaced as soon as it is imported": now,
+        "replaced with the first model that needs it": [
+            Replaced(*one) for one in LATER if one[:2] not in known
+        ],
+        "hooks": [Replaced(*one) for one in HOOKS],
+    }
     if json:
-        found = {
-            "replaced": [dataclasses.asdict(one) for one in now],
-            "with_a_model": [dataclasses.asdict(one) for one in later],
-            "hooks": [dataclasses.asdict(one) for one in HOOKS],
-            "not_installed": missing,
-        }
-        typer.echo(encoder.dumps(found, indent=2))
+        plain = {title: list(map(dataclasses.asdict, rows)) for title, rows in found.items()}
+        typer.echo(encoder.dumps({**plain, "not installed": missing}, indent=2))
         return
-    for title, rows in (
-        ("replaced as soon as it is imported", now),
-        ("replaced with the first model that needs it", later),
-        ("hooks", HOOKS),
-    ):
-        if rows:
-            _print(f"{title}:")
+    for title, rows in found.items():
+        _print(f"{title}:" if rows else f"{title}: nothing")
         for one in rows:
             _print(f"  {one.owner}.{one.name}: {one.why}; as stock with {one.option}")
     if missing:
         _print(f"not installed, so nothing is replaced there: {', '.join(missing)}")
-    if not now:
-        _print("nothing is replaced: deepytorch is off")
 
 
 def _import(names: list[str]) -> list[str]:

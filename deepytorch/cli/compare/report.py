@@ -60,7 +60,8 @@ def findings(
         )
     rows += [("", line) for line in ours.decisions]
     rows += [("undecided", line) for line in undecided(ours)]
-    rows += [("to keep", line) for line in _keep(job, main, ours)]
+    kept, *other_ways = _keep(job, main, ours)
+    rows += [("to keep", kept), *(("or", line) for line in other_ways)]
     return rows
 
 
@@ -161,7 +162,7 @@ def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
         return ["nothing: train as before"]
     return [
         shlex.join(["deepytorch", "run", *job.arguments]),
-        "or, at the top of the script: import deepytorch",
+        "import deepytorch, at the top of the script",
     ]
 
 
