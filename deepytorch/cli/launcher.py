@@ -230,7 +230,8 @@ def launch(options: Namespace) -> int:
         _, failure = error.get_first_failure()
         if failure.exitcode != _WRONG_USE:  # of which the program has said all in a line
             error.name = getattr(options, "shown_as", error.name)
-            typer.echo(error.format_msg(), err=True)
+            table: Callable[[], str] = error.format_msg
+            typer.echo(table(), err=True)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
