@@ -182,3 +182,28 @@ def test_an_adapters_own_call_takes_back_what_came_unasked(tmp_path: Path) -> No
         tmp_path,
     )
     assert (found["by name"], found["unasked"]) == (False, True)
+
+
+def test_a_seam_that_has_moved_is_a_line_and_stock(tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("")
+    (tmp_path / "accelerate" / "accelerator.py").write_text("class Moved: pass\n")
+    found = told(
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import deepytorch, accelerate.accelerator, json\n"
+        "print(json.dumps({'is_there': accelerate.accelerator.Moved.__name__}))\n",
+        tmp_path,
+    )
+    assert found["is_there"] == "Moved"
+    assert found["stderr"].count("Accelerate's prepare stays as it is: AttributeError") == 1
+
+
+def test_importing_it_imports_no_framework(tmp_path: Path) -> None:
+    found = told(
+        "import json, sys, deepytorch\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'deepspeed', 'numpy'}\n"
+        "print(json.dumps({'heavy': sorted(heavy & set(sys.modules))}))\n",
+        tmp_path,
+    )
+    assert found["heavy"] == []
