@@ -7,6 +7,7 @@ torch.distributed.distributed_c10d and acts right after that module has been exe
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import apart, config, course, deepspeed_flag
+from deepytorch_core import apart, closing, config, course, deepspeed_flag
 from deepytorch_core.console import say, say_once
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.import_hook import ImportHook
@@ -45,8 +46,19 @@ class _Active:
             ImportHook(_GRAPHS, _arm_graphs),
         ]
     )
+    seams: ModuleType | None = None
+
+    def arm_seams(self) -> None:
+        """Switch on what is computed, too; see `activate_on_import`."""
+        if self.seams is None and _seams is not None:
+            self.seams = importlib.import_module(_seams)
+            self.seams.arm()
+            if not _is_command():
+                closing.say_at_exit(is_active)
 
     def undo(self) -> None:
+        if self.seams is not None:
+            self.seams.disarm()
         for hook in self.hooks:
             hook.undo()
         self.patches.undo()
@@ -58,6 +70,7 @@ class _Active:
 
 
 _active: _Active | None = None
+_seams: str | None = None
 _lock = threading.RLock()
 _left_to_adapter: ContextVar[bool] = ContextVar("left_to_adapter", default=False)
 
@@ -65,8 +78,9 @@ _left_to_adapter: ContextVar[bool] = ContextVar("left_to_adapter", default=False
 def activate(**options: Any) -> None:
     """Send the collectives of torch.distributed through deepytorch, from now on.
 
-    Works before torch is imported, after, and after `init_process_group` (existing groups are
-    upgraded in place; all ranks must then call it). May be called again to change options.
+    What models compute is accelerated, too, wherever they are met, once `deepytorch` has been
+    imported. Works before torch is imported, after, and after `init_process_group` (existing groups
+    are upgraded in place; all ranks must then call it). May be called again to change options.
 
     Args:
         **options: see `deepytorch_core.config.Options`; each wins over its environment variable.
@@ -75,10 +89,20 @@ def activate(**options: Any) -> None:
     """
     base = config.Options.from_env() if _active is None else config.current()
     put_in_force(config.Options.from_mapping(options, base=base))
+    with _lock:
+        if _active is not None:
+            _active.arm_seams()
 
 
-def activate_on_import() -> None:
-    """What `import deepytorch` does: `activate`, if it has not been done."""
+def activate_on_import(*, seams: str) -> None:
+    """Activate, as `import deepytorch` does, if that has not been done.
+
+    Args:
+        seams: the module that switches on what is computed, by functions `arm` and `disarm`. An
+            adapter that puts options in force by itself does without.
+    """
+    global _seams
+    _seams = seams
     if _active is None and not _left_to_adapter.get():
         try:
             activate()

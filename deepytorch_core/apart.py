@@ -245,7 +245,8 @@ def install(c10d: ModuleType, patches: Patches) -> None:
         return update_default_pg
 
     # By torch's destroy_process_group, which other modules may have by its name.
-    patches.replace(c10d, "_update_default_pg", ending)
+    why = "it is looked once more whether ranks train apart where the default group ends"
+    patches.replace(c10d, "_update_default_pg", ending, why=why)
 
 
 def install_graphs(graphs: ModuleType, patches: Patches) -> None:
@@ -267,8 +268,9 @@ def install_graphs(graphs: ModuleType, patches: Patches) -> None:
 
         return capture_end
 
-    patches.replace(graphs.CUDAGraph, "capture_begin", beginning)
-    patches.replace(graphs.CUDAGraph, "capture_end", ending)
+    why = "graphs that hold collectives are noted, as their replays can't be counted"
+    patches.replace(graphs.CUDAGraph, "capture_begin", beginning, why=why)
+    patches.replace(graphs.CUDAGraph, "capture_end", ending, why=why)
 
 
 def _end() -> None:

@@ -47,8 +47,18 @@ def install(c10d: ModuleType, patches: Patches) -> None:
         patches: receives what was replaced.
     """
     backend.register()
-    patches.replace(c10d, "_new_process_group_helper", lambda original: _helper(c10d, original))
-    patches.replace(c10d, "_new_group_with_tag", _sub_group)
+    patches.replace(
+        c10d,
+        "_new_process_group_helper",
+        lambda original: _helper(c10d, original),
+        why="groups that are made get the native collectives beside the backend asked for",
+    )
+    patches.replace(
+        c10d,
+        "_new_group_with_tag",
+        _sub_group,
+        why="sub-groups get the native collectives, too",
+    )
 
 
 def machine(c10d: Any) -> rewrite.Machine:

@@ -56,6 +56,11 @@ def made() -> tuple[dict[str, Any], ...]:
 def is_stock(decision: Mapping[str, Any]) -> bool:
     """Whether stock stays: of a choice in Python, or a plan of the native tuner's."""
     chosen = decision.get("chosen") if "what" in decision else decision.get("algorithm")
+    return is_stock_name(chosen)
+
+
+def is_stock_name(chosen: str | None) -> bool:
+    """Whether a candidate of this name leaves all as it would be without deepytorch."""
     return chosen in _STOCK
 
 

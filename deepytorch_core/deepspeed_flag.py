@@ -40,6 +40,7 @@ ENTRY_POINTS = "deepytorch.integrations"
 _FRAMEWORK = "deepspeed"
 _INITIALIZE = "initialize"
 _CONNECT = "init_distributed"
+_WHY = "a section of ours in the configuration is noticed; without one, compute is switched on"
 _KEY = re.compile(rf"\b{SECTION}[\"']?\s*:")  # with Hjson's quotes, or none
 # Why a rank does not come where others with the section wait for it: "rank 1 has ...".
 NO_SECTION = f'no section "{SECTION}" in DeepSpeed\'s configuration'
@@ -65,11 +66,11 @@ class _Armed:
     def wrap(self, module: ModuleType) -> None:
         self._pending = None
         module.__class__ = ModuleType
-        self.patches.replace(module, _INITIALIZE, _wrapper)
+        self.patches.replace(module, _INITIALIZE, _wrapper, why=_WHY)
 
     def _found(self, module: ModuleType) -> None:
         if _INITIALIZE in vars(module):
-            self.patches.replace(module, _INITIALIZE, _wrapper)
+            self.patches.replace(module, _INITIALIZE, _wrapper, why=_WHY)
         elif type(module) is ModuleType:
             self._pending = module
             module.__class__ = _BeingImported
@@ -90,6 +91,9 @@ class _BeingImported(ModuleType):
     def initialize(self, value: Any) -> None:
         vars(self)[_INITIALIZE] = value
 
+
+unasked: Callable[..., Any] | None = None
+"""Called as (original, args, kwargs) in place of `deepspeed.initialize` without our section."""
 
 _armed: _Armed | None = None
 _wanted_by: set[str] = set()
@@ -135,6 +139,8 @@ def _wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             return _adapter()(original, args, kwargs)
         if is_off and not is_flagged:
             return original(*args, **kwargs)
+        if not is_off and unasked is not None:
+            return unasked(original, args, kwargs)
         return without_adapter(original, args, kwargs, IS_OFF if is_off else NO_SECTION)
 
     return initialize
@@ -166,7 +172,7 @@ def without_adapter(
         if hasattr(comm, _CONNECT):  # where the ranks may be connected only now
             patches = Patches()
             stack.callback(patches.undo)
-            patches.replace(comm, _CONNECT, connecting)
+            patches.replace(comm, _CONNECT, connecting, why="ranks without our section say so")
         return original(*args, **kwargs)
 
 

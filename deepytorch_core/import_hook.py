@@ -62,6 +62,11 @@ def _find_elsewhere(
     return None
 
 
+def awaited() -> list[str]:
+    """Modules whose import something of ours waits for, in the order of their names."""
+    return sorted({one._name for one in sys.meta_path if isinstance(one, ImportHook)})
+
+
 class _ThenCall(Loader):
     """The real loader, followed by the hook; leaves no trace in the module."""
 

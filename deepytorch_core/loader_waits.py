@@ -44,9 +44,12 @@ def waited_s() -> float:
     return sum(one.waited_s for one in _known.values())
 
 
+_WHY = "the report tells how long data was waited for"
+
+
 def install(module: ModuleType, patches: Patches) -> None:
     """Time the loaders of `torch.utils.data.dataloader`."""
-    patches.replace(module._BaseDataLoaderIter, "__next__", _timed)
+    patches.replace(module._BaseDataLoaderIter, "__next__", _timed, why=_WHY)
 
 
 def _timed(original: Callable[..., Any]) -> Callable[..., Any]:

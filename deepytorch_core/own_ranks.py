@@ -24,6 +24,7 @@ from deepytorch_core import config
 from deepytorch_core.import_hook import ImportHook
 from deepytorch_core.patching import Patches
 
+_WHY = "ranks that a script starts itself are told where nobody serves them"
 _C10D = "torch.distributed.distributed_c10d"
 _TOOLS = ("multiprocessing.", "concurrent.", "torch.", "deepytorch", "joblib.", "loky.")
 
@@ -56,7 +57,7 @@ class Companion:
 
             return start
 
-        Patches().replace(BaseProcess, "start", watched)
+        Patches().replace(BaseProcess, "start", watched, why=_WHY)
 
     def run(self, fn: Callable[..., Any], is_rank: bool, *args: Any, **kwargs: Any) -> Any:
         """Call `fn`, in a process that the script has started.
@@ -86,7 +87,7 @@ class Companion:
             return rendezvous
 
         # By which ranks meet; it may wait without end.
-        Patches().replace(c10d, "rendezvous", telling)
+        Patches().replace(c10d, "rendezvous", telling, why=_WHY)
 
     def _require_served(self) -> None:
         # torch.distributed has a function of this name, too.

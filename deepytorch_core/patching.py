@@ -7,21 +7,62 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 MARK = "__deepytorch_original__"
 """Attribute of every function that replaces another: the one it replaces."""
 
+ENABLED = "DEEPYTORCH_ENABLED=0"
+"""What leaves everything as it is."""
+
+_Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One attribute of another library that a function of ours stands in for.
+
+    Attributes:
+        owner: the module or class, by its full name.
+        name: the attribute.
+        why: what it is replaced for.
+        option: the setting that leaves it as it is.
+    """
+
+    owner: str
+    name: str
+    why: str
+    option: str
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One function of ours, and what it stands for."""
+
+    patches: Patches
+    owner: Any
+    name: str
+    held: Any
+    code: Any
+    told: Replaced
+
+
 # Not told by the mark: whoever wraps our function with functools.wraps copies that.
-_replacements: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+_layers: weakref.WeakKeyDictionary[_Function, _Layer] = weakref.WeakKeyDictionary()
 
 
-def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What stood where `function` stands, if that is a replacement of ours; else `function`."""
-    original: Callable[..., Any] = (
-        getattr(function, MARK) if function in _replacements else function
-    )
-    return original
+def original_of(function: _Function) -> _Function:
+    """What stood where `function` stands before all replacements of ours; else `function`."""
+    while function in _layers:
+        function = getattr(function, MARK)
+    return function
+
+
+def replaced() -> list[Replaced]:
+    """All attributes that are replaced now, in the order of their names."""
+    found = {layer.told for layer in list(_layers.values()) if layer.patches.active}
+    return sorted(found, key=lambda one: (one.owner, one.name, one.why))
 
 
 class Patches:
@@ -34,18 +75,31 @@ class Patches:
 
     def __init__(self) -> None:
         self.active = True
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[_Function] = []
 
     def replace(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[_Function], _Function],
+        *,
+        why: str = "",
+        option: str = ENABLED,
     ) -> None:
-        """Replace `owner.name` by `make(original)`; a second time is refused by doing nothing.
+        """Replace `owner.name` by `make(original)`; the same `make` a second time does nothing.
 
         For a method of a class, static or not, give the class; it must be its own, not inherited.
         Nothing happens if the name is not there.
+
+        Args:
+            owner: a module or a class.
+            name: the attribute.
+            make: returns the function that is called from now on.
+            why: what for, and `option` how it stays as it is; see `Replaced`.
         """
         original = getattr(owner, name, None)
-        if original is None or original in _replacements:
+        code = getattr(getattr(make, "func", make), "__code__", make)
+        if original is None or _stands(original, code):
             return
         ours = make(original)
 
@@ -54,24 +108,54 @@ class Patches:
             return (ours if self.active else original)(*args, **kwargs)
 
         setattr(replacement, MARK, original)
-        _replacements.add(replacement)
         is_class = isinstance(owner, type)
         # What the class holds is not what it gives: staticmethod, or pybind11's instancemethod.
         held = inspect.getattr_static(owner, name) if is_class else original
+        told = Replaced(_full_name(owner), name, why, option)
+        _layers[replacement] = _Layer(self, owner, name, held, code, told)
         is_static = isinstance(held, staticmethod)
         setattr(owner, name, staticmethod(replacement) if is_static else replacement)
-        self._replaced.append((owner, name, held, replacement))
+        self._replaced.append(replacement)
         if not is_class:
             _swap_in_torch(name, original, replacement)
 
     def undo(self) -> None:
+        """Put the originals back. A second call does nothing."""
         self.active = False
-        for owner, name, held, replacement in reversed(self._replaced):
-            if getattr(owner, name, None) is replacement:
-                setattr(owner, name, held)
-            if not isinstance(owner, type):
-                _swap_in_torch(name, replacement, held)
+        for replacement in reversed(self._replaced):
+            layer = _layers[replacement]
+            held = layer.held
+            # Another set's function, which stood beneath and has been undone meanwhile.
+            while (beneath := _layer_of(held)) is not None and not beneath.patches.active:
+                held = beneath.held
+            if getattr(layer.owner, layer.name, None) is replacement:
+                setattr(layer.owner, layer.name, held)
+            if not isinstance(layer.owner, type):
+                _swap_in_torch(layer.name, replacement, held)
         self._replaced.clear()
+
+
+def _layer_of(held: Any) -> _Layer | None:
+    function = getattr(held, "__func__", held) if isinstance(held, staticmethod) else held
+    try:
+        return _layers.get(function)
+    except TypeError:  # what can't be referenced weakly is none of ours
+        return None
+
+
+def _stands(function: Any, code: Any) -> bool:
+    """Whether a replacement by this code is in force there."""
+    while (layer := _layer_of(function)) is not None:
+        if layer.code is code and layer.patches.active:
+            return True
+        function = getattr(function, MARK)
+    return False
+
+
+def _full_name(owner: Any) -> str:
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}"
+    return str(getattr(owner, "__name__", type(owner).__name__))
 
 
 def _swap_in_torch(name: str, old: Any, new: Any) -> None:

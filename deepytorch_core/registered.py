@@ -139,8 +139,9 @@ def install(patches: Patches) -> None:
 def _arm(patches: Patches) -> None:
     from torch._C._distributed_c10d import Reducer
 
-    patches.replace(Reducer, "__init__", _construct)
-    patches.replace(Reducer, "_rebuild_buckets", _rebuild)
+    why, option = "DDP's buckets lie in memory that all ranks map", "DEEPYTORCH_COLLECTIVES=stock"
+    patches.replace(Reducer, "__init__", _construct, why=why, option=option)
+    patches.replace(Reducer, "_rebuild_buckets", _rebuild, why=why, option=option)
 
 
 def _construct(original: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,13 @@ from deepytorch_core.patching import Patches
 
 def leave_alone() -> None:
     """Have copies made from now on keep to their class's `forward`, where ours is in its place."""
-    Patches().replace(nn.Module, "_replicate_for_data_parallel", _without_ours)
+    Patches().replace(
+        nn.Module,
+        "_replicate_for_data_parallel",
+        _without_ours,
+        why="copies that nn.DataParallel makes keep to their class's forward",
+        option="DEEPYTORCH_KERNELS=off",
+    )
 
 
 def is_one(module: nn.Module) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 from deepytorch_core import backend, c10d_patches, delegates
 from deepytorch_core.patching import Patches
 
+_BY_NAME = "it chooses by the name of a backend, and ours serves what another was asked for"
+
 
 def install(c10d: Any, patches: Patches) -> None:
     """Replace functions of torch.distributed.distributed_c10d."""
@@ -30,7 +32,7 @@ def install(c10d: Any, patches: Patches) -> None:
     if not hasattr(c10d, "set_timeout"):  # torch >= 2.14 asks every backend by itself
         replacements["_set_pg_timeout"] = _set_pg_timeout
     for name, make in replacements.items():
-        patches.replace(c10d, name, functools.partial(make, c10d))
+        patches.replace(c10d, name, functools.partial(make, c10d), why=_BY_NAME)
 
 
 def _group(c10d: Any, group: Any) -> Any:
@@ -208,16 +210,19 @@ def install_dist_nn(functional: Any, patches: Patches) -> None:
         functional._AllGather,
         "backward",
         lambda original: _all_gather_backward(functional, original, ours),
+        why=_BY_NAME,
     )
     patches.replace(
         functional._AllGatherBase,
         "backward",
         lambda original: _all_gather_base_backward(c10d, original, ours),
+        why=_BY_NAME,
     )
     patches.replace(
         functional._AlltoAll,
         "forward",
         lambda original: _all_to_all_forward(c10d, original, ours),
+        why=_BY_NAME,
     )
 
 
@@ -226,7 +231,12 @@ def install_zero_hooks(zero_hooks: Any, patches: Patches) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     for name in ("hook_with_zero_step", "hook_with_zero_step_interleaved"):
-        patches.replace(zero_hooks, name, functools.partial(_with_zero_step, c10d))
+        patches.replace(
+            zero_hooks,
+            name,
+            functools.partial(_with_zero_step, c10d),
+            why="the optimizer's broadcasts come in the same order on all ranks",
+        )
 
 
 def _with_zero_step(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:

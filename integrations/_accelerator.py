@@ -25,23 +25,38 @@ from deepytorch_core import activation, config
 from deepytorch_core.config import Options
 from deepytorch_core.console import say_once
 
-from . import _compile, _contract, _fsdp2, _kernels, _live, _moved_batches, _padding_free
+from . import (
+    _around,
+    _claims,
+    _compile,
+    _contract,
+    _fsdp2,
+    _kernels,
+    _live,
+    _moved_batches,
+    _padding_free,
+)
 
 _Prepare = Callable[..., Any]
-_NAME = "accelerator"
+_NAME, _TAKES = "accelerator", "accelerator_taken"
 _FLAG = "deepytorch"
 _VERSIONS, _TESTED = ">=1.10,<2", "1.15.0"
 
+_unasked: WeakSet[Any] = WeakSet()
+_changed: list[_contract.Changes] = []
 
-def apply_unasked(accelerator: Any) -> None:
+
+def apply_unasked(accelerator: Any) -> bool:
     """Give an Accelerator whatever is each rank's own affair, as options in force say.
 
     For scripts that know nothing of it: no rank is waited for, no tracker gets figures, DeepSpeed's
     configuration stays as it is, and what can't be done is left to stock.
+
+    Returns whether there is anything to do.
     """
     options = config.current()
     if not options.enabled or _contract.is_marked(accelerator, _NAME):
-        return
+        return False
 
     changes = _contract.Changes(asked=False)
 
@@ -50,6 +65,21 @@ def apply_unasked(accelerator: Any) -> None:
         _apply_alone(accelerator, options, "accelerate", changes)
 
     changes.attempt("Accelerate's prepare", do)
+    is_applied = _contract.is_marked(accelerator, _NAME)
+    if is_applied:
+        _unasked.add(accelerator)
+        _changed.append(changes)
+    return is_applied
+
+
+def undo_unasked() -> None:
+    """Put back every Accelerator that nobody asked it for."""
+    for accelerator in list(_unasked):
+        _contract.take_back_unasked(accelerator, _NAME)
+    _unasked.clear()
+    while _changed:  # of Accelerators that are gone: their classes and modules
+        _changed.pop().undo()
+    _around.forget_unused()
 
 
 def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bool = False) -> bool:
@@ -68,8 +98,10 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     """
     if config.current().enabled:
         _contract.require("accelerate", _VERSIONS, tested=_TESTED)
+    _contract.take_back_unasked(accelerator, _NAME)
     if _contract.is_marked(accelerator, _NAME):
         return True
+    _take(accelerator, adapter)
     _warn_if_alone(accelerator, adapter)
     if not _is_initialized():
         own = _contract.alone(adapter, given)
@@ -96,12 +128,31 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     return True
 
 
+def _take(accelerator: Any, adapter: str) -> None:
+    """Keep what is on unasked from all that `prepare` gets, whatever the options say."""
+    if _contract.is_marked(accelerator, _TAKES):
+        return
+    changes = _contract.Changes()
+    changes.around(accelerator, "prepare", functools.partial(_preparing_taken, adapter))
+    _contract.mark(accelerator, _TAKES, changes)
+
+
+def _preparing_taken(adapter: str, original: _Prepare, _: Any, *args: Any, **kwargs: Any) -> Any:
+    _claims.take(args, adapter)
+    prepared = original(*args, **kwargs)
+    _claims.take(_each(prepared), adapter)
+    return prepared
+
+
 def _apply_alone(
     accelerator: Any, options: Options, adapter: str, changes: _contract.Changes
 ) -> bool:
     """Put in place all that needs no agreement with other ranks; False if that is off."""
     if not options.enabled or not _set_policies(accelerator, options, adapter, changes):
         return False
+    if not changes.asked:
+        taken = functools.partial(_preparing_taken, adapter)
+        changes.around(accelerator, "prepare", taken)
     _contract.mark(accelerator, _NAME, changes)
     return True
 
@@ -133,6 +184,7 @@ def is_applied(accelerator: Any) -> bool:
 
 def undo(accelerator: Any) -> bool:
     """Put the Accelerator back as it was; False when there was nothing to undo."""
+    _contract.undo(accelerator, _TAKES)
     return _contract.undo(accelerator, _NAME)
 
 
@@ -217,7 +269,14 @@ def _preparing_packed(choice: str, adapter: str, changes: _contract.Changes) -> 
             _padding_free.watch(model, obstacle=obstacle)
             return
         precision = _precision(accelerator)
-        _padding_free.attach(model, choice, adapter=adapter, precision=precision, obstacle=obstacle)
+        _padding_free.attach(
+            model,
+            choice,
+            adapter=adapter,
+            precision=precision,
+            obstacle=obstacle,
+            is_asked=changes.asked,
+        )
 
     def detach() -> None:
         for model in models:

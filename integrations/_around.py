@@ -17,6 +17,7 @@ from deepytorch_core.patching import Patches
 Around = Callable[..., Any]
 _Place = tuple[type, str]
 
+_WHY = "calls on single objects go through what an adapter has put there"
 # What calls go through, by object and method.
 _arounds: Any = WeakIdKeyDictionary()
 _dispatching: dict[_Place, Patches] = {}
@@ -32,15 +33,21 @@ def put(owner: Any, name: str, function: Around) -> Callable[[Any], None]:
     place = next(one for one in type(owner).__mro__ if name in vars(one)), name
     if place not in _dispatching:
         _dispatching[place] = Patches()
-        _dispatching[place].replace(*place, functools.partial(_dispatch, place))
+        _dispatching[place].replace(*place, functools.partial(_dispatch, place), why=_WHY)
     _arounds.setdefault(owner, {}).setdefault(place, []).append(function)
 
     def undo(changed: Any) -> None:
         _arounds[changed][place].remove(function)
-        if not any(found.get(place) for found in _arounds.values()):
-            _dispatching.pop(place).undo()
+        forget_unused()
 
     return undo
+
+
+def forget_unused() -> None:
+    """Give classes their methods back that no call goes through, also by objects that are gone."""
+    for place in list(_dispatching):
+        if not any(found.get(place) for found in _arounds.values()):
+            _dispatching.pop(place).undo()
 
 
 def is_put(owner: Any, name: str) -> bool:

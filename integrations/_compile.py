@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepytorch_core import compiler_import, decisions
+from deepytorch_core import by_name, compiler_import, decisions
 from deepytorch_core.config import Options
 
 from . import _contract
@@ -19,7 +19,7 @@ def is_wanted(options: Options) -> bool:
     return options.compile != "off"
 
 
-def _is_compiled(model: Any) -> bool:
+def is_compiled_by_script(model: Any) -> bool:
     """Whether the script has called torch.compile on it, or on a part of it."""
     from deepytorch_core.compile import seam
 
@@ -32,6 +32,8 @@ def _is_compiled(model: Any) -> bool:
 
 def start(model: Any, options: Options, changes: _contract.Changes) -> None:
     """Compile `model` as the options say; nothing for what is no module.
+
+    Unasked nothing either for what is compiled already, or left alone by the script's own word.
 
     Args:
         model: as it is trained, wrapped or not.
@@ -48,9 +50,13 @@ def start(model: Any, options: Options, changes: _contract.Changes) -> None:
     from deepytorch_core import compile as engine
     from deepytorch_core.compile import regions
 
-    if _is_compiled(model):
+    if is_compiled_by_script(model):
         what = f"compile of {type(regions.unwrapped(model)).__name__}"
         decisions.record(what, "stock", "compiled by the script")
+        return
+    if not changes.asked and (
+        by_name.is_noted(model, by_name.COMPILE) or engine.compilation_of(model) is not None
+    ):
         return
     try:
         engine.compile(

@@ -26,7 +26,7 @@ from deepytorch_core.config import Options
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH
 from deepytorch_core.errors import IntegrationError as IntegrationError
-from deepytorch_core.patching import Patches
+from deepytorch_core.patching import ENABLED, Patches
 
 # So often it is looked whether a rank that has not come can't come any more.
 _LOOK_S = 2.0
@@ -118,10 +118,19 @@ class Changes:
             self.on_undo_of(owner, _around.put(owner, name, function))
 
     def replace(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[Callable[..., Any]], Callable[..., Any]],
+        *,
+        why: str = "",
+        option: str = ENABLED,
     ) -> None:
-        """Replace the function `owner.name` of a module or class by `make(original)`, once."""
-        self._patches.replace(owner, name, make)
+        """Replace the function `owner.name` of a module or class by `make(original)`, once.
+
+        `why` and `option` are told by `deepytorch explain patches`.
+        """
+        self._patches.replace(owner, name, make, why=why, option=option)
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Have `action` called by `undo`, before what was changed earlier is undone."""
@@ -174,6 +183,13 @@ def mark(changed: Any, adapter: str, changes: Changes) -> None:
 def is_marked(changed: Any, adapter: str) -> bool:
     """Whether `adapter` has been applied to this very object."""
     return isinstance(_own(changed).get(_attribute(adapter)), Changes)
+
+
+def take_back_unasked(changed: Any, adapter: str) -> None:
+    """Undo what `adapter` did to the object without being asked: who asks by name comes now."""
+    changes = _own(changed).get(_attribute(adapter))
+    if isinstance(changes, Changes) and not changes.asked:
+        undo(changed, adapter)
 
 
 def undo(changed: Any, adapter: str) -> bool:

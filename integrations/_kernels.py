@@ -63,6 +63,18 @@ def apply(
         weakref.finalize(model, own.undo).atexit = False
 
 
+def apply_to_optimizers(
+    optimizers: Iterable[Any], options: Options, changes: _contract.Changes, *, device: torch.device
+) -> None:
+    """Swap kernels in for optimizers alone, whose models stay as they are."""
+    if options.kernels == "off":
+        return
+    for optimizer in optimizers:
+        setting = Setting(model=nn.Module(), optimizers=[optimizer], device=device)
+        swapped = apply_kernels(setting, options.kernels)
+        changes.on_undo(swapped.undo)
+
+
 def _register() -> None:
     compiler_import.load()
     importlib.import_module(f"{__package__}._causal_loss")

@@ -30,11 +30,15 @@ class _Moved:
 _moved: Any = WeakTensorKeyDictionary()
 
 
+_WHY = "masks of batches are known on the host, so that packing waits for no device"
+_OPTION = "DEEPYTORCH_PADDING_FREE=off"
+
+
 def install(changes: _contract.Changes) -> None:
     """Note what Accelerate's loaders move, from now on."""
     from accelerate import data_loader
 
-    changes.replace(data_loader, "send_to_device", _noting)
+    changes.replace(data_loader, "send_to_device", _noting, why=_WHY, option=_OPTION)
 
 
 def find(mask: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None] | None:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepytorch_core import compiler_import, decisions, guard
+from deepytorch_core import by_name, compiler_import, decisions, guard
 from deepytorch_core.agreement import agree, numbered
 from deepytorch_core.console import say_once
 
@@ -42,6 +42,7 @@ def attach(
     loaders: Iterable[Any] = (),
     precision: torch.dtype | None = None,
     obstacle: str | None = None,
+    is_asked: bool = True,
 ) -> bool:
     """Train a model without padding if that changes nothing but the time; False if it can't be.
 
@@ -55,12 +56,15 @@ def attach(
         loaders: data loaders whose batches the model is to get.
         precision: the least precise dtype that the model computes in; None for its parameters'.
         obstacle: why the caller knows that it can't be, the same on all ranks.
+        is_asked: whether a script wants it by name, so that what came unasked goes.
 
     Raises IntegrationError, on every rank, when `choice` is "on" and the model can't.
     """
+    outer, model = _found(prepared)
+    if outer is not None and is_asked:
+        _contract.take_back_unasked(outer, _NAME)
     if choice == "off":
         return False
-    outer, model = _found(prepared)
     if outer is None:
         if choice == "on":
             raise _contract.IntegrationError(_refusal(adapter, "there is no transformers model"))
@@ -81,6 +85,7 @@ def attach(
             return False
         attached = _Attached()
         attached.install(outer, model, found[0], strict=choice == "on")
+        attached.asked = is_asked
         _contract.mark(outer, _NAME, attached)
         decisions.record(_WHAT, "packed", f"{name} gives the same logits and loss without padding")
     plan_batches(prepared, loaders)
@@ -100,6 +105,8 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     outer, model = _found(prepared)
     if outer is None or _contract.is_marked(outer, _NAME):
         return
+    if by_name.is_noted(prepared, by_name.PADDING_FREE):
+        return
     compiler_import.load()
     if obstacle is None:
         obstacle = _why_not_watched(outer)
@@ -109,6 +116,7 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     from ._packing_watch import Watch
 
     attached = _Attached()
+    attached.asked = False
     is_whole = not _is_sharded(prepared)
 
     def switch(watched: Any, model: Any, found: Conventions) -> None:

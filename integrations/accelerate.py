@@ -86,6 +86,9 @@ def undo(accelerator: Accelerator) -> bool:
     return _accelerator.undo(accelerator)
 
 
+_WHY = "a DeepytorchPlugin is taken out of kwargs_handlers"
+_OPTION = "no DeepytorchPlugin"
+
 _installed: _contract.Changes | None = None
 
 
@@ -93,7 +96,7 @@ def _install() -> None:
     global _installed
     if _installed is None:
         _installed = _contract.Changes()
-        _installed.replace(Accelerator, "__init__", _constructing)
+        _installed.replace(Accelerator, "__init__", _constructing, why=_WHY, option=_OPTION)
 
 
 def _uninstall() -> None:

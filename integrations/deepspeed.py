@@ -20,32 +20,26 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from deepytorch_core import activation, config, deepspeed_flag
 from deepytorch_core.config import Options
 from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
 from deepytorch_core.patching import original_of
 
-from . import _compile, _kernels, _live, _offloaded_weights, _padding_free
+from . import _claims, _deepspeed_engine
 from ._contract import Changes, Joined, join, require
 from ._deepspeed_buckets import fill_bucket_sizes
-
-VERSIONS = ">=0.17,<0.20"
-TESTED = "0.19.8"
-
-_NAME = "deepspeed"
+from ._deepspeed_engine import NAME as _NAME
+from ._deepspeed_engine import TESTED, VERSIONS
 
 _joined: list[Joined] = []
 _changes = Changes()
-_packed: WeakSet[Any] = WeakSet()
 
 
 def initialize(
@@ -95,8 +89,7 @@ def undo() -> None:
     effect, until `deepytorch.activate()`. Does nothing when there is nothing to undo.
     """
     deepspeed_flag.disarm()
-    while _packed:
-        _padding_free.detach(_packed.pop())
+    _deepspeed_engine.forget_packing()
     while _joined:
         _joined.pop().leave()
     _changes.undo()
@@ -107,63 +100,29 @@ def _initialize(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     given: dict[str, Any],
-    *,
-    asked: bool = True,
 ) -> tuple[Any, ...]:
-    """`deepspeed.initialize` with deepytorch under it.
-
-    Args:
-        asked: whether somebody wants it by name; else only what is each rank's own affair is
-            changed, no rank is waited for, and what can't be done is left to stock.
-    """
+    """`deepspeed.initialize` with deepytorch under it."""
     if deepspeed_flag.switched_off():
         reason = deepspeed_flag.IS_OFF
         stock: tuple[Any, ...] = deepspeed_flag.without_adapter(original, args, kwargs, reason)
         return stock
     call = inspect.signature(original).bind(*args, **kwargs)
-    in_force = None if asked or _has_section(call.arguments) else config.current()
-    changes = _changes if in_force is None else Changes(asked=False)
+    source = _configuration(call.arguments) or {}
+    options = {**_section(source), **given}
+    _connect(call, options)
+    joined = join(_NAME, options)
+    in_force = joined.options
+    # Also where that is off: what the script says wins over what is on unasked.
+    _claims.take([call.arguments.get("model"), call.arguments.get("optimizer")], _NAME)
     with contextlib.ExitStack() as stack:
-        if in_force is None:
-            source = _configuration(call.arguments) or {}
-            options = {**_section(source), **given}
-            _connect(call, options)
-            joined = join(_NAME, options)
-            in_force = joined.options
-            if in_force.enabled:
-                _joined.append(joined)
-                stack.enter_context(_filled(call, source, in_force))
         if in_force.enabled:
-            kernels = functools.partial(_swap_kernels, call.arguments, in_force, changes)
-            changes.attempt("kernels", kernels)
+            _joined.append(joined)
+            stack.enter_context(_filled(call, source, in_force))
+            _deepspeed_engine.swap_kernels(call.arguments, in_force, _changes)
         result: tuple[Any, ...] = original(*call.args, **call.kwargs)
     if in_force.enabled:
-        changes.attempt("DeepSpeed's engine", lambda: _attach(result, in_force, changes))
-    if changes is not _changes:
-        _changes.on_undo(changes.undo)
+        _deepspeed_engine.attach(result, in_force, _changes)
     return result
-
-
-def _has_section(given: Mapping[str, Any]) -> bool:
-    """Whether the configuration has our section. DeepSpeed says what is wrong with a broken one."""
-    with contextlib.suppress(Exception):
-        return SECTION in (_configuration(given) or {})
-    return False
-
-
-def _attach(result: tuple[Any, ...], options: Options, changes: Changes) -> None:
-    engine, _, loader, *_ = result
-    _offloaded_weights.attach(getattr(engine, "optimizer", None), changes)
-    _compile.start(engine, options, changes)
-    if changes is _changes:
-        _live.write_figures(getattr(engine, "monitor", None), changes)
-    if changes is not _changes and options.padding_free == "auto":
-        _padding_free.watch(engine)
-        _packed.add(engine)
-        return
-    loaders = [] if loader is None else [loader]
-    if _padding_free.attach(engine, options.padding_free, adapter=_NAME, loaders=loaders):
-        _packed.add(engine)
 
 
 def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -208,15 +167,6 @@ def _connect(call: inspect.BoundArguments, options: Mapping[str, Any]) -> None:
         dist_backend=get_accelerator().communication_backend_name(),
         **{name: call.arguments[name] for name in names if name in call.arguments},
     )
-
-
-def _swap_kernels(given: Mapping[str, Any], options: Options, changes: Changes) -> None:
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    device = torch.device(get_accelerator().current_device_name())
-    things = [given.get("model"), given.get("optimizer")]
-    _kernels.apply(things, options, changes, device=device)
 
 
 def _waits_for_all_producers() -> bool:

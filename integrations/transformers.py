@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepytorch_core import config
+from deepytorch_core import by_name, config
 
 from . import _accelerator, _contract, _padding_free, _trainer_balance, _trainer_figures
 from ._contract import IntegrationError
@@ -121,6 +121,7 @@ def pack_batches(model: Any, padding_free: str = "auto", *, loaders: Iterable[An
     Returns whether the model trains without padding. Raises IntegrationError, on every rank, if
     it can't and `padding_free` is "on".
     """
+    by_name.note(model, by_name.PADDING_FREE)
     return _padding_free.attach(model, padding_free, adapter=_NAME, loaders=loaders)
 
 

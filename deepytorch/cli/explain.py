@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _WHAT = (
     *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
-    *("all_to_all", "compile"),
+    *("all_to_all", "compile", "patches"),
 )
 
 _WAYS = {
@@ -33,6 +33,7 @@ def add_to(app: typer.Typer) -> None:
         "deepytorch explain all_gather 64K --world-size 4 --measure",
         "deepytorch explain all_reduce 16M --nodes 2 --ranks-per-node 2 --link 1gbit",
         "deepytorch explain compile",
+        "deepytorch explain patches",
     )
     app.command(epilog=examples)(explain)
 
@@ -43,7 +44,7 @@ def explain(
         str,
         typer.Argument(
             help="all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter or "
-            "all_to_all; or compile.",
+            "all_to_all; or compile; or patches.",
             autocompletion=lambda incomplete: help.matching(_WHAT, incomplete),
         ),
     ],
@@ -79,7 +80,8 @@ def explain(
     jobs on GPUs measured, the profile has, and is shown below. With --nodes the ranks live on
     emulated nodes, and what the plan does within and between them is shown step by step.
     `explain compile` shows what earlier runs decided about compiling models, with the places of
-    graph breaks.
+    graph breaks. `explain patches` lists what is replaced in other libraries, why, and by which
+    option it stays as it is.
     """
     if operation == "compile":
         if nodes:
@@ -87,6 +89,11 @@ def explain(
         from deepytorch.cli import explain_compile
 
         explain_compile.show(size, json=json)
+        return
+    if operation == "patches":
+        from deepytorch.cli import explain_patches
+
+        explain_patches.show(json=json)
         return
     if size is None:
         raise typer.BadParameter(f"explain {operation} needs a size: 4096, 64K, 4M, 1G")

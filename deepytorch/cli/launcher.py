@@ -1,12 +1,14 @@
 """torchrun in this process, with its own options, and with the exit status of what failed."""
 
 import contextlib
+import difflib
 import os
 import socket
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -62,12 +64,22 @@ def _with_value() -> dict[str, str]:
     return found
 
 
-def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> Namespace:
+def parse(
+    arguments: Sequence[str], *, command: str, default_processes: str, own: Sequence[str] = ()
+) -> Namespace:
     """torchrun's options, then the script and its arguments, as torchrun's own parser reads them.
 
-    `default_processes` stands in for an absent --nproc-per-node. Exits with status 2 and torchrun's
-    message when the options are wrong, or raises ValueError; also for a wrong variable of ours, as
-    every process would.
+    The result has an attribute `is_alone`, too: whether this is one process that nobody asked to be
+    a job, which `launch` starts as Python would.
+
+    Args:
+        arguments: what is to be read.
+        command: its name, for messages.
+        default_processes: stands in for an absent --nproc-per-node.
+        own: the options that `command` has besides, for messages.
+
+    Exits with status 2 and torchrun's message when the options are wrong, or raises ValueError;
+    also for a wrong variable of ours, as every process would.
     """
     from torch.distributed import run as torchrun
 
@@ -77,6 +89,8 @@ def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> 
 
     parser: ArgumentParser = torchrun.get_args_parser()
     parser.prog = command
+    _check_names(arguments, parser, own)
+    is_open = parser.get_default("nproc_per_node") == "1"
     if parser.get_default("nproc_per_node") == "1":  # else set by the environment, PET_...
         parser.set_defaults(nproc_per_node=default_processes)
     default_port = parser.get_default("master_port")
@@ -88,7 +102,27 @@ def parse(arguments: Sequence[str], *, command: str, default_processes: str) -> 
     alone = options.nnodes.split(":")[-1] == "1" and options.rdzv_backend == "static"
     if alone and not options.rdzv_endpoint and options.master_port == default_port:
         options.standalone = True  # a free port, so that runs on one machine never meet
+    given = arguments[: len(arguments) - len(options.training_script_args) - 1]
+    is_asked = not set(given) <= {"-m", "--module"} or not is_open or not alone
+    options.is_alone = default_processes == "1" and not is_asked and not options.rdzv_endpoint
     return options
+
+
+def _check_names(arguments: Sequence[str], parser: ArgumentParser, own: Sequence[str]) -> None:
+    """Raises ValueError for an option that nobody has: its value would be taken for the script."""
+    takes_value = {
+        name: action.nargs is None for action in parser._actions for name in action.option_strings
+    }
+    words = list(arguments)
+    while words and words[0].startswith("-") and words[0] != "--":
+        name, is_joined, _ = words.pop(0).partition("=")
+        found = [one for one in takes_value if one == name or one.startswith(name)]
+        if name.startswith("--") and not found:
+            close = difflib.get_close_matches(name.replace("_", "-"), [*takes_value, *own], n=1)
+            hint = f"did you mean {close[0]}?" if close else "torchrun --help lists its options"
+            raise ValueError(f"there is no option {name}: {hint}")
+        if found and takes_value[found[0]] and not is_joined:
+            del words[:1]
 
 
 def settle_meeting(options: Namespace) -> None:
@@ -162,6 +196,7 @@ def activated(options: Namespace) -> Namespace:
     if options.no_python:
         raise ValueError("--no-python leaves no Python to activate deepytorch in; give a script")
     script = ["-m"] if options.module else []
+    options.shown_as = options.training_script
     options.training_script_args = [
         *script,
         options.training_script,
@@ -175,6 +210,7 @@ def activated(options: Namespace) -> Namespace:
 def launch(options: Namespace) -> int:
     """Runs torchrun; returns 0, or the exit status of the process that failed first.
 
+    Where that would be one process without a job, it becomes that process and does not return.
     A process ended by a signal counts as 128 + its number, as in a shell. Raises ValueError where
     several nodes could not meet.
     """
@@ -182,6 +218,8 @@ def launch(options: Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if getattr(options, "is_alone", False):
+        _become(options)
     start: Callable[[Namespace], None] = torchrun.run
     settle_meeting(options)
     if console.was_interrupted():
@@ -191,11 +229,21 @@ def launch(options: Namespace) -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if failure.exitcode != _WRONG_USE:  # of which the program has said all in a line
-            typer.echo(str(error), err=True)
+            error.name = getattr(options, "shown_as", error.name)
+            table: Callable[[], str] = error.format_msg
+            typer.echo(table(), err=True)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _become(options: Namespace) -> NoReturn:
+    """Be the script's process from now on: its signals and its exit status are this one's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, options.training_script, *options.training_script_args]
+    os.execv(sys.executable, command)
 
 
 def num_gpus() -> int:

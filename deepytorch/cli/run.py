@@ -1,4 +1,4 @@
-"""`deepytorch run SCRIPT ...`: torchrun with deepytorch activated, no change to the script."""
+"""`deepytorch run SCRIPT ...`: Python or torchrun with deepytorch activated, no other change."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ def add_to(app: typer.Typer) -> None:
         context_settings=settings,
         options_metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...",
         epilog=help.examples(
+            "deepytorch run train.py --lr 0.1",
             "deepytorch run --nproc-per-node 2 train.py --lr 0.1",
             "deepytorch run --nnodes 2 --rdzv-endpoint host:29500 train.py",
             "deepytorch run --compare --steps 100 --nproc-per-node 2 train.py",
@@ -57,10 +58,12 @@ def run(
         Path | None, typer.Option("--json", help="--compare: also write all samples as JSON.")
     ] = None,
 ) -> None:
-    """Run a training script, unmodified, under torchrun with deepytorch activated.
+    """Run a training script, unmodified, with deepytorch activated.
 
-    Every other option of torchrun is passed on to it; the exit status is the script's. With
-    --compare the script is stopped after --steps optimizer steps and leaves no checkpoint.
+    One process on one GPU, or without a GPU, is started as Python would. Several are, under
+    torchrun, and one where --nproc-per-node says so. Every other option of torchrun is passed on to
+    it; the exit status is the script's. With --compare the script is stopped after --steps
+    optimizer steps and leaves no checkpoint.
     """
     arguments = list(context.args)
     if not arguments:
@@ -72,7 +75,12 @@ def run(
     if module:
         arguments.insert(0, "--module")
     default = str(launcher.num_gpus() or 1)
-    options = launcher.parse(arguments, command="deepytorch run", default_processes=default)
+    options = launcher.parse(
+        arguments,
+        command="deepytorch run",
+        default_processes=default,
+        own=[name for one in context.command.params for name in one.opts],
+    )
     launcher.check_script(context, options)
     if not compare:
         raise typer.Exit(launcher.launch(launcher.activated(options)))

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from deepytorch_core.own_ranks import Companion
 
 
@@ -55,11 +57,42 @@ def main(arguments: list[str]) -> None:
             from deepytorch_core.tune import in_force, knobs
 
             in_force.put_in_force(knobs.checked(told.settings))
-        if told.compute:
-            from deepytorch.cli.compare import seams
+        if deepytorch.is_active():
+            from deepytorch.integrations import _seams
 
-            probe.seams = seams.install()
+            probe.seams = _seams.met()
         watch(probe, lambda: run(arguments))
+
+
+def end_as_python(error: BaseException) -> None:
+    """Have the traceback of what the program raised begin in the program.
+
+    What shows it stays who shows it: the program's own `sys.excepthook`, if it has one.
+    """
+    show = sys.excepthook
+
+    def show_from_program(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        while traceback is not None and is_before_program(traceback.tb_frame.f_code.co_filename):
+            traceback = traceback.tb_next
+        error.__traceback__ = traceback
+        show(kind, error, traceback)
+        if isinstance(error, ValueError) and "environment variable RANK expected" in str(error):
+            from deepytorch_core.console import say
+
+            say(
+                "the script wants to be a rank of a job: deepytorch run --nproc-per-node 1 starts "
+                "it as the only one",
+                level="error",
+            )
+
+    sys.excepthook = show_from_program
+
+
+def is_before_program(file: str) -> bool:
+    """Whether code of this file is part of starting a program."""
+    return file in (__file__, "<frozen runpy>") or file.startswith("<frozen importlib.")
 
 
 def watch_for_own_ranks(companion: Companion, is_wanted: Callable[[], bool] = lambda: True) -> None:
@@ -132,4 +165,8 @@ def run_file(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except BaseException as error:
+        end_as_python(error)
+        raise

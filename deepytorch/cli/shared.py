@@ -28,7 +28,7 @@ ProcessesPerNode = Annotated[
         "--nproc-per-node",
         "--nproc_per_node",
         help="Processes on this machine: a number, gpu, cpu or auto. Default: one per GPU, "
-        "or 1 without a GPU.",
+        "or one process that is no job where there are not several.",
     ),
 ]
 Module = Annotated[

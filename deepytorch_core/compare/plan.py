@@ -24,8 +24,6 @@ class Plan:
         outside: where weights go that would be written over older ones elsewhere, and journals of
             what is made elsewhere.
         began: when the comparison did, in seconds since the epoch: what is older is the user's.
-        compute: whether compilation, kernels and padding-free training are switched on as well,
-            through the framework that the script uses.
         seed: random numbers begin here, unless the script seeds them itself.
         warmup_steps: untimed steps at the beginning; 0: a fifth of all.
         settings: what of `deepytorch_core.tune.knobs` is set; None: as the profile says.
@@ -38,7 +36,6 @@ class Plan:
     workspace: str
     outside: str
     began: float
-    compute: bool = False
     seed: int = 0
     warmup_steps: int = 0
     settings: dict[str, int] | None = None

@@ -94,9 +94,14 @@ def _watch() -> None:
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_failure)
     for name in _COMPLAINING:
         logging.getLogger(name).addFilter(_is_asked_for)
-    Patches().replace(utils, "warn_once", _hearing)
+    option = "DEEPYTORCH_COMPILE=off"
+    why = "what can't be captured is told in a line of our own"
+    Patches().replace(utils, "warn_once", _hearing, why=why, option=option)
     # Code that Dynamo makes of a generator of one's own draws the same numbers again and again.
-    Patches().replace(RandomVariable, "is_supported_random_obj", _unless_captured)
+    why = "a generator of Python's own is not captured"
+    Patches().replace(
+        RandomVariable, "is_supported_random_obj", _unless_captured, why=why, option=option
+    )
 
 
 def _note_failure(line: logging.LogRecord) -> bool:

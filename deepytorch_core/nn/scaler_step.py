@@ -46,7 +46,13 @@ class Handle:
         if not _optimizers:
             _patches.undo()  # those that went without a word
             _patches = Patches()
-            _patches.replace(GradScaler, "_maybe_opt_step", _without_wait)
+            _patches.replace(
+                GradScaler,
+                "_maybe_opt_step",
+                _without_wait,
+                why="fused optimizers get what a scaler found without a wait for the device",
+                option="DEEPYTORCH_KERNELS=off",
+            )
         _optimizers[optimizer] = is_fused
         self._optimizer = weakref.ref(optimizer)
 

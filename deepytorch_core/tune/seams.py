@@ -21,6 +21,7 @@ from deepytorch_core.tune import in_force
 
 _Function = Callable[..., Any]
 _MIB = 1 << 20
+_WHY = "settings that `deepytorch tune` has found are put in force"
 
 
 class _Installed:
@@ -37,12 +38,14 @@ class _Installed:
         self.patches.undo()
 
     def _ddp(self, module: ModuleType) -> None:
-        self.patches.replace(module.DistributedDataParallel, "__init__", _constructing_ddp)
+        self.patches.replace(
+            module.DistributedDataParallel, "__init__", _constructing_ddp, why=_WHY
+        )
 
     def _fsdp2(self, module: ModuleType) -> None:
         # Called in each forward pass until the modules are known; torch has no public moment.
         if hasattr(getattr(module, "FSDPState", None), "_lazy_init"):
-            self.patches.replace(module.FSDPState, "_lazy_init", _finding_fsdp2)
+            self.patches.replace(module.FSDPState, "_lazy_init", _finding_fsdp2, why=_WHY)
 
 
 _installed: _Installed | None = None

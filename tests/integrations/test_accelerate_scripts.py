@@ -21,10 +21,8 @@ import runpy
 import sys
 
 import deepytorch
-from deepytorch.cli.compare import seams
 from deepytorch_core import config
 
-seams.install()
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")

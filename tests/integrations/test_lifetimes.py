@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.cli.compare import seams
-from deepytorch_core import activation, config, decisions
-from deepytorch_core.config import Options
+import deepytorch
+from deepytorch_core import config, decisions
 from deepytorch_core.testing import spawn_ranks
 
 pytest.importorskip("accelerate")
@@ -76,10 +75,8 @@ def trained(make: Callable[[], Any]) -> dict[str, weakref.ref[Any]]:
 
 def alive(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[str], list[str]]:
     # Compilation has cycles of its own.
-    options = Options(profile=f"{folder}/profile.json", patience="off", compile="off")
-    config.set_current(options)
-    activation.activate()
-    seams.install()
+    profile = f"{folder}/profile.json"
+    deepytorch.activate(tune="auto", profile=profile, patience="off", compile="off")
     make = {"convolutional": convolutional, "padded": padded}[kind]
     # Frameworks' first imports leave cycles of their own, those of torch's compiler among them.
     make()[1](make()[0])
@@ -103,10 +100,7 @@ def test_what_was_prepared_goes_with_its_last_reference(
 FIRST_IMPORT = """
 import gc, sys, weakref
 from torch import nn
-from deepytorch.cli.compare import seams
-from deepytorch_core import activation
-activation.activate()
-seams.install()
+import deepytorch
 gc.collect()
 gc.disable()
 from accelerate import Accelerator

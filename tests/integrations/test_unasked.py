@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch.cli.compare import seams
-from deepytorch_core import activation, config
-from deepytorch_core.config import Options
+import deepytorch
 from deepytorch_core.testing import spawn_ranks
 
 pytest.importorskip("accelerate")
@@ -25,9 +23,7 @@ LIMIT_S = 50.0
 
 
 def switch_on(folder: str) -> None:
-    config.set_current(Options(profile=f"{folder}/profile.json"))
-    activation.activate()
-    seams.install()
+    deepytorch.activate(tune="auto", profile=f"{folder}/profile.json")
 
 
 def a_step(accelerator: Any, prepared: nn.Module, optimizer: Any) -> float:

@@ -80,27 +80,70 @@ def test_a_module_starts_as_python_m_would(probe):
     (probe.cwd / "project" / "train.py").write_text(PROBE)
     done, seen = probe(*command("-m", "project.train", "--lr", "1"))
     assert done.returncode == 0, done.stderr
-    assert seen["0"]["argv"] == [str(probe.cwd / "project" / "train.py"), "--lr", "1"]
-    assert seen["0"]["path"] == str(probe.cwd)
-    assert seen["0"]["name"] == "__main__"
+    (told,) = seen.values()
+    assert told["argv"] == [str(probe.cwd / "project" / "train.py"), "--lr", "1"]
+    assert told["path"] == str(probe.cwd)
+    assert told["name"] == "__main__"
+
+
+def test_one_process_is_no_job_unless_it_is_asked_to_be(tmp_path, probe):
+    script = tmp_path / "train.py"
+    script.write_text(PROBE)
+    done, seen = probe(*command(str(script)))
+    assert done.returncode == 0, done.stderr
+    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [(None, None)]
+    done, seen = probe(*command("--nproc-per-node", "1", str(script)))
+    assert done.returncode == 0, done.stderr
+    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [("0", "1")]
 
 
 @pytest.mark.parametrize(
-    ("ending", "status"),
+    ("ending", "alone", "as_rank"),
     [
-        pytest.param("sys.exit(7)", 7, marks=pytest.mark.extended),
-        ("os.kill(os.getpid(), 9)", 128 + 9),
-        ("raise RuntimeError('from the script')", 1),
+        pytest.param("sys.exit(7)", 7, 7, marks=pytest.mark.extended),
+        ("os.kill(os.getpid(), 9)", -9, 128 + 9),
+        ("raise RuntimeError('from the script')", 1, 1),
     ],
 )
-def test_the_exit_status_is_the_scripts(tmp_path, probe, ending, status):
+def test_the_exit_status_is_the_scripts(tmp_path, probe, ending, alone, as_rank):
     script = tmp_path / "ends.py"
     script.write_text(f"import os, sys\n{ending}\n")
     done, _ = probe(*command(str(script)))
-    assert done.returncode == status, done.stderr
-    if status == 1:
-        assert "from the script" in done.stderr
-        assert str(script) in done.stderr
+    assert done.returncode == alone, done.stderr
+    job, _ = probe(*command("--nproc-per-node", "1", str(script)))
+    assert job.returncode == as_rank, job.stderr
+    if as_rank == 1:
+        by_python = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, check=False
+        )
+        assert done.stderr == by_python.stderr
+        assert f"{script} FAILED" in job.stderr
+        assert "runner.py" not in job.stderr
+
+
+def test_a_programs_own_excepthook_and_error_file_work(tmp_path, probe):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import sys, traceback\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "sys.excepthook = lambda kind, error, trace: print(\n"
+        "    'mine', kind.__name__, len(traceback.extract_tb(trace)), flush=True)\n"
+        "@record\n"
+        "def main():\n"
+        "    raise KeyError('from main')\n"
+        "main()\n"
+    )
+    done, _ = probe(*command("--nproc-per-node", "1", str(script)))
+    assert done.returncode == 1
+    assert "mine KeyError 3" in done.stdout  # the script's line, torch's wrapper, main
+    assert "KeyError: 'from main'" in done.stderr.partition("FAILED")[2]
+    assert "runner.py" not in done.stderr
+
+
+def test_a_mistyped_option_of_torchrun_is_suggested(probe):
+    done, _ = probe(*command("--nproc-per-ndoe", "2", "train.py"))
+    assert done.returncode == 2
+    assert "did you mean --nproc-per-node?" in done.stderr
 
 
 def test_the_runner_matches_python_itself(tmp_path, probe):

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch.cli.compare import seams
-from deepytorch_core import activation, config, decisions
+import deepytorch
+from deepytorch_core import decisions
 from deepytorch_core.compile import compilation, policies
-from deepytorch_core.config import Options
 from deepytorch_core.testing import spawn_ranks
 
 LIMIT_S = 50.0
@@ -31,9 +30,8 @@ def model() -> nn.Module:
 
 def switch_on(folder: str) -> None:
     """What one line does to a script that knows nothing of it, with a policy that costs little."""
-    config.set_current(Options(profile=f"{folder}/profile.json", patience="off", log="error"))
-    activation.activate()
-    seams.install()
+    profile = f"{folder}/profile.json"
+    deepytorch.activate(tune="auto", profile=profile, patience="off", log="error")
     policies.automatic = lambda device: [policies.get("aot-eager")]
     assert compilation._RANKS_LIMIT_S > 2 * LIMIT_S
 

@@ -171,6 +171,44 @@ def test_run_takes_every_gpu_by_default(launched, monkeypatch):
     monkeypatch.setattr(launcher, "num_gpus", lambda: 4)
     invoke("run", "train.py")
     assert [options.nproc_per_node for options in launched] == ["1", "4"]
+    assert [options.is_alone for options in launched] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_alone"),
+    [
+        (["s.py", "--nproc-per-node", "2"], True),
+        (["-m", "package.train"], True),
+        (["--nproc-per-node=1", "s.py"], False),
+        (["--standalone", "s.py"], False),
+        (["--max-restarts", "3", "s.py"], False),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "s.py"], False),
+    ],
+)
+def test_who_asks_for_a_job_gets_one(arguments, is_alone):
+    assert parse(*arguments).is_alone is is_alone
+
+
+def test_an_option_in_the_environment_asks_for_a_job(monkeypatch):
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert not parse("s.py").is_alone
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("--nproc-per-ndoe", "did you mean --nproc-per-node?"),
+        ("--comapre", "did you mean --compare?"),
+        ("--nproc_per_nodes", "did you mean --nproc-per-node?"),
+        ("--wholly-else", "torchrun --help lists its options"),
+    ],
+)
+def test_a_mistyped_option_is_suggested(launched, name, hint):
+    result = invoke("run", name, "2", "train.py")
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception).startswith(f"there is no option {name}: ")
+    assert hint in str(result.exception)
 
 
 def test_run_without_a_script_says_so(launched):
@@ -230,7 +268,7 @@ def test_an_interrupt_that_was_lost_counts(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     with pytest.raises(KeyboardInterrupt):
-        launcher.launch(parse("train.py"))
+        launcher.launch(parse("--nproc-per-node", "1", "train.py"))
     # What else may come of it.
     monkeypatch.setattr(launch, "run", lambda job: [][0])
     assert main(monkeypatch, "bench", "collectives") == 130
@@ -258,7 +296,7 @@ def test_what_a_program_has_said_itself_is_not_told_again(monkeypatch, capsys):
             raise ChildFailedError("train.py", {0: failure})
 
         monkeypatch.setattr(torchrun, "run", fail)
-        assert launcher.launch(parse("train.py")) == status
+        assert launcher.launch(parse("--nproc-per-node", "1", "train.py")) == status
         assert ("train.py FAILED" in capsys.readouterr().err) == (status == 1)
 
 

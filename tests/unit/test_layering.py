@@ -55,6 +55,7 @@ ADAPTER_FRAMEWORKS = {
     "transformers": {"transformers", "accelerate"},
     "_packed_attention": {"transformers"},
     "_packing_probe": {"transformers"},
+    "_deepspeed_engine": {"deepspeed"},
     "_moved_batches": {"accelerate"},
     "_trainer_balance": {"transformers"},
     "_trainer_figures": {"transformers"},

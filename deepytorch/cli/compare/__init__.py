@@ -67,7 +67,6 @@ class Arm:
     Args:
         name: for people.
         variables: environment variables of its processes.
-        compute: whether compilation, kernels and padding-free training are switched on as well.
         settings: of `deepytorch_core.tune.knobs`; None: as the profile says.
         warmup_steps: untimed steps at the beginning; 0: a fifth of all.
         is_nudged: whether its weights are moved by rounding; see `deepytorch_core.compare.nudge`.
@@ -77,7 +76,6 @@ class Arm:
 
     name: str
     variables: Mapping[str, str]
-    compute: bool = False
     settings: Mapping[str, int] | None = None
     warmup_steps: int = 0
     is_nudged: bool = False
@@ -90,9 +88,9 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm(name=result.STOCK, variables={"DEEPYTORCH_ENABLED": "0"}, hint=""),
-        Arm(name=OURS, variables=_ON, compute=True),
+        Arm(name=OURS, variables=_ON),
         Arm(name=COLLECTIVES, variables={**_ON, **_NO_COMPUTE}),
-        Arm(name=COMPUTE, variables={**_ON, "DEEPYTORCH_COLLECTIVES": "stock"}, compute=True),
+        Arm(name=COMPUTE, variables={**_ON, "DEEPYTORCH_COLLECTIVES": "stock"}),
     )
 }
 
@@ -218,7 +216,6 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
             workspace=str(view),
             outside=str(folder / "outside"),
             began=job.began,
-            compute=arm.compute,
             warmup_steps=arm.warmup_steps,
             settings=None if arm.settings is None else dict(arm.settings),
             is_nudged=arm.is_nudged,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch.cli import compare, console
-from deepytorch.cli.compare import seams
 from deepytorch_core.compare import receipt, result
 from deepytorch_core.compare.result import FASTER, OTHERWISE, SLOWER, Sample, Verdict
 
@@ -53,11 +52,16 @@ def findings(
     rows.append(("native collectives", f"{ours.native_calls}"))
     if not ours.seams:
         rows.append(
-            ("compute", "unchanged: no Accelerator, Trainer, DeepSpeed or DDP to switch it on in")
+            (
+                "compute",
+                "unchanged: no model was met that an optimizer of torch's trains, or the runs "
+                "were too short to try anything (DEEPYTORCH_PATIENCE=off tries at once)",
+            )
         )
     rows += [("", line) for line in ours.decisions]
     rows += [("undecided", line) for line in undecided(ours)]
-    rows += [("to keep", line) for line in _keep(job, main, ours)]
+    kept, *other_ways = _keep(job, main, ours)
+    rows += [("to keep", kept), *(("or", line) for line in other_ways)]
     return rows
 
 
@@ -156,20 +160,10 @@ def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
         if ours.undecided:
             return ["nothing that these steps show: see undecided"]
         return ["nothing: train as before"]
-    lines = [shlex.join(["deepytorch", "run", *job.arguments])]
-    # A Trainer builds an Accelerator: the first one met is the one that the user sees.
-    found = [name for name in ours.seams[:1] if name != "ddp" or _is_compiled(ours.decisions)]
-    return lines + [f"with {seams.LINES[name]}" for name in found]
-
-
-def _is_compiled(decisions: Sequence[str]) -> bool:
-    """Whether anything that `deepytorch.compile` has tried was kept."""
-    chosen = [
-        line.partition(": ")[2]
-        for line in decisions
-        if line.startswith(("compile of ", "CUDA graphs of "))
+    return [
+        shlex.join(["deepytorch", "run", *job.arguments]),
+        "import deepytorch, at the top of the script",
     ]
-    return any(not one.startswith(("eager", "launched")) for one in chosen)
 
 
 def show(

@@ -1,6 +1,6 @@
 """Read by every Python process of a suite's run: switches deepytorch on in its arm.
 
-In arm "line" compute is on, too, at every seam. Each group that deepytorch takes over becomes a
+Each group that deepytorch takes over becomes a
 line in $SUITE_GROUPS and each decision one in $SUITE_DECISIONS, with the test that made it. So a
 run tells in how many tests deepytorch was really there.
 """
@@ -28,7 +28,3 @@ if os.environ.get("SUITE_ARM", "stock") != "stock":
         tell("SUITE_DECISIONS", {"what": what, "chosen": chosen, "reason": reason})
 
     backend.note_group, decisions.record = tell_group, tell_decision
-    if os.environ["SUITE_ARM"] == "line":
-        from deepytorch.cli.compare import seams
-
-        seams.install()

@@ -1,0 +1,50 @@
+"""Who takes care of a model: an adapter, the script by name, or nobody yet.
+
+What is on without being asked for comes to a model once, by whoever is first. What somebody asks
+for by name stays, and replaces what came unasked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Modules and optimizers, each with the adapter's name.
+_taken: Any = WeakIdKeyDictionary()
+
+
+def take(things: Iterable[Any], adapter: str) -> None:
+    """Note that `adapter` takes care of the models and optimizers among `things`, parts included.
+
+    Accelerate's optimizers stand for those inside them.
+    """
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            for module in thing.modules():
+                _taken.setdefault(module, adapter)
+        else:
+            inner = getattr(thing, "optimizer", thing)
+            if hasattr(inner, "param_groups"):
+                _taken.setdefault(inner, adapter)
+
+
+def is_taken(thing: Any) -> bool:
+    """Whether somebody takes care of a model, of a part of it, or of an optimizer."""
+    if isinstance(thing, nn.Module):
+        return any(module in _taken for module in thing.modules())
+    return thing in _taken
+
+
+def trains_taken(parameters: Iterable[Any]) -> bool:
+    """Whether any of `parameters` belongs to a model that somebody takes care of."""
+    wanted = {id(one) for one in parameters}
+    return any(
+        id(parameter) in wanted
+        for module in list(_taken)
+        if isinstance(module, nn.Module)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )

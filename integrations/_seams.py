@@ -1,0 +1,160 @@
+"""Where what is computed is switched on in scripts that know nothing of it.
+
+`import deepytorch` and `deepytorch run` arm this. Nothing is imported for it: frameworks are met as
+the script imports them.
+
+* Accelerate, and transformers' Trainer, which builds an Accelerator: `Accelerator.__init__`.
+* DeepSpeed: `deepspeed.initialize`, where its configuration has no section of ours.
+* All else that steps an optimizer of torch's: by torch's hook of steps (`_plain`). Loops of one's
+  own, DistributedDataParallel, FSDP, Lightning, Composer.
+
+A model is taken care of once, by whoever is first (`_claims`), and what a script asks for by name
+wins (`deepytorch_core.by_name`). What can't be done is left to stock, in a line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from deepytorch_core import config, deepspeed_flag
+from deepytorch_core.console import say_first
+from deepytorch_core.errors import OFF_SWITCH
+from deepytorch_core.import_hook import ImportHook
+from deepytorch_core.patching import Patches
+
+_Function = Callable[..., Any]
+
+# Seconds that looking for models and trying kernels may take, and the part of a run that is for it.
+_COST_S, _LARGEST_SHARE = 0.5, 0.03
+
+_met: list[str] = []
+
+
+class _Armed:
+    """What has been put in place, or waits for an import."""
+
+    def __init__(self) -> None:
+        self.patches = Patches()
+        self.began = time.monotonic()
+        self._handle: Any = None
+        self.hooks = [
+            ImportHook(
+                "accelerate.accelerator", _guarded("Accelerate's prepare", self._accelerate)
+            ),
+            ImportHook("torch.optim.optimizer", _guarded("optimizers", self._optimizers)),
+        ]
+
+    def undo(self) -> None:
+        for hook in self.hooks:
+            hook.undo()
+        self.patches.undo()
+        deepspeed_flag.unasked = None
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _accelerate(self, module: ModuleType) -> None:
+        self.patches.replace(
+            module.Accelerator,
+            "__init__",
+            _constructing,
+            why="kernels, padding-free training and compilation come in with `prepare`",
+            option="DEEPYTORCH_COMPILE=off, DEEPYTORCH_KERNELS=off and DEEPYTORCH_PADDING_FREE=off",
+        )
+
+    def _optimizers(self, module: ModuleType) -> None:
+        self._handle = module.register_optimizer_step_post_hook(_stepped)
+
+
+_armed: _Armed | None = None
+
+
+def arm() -> None:
+    """Switch compute on wherever it is met from now on. Idempotent."""
+    global _armed
+    if _armed is None:
+        _armed = _Armed()
+        for hook in _armed.hooks:
+            hook.install()
+        deepspeed_flag.unasked = _initializing
+
+
+def disarm() -> None:
+    """Switch nothing on any more, and take back what was switched on unasked."""
+    global _armed
+    if _armed is None:
+        return
+    _armed.undo()
+    _armed = None
+    import sys
+
+    for name in ("_plain", "_deepspeed_engine", "_accelerator"):
+        module = sys.modules.get(f"{__package__}.{name}")
+        if module is not None:
+            module.undo_unasked()
+
+
+def met() -> list[str]:
+    """Where something was switched on in this process; more may come."""
+    return _met
+
+
+def note(name: str) -> None:
+    """Keep that something is switched on there."""
+    if name not in _met:
+        _met.append(name)
+
+
+def _guarded(what: str, act: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """`act`, within a framework's import, which must not fail because of us."""
+
+    def guarded(module: ModuleType) -> None:
+        try:
+            act(module)
+        except Exception as error:
+            say_first(
+                f"{what} stays as it is: {type(error).__name__}: {error}; {OFF_SWITCH}",
+                level="warning",
+            )
+
+    return guarded
+
+
+def _constructing(original: _Function) -> _Function:
+    def construct(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        original(accelerator, *args, **kwargs)
+        from deepytorch.integrations import _accelerator
+
+        if _accelerator.apply_unasked(accelerator):
+            note("accelerate")
+
+    return construct
+
+
+def _initializing(original: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from deepytorch.integrations import _deepspeed_engine
+
+    note("deepspeed")
+    return _deepspeed_engine.initialize_unasked(original, args, kwargs)
+
+
+def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    import torch
+
+    if _armed is None or torch.compiler.is_compiling() or not _is_time(_armed):
+        return
+    from deepytorch.integrations import _plain
+
+    _plain.stepped(optimizer, note)
+
+
+def _is_time(armed: _Armed) -> bool:
+    """Whether the run has lasted so long that looking is a small part of it."""
+    options = config.current()
+    if "on" in (options.kernels, options.padding_free) or options.patience == "off":
+        return True
+    if options.compile not in ("auto", "off"):
+        return True  # who names a policy waits for nothing
+    return time.monotonic() - armed.began >= _COST_S / _LARGEST_SHARE

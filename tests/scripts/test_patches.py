@@ -1,0 +1,209 @@
+"""What is replaced in other libraries is listed, and given back; what is asked for by name wins."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from deepytorch.cli import explain_patches
+from deepytorch_core import config
+from deepytorch_core.testing import run_program
+
+# Modules whose attributes, and those of their classes, are compared.
+COMPARED = """
+import importlib, json, sys
+NAMES = [
+    "torch", "torch.nn.parallel.distributed", "torch.optim.optimizer", "torch.cuda.graphs",
+    "torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh",
+    "torch.distributed.nn.functional", "torch.utils.data.dataloader", "torch._C._distributed_c10d",
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook", "torch.nn.modules.module",
+    "torch.amp.grad_scaler", "accelerate.accelerator", "accelerate.data_loader",
+]
+def held():
+    found = {}
+    for module in map(importlib.import_module, NAMES):
+        for name, value in list(vars(module).items()):
+            found[module.__name__, name] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                for own, inner in list(vars(value).items()):
+                    found[f"{value.__module__}.{value.__qualname__}", own] = inner
+    hooks = importlib.import_module("torch.optim.optimizer")
+    for name in ("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"):
+        found["hooks", name] = len(getattr(hooks, name))
+    for name, value in vars(importlib.import_module("torch.nn.modules.module")).items():
+        if name.startswith("_global_") and hasattr(value, "__len__"):
+            found["hooks", name] = len(value)
+    found["sys", "meta_path"] = len(sys.meta_path)
+    return found
+def differing(one, other):
+    # Functions of torch that count how often something was asked for, and caches, are none of ours.
+    return sorted(
+        key for key in one if key in other and one[key] is not other[key] and one[key] != other[key]
+    )
+"""
+TRAIN = """
+import torch
+from accelerate import Accelerator
+def train():
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(4, 1)
+    own = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(net, own)
+    plain = torch.nn.Linear(4, 1)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(4):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        plain(torch.ones(2, 4)).sum().backward()
+        other.step()
+    return accelerator, model, plain
+"""
+
+
+def told(program: str, folder: Path, **variables: str) -> dict[str, Any]:
+    given = {
+        "DEEPYTORCH_PATIENCE": "off",
+        "DEEPYTORCH_COMPILE": "aot-eager",
+        "DEEPYTORCH_PROFILE": str(folder / "profile.json"),
+        "ACCELERATE_USE_CPU": "true",
+        **variables,
+    }
+    environment = config.child_environment(**given)
+    done = run_program([sys.executable, "-c", program], env=environment)
+    assert done.returncode == 0, done.stderr
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("{")]
+    found: dict[str, Any] = json.loads(line)
+    return {**found, "stderr": done.stderr}
+
+
+def test_every_attribute_that_is_replaced_is_listed_and_given_back(tmp_path: Path) -> None:
+    found = told(
+        COMPARED
+        + TRAIN
+        # Torch replaces some of its own as its compiler comes in.
+        + "train()\n"
+        + "torch.compile(torch.nn.Linear(1, 1), backend='eager')(torch.ones(1, 1))\n"
+        + "before = held()\n"
+        + "import deepytorch\n"
+        + "from deepytorch_core.patching import replaced\n"
+        + "kept = train()\n"
+        + "on = differing(before, held())\n"
+        + "listed = [(one.owner, one.name, one.why) for one in replaced()]\n"
+        + "deepytorch.deactivate()\n"
+        + "print(json.dumps({'on': on, 'listed': listed, 'off': differing(before, held())}))\n",
+        tmp_path,
+    )
+    listed = {(owner, name) for owner, name, _ in found["listed"]}
+    assert all(why for _, _, why in found["listed"])
+    assert ("accelerate.accelerator.Accelerator", "__init__") in listed
+    changed = {tuple(one) for one in found["on"]} - {
+        ("hooks", "_global_optimizer_post_hooks"),
+        ("sys", "meta_path"),
+    }
+    # Modules of torch.distributed have the same functions by the same names.
+    unlisted = {
+        one for one in changed if one not in listed and one[1] not in {name for _, name in listed}
+    }
+    assert unlisted == set()
+    assert found["off"] == []
+    # What came with the models is in the command's list as well.
+    assert {("accelerate.accelerator.Accelerator", "prepare")} <= listed
+    later = {one[:2] for one in explain_patches.LATER}
+    at_once = [one for one in listed if one not in later]
+    assert ("accelerate.accelerator.Accelerator", "__init__") in at_once
+    assert {name for _, name in listed} & {"prepare", "send_to_device"} <= {
+        name for _, name in later
+    }
+
+
+def test_the_last_line_says_what_was_switched_on(tmp_path: Path) -> None:
+    program = "import deepytorch\n" + TRAIN + "train()\nprint('{}')\n"
+    said = told(program, tmp_path)["stderr"]
+    (line,) = re.findall(r"^deepytorch: switched on: .*$", said, re.MULTILINE)
+    assert said.rstrip().endswith(line)
+    assert "compile of Linear: aot-eager" in line
+    assert "DEEPYTORCH_ENABLED=0" in line
+    assert "switched on" not in told(program, tmp_path, DEEPYTORCH_ENABLED="0")["stderr"]
+    assert "switched on" not in told("import deepytorch\nprint('{}')", tmp_path)["stderr"]
+
+
+def test_what_is_asked_for_by_name_wins_before_and_after(tmp_path: Path) -> None:
+    found = told(
+        "import deepytorch, json, torch\n"
+        "from deepytorch_core.compile import compilation_of\n"
+        "def trained(before=lambda net: None, after=lambda net: None):\n"
+        "    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))\n"
+        "    before(net)\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "    for step in range(8):\n"
+        "        if step == 5:\n"
+        "            after(net)\n"
+        "        net(torch.ones(2, 4)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    found = compilation_of(net)\n"
+        "    return None if found is None else found.policy\n"
+        "off = lambda net: deepytorch.compile(net, 'off')\n"
+        "auto = lambda net: deepytorch.compile(net, 'auto')\n"
+        "print(json.dumps({'nobody': trained(), 'off before': trained(off),\n"
+        "    'off after': trained(after=off), 'auto before': trained(auto),\n"
+        "    'auto after': trained(after=auto)}))\n",
+        tmp_path,
+    )
+    assert {name: value for name, value in found.items() if name != "stderr"} == {
+        "nobody": "aot-eager",
+        "off before": None,
+        "off after": None,
+        "auto before": "auto",
+        "auto after": "auto",
+    }
+
+
+def test_an_adapters_own_call_takes_back_what_came_unasked(tmp_path: Path) -> None:
+    found = told(
+        "import deepytorch, json, torch\n"
+        "from accelerate import Accelerator\n"
+        "from deepytorch.integrations import _contract, _seams\n"
+        "from deepytorch.integrations.accelerate import DeepytorchPlugin\n"
+        "def decided(*handlers):\n"
+        "    accelerator = Accelerator(cpu=True, kwargs_handlers=list(handlers))\n"
+        "    net = torch.nn.Linear(4, 1)\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "    net, optimizer = accelerator.prepare(net, optimizer)\n"
+        "    for _ in range(6):\n"
+        "        accelerator.backward(net(torch.ones(2, 4)).sum())\n"
+        "        optimizer.step()\n"
+        "    from deepytorch_core.compile import compilation_of\n"
+        "    return compilation_of(net) is not None\n"
+        "off = DeepytorchPlugin(compile='off', kernels='off', padding_free='off')\n"
+        "print(json.dumps({'unasked': decided(), 'by name': decided(off)}))\n",
+        tmp_path,
+    )
+    assert (found["by name"], found["unasked"]) == (False, True)
+
+
+def test_a_seam_that_has_moved_is_a_line_and_stock(tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("")
+    (tmp_path / "accelerate" / "accelerator.py").write_text("class Moved: pass\n")
+    found = told(
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import deepytorch, accelerate.accelerator, json\n"
+        "print(json.dumps({'is_there': accelerate.accelerator.Moved.__name__}))\n",
+        tmp_path,
+    )
+    assert found["is_there"] == "Moved"
+    assert found["stderr"].count("Accelerate's prepare stays as it is: AttributeError") == 1
+
+
+def test_importing_it_imports_no_framework(tmp_path: Path) -> None:
+    found = told(
+        "import json, sys, deepytorch\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'deepspeed', 'numpy'}\n"
+        "print(json.dumps({'heavy': sorted(heavy & set(sys.modules))}))\n",
+        tmp_path,
+    )
+    assert found["heavy"] == []
