@@ -214,15 +214,8 @@ class Replay:
 
         `number`: where the random numbers were; None if it draws none.
         """
-        is_differentiated = torch.is_grad_enabled()
+        tensors = [one.detach().requires_grad_(one.requires_grad) for one in call.tensors]
         with torch.enable_grad():
-            # What is differentiated once more has to lead on to what the inputs were made of.
-            tensors = [
-                one.view_as(one)
-                if is_differentiated and one.requires_grad
-                else one.detach().requires_grad_(one.requires_grad)
-                for one in call.tensors
-            ]
             leaves = self._once_more(call, number, tensors)
         # Outside of the module's hooks, so that logits may come that hooks would have left out.
         outputs = [one for one, known in zip(leaves, self._leaves, strict=True) if known is Tensor]

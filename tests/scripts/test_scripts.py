@@ -60,7 +60,7 @@ CASES: dict[str, tuple[int, str, set[str]]] = {
     "trainer": (1, "accelerate", {"compile of LlamaForCausalLM"}),
     "with_deepspeed": (2, "deepspeed", {"compile of Sequential"}),
 }
-EXTENDED = {"fsdp", "parts", "with_accelerate", "with_deepspeed"}
+EXTENDED = {"fsdp", "fsdp2", "parts", "with_accelerate", "with_deepspeed"}
 
 
 def outcome(
