@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import nn
@@ -22,7 +22,7 @@ class Never:
     """A Capture that has nothing to capture: which way a step goes is all that counts here."""
 
     num_captured = 0
-    failure = None
+    failure: str | None = None
     problem = None
 
     def __init__(self, root: nn.Module, **_: Any) -> None: ...
@@ -85,3 +85,39 @@ def test_it_ends_as_soon_as_more_steps_would_tell_nothing(
     assert trial.is_replayed == (chosen == "replayed")
     (decision,) = decisions.made()
     assert (decision["chosen"], decision["reason"]) == (chosen, reason)
+
+
+class Waiting(Never):
+    """A Capture of passes that wait for the GPU, but those of a trunk."""
+
+    tried: ClassVar[list[nn.Module]] = []
+
+    def __init__(self, root: nn.Module, **more: Any) -> None:
+        super().__init__(root, **more)
+        self.tried.append(root)
+        if isinstance(root, nn.ModuleDict):
+            self.failure = "it waits for the GPU"
+
+
+def test_a_models_trunk_is_tried_where_the_whole_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock(0.8, 0.01)
+    monkeypatch.setattr(capturing, "time", clock)
+    monkeypatch.setattr(capturing, "Capture", Waiting)
+    monkeypatch.setattr(Waiting, "tried", [])
+    monkeypatch.setattr(capture, "why_not", lambda root: None)
+    monkeypatch.setattr(decisions, "_made", [])
+    options = Options(profile=str(tmp_path / "profile.json"), log="error")
+    monkeypatch.setattr(config, "_current", options)
+    trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
+    ways: list[bool] = []
+    trial = capturing.Capturing(whole, tokens=lambda: 7, switch=ways.append)
+    while not trial.is_settled:
+        trial.on_forward(True)
+        clock.step(ways[-1])
+    assert Waiting.tried == [whole, trunk]
+    assert trial.is_replayed
+    (decision,) = decisions.made()
+    assert decision["what"] == "CUDA graphs of Sequential"
