@@ -138,7 +138,7 @@ STARTUP := PYTHONPATH=$(CURDIR)/tests/startup OMP_NUM_THREADS=1
 
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
-BESIDE := tests/integrations tests/recipes tests/network tests/faults tests/docs \
+BESIDE := tests/integrations tests/recipes tests/scripts tests/network tests/faults tests/docs \
           tests/multiproc/test_padding_free_training.py tests/multiproc/test_run_compare.py \
           tests/multiproc/test_compile_zero3.py tests/multiproc/test_kernels_sharded.py \
           tests/multiproc/test_compile.py tests/unit/test_compile_hostile.py \

@@ -50,7 +50,7 @@ class _Active:
 
     def arm_seams(self) -> None:
         """Switch on what is computed, too; see `activate_on_import`."""
-        if self.seams is None and _seams is not None:
+        if self.seams is None and _seams is not None and not _are_models_left:
             self.seams = importlib.import_module(_seams)
             self.seams.arm()
             if not _is_command():
@@ -71,6 +71,7 @@ class _Active:
 
 _active: _Active | None = None
 _seams: str | None = None
+_are_models_left = False
 _lock = threading.RLock()
 _left_to_adapter: ContextVar[bool] = ContextVar("left_to_adapter", default=False)
 
@@ -129,6 +130,15 @@ def left_to_adapter() -> Iterator[None]:
         yield
     finally:
         _left_to_adapter.reset(token)
+
+
+def leave_models_alone(is_on: bool = True) -> None:
+    """Have activation switch on collectives alone in this process, for tests of single parts."""
+    global _are_models_left
+    _are_models_left = is_on
+    if is_on and _active is not None and _active.seams is not None:
+        _active.seams.disarm()
+        _active.seams = None
 
 
 def put_in_force(chosen: config.Options) -> str | None:

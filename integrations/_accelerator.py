@@ -38,7 +38,7 @@ from . import (
 )
 
 _Prepare = Callable[..., Any]
-_NAME, _TAKES = "accelerator", "accelerator_taken"
+_NAME = "accelerator"
 _FLAG = "deepytorch"
 _VERSIONS, _TESTED = ">=1.10,<2", "1.15.0"
 
@@ -101,11 +101,12 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     _contract.take_back_unasked(accelerator, _NAME)
     if _contract.is_marked(accelerator, _NAME):
         return True
-    _take(accelerator, adapter)
     _warn_if_alone(accelerator, adapter)
     if not _is_initialized():
         own = _contract.alone(adapter, given)
         applied = _apply_alone(accelerator, own, adapter, _contract.Changes())
+        if not applied:
+            _claims.leave_to_stock()
         if armed:
             activation.deactivate()  # there are no groups for it to serve
         return applied
@@ -115,6 +116,7 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
         options = {**_flag(configuration, adapter), **options}
     joined = _contract.join(adapter, options)
     if not joined.options.enabled:
+        _claims.leave_to_stock()
         return False
     changes = _contract.Changes()
     changes.on_undo(activation.deactivate if armed else joined.leave)
@@ -123,18 +125,10 @@ def apply(accelerator: Any, given: Mapping[str, Any], *, adapter: str, armed: bo
     if getattr(accelerator, "is_fsdp2", False):
         changes.around(accelerator, "prepare", functools.partial(_prepare_fsdp2, changes))
     _set_policies(accelerator, joined.options, adapter, changes)
+    changes.around(accelerator, "prepare", functools.partial(_preparing_taken, adapter))
     _live.log_figures(accelerator, changes)
     _contract.mark(accelerator, _NAME, changes)
     return True
-
-
-def _take(accelerator: Any, adapter: str) -> None:
-    """Keep what is on unasked from all that `prepare` gets, whatever the options say."""
-    if _contract.is_marked(accelerator, _TAKES):
-        return
-    changes = _contract.Changes()
-    changes.around(accelerator, "prepare", functools.partial(_preparing_taken, adapter))
-    _contract.mark(accelerator, _TAKES, changes)
 
 
 def _preparing_taken(adapter: str, original: _Prepare, _: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,9 +144,7 @@ def _apply_alone(
     """Put in place all that needs no agreement with other ranks; False if that is off."""
     if not options.enabled or not _set_policies(accelerator, options, adapter, changes):
         return False
-    if not changes.asked:
-        taken = functools.partial(_preparing_taken, adapter)
-        changes.around(accelerator, "prepare", taken)
+    changes.around(accelerator, "prepare", functools.partial(_preparing_taken, adapter))
     _contract.mark(accelerator, _NAME, changes)
     return True
 
@@ -184,7 +176,6 @@ def is_applied(accelerator: Any) -> bool:
 
 def undo(accelerator: Any) -> bool:
     """Put the Accelerator back as it was; False when there was nothing to undo."""
-    _contract.undo(accelerator, _TAKES)
     return _contract.undo(accelerator, _NAME)
 
 

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # Modules and optimizers, each with the adapter's name.
 _taken: Any = WeakIdKeyDictionary()
+_is_left = False
 
 
 def take(things: Iterable[Any], adapter: str) -> None:
@@ -29,6 +30,17 @@ def take(things: Iterable[Any], adapter: str) -> None:
             inner = getattr(thing, "optimizer", thing)
             if hasattr(inner, "param_groups"):
                 _taken.setdefault(inner, adapter)
+
+
+def leave_to_stock() -> None:
+    """Have nobody come to models of this process unasked: the script has switched it off."""
+    global _is_left
+    _is_left = True
+
+
+def is_left_to_stock() -> bool:
+    """Whether the script wants nothing unasked."""
+    return _is_left
 
 
 def is_taken(thing: Any) -> bool:

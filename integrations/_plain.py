@@ -72,7 +72,12 @@ def _begin(optimizer: Any) -> None:
     global _num_searches
     options = config.current()
     trained = [one for group in optimizer.param_groups for one in group["params"]]
-    if not _is_any_on(options) or _num_searches >= _MOST_SEARCHES or not trained:
+    if (
+        not _is_any_on(options)
+        or _claims.is_left_to_stock()
+        or _num_searches >= _MOST_SEARCHES
+        or not trained
+    ):
         return
     if _claims.is_taken(optimizer) or _claims.trains_taken(trained):
         return

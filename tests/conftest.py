@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from deepytorch_core import config, decisions
+from deepytorch_core import activation, config, decisions
 from deepytorch_core.config import Options
 from deepytorch_core.testing import close_idle_workers
 from deepytorch_core.testing.emulation import Network
@@ -25,6 +25,10 @@ hypothesis.settings.load_profile("repeatable")
 
 # Measuring takes time and writes to the user's cache: what tests it turns it on, also in workers.
 os.environ.setdefault("DEEPYTORCH_TUNE", "off")  # noqa: TID251
+
+# Tests are of single parts: their stock twins, too, would be trained accelerated. Whole programs
+# are in processes of their own.
+activation.leave_models_alone()
 
 # torch asks the name server who 127.0.0.1 is, at both ends of every connection to a store: where a
 # question gets lost, that takes 5 s.

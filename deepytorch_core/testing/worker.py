@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config
+from deepytorch_core import activation, config
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 STORE_HOST = "127.0.0.1"
 # Shorter than the time that the others have when a rank failed.
 _LEAVING = timedelta(seconds=1)
+
+
+# Who runs whole programs: what is computed in them is switched on as it is anywhere.
+_OF_PROGRAMS = ("deepytorch_core.testing.script", "deepytorch_core.testing.forked")
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ def _run(call: Call) -> Outcome:
     os.environ.update(MASTER_PORT=str(call.store_port))  # noqa: TID251  nothing is read
     try:
         _reset_state()
+        activation.leave_models_alone(call.function.module not in _OF_PROGRAMS)
         function = load_function(call.function)
         args, kwargs = pickle.loads(call.payload)
         if call.backend is not None:

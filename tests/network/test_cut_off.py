@@ -63,7 +63,8 @@ def test_who_takes_its_time_is_waited_for() -> None:
 
 def test_a_machine_without_its_loopback_interface_says_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('not reached')\n", encoding="utf-8")
-    run_here = [sys.executable, "-m", "deepytorch.cli", "run", str(tmp_path / "train.py")]
+    options = ["--nproc-per-node", "1", str(tmp_path / "train.py")]
+    run_here = [sys.executable, "-m", "deepytorch.cli", "run", *options]
     done = subprocess.run(["unshare", "--net", *run_here], capture_output=True, timeout=60)
     assert done.returncode == 2
     assert b"can't meet at localhost: [Errno 101]" in done.stderr
