@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch_core import config, decisions
+from deepytorch_core import activation, config, decisions
 from deepytorch_core.testing import spawn_ranks
 
 pytest.importorskip("accelerate")
@@ -76,6 +76,7 @@ def trained(make: Callable[[], Any]) -> dict[str, weakref.ref[Any]]:
 def alive(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[str], list[str]]:
     # Compilation has cycles of its own.
     profile = f"{folder}/profile.json"
+    activation.leave_models_alone(False)
     deepytorch.activate(tune="auto", profile=profile, patience="off", compile="off")
     make = {"convolutional": convolutional, "padded": padded}[kind]
     # Frameworks' first imports leave cycles of their own, those of torch's compiler among them.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepytorch
+from deepytorch_core import activation
 from deepytorch_core.testing import spawn_ranks
 
 pytest.importorskip("accelerate")
@@ -23,6 +24,7 @@ LIMIT_S = 50.0
 
 
 def switch_on(folder: str) -> None:
+    activation.leave_models_alone(False)
     deepytorch.activate(tune="auto", profile=f"{folder}/profile.json")
 
 

@@ -84,6 +84,7 @@ def call_often(rank: int, world_size: int) -> tuple[float, int, str]:
     return took, len(sampled), last
 
 
+@pytest.mark.extended
 def test_it_is_a_sample_of_a_few_a_second() -> None:
     for took, sampled, last in spawn_ranks(call_often, 2, backend="deepytorch"):
         assert 1 <= sampled <= 2 + took / 0.1

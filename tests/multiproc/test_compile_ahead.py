@@ -303,6 +303,7 @@ def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float]
     return *losses, (prepared, limits_s, made[-1]["chosen"])
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(200)
 def test_ranks_take_over_each_part_in_the_same_step(tmp_path: Path) -> None:
     first, second = spawn_ranks(train_together, 2, str(tmp_path), backend="gloo", timeout_s=180.0)
@@ -376,6 +377,7 @@ def linear(number: int) -> Any:
     return run
 
 
+@pytest.mark.extended
 @pytest.mark.extended  # two helpers' starts
 def test_helpers_without_work_end_and_others_take_their_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

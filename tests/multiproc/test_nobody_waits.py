@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
-from deepytorch_core import decisions
+from deepytorch_core import activation, decisions
 from deepytorch_core.compile import compilation, policies
 from deepytorch_core.testing import spawn_ranks
 
@@ -31,6 +31,7 @@ def model() -> nn.Module:
 def switch_on(folder: str) -> None:
     """What one line does to a script that knows nothing of it, with a policy that costs little."""
     profile = f"{folder}/profile.json"
+    activation.leave_models_alone(False)
     deepytorch.activate(tune="auto", profile=profile, patience="off", log="error")
     policies.automatic = lambda device: [policies.get("aot-eager")]
     assert compilation._RANKS_LIMIT_S > 2 * LIMIT_S

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deepytorch_core.testing import spawn_ranks
@@ -49,6 +50,7 @@ def train(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], l
     return curves, made, captured.get()
 
 
+@pytest.mark.extended
 def test_token_balance_of_a_recipe_leaves_its_losses(tmp_path: Path) -> None:
     first, second = spawn_ranks(train, 2, str(tmp_path), backend="gloo", fresh=True, timeout_s=110)
     (off, ours), made, printed = first

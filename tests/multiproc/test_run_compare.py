@@ -249,7 +249,14 @@ def by_forking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("by_forking")
-@pytest.mark.parametrize("what", ["rate", "alone", "draws", "nothing"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "rate",
+        "nothing",
+        *(pytest.param(one, marks=pytest.mark.extended) for one in ("alone", "draws")),
+    ],
+)
 def test_a_wrong_run_is_told_from_other_random_numbers(project: Project, what: str) -> None:
     steps = ["--nproc-per-node", "2", "--steps", "16"]
     done = project.compare(OTHERWISE, *steps, given=what)
@@ -271,6 +278,7 @@ def test_a_wrong_run_is_told_from_other_random_numbers(project: Project, what: s
         assert one["losses"][1:] != stock["losses"][1:]
 
 
+@pytest.mark.extended
 @pytest.mark.extended
 @pytest.mark.usefixtures("without_torchrun")
 def test_accelerate_that_ends_early(project: Project) -> None:
@@ -300,7 +308,16 @@ def test_a_trainer_that_rotates_checkpoints(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("without_torchrun")
-@pytest.mark.parametrize("given", ["", "../elsewhere", "linked/elsewhere"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        *(
+            pytest.param(f"{one}elsewhere", marks=pytest.mark.extended)
+            for one in ("../", "linked/")
+        ),
+    ],
+)
 def test_a_checkpoint_that_was_there_is_not_deleted(project: Project, given: str) -> None:
     project.elsewhere.mkdir()
     (project.folder / "linked").symlink_to(project.elsewhere.parent)

@@ -148,7 +148,17 @@ def expected() -> list[Any]:
     return spawn_ranks(as_stock, 2)
 
 
-@pytest.mark.parametrize("number", range(len(ODDITIES)), ids=[one.__name__ for one in ODDITIES])
+# The others are siblings of these.
+IN_SHORT = {full, closed, refuses, no_place_for_a_profile}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=one.__name__, marks=[pytest.mark.extended] * (one not in IN_SHORT))
+        for number, one in enumerate(ODDITIES)
+    ],
+)
 def test_a_training_goes_on(number: int, expected: list[Any]) -> None:
     found = spawn_ranks(in_odd_surroundings, 2, number, fresh=True)
     if isinstance(found[0], str):

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deepytorch_core import config
 
 SUITES = Path(__file__).parents[1] / "suites"
@@ -118,6 +120,7 @@ def test_tells_what_differs_and_what_was_taken_over(tmp_path: Path) -> None:
     assert f"unsteady: {FILE}test_differs_once" in said
 
 
+@pytest.mark.extended
 def test_a_test_that_stands_still_is_ended(tmp_path: Path) -> None:
     told, _ = told_of(STANDS_STILL, tmp_path, "--limit", "2", "--grace", "0")
     assert outcomes_of(told, "stock") == {"test_stands_still": "passed"}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -384,6 +385,7 @@ def zero(rank: int, world_size: int) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.extended
 def test_deepspeed() -> None:
     told_by = spawn_ranks(zero, 2, fresh=True, preload=("deepspeed",), timeout_s=120)
     assert not any(LINE in printed for printed in told_by)

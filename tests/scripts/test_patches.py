@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deepytorch.cli import explain_patches
 from deepytorch_core import config
 from deepytorch_core.testing import run_program
@@ -161,6 +163,7 @@ def test_what_is_asked_for_by_name_wins_before_and_after(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.extended
 def test_an_adapters_own_call_takes_back_what_came_unasked(tmp_path: Path) -> None:
     found = told(
         "import deepytorch, json, torch\n"

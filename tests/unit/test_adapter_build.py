@@ -201,6 +201,7 @@ def test_a_failed_compilation_names_the_error_and_the_log(sources: Sources) -> N
     assert leftovers(log.parent) == []
 
 
+@pytest.mark.extended
 def test_of_several_processes_one_compiles(sources: Sources, places: Path, tmp_path: Path) -> None:
     # Every process is up before the compiler comes to an end, so all but one have to wait.
     go = tmp_path / "go"

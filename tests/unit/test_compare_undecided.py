@@ -15,7 +15,7 @@ from deepytorch_core import compile as engine
 from deepytorch_core import config
 from deepytorch_core.compare import probe
 from deepytorch_core.compare.result import Sample, judge
-from deepytorch_core.compile import compilation, turns
+from deepytorch_core.compile import ahead, compilation, turns
 from deepytorch_core.config import Options
 
 LAST = compilation.EAGER_STEPS + compilation.COMPILED_STEPS + turns.MOST_STEPS
@@ -31,7 +31,10 @@ def train(model: nn.Module, steps: int) -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-def test_what_a_model_is_still_waiting_for_is_known_until_it_is_undone() -> None:
+def test_what_a_model_is_still_waiting_for_is_known_until_it_is_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "may_help", lambda root, device, num_ranks: True)
     model = engine.compile(nn.Linear(2, 2), steps=None, is_patient=True)
     assert probe._undecided(0) == []  # it may never be trained
     train(model, 8)  # four optimizer steps of two micro-batches
