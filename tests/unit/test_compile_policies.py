@@ -124,10 +124,11 @@ def test_compile_thunder_that_fails_leaves_the_model_eager_with_one_line(
     ours = model()
     expected = train(copy.deepcopy(ours))
     deepytorch.compile(ours, "thunder")
+    found: Any = engine.compilation_of(ours)
     assert train(ours) == pytest.approx(expected, rel=1e-6)
     lines = [line for line in capfd.readouterr().err.splitlines() if "runs eagerly" in line]
     assert len(lines) == 1
     assert cause in lines[0]
     assert "long story" not in lines[0]
-    (region,) = engine.compilation_of(ours).regions  # type: ignore[union-attr]
+    (region,) = found.regions
     assert cause in region.told.dropped["thunder"]

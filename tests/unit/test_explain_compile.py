@@ -97,8 +97,8 @@ def train_auto(monkeypatch: pytest.MonkeyPatch, model: nn.Module, policy: type[P
 def known(model: nn.Module, policy: str = "auto") -> Any:
     """What the next run would take for decided."""
     found = compilation.Compilation(model, policy, budget_s=1.0, steps=None)
-    found._facts.update(module=guard.fingerprint(found._root), device="cpu")
-    return found._known()
+    found._kept.look_at(found._root, torch.device("cpu"))
+    return found._kept.find(1)
 
 
 @pytest.mark.parametrize(("made", "text"), [(Prints, "print("), (Waits, ".item()")])
