@@ -148,6 +148,7 @@ def test_differs():
 """
 
 
+@pytest.mark.extended
 def test_a_peers_tests_run_with_compute_on(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_each.py").write_text(TRAINS)

@@ -124,7 +124,7 @@ def wait_in_all(rank: int, world_size: int, folder: str, collectives: str) -> di
     return found
 
 
-@pytest.mark.parametrize("collectives", ["auto", "stock"])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("stock", marks=pytest.mark.extended)])
 def test_who_is_waited_for_is_said_while_it_lasts(collectives: str, tmp_path: Path) -> None:
     ranks = spawn_ranks(wait_in_all, 3, str(tmp_path), collectives, fresh=True, timeout_s=200)
     for name, (_, operation) in CASES.items():
