@@ -106,6 +106,7 @@ def test_every_use_of_a_late_cache_finds_stocks(use: Callable[[Any], Any]) -> No
     assert found == expected
 
 
+@pytest.mark.extended
 def test_a_second_segment_goes_on_from_a_late_cache() -> None:
     losses = []
     for ours in (False, True):
