@@ -79,9 +79,9 @@ _left_to_adapter: ContextVar[bool] = ContextVar("left_to_adapter", default=False
 def activate(**options: Any) -> None:
     """Send the collectives of torch.distributed through deepytorch, from now on.
 
-    What models compute is accelerated, too, wherever they are met, once `deepytorch` has been
-    imported. Works before torch is imported, after, and after `init_process_group` (existing groups
-    are upgraded in place; all ranks must then call it). May be called again to change options.
+    Models that are trained are accelerated, too, once `deepytorch` has been imported. Works before
+    torch is imported, after, and after `init_process_group` (existing groups are upgraded in place;
+    all ranks must then call it). May be called again to change options.
 
     Args:
         **options: see `deepytorch_core.config.Options`; each wins over its environment variable.

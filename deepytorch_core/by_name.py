@@ -1,6 +1,6 @@
 """Models for which a script has said by name what is to become of a part of them.
 
-What it says stays: what is on without being asked for leaves that part alone.
+The script's word stays. Parts that it has named are left alone by all that is on unasked.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def _say(is_active: Callable[[], bool]) -> None:
 
 
 def line(made: tuple[dict[str, Any], ...]) -> str | None:
-    """What was switched on, with the times that were measured; None where all is stock's."""
+    """Say what was switched on, with measured times; None where all is stock's."""
     last = {one["what"]: one for one in made}
     kept = [one for one in last.values() if not decisions.is_stock(one)]
     if not kept:

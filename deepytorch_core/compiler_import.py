@@ -11,6 +11,7 @@ threads, none of which is in the child.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -44,8 +45,9 @@ def load() -> None:
             one.clear()
 
 
+@functools.cache
 def load_beside() -> None:
-    """Import, in a thread, what is needed once helpers compile: no step is to wait for it."""
+    """Import, in one thread, what is needed once helpers compile: no step is to wait for it."""
     from deepytorch_core import unlisted
 
     if not all(name in sys.modules for name in _FOR_HELPERS):

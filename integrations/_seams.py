@@ -14,6 +14,7 @@ wins (`deepytorch_core.by_name`). What can't be done is left to stock, in a line
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -88,8 +89,6 @@ def disarm() -> None:
         return
     _armed.undo()
     _armed = None
-    import sys
-
     for name in ("_plain", "_deepspeed_engine", "_accelerator"):
         module = sys.modules.get(f"{__package__}.{name}")
         if module is not None:

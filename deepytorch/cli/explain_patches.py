@@ -15,8 +15,8 @@ _KERNELS = "DEEPYTORCH_KERNELS=off"
 _PADDING = "DEEPYTORCH_PADDING_FREE=off"
 _COMPILE = "DEEPYTORCH_COMPILE=off"
 
-# (owner, name, why, option) of what comes in with the first model that needs it; a test compares
-# it with what does.
+# (owner, name, why, option) of what comes in with the first model that needs it. A test sees those
+# of Accelerate come.
 LATER = (
     (
         "accelerate.accelerator.Accelerator",
@@ -56,7 +56,7 @@ LATER = (
     ),
 )
 _ENABLED = "DEEPYTORCH_ENABLED=0"
-# What torch and Python offer, and is given back by `deactivate`.
+# Torch and Python offer these for others; `deactivate` takes ours away again.
 HOOKS = (
     (
         "torch.optim.optimizer",

@@ -210,7 +210,7 @@ def activated(options: Namespace) -> Namespace:
 def launch(options: Namespace) -> int:
     """Runs torchrun; returns 0, or the exit status of the process that failed first.
 
-    Where that would be one process without a job, it becomes that process and does not return.
+    It does not return where that is one process without a job: it becomes that process.
     A process ended by a signal counts as 128 + its number, as in a shell. Raises ValueError where
     several nodes could not meet.
     """

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
 def end_as_python(error: BaseException) -> None:
     """Have the traceback of what the program raised begin in the program.
 
-    What shows it stays who shows it: the program's own `sys.excepthook`, if it has one.
+    The program's own `sys.excepthook`, if it has one, goes on showing it.
     """
     show = sys.excepthook
 

@@ -350,7 +350,7 @@ def _asked(process: subprocess.Popen[bytes], job: bytes) -> str:
 
 
 def inputs_of(graph: GraphModule) -> Hashable:
-    """What a graph takes, equal for equal sizes; None where they may change."""
+    """Describe a graph's inputs, equal for equal sizes; None where they may change."""
     try:
         return _facts_of(graph)
     except TypeError:

@@ -339,11 +339,13 @@ class Compilation:
     def _install_known(self, known: Mapping[str, Any]) -> None:
         """Compile what an earlier run has found to be faster."""
         was_helped = known.get("was_helped", False)
-        is_helped = self._is_patient and ahead.why_not(self._device) is None
+        num_ranks = self._ranks().size
+        may_help = ahead.may_help(self._root, self._device, num_ranks=num_ranks)
+        is_helped = self._is_patient and may_help
         self._install(known.get("regions", {}), is_made=was_helped and not is_helped)
         self._on = True
         if is_helped and self.regions:
-            # What torch's caches have by now takes a helper a second.
+            # Helpers find it in torch's caches, a second or two for each graph.
             self._are_sizes_open()
             helpers = ahead.begun(self, self._device, budget_s=self._budget_s)
             helpers.start(len(self.regions))
@@ -566,15 +568,14 @@ class Compilation:
 
     def _keep(self, chosen: str, reason: str, times_ms: Mapping[str, float]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
-        if reason != FROM_PROFILE:
-            outcome_of = self.regions, chosen, reason, times_ms
-            self._kept.keep(
-                *outcome_of,
-                was_helped=self._was_helped,
-                phases=self.phases,
-                num_ranks=self._ranks().size,
-                is_final=reason != UNDECIDED,  # what the noise has hidden is measured again
-            )
+        if reason == FROM_PROFILE or not self.regions:
+            return
+        entry = outcome.entry(
+            self.regions, chosen, reason, times_ms, was_helped=self._was_helped, phases=self.phases
+        )
+        # What the noise has hidden is measured again by the next run, and what was late is tried.
+        is_final = reason != UNDECIDED and not outcome.is_late(self.regions)
+        self._kept.keep(entry, num_ranks=self._ranks().size, is_final=is_final)
 
     def _may_capture(self) -> bool:
         is_long = self._steps is None or self._steps >= LEAST_CAPTURED_STEPS

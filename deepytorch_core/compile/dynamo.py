@@ -16,7 +16,7 @@ from deepytorch_core import guard
 from deepytorch_core.compile import breaks
 from deepytorch_core.patching import Patches
 
-# Of one region's function, where each size has a graph of its own.
+# Dynamo may capture a region's function so often where each size has a graph of its own.
 MOST_CAPTURES = 64
 
 _CACHED = "lru_cache"

@@ -12,7 +12,7 @@ from deepytorch_core.compile.taking_over import TakingOver
 
 
 class Helping:
-    """What helpers do for one model, and how far that is.
+    """Gives a model's graphs to helpers, and takes over what they have done.
 
     Args:
         helpers: at work.

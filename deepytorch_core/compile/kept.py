@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepytorch_core import config, console, guard
-from deepytorch_core.compile import outcome
-from deepytorch_core.compile.phases import Phases
 from deepytorch_core.compile.policies import AUTO
-from deepytorch_core.compile.region import CompiledRegion
 
 
 class Kept:
-    """Where a trial's outcome is kept for the next run, or noted for people.
+    """Keeps a trial's outcome for the next run, or notes it for people.
 
     Args:
         what: the decision's name.
@@ -33,31 +29,16 @@ class Kept:
         self._facts = {"module": guard.fingerprint(root), "device": device.type}
 
     def find(self, num_ranks: int) -> dict[str, Any] | None:
-        """What an earlier run of as many ranks has kept."""
+        """Find the entry of an earlier run of as many ranks."""
         if config.current().tune == "force":
             return None
         return guard.profile.find(self._key(num_ranks))
 
-    def keep(
-        self,
-        regions: Sequence[CompiledRegion],
-        chosen: str,
-        reason: str,
-        times_ms: Mapping[str, float],
-        *,
-        was_helped: bool,
-        phases: Phases,
-        num_ranks: int,
-        is_final: bool,
-    ) -> None:
+    def keep(self, entry: dict[str, Any], *, num_ranks: int, is_final: bool) -> None:
         """Keep the outcome; where it is not final, the next run is to find out by itself."""
-        if console.global_rank() != 0 or not regions:
+        if console.global_rank() != 0:
             return
-        entry = outcome.entry(
-            regions, chosen, reason, times_ms, was_helped=was_helped, phases=phases
-        )
-        # What was late is tried again.
-        if entry["times_ms"] and is_final and not outcome.is_late(regions):
+        if entry["times_ms"] and is_final:
             guard.profile.keep(self._key(num_ranks), entry)
         else:
             asked = {} if self._policy == AUTO else {"policy": self._policy}

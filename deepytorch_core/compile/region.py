@@ -48,7 +48,6 @@ from deepytorch_core.compile.sizes import Sizes
 from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
-from deepytorch_core.compile.weak_region import WeakRegion
 from deepytorch_core.console import say_first
 
 # Calls that compile something new, before all sizes are taken to change, and again before it ends.
@@ -97,7 +96,7 @@ class CompiledRegion:
         is_on: Callable[[CompiledRegion], bool],
         hold: Hold | None = None,
     ) -> None:
-        self.region = WeakRegion(region)
+        self.region = region
         self.told = Told()
         self.failure: str | None = None
         self._policies = policies

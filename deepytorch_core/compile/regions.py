@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +29,27 @@ SMALLEST_SHARES = 16, 100
 _FRAMEWORKS = ("deepspeed", "torch.distributed.fsdp", "torch.distributed._composable")
 
 
-@dataclass(frozen=True)
 class Region:
-    """Modules of one structure that share a compile. `name` is the first one's place."""
+    """Modules of one structure that share a compile. They go with their last user: none is kept.
 
-    name: str
-    modules: tuple[nn.Module, ...]
-    is_model: bool = False
-    """Whether it is all of a model, compiled as one."""
+    Args:
+        name: the first one's place.
+        modules: at least one.
+        is_model: whether it is all of a model, compiled as one.
+    """
+
+    def __init__(
+        self, name: str, modules: tuple[nn.Module, ...], *, is_model: bool = False
+    ) -> None:
+        self.name = name
+        self.is_model = is_model
+        self._references = tuple(map(weakref.ref, modules))
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those that are still there."""
+        found = (reference() for reference in self._references)
+        return tuple(one for one in found if one is not None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

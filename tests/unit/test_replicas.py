@@ -71,7 +71,8 @@ def test_what_a_script_has_put_on_a_module_stays_on_its_replica() -> None:
 
 
 def test_a_copy_of_a_compiled_model_can_be_compiled_too(compiled: nn.Module) -> None:
-    found = [(one.name, len(one.modules)) for one in regions.find(copy.deepcopy(compiled))]
+    copied = copy.deepcopy(compiled)
+    found = [(one.name, len(one.modules)) for one in regions.find(copied)]
     engine.undo(compiled)
     assert found == [(one.name, len(one.modules)) for one in regions.find(compiled)]
 
