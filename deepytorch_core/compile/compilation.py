@@ -154,8 +154,8 @@ class Compilation:
         self.regions.clear()
 
     def _is_used(self) -> bool:
-        """Whether the call that begins is compiled, or may be replayed."""
-        return self._on or self._capturing is not None or self._is_tried
+        """Whether the call that begins is compiled, in part, too, or may be replayed."""
+        return self._on or self.is_waiting or self._capturing is not None or self._is_tried
 
     def _set_on(self, is_on: bool) -> bool:
         """Returns what it was."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import deepytorch
 from deepytorch_core import compile as engine
@@ -150,3 +151,31 @@ def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhi
     assert region.told.num_compiles <= 2
     helpers.close()
     region.remove()
+
+
+@pytest.mark.parametrize("patience", ["auto", "off"])
+def test_layers_share_code_that_is_taken_over_while_their_model_returns_a_cache(
+    patience: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = Options(profile=str(tmp_path / "cached"), log="error", patience=patience)
+    monkeypatch.setattr(config, "_current", options)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 4, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=8, **sizes, **heads))
+    deepytorch.compile(model)
+    found: Any = engine.compilation_of(model)
+    made = []
+    for _ in range(400):
+        ids = torch.randint(0, 32, (2, 5))
+        output = model(input_ids=ids, labels=ids)
+        output.loss.backward()
+        assert output.past_key_values is not None
+        made.append(found.num_made)
+        if found.is_settled:
+            break
+        time.sleep(0.02 if found.is_waiting else 0.0)
+    assert found.is_settled
+    assert 0 < max(made) <= 2  # one for the helpers, one that is taken over
+    (decision,) = [one for one in decisions.made() if one["what"].startswith("compile of")]
+    assert "dropped" not in decision
+    engine.undo(model)
