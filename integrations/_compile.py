@@ -30,6 +30,14 @@ def is_compiled_by_script(model: Any) -> bool:
     )
 
 
+def has_code(model: Any) -> bool:
+    """Whether `deepytorch.compile` has put compiled code into the model or a part of it."""
+    from deepytorch_core import compile as engine
+
+    found = [engine.compilation_of(one) for one in model.modules()]
+    return any(one is not None and one.regions for one in found)
+
+
 def start(model: Any, options: Options, changes: _contract.Changes) -> None:
     """Compile `model` as the options say; nothing for what is no module.
 

@@ -268,10 +268,12 @@ def _swap(
 def _is_whole(module: nn.Module) -> bool:
     """Whether kernels may stand in its parts.
 
-    Not where they are cut up or copied to other devices, and not in what the script has compiled.
+    Not where they are cut up or copied to other devices, and not in what is compiled already:
+    that code was made for the modules as they are.
     """
     is_cut = _kind(module) == "fsdp" or isinstance(module, nn.DataParallel)
-    return not is_cut and not _compile.is_compiled_by_script(module)
+    is_compiled = _compile.is_compiled_by_script(module) or _compile.has_code(module)
+    return not (is_cut or is_compiled)
 
 
 def _pack(
