@@ -18,6 +18,7 @@ from torch import nn
 
 from deepytorch_core import compiler_import, decisions
 from deepytorch_core.config import Options
+from deepytorch_core.nn import swaps
 from deepytorch_core.nn.kernels import STOCK, Setting, apply_kernels
 
 from . import _contract
@@ -77,6 +78,7 @@ def apply_to_optimizers(
 
 def _register() -> None:
     compiler_import.load()
+    swaps.load()  # first: how fast stock's loss is, to which others are compared
     importlib.import_module(f"{__package__}._causal_loss")
     importlib.import_module(f"{__package__}._masked_loss")
     if importlib.util.find_spec("liger_kernel") is not None:

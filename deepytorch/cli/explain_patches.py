@@ -37,6 +37,12 @@ LATER = (
         _KERNELS,
     ),
     (
+        "torch.ops.aten.cross_entropy_loss",
+        "AutocastCUDA",
+        "the loss of many classes is computed in one pass over the logits",
+        _KERNELS,
+    ),
+    (
         "torch.nn.modules.module.Module",
         "_replicate_for_data_parallel",
         "copies that nn.DataParallel makes keep to their class's forward",

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from deepytorch_core import config, console, decisions, guard
-from deepytorch_core.compile import capture, regions, turns
+from deepytorch_core.compile import capture, policies, regions, turns
 from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.capture import Capture
+from deepytorch_core.compile.recorder import Recorder
 
 LAUNCHED = "launched"
 REPLAYED = "replayed"
@@ -30,6 +31,24 @@ REASONS = {
 }
 # Steps in which kinds of calls are captured, before times are taken.
 CAPTURING_STEPS = 14
+
+# A run shorter than this ends soon after it is known whether graphs are worth it.
+LEAST_STEPS = 100
+
+
+def is_wanted(policy: str, device: torch.device, *, steps: int | None) -> bool:
+    """Whether a model's passes are to be tried as CUDA graphs.
+
+    Args:
+        policy: the model's, or "auto".
+        device: where it trains.
+        steps: how many training steps the run has, if known.
+    """
+    is_long = steps is None or steps >= LEAST_STEPS
+    is_on = config.current().cuda_graphs == policies.AUTO
+    if not (is_on and is_long and device.type == Recorder.kind):
+        return False
+    return policy == policies.AUTO or policies.get(policy).is_replayed
 
 
 class Capturing:

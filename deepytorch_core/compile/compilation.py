@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import compiler_import, config, console, decisions, guard
+from deepytorch_core import compiler_import, console, decisions, guard
 from deepytorch_core.compile import (
     ahead,
     capture,
@@ -44,7 +44,6 @@ from deepytorch_core.compile.helping import Helping
 from deepytorch_core.compile.kept import Kept
 from deepytorch_core.compile.phases import Phases, Trial
 from deepytorch_core.compile.policies import AUTO, EAGER
-from deepytorch_core.compile.recorder import Recorder
 from deepytorch_core.compile.region import CompiledRegion, Readiness, install
 from deepytorch_core.compile.taking_over import TakingOver
 
@@ -68,9 +67,6 @@ CODE = "compiled code"
 HELD_UP = "compiling it would hold up a step: a policy's name compiles it all the same"
 WHEN_REPLAYED = "faster than eager when replayed"
 ONLY_REPLAYED = "faster only where both are replayed"
-
-# A run shorter than this ends soon after it is known whether graphs are worth it.
-LEAST_CAPTURED_STEPS = 100
 
 _RANKS_LIMIT_S = 120.0
 
@@ -283,7 +279,7 @@ class Compilation:
                 self._conclude(self.policy, ASKED_FOR, None)
             else:
                 self._keep(self.policy, ASKED_FOR, {})
-                self._stop()
+                self._capture_or_stop()
         elif number <= self._first:
             self._is_tried_early()
             if number == self._first:
@@ -523,13 +519,18 @@ class Compilation:
             self._early.undo()
             self._early = None
             torch.cuda.empty_cache()  # what its graphs have left
-        if reason == UNDECIDED and times_ms and self._may_capture() and not was_replaying:
+        is_open = reason in (UNDECIDED, SLOWER) and not was_replaying
+        if is_open and times_ms and self._may_capture():
             # Where launches take the time, what a GPU saves shows only when steps are replayed.
             self._open = reason, times_ms
         elif reason == FASTER and are_both:
             self._open = ONLY_REPLAYED, times_ms or {}
         else:
             self._conclude(chosen, reason, times_ms)
+        self._capture_or_stop()
+
+    def _capture_or_stop(self) -> None:
+        """Find out whether passes are faster as CUDA graphs; else nothing is left to be found."""
         if self._may_capture():
             self._capturing = self._new_capturing()
         else:
@@ -578,9 +579,7 @@ class Compilation:
         self._kept.keep(entry, num_ranks=self._ranks().size, is_final=is_final)
 
     def _may_capture(self) -> bool:
-        is_long = self._steps is None or self._steps >= LEAST_CAPTURED_STEPS
-        is_asked = self.policy == AUTO and config.current().cuda_graphs == AUTO
-        return is_asked and is_long and self._device.type == Recorder.kind
+        return capturing.is_wanted(self.policy, self._device, steps=self._steps)
 
     def _stop(self) -> None:
         if self._helping is not None:

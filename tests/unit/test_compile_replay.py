@@ -297,7 +297,7 @@ def test_compile_tries_replayed_passes_after_compiling(
     replayed_s: float, chosen: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(capturing, "Recorder", Emulated)
     options = Options(profile=str(tmp_path / "p.json"), patience="off", log="error", tune="auto")
     monkeypatch.setattr(config, "_current", options)
     for number in range(2):
@@ -397,6 +397,7 @@ COMPILED, BOTH = (True, False), (True, True)
         pytest.param((1.0, 0.5, 0.4, 0.7), {}, GRAPHS, GRAPHS, id="eager wins replayed"),
         pytest.param((1.0, 2.0, 0.5, 3.0), {}, COMPILED, LAUNCHED, id="launched it wins"),
         pytest.param((1.0, 2.0, 1.5, 3.0), {}, LAUNCHED, LAUNCHED, id="nothing wins"),
+        pytest.param((1.0, 1.1, 1.2, 0.5), {}, BOTH, LAUNCHED, id="only together"),
         # A machine that was busy compiling when eager passes were tried.
         pytest.param(
             (1.0, 0.5, 0.9, 0.3), {GRAPHS: 1.5, BOTH: 1.2}, LAUNCHED, GRAPHS, id="not any more"
@@ -414,7 +415,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(capturing, "Recorder", Emulated)
     monkeypatch.setattr(ahead, "Ahead", Helpers)
     monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 1 if is_in_parts else 250)
@@ -474,7 +475,7 @@ def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_rep
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(capturing, "Recorder", Emulated)
     monkeypatch.setattr(ahead, "Ahead", Helpers)
     monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(decisions, "_made", [])
@@ -532,7 +533,7 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
     draws: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(capturing, "Recorder", Emulated)
     options = Options(profile=str(tmp_path / "p.json"), patience="off", log="error", tune="auto")
     monkeypatch.setattr(config, "_current", options)
     monkeypatch.setattr(decisions, "_made", [])
@@ -562,13 +563,18 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
 
 
 def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "Recorder", Emulated)
+    monkeypatch.setattr(capturing, "Recorder", Emulated)
     monkeypatch.setattr(config, "_current", Options(cuda_graphs="off", log="error"))
     model = nn.Linear(2, 2)
     found = compilation.Compilation(model, "auto", budget_s=1.0, steps=None)
     assert not found._may_capture()
     monkeypatch.setattr(config, "_current", Options(log="error"))
     assert found._may_capture()
+    named = {
+        one: capturing.is_wanted(one, torch.device("cpu"), steps=None)
+        for one in ("inductor", "cuda-graphs")
+    }
+    assert named == {"inductor": True, "cuda-graphs": False}  # which has graphs of its own
     short = compilation.Compilation(model, "auto", budget_s=1.0, steps=50)
     assert not short._may_capture()
 

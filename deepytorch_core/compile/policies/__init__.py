@@ -34,11 +34,12 @@ class Policy(ABC):
     """A way to run a graph that was captured from a module's `forward`.
 
     `name` is what `deepytorch.compile(model, policy=name)` calls it; `automatic` says whether
-    `auto` tries it.
+    `auto` tries it, `is_replayed` whether passes are tried as CUDA graphs where it is asked for.
     """
 
     name: str
     automatic: bool = False
+    is_replayed: bool = False
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it can't be used for a module on `device`; None if it can."""

@@ -26,6 +26,7 @@ class Inductor(Policy):
     """Inductor's defaults."""
 
     name = "inductor"
+    is_replayed = True
     automatic = True
 
     def compile_graph(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:

@@ -21,6 +21,7 @@ class MaxAutotune(Policy):
     """Mode "max-autotune-no-cudagraphs" of torch.compile."""
 
     name = "max-autotune"
+    is_replayed = True
 
     def why_not(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "its templates for training are for GPUs"
