@@ -188,8 +188,7 @@ class Clock:
         kernels = [
             (event.time_range.start / 1e6, event.time_range.end / 1e6)
             for event in self._profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-            and not event.name.startswith(_NO_KERNELS)
+            if event.device_type.name == "CUDA" and not event.name.startswith(_NO_KERNELS)
         ]
         self._profile = None
         self._work = Work(
@@ -202,7 +201,7 @@ def _event() -> Any:
     """The end of what the current stream has been given, on a GPU; None on the CPU."""
     if not memory.gpus() or torch.cuda.is_current_stream_capturing():
         return None
-    event = torch.cuda.Event(enable_timing=True)
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
