@@ -120,8 +120,11 @@ def _mlm(folder: Path, size: Size) -> None:
 def _clm(folder: Path, size: Size) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config: Any = GPT2Config(**_GPT2[size])
-    text.tokenizer(folder / "model", vocabulary=config.vocab_size, longest=1024)
+    shape = _GPT2[size]
+    made = text.tokenizer(folder / "model", vocabulary=shape["vocab_size"], longest=1024)
+    config: Any = GPT2Config(
+        **shape, bos_token_id=made.bos_token_id, eos_token_id=made.eos_token_id
+    )
     _save(folder / "model", lambda: GPT2LMHeadModel(config))
     _write_text(folder, size)
 

@@ -87,7 +87,14 @@ def _stable_diffusion(folder: Path, size: Size) -> None:
     vae: Any = AutoencoderKL
     schedule: Any = DDPMScheduler
     unet: Any = UNet2DConditionModel
-    text_config: Any = CLIPTextConfig(**_CLIP[size], hidden_act="gelu", projection_dim=512)
+    tokenizer = text.tokenizer(folder / "tokenizer", vocabulary=512, longest=77)
+    text_config: Any = CLIPTextConfig(
+        **_CLIP[size],
+        hidden_act="gelu",
+        projection_dim=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     pipeline: Any = StableDiffusionPipeline
     pipeline(
         vae=vae(
@@ -98,13 +105,15 @@ def _stable_diffusion(folder: Path, size: Size) -> None:
             layers_per_block=2,
         ),
         text_encoder=CLIPTextModel(text_config),
-        tokenizer=text.tokenizer(folder / "tokenizer", vocabulary=512, longest=77),
+        tokenizer=tokenizer,
         unet=unet(**_UNET[size], use_linear_projection=True),
         scheduler=schedule(
             beta_start=0.00085,
             beta_end=0.012,
             beta_schedule="scaled_linear",
             prediction_type="epsilon",
+            steps_offset=1,
+            clip_sample=False,
         ),
         safety_checker=None,
         feature_extractor=None,
