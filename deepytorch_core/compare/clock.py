@@ -123,6 +123,7 @@ class Clock:
         self._profile: Any = None
         self._profile_began = 0.0
         self._work = Work()
+        self._gpus: list[int] = []
 
     def is_over(self) -> bool:
         """Whether the run has lasted as long as it may, since its first step."""
@@ -132,7 +133,7 @@ class Clock:
 
     def stepped(self, steps_left: int) -> None:
         """Note the end of a step, with so many left in the run."""
-        self._ends.append((time.perf_counter(), _event()))
+        self._ends.append((time.perf_counter(), self._event()))
         if steps_left == UNTIMED_STEPS:
             self._untimed_after = len(self._ends)
             self._begin_profile()
@@ -144,8 +145,7 @@ class Clock:
     def step_s(self) -> list[float]:
         """Seconds from step to step, without those under the profiler; waits for the device."""
         ends = self._ends[: self._untimed_after]
-        for index in memory.gpus():
-            torch.cuda.synchronize(index)
+        self._synchronize()
         return [_between(*pair) for pair in zip(ends, ends[1:], strict=False)]
 
     def timed_s(self) -> list[float]:
@@ -162,7 +162,7 @@ class Clock:
         }
 
     def _begin_profile(self) -> None:
-        if not memory.gpus():
+        if not self._gpus:
             self._work = Work(why_not="nothing ran on a GPU")
             return
         try:
@@ -177,12 +177,12 @@ class Clock:
             self._profile, self._work = None, Work(why_not=str(error))
 
     def _profile_kernels(self) -> None:
-        _synchronize()
+        self._synchronize()
         self._profile.step()
         self._profile_began = time.perf_counter()
 
     def _end_profile(self) -> None:
-        _synchronize()
+        self._synchronize()
         span_s = time.perf_counter() - self._profile_began
         self._profile.stop()
         kernels = [
@@ -196,14 +196,19 @@ class Clock:
             kernels_per_step=len(kernels) / PROFILED_STEPS,
         )
 
+    def _event(self) -> Any:
+        """The end of what the current stream has been given, on a GPU; None on the CPU."""
+        if not self._gpus:  # asked until there is one, as asking takes longer than an event
+            self._gpus = memory.gpus()
+        if not self._gpus or torch.cuda.is_current_stream_capturing():
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
-def _event() -> Any:
-    """The end of what the current stream has been given, on a GPU; None on the CPU."""
-    if not memory.gpus() or torch.cuda.is_current_stream_capturing():
-        return None
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    def _synchronize(self) -> None:
+        for index in self._gpus:
+            torch.cuda.synchronize(index)
 
 
 def _between(one: tuple[float, Any], other: tuple[float, Any]) -> float:
@@ -211,8 +216,3 @@ def _between(one: tuple[float, Any], other: tuple[float, Any]) -> float:
     if one[1] is None or other[1] is None:
         return other[0] - one[0]
     return float(one[1].elapsed_time(other[1])) / 1e3
-
-
-def _synchronize() -> None:
-    for index in memory.gpus():
-        torch.cuda.synchronize(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,61 @@ def test_a_clock_times_steps_and_leaves_the_last_few_out(monkeypatch: pytest.Mon
     assert record["first_step_s"] == 1.0
     assert record["busy_share"] is None
     assert record["why_not"] == "nothing ran on a GPU"
+
+
+def test_the_last_steps_are_profiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Profile:
+        def __init__(self, **settings: Any) -> None:
+            assert settings["activities"] == [torch.profiler.ProfilerActivity.CUDA]
+
+        def start(self) -> None:
+            done.append(f"start after {len(watch._ends)}")
+
+        def step(self) -> None:
+            done.append(f"record after {len(watch._ends)}")
+
+        def stop(self) -> None:
+            done.append(f"stop after {len(watch._ends)}")
+
+        def events(self) -> list[Any]:
+            # In microseconds: two kernels that overlap, a copy, and what ran on the CPU.
+            found = [("gemm", 0.0, 1.5e6), ("add", 1e6, 2e6), ("Memcpy DtoH", 2e6, 9e6)]
+            on_gpu = [_kernel(*one, device="CUDA") for one in found]
+            return [*on_gpu, _kernel("aten::add", 0.0, 9e6, device="CPU")]
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = len(watch._ends)
+
+        def elapsed_time(self, other: Any) -> float:
+            return 250.0 * (other.at - self.at)
+
+    now = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(clock.memory, "gpus", lambda: [0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    watch = Clock(seconds=None)
+    for left in reversed(range(4 + UNTIMED_STEPS)):
+        watch.stepped(left)
+    assert done == ["start after 4", "wait", "record after 5", "wait", "stop after 9"]
+    record = watch.record()
+    assert record["step_s"] == (0.25, 0.25, 0.25)
+    # The clock went on by five from the beginning of the record to its end: four steps, one end.
+    assert record["busy_share"] == pytest.approx(2.0 / 5.0)
+    assert record["kernels_per_step"] == pytest.approx(2 / clock.PROFILED_STEPS)
+
+
+def _kernel(name: str, start: float, end: float, *, device: str) -> Any:
+    times = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=device))
 
 
 def test_a_run_is_over_after_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch.cli import script_runs
+from deepytorch.cli.bench_scripts import runs
 from deepytorch.workloads import scripts
 from deepytorch.workloads.scripts import SCRIPTS, images, text
 from deepytorch.workloads.scripts.script import OUT, SIZES, Script, call
@@ -95,12 +95,12 @@ def test_an_unknown_script_is_named() -> None:
 @pytest.mark.parametrize("given", ["", "1,2", "0", "1,x,2", "inf"])
 def test_wrong_seconds_are_refused(given: str) -> None:
     with pytest.raises(BenchError, match="--seconds"):
-        script_runs.parse_seconds(given)
+        runs.parse_seconds(given)
 
 
 def test_seconds_are_of_each_run() -> None:
-    assert script_runs.parse_seconds("60,150,30") == (60.0, 150.0, 30.0)
-    assert script_runs.parse_seconds("2") == (2.0, 2.0, 2.0)
+    assert runs.parse_seconds("60,150,30") == (60.0, 150.0, 30.0)
+    assert runs.parse_seconds("2") == (2.0, 2.0, 2.0)
 
 
 def test_missing_checkouts_are_named_with_how_to_get_them(tmp_path: Path) -> None:
@@ -124,10 +124,8 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
     )
     (tmp_path / "thing").mkdir()
     (tmp_path / "thing" / "train.py").write_text("")
-    assert list(script_runs.left_out([script], tmp_path)) == [
-        (script, "not installed: no_such_package")
-    ]
-    assert script_runs.commit_of(tmp_path / "thing", "train.py") == ""
+    assert list(runs.left_out([script], tmp_path)) == [(script, "not installed: no_such_package")]
+    assert runs.commit_of(tmp_path / "thing", "train.py") == ""
 
 
 def run(arm: str, step_s: Sequence[float], losses: Sequence[float], kept: int = 0) -> Sample:
@@ -168,7 +166,7 @@ LOSSES = [1.0 / step for step in range(1, 31)]
 
 
 def test_a_record_has_every_field() -> None:
-    samples = script_runs.common(
+    samples = runs.common(
         [
             run(STOCK, [0.1, 0.2, 0.3], LOSSES),
             run(FIRST, [0.1], [*LOSSES, 7.0], kept=2),

@@ -10,7 +10,7 @@ import typer
 from deepytorch.cli import console, help, shared
 
 if TYPE_CHECKING:
-    from deepytorch.cli.script_runs import Limits, Row
+    from deepytorch.cli.bench_scripts.runs import Limits, Row
     from deepytorch.workloads.scripts.script import Script, Size
     from deepytorch_core.bench.record import Record
     from deepytorch_core.bench.scripts import Origin
@@ -66,7 +66,7 @@ def scripts(
     """
     import torch
 
-    from deepytorch.cli.script_runs import Limits, parse_seconds
+    from deepytorch.cli.bench_scripts.runs import Limits, parse_seconds
     from deepytorch.workloads.scripts import chosen
     from deepytorch_core.bench.job import BenchError, parse_names
 
@@ -96,12 +96,12 @@ def run(
 
     Raises BenchError where none can run.
     """
-    from deepytorch.cli import script_runs
+    from deepytorch.cli.bench_scripts import runs
     from deepytorch_core.bench import record, scripts
     from deepytorch_core.bench.job import BenchError
     from deepytorch_core.errors import CompareError
 
-    absent = {one.name: why for one, why in script_runs.left_out(rows, checkouts)}
+    absent = {one.name: why for one, why in runs.left_out(rows, checkouts)}
     tell_left_out(absent)
     able = [one for one in rows if one.name not in absent]
     if not able:
@@ -113,13 +113,15 @@ def run(
         with tempfile.TemporaryDirectory(prefix="deepytorch-scripts-") as name:
             scratch = Path(name).resolve()
             try:
-                row = script_runs.measure(script, size, checkout, scratch, limits=limits, say=say)
+                row = runs.measure(script, size, checkout, scratch, limits=limits, show=show)
             except CompareError as error:
                 console.err().print(f"{script.name}: {error}", markup=False, soft_wrap=True)
                 failed.append(script.name)
                 continue
         if row.commit != script.commit:
-            say(f"{script.name}: read at {script.commit}, checked out is {row.commit or 'unknown'}")
+            show(
+                f"{script.name}: read at {script.commit}, checked out is {row.commit or 'unknown'}"
+            )
         found = scripts.record_of(origin_of(row), row.samples, row.remarks)
         records.append(found)
         if json is not None:
@@ -135,7 +137,7 @@ def tell_left_out(absent: Mapping[str, str]) -> None:
         console.err().print(f"left out: {name}: {why}", markup=False, soft_wrap=True)
 
 
-def say(text: str) -> None:
+def show(text: str) -> None:
     console.err().print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -65,7 +65,7 @@ def parse_seconds(text: str) -> tuple[float, float, float]:
 
 
 def measure(
-    script: Script, size: Size, checkout: Path, scratch: Path, *, limits: Limits, say: compare.Say
+    script: Script, size: Size, checkout: Path, scratch: Path, *, limits: Limits, show: compare.Say
 ) -> Row:
     """Run a script stock, with ours from nothing, and with what ours has kept.
 
@@ -75,13 +75,13 @@ def measure(
         checkout: the script's repository.
         scratch: an empty folder for data, caches and the profile.
         limits: how long the runs last.
-        say: told of each run.
+        show: told of each run.
 
     Raises CompareError for a run that failed, took too long or took too few steps.
     """
     data = scratch / "data"
     data.mkdir(parents=True)
-    say(f"{script.name}: making its data")
+    show(f"{script.name}: making its data")
     script.prepare(data, size)
     called = call(script, size, checkout, data)
     job = _job(called, limits)
@@ -94,7 +94,7 @@ def measure(
         if sample.steps < _LEAST_STEPS:
             raise CompareError(compare.too_short(sample.steps, _LEAST_STEPS))
         samples.append(sample)
-        say(f"{script.name}: {arm.name} took {sample.steps} steps, {sample.step_s * 1e3:.2f} ms")
+        show(f"{script.name}: {arm.name} took {sample.steps} steps, {sample.step_s * 1e3:.2f} ms")
 
     arms = _arms(scratch, size, called.variables, limits)
     for name in (STOCK, FIRST, SECOND, *(STOCK, SECOND) * limits.rounds):
@@ -102,7 +102,7 @@ def measure(
     samples = common(samples)
     nudged = compare.nudged_arm((FIRST, SECOND), samples)
     if nudged is not None:
-        say(f"{script.name}: stock once more, with weights moved by rounding, as a yardstick")
+        show(f"{script.name}: stock once more, with weights moved by rounding, as a yardstick")
         arm = dataclasses.replace(
             arms[STOCK], name=NUDGED, is_nudged=True, is_redrawn=nudged.is_redrawn, seconds=None
         )
