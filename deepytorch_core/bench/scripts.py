@@ -143,12 +143,19 @@ def line(record: Record) -> str:
 
     low, high = record["speedup_spread"]
     gain = f"{record['speedup']:.2f}x ({low:.2f}-{high:.2f}), again {record['second_speedup']:.2f}x"
+    if not is_steady(record):
+        gain = f"{gain}, not steady yet (raise --seconds)"
     return (
         f"{record['script']:<28} {record['stock_ms'][1]:>9.2f} ms stock "
         f"{record['ours_ms'][1]:>9.2f} ours {record['second_ms'][1]:>9.2f} again: "
         f"{claimed(record, gain)}; {_busy(record)}steady after {_after(record)}; "
         f"{record['kept']} kept; losses: {record['loss_check']}"
     )
+
+
+def is_steady(record: Record) -> bool:
+    """Whether the runs of all arms came to steady steps."""
+    return all(record[f"{name}_steady_from"] is not None for name in ARMS)
 
 
 def _busy(record: Record) -> str:
@@ -164,10 +171,10 @@ def _after(record: Record) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """The geometric means over the scripts whose losses agree, and the worst of ours."""
-    records = [one for one in records if not one["wrong"]]
+    """The geometric means over the scripts whose losses agree and steps are steady; the worst."""
+    records = [one for one in records if not one["wrong"] and is_steady(one)]
     if not records:
-        return "no script has the losses of stock: no speed-up is claimed"
+        return "no script has the losses of stock and steady steps: no speed-up is claimed"
     first = statistics.geometric_mean(float(one["speedup"]) for one in records)
     second = statistics.geometric_mean(float(one["second_speedup"]) for one in records)
     worst = min(records, key=lambda one: float(one["second_speedup"]))

@@ -202,4 +202,12 @@ def test_differing_losses_claim_nothing() -> None:
     assert record["wrong"] == 1
     assert "off at step 1" in record["loss_check"]
     assert "not claimed" in line(record)
-    assert summary([record]) == "no script has the losses of stock: no speed-up is claimed"
+    assert "no speed-up is claimed" in summary([record])
+
+
+def test_steps_that_are_not_steady_are_told() -> None:
+    samples = [run(arm, [0.1], LOSSES) for arm in (STOCK, FIRST, SECOND)]
+    record = {**record_of(ORIGIN, samples), "second_steady_from": None, "second_to_steady_s": None}
+    assert "not steady yet (raise --seconds)" in line(record)
+    assert "steady after 1.5 s, again more than the run" in line(record)
+    assert "no speed-up is claimed" in summary([record])

@@ -113,7 +113,8 @@ def measure(
         except CompareError as error:
             remarks.append(f"{NUDGED}: {error}")
     commit = commit_of(checkout, script.path)
-    left = tuple(dict.fromkeys(remarks))
+    # What a script makes in the scratch folder goes with it.
+    left = tuple(one for one in dict.fromkeys(remarks) if str(scratch) not in one)
     return Row(script, size, commit, tuple(samples), left)
 
 
