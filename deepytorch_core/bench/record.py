@@ -291,8 +291,8 @@ arm's first run: the share of time in which the GPU computes (None on the CPU), 
 seconds from the process's start to its first step and from there until steps were steady, at which
 step (None: at none), the longest step after the first, and memory. Losses are compared over
 `compared_steps`, and kept of `loss_steps`; `loss_check` says what is wrong with them.
-`script_commit` is what was checked out, and arguments have {data} and {out} for places. `goal` is
-the speed-up to reach."""
+`script_commit` is what was checked out or, where that is not known, the row's with "-unverified";
+arguments have {data} and {out} for places. `goal` is the speed-up to reach."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 _PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside", "--fuzz-record")

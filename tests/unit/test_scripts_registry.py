@@ -111,6 +111,14 @@ def test_missing_checkouts_are_named_with_how_to_get_them(tmp_path: Path) -> Non
     assert f"git -C nanoGPT checkout {SCRIPTS['nanogpt'].commit}" in done.output
 
 
+def test_a_scripts_path_comes_before_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "own")
+    assert runs.beside_ours({"PYTHONPATH": "theirs"}) == {"PYTHONPATH": "theirs:own"}
+    assert runs.beside_ours({"A": "b"}) == {"A": "b"}
+    monkeypatch.delenv("PYTHONPATH")
+    assert runs.beside_ours({"PYTHONPATH": "theirs"}) == {"PYTHONPATH": "theirs"}
+
+
 def test_missing_packages_are_named(tmp_path: Path) -> None:
     script = Script(
         name="a",

@@ -120,7 +120,7 @@ def run(
                 continue
         if row.commit != script.commit:
             show(
-                f"{script.name}: read at {script.commit}, checked out is {row.commit or 'unknown'}"
+                f"{script.name}: read at {script.commit}, checked out is {row.commit or 'no commit'}"
             )
         found = scripts.record_of(origin_of(row), row.samples, row.remarks)
         records.append(found)
@@ -148,7 +148,7 @@ def origin_of(row: "Row") -> "Origin":
     return Origin(
         script=script.name,
         repository=script.repository,
-        script_commit=row.commit or script.commit,
+        script_commit=row.commit or f"{script.commit}-unverified",
         arguments=script.arguments if row.size == "full" else script.small,
         size=row.size,
         goal=script.goal,

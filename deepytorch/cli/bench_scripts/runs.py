@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from deepytorch.cli import compare, launcher
 from deepytorch.workloads.scripts.script import Call, Script, Size, call
+from deepytorch_core import config
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.scripts import FIRST, SECOND
 from deepytorch_core.compare.clock import UNTIMED_STEPS
@@ -175,7 +177,7 @@ def _job(called: Call, limits: Limits) -> compare.Job:
 def _arms(
     scratch: Path, size: Size, variables: Mapping[str, str], limits: Limits
 ) -> dict[str, compare.Arm]:
-    both = {**_quiet(scratch, size), **variables}
+    both = {**_quiet(scratch, size), **beside_ours(variables)}
     names: dict[str, tuple[str, float]] = {
         STOCK: (STOCK, limits.seconds[0]),
         FIRST: (compare.OURS, limits.seconds[1]),
@@ -191,6 +193,15 @@ def _arms(
         )
         for name, (like, seconds) in names.items()
     }
+
+
+def beside_ours(variables: Mapping[str, str]) -> dict[str, str]:
+    """The same, with this process's own PYTHONPATH behind that of a script."""
+    name = "PYTHONPATH"
+    own = config.child_environment().get(name)
+    if own and name in variables:
+        return {**variables, name: os.pathsep.join((variables[name], own))}
+    return dict(variables)
 
 
 def _caches(folder: Path) -> dict[str, str]:
