@@ -1,4 +1,4 @@
-"""Records of `deepytorch bench scripts`: what a public script gave, stock and with ours."""
+"""Make records of `deepytorch bench scripts`, which runs public scripts stock and with ours."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deepytorch_core.compare.clock import quartiles
 from deepytorch_core.compare.result import STOCK, Sample, Verdict, judge
 
 FIRST = "deepytorch"
-"""Ours from an empty profile and empty caches."""
+"""This arm begins with an empty profile and empty caches."""
 SECOND = "deepytorch, again"
-"""Ours with what the first run has kept."""
+"""This arm begins with what the first run has kept."""
 ARMS: Mapping[str, str] = {"stock": STOCK, "ours": FIRST, "second": SECOND}
-"""Arms by how fields begin that are theirs."""
+"""Fields of an arm begin with its key here."""
 MOST_LOSSES = 40
 """A record keeps losses of so many steps, evenly spaced."""
 LIBRARIES = (
@@ -29,7 +29,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a record says of the script: see `deepytorch.workloads.scripts`."""
+    """Names a script in a record: see `deepytorch.workloads.scripts`."""
 
     script: str
     repository: str
@@ -40,7 +40,7 @@ class Origin:
 
 
 def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] = ()) -> Record:
-    """The fields `SCRIPT_FIELDS` of `record`, from at least one clocked run of each arm.
+    """Make the fields `SCRIPT_FIELDS` of `record` from a clocked run or more of each arm.
 
     The losses of all runs are of the same steps.
     """
@@ -71,7 +71,7 @@ def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] 
 
 
 def with_libraries(origin: Record) -> Record:
-    """The same, with the versions of what scripts are built on, where it is installed."""
+    """Add the versions of the libraries that scripts are built on, where installed."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -82,7 +82,7 @@ def with_libraries(origin: Record) -> Record:
 
 
 def _speedup(prefix: str, stock_s: Sequence[float], our_s: Sequence[float]) -> Record:
-    """The ratio of medians; its spread is from either's nearer quartile to the farther."""
+    """Return the ratio of medians; its spread is from nearer quartiles to farther ones."""
     low, median, high = quartiles(stock_s)
     our_low, our_median, our_high = quartiles(our_s)
     return {
@@ -92,7 +92,7 @@ def _speedup(prefix: str, stock_s: Sequence[float], our_s: Sequence[float]) -> R
 
 
 def _of_run(name: str, sample: Sample) -> Record:
-    """What the clock of an arm's first run says."""
+    """Name the findings of the clock of an arm's first run."""
     clock = sample.clock or {}
     peak = sample.peak_bytes
     return {
@@ -138,7 +138,7 @@ def _switched_on(runs: Mapping[str, Sequence[Sample]]) -> Record:
 
 
 def line(record: Record) -> str:
-    """What became of one script, in a line."""
+    """Say in a line how one script fared."""
     from deepytorch_core.bench.record import claimed
 
     low, high = record["speedup_spread"]
@@ -154,7 +154,7 @@ def line(record: Record) -> str:
 
 
 def is_steady(record: Record) -> bool:
-    """Whether the runs of all arms came to steady steps."""
+    """Tell whether the runs of all arms came to steady steps."""
     return all(record[f"{name}_steady_from"] is not None for name in ARMS)
 
 
@@ -171,7 +171,7 @@ def _after(record: Record) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """The geometric means over the scripts whose losses agree and steps are steady; the worst."""
+    """Sum up the scripts whose losses agree and whose steps came to be steady."""
     records = [one for one in records if not one["wrong"] and is_steady(one)]
     if not records:
         return "no script has the losses of stock and steady steps: no speed-up is claimed"
@@ -193,7 +193,7 @@ def _round(value: Any) -> float | None:
 
 
 def _finite(value: float | None) -> float | None:
-    """The value as JSON has it: what is no number there is None."""
+    """Return the value as JSON has it: None for infinity and what is no number."""
     if value is None or value != value or value in (float("inf"), float("-inf")):
         return None
     return float(f"{value:.7g}")

@@ -21,7 +21,7 @@ TIMED_STEPS = 40
 """So many steps before the profile give the steady step time; half of all where they are few."""
 PROFILED_STEPS = 4
 WARMED_STEPS = 1
-"""Under the profiler, before those: the first step there pays for its setup."""
+"""The profiler sees so many steps before those, as the first pays for its setup."""
 UNTIMED_STEPS = WARMED_STEPS + PROFILED_STEPS
 WINDOW = 8
 """Steps are steady from the first on where so many are."""
@@ -33,7 +33,7 @@ _NO_KERNELS = ("Memcpy", "Memset", "ProfilerStep")
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast steps were.
+    """Say how fast steps were.
 
     Attributes:
         step_s: seconds of a steady step: lower quartile, median, upper quartile.
@@ -51,7 +51,7 @@ class Pace:
 
 
 def pace(step_s: Sequence[float]) -> Pace | None:
-    """What the times of the steps from the second on say; None without any, in seconds."""
+    """Sum up the times of the steps from the second on, in seconds; None without any."""
     if not step_s:
         return None
     timed = last(step_s)
@@ -67,12 +67,12 @@ def pace(step_s: Sequence[float]) -> Pace | None:
 
 
 def last(step_s: Sequence[float]) -> Sequence[float]:
-    """The times that count as those of steady steps: none of none."""
+    """Return the times that count as those of steady steps: none of none."""
     return step_s[-min(TIMED_STEPS, max(1, (len(step_s) + 1) // 2)) :]
 
 
 def steady_from(step_s: Sequence[float], median: float) -> int | None:
-    """The index at which the first `WINDOW` of steady times begins; None where there is none.
+    """Find the index at which the first `WINDOW` of steady times begins; None without one.
 
     They are steady where their median is near the steady `median` and none is far above it.
     """
@@ -84,7 +84,7 @@ def steady_from(step_s: Sequence[float], median: float) -> int | None:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper one of at least one value."""
+    """Return the lower quartile, the median and the upper one of at least one value."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -92,7 +92,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def busy(intervals: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of the intervals (start, end) lasts."""
+    """Return for how long at least one of the intervals (start, end) lasts."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))
@@ -102,7 +102,7 @@ def busy(intervals: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What a GPU did in the profiled steps: the share of time it computes in, and kernels a step.
+    """Say in which share of the profiled steps' time a GPU computed, and its kernels a step.
 
     `why_not` says why neither is known.
     """
@@ -113,7 +113,7 @@ class Work:
 
 
 class Clock:
-    """Told of every optimizer step; `step_s` and `record` are for when the run is over."""
+    """Takes the time of every optimizer step; `record` is for when the run is over."""
 
     def __init__(self, *, seconds: float | None) -> None:
         self._seconds = seconds
@@ -126,7 +126,7 @@ class Clock:
         self._gpus: list[int] = []
 
     def is_over(self) -> bool:
-        """Whether the run has lasted as long as it may, since its first step."""
+        """Tell whether the run has lasted as long as it may, since its first step."""
         if self._seconds is None or not self._ends:
             return False
         return time.perf_counter() - self._ends[0][0] >= self._seconds
@@ -143,17 +143,17 @@ class Clock:
             self._end_profile()
 
     def step_s(self) -> list[float]:
-        """Seconds from step to step, without those under the profiler; waits for the device."""
+        """Return the seconds of steps, without the profiled ones; wait for the device."""
         ends = self._ends[: self._untimed_after]
         self._synchronize()
         return [_between(*pair) for pair in zip(ends, ends[1:], strict=False)]
 
     def timed_s(self) -> list[float]:
-        """Seconds of each step that counts as a steady one."""
+        """Return the seconds of each step that counts as a steady one."""
         return list(last(self.step_s()))
 
     def record(self) -> dict[str, Any]:
-        """The `Pace`, the `Work` and how long the first step took to come, as JSON's types."""
+        """Return the `Pace`, the `Work` and how long the first step took to come, for JSON."""
         found = pace(self.step_s())
         return {
             "first_step_s": self._ends[0][0] - self._began if self._ends else None,
@@ -197,7 +197,7 @@ class Clock:
         )
 
     def _event(self) -> Any:
-        """The end of what the current stream has been given, on a GPU; None on the CPU."""
+        """Mark the end of what the current stream has been given; None on the CPU."""
         if not self._gpus:  # asked until there is one, as asking takes longer than an event
             self._gpus = memory.gpus()
         if not self._gpus or torch.cuda.is_current_stream_capturing():
@@ -212,7 +212,7 @@ class Clock:
 
 
 def _between(one: tuple[float, Any], other: tuple[float, Any]) -> float:
-    """Seconds from one step's end to another's."""
+    """Return the seconds from one step's end to another's."""
     if one[1] is None or other[1] is None:
         return other[0] - one[0]
     return float(one[1].elapsed_time(other[1])) / 1e3

@@ -1,4 +1,4 @@
-"""`deepytorch bench scripts` on a checkout of ours: what is run, and what its record says."""
+"""Run `deepytorch bench scripts` on a checkout of ours, and look at its records."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def bench(checkouts: Path, *options: str) -> tuple[Any, list[dict[str, Any]]]:
-    """The command's result and its records."""
+    """Run the command; return its result and its records."""
     file = checkouts.parent / "records.jsonl"
     command = ["bench", "scripts", "--checkouts", str(checkouts), "--json", str(file)]
     done = CliRunner().invoke(cli.app, [*command, "--size", "small", *options])

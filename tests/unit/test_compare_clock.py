@@ -1,4 +1,4 @@
-"""What the times of a run's steps say: the steady pace, from when on, and how busy a GPU is."""
+"""Test the clock of a run: the steady pace, from when on, and how busy a GPU is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public scripts that `deepytorch bench scripts` knows, and what it says without them."""
+"""Test the rows of `deepytorch bench scripts`, and its records."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
 
 
 def run(arm: str, step_s: Sequence[float], losses: Sequence[float], kept: int = 0) -> Sample:
-    """A run of a script that was clocked."""
+    """Make up a run of a script that was clocked."""
     return Sample(
         arm=arm,
         steps=len(losses),

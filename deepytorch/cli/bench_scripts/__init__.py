@@ -1,4 +1,4 @@
-"""`deepytorch bench scripts`: public training scripts as they are, stock and with ours in turns."""
+"""Implement `deepytorch bench scripts`: public scripts as they are, stock and with ours."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def scripts(
 def run(
     rows: Sequence["Script"], checkouts: Path, size: "Size", limits: "Limits", json: Path | None
 ) -> tuple[list["Record"], list[str]]:
-    """Measure the scripts that can run; their records, and the names of those that failed.
+    """Measure the scripts that can run; return their records, and the names of failed ones.
 
     Raises BenchError where none can run.
     """
@@ -119,9 +119,8 @@ def run(
                 failed.append(script.name)
                 continue
         if row.commit != script.commit:
-            show(
-                f"{script.name}: read at {script.commit}, checked out is {row.commit or 'no commit'}"
-            )
+            out = row.commit or "no commit"
+            show(f"{script.name}: read at {script.commit}, checked out is {out}")
         found = scripts.record_of(origin_of(row), row.samples, row.remarks)
         records.append(found)
         if json is not None:

@@ -1,4 +1,4 @@
-"""The runs of one row of `deepytorch bench scripts`: stock and ours in turns."""
+"""Run one row of `deepytorch bench scripts`: stock and ours in turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deepytorch_core.compare.result import NUDGED, STOCK, Sample
 from deepytorch_core.errors import CompareError
 
 MOST_STEPS = 1_000_000
-"""Of a run, which its time ends long before."""
+"""A run takes no more steps; its time ends it long before."""
 COMPARED_STEPS = 400
 """Losses are compared over so many steps at most."""
 _LEAST_STEPS = MIN_STEPS + UNTIMED_STEPS
@@ -30,7 +30,7 @@ _LEAST_STEPS = MIN_STEPS + UNTIMED_STEPS
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long runs last: `seconds` since the first step, of stock, ours and ours again.
+    """Limits runs to `seconds` since the first step: stock's, ours and ours again.
 
     `rounds` are further pairs of stock and ours again; a run is ended after `timeout_s` in all.
     """
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Row:
-    """A script and what its runs gave: samples in their order, and remarks about what was left."""
+    """Holds a script, the samples of its runs in their order, and remarks about them."""
 
     script: Script
     size: Size
@@ -52,7 +52,7 @@ class Row:
 
 
 def parse_seconds(text: str) -> tuple[float, float, float]:
-    """STOCK,FIRST,SECOND or one number for all three. Raises BenchError for what is neither."""
+    """Read STOCK,FIRST,SECOND or one number for all. Raises BenchError for what is neither."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
@@ -115,13 +115,13 @@ def measure(
         except CompareError as error:
             remarks.append(f"{NUDGED}: {error}")
     commit = commit_of(checkout, script.path)
-    # What a script makes in the scratch folder goes with it.
+    # The scratch folder goes, with all that a script makes there.
     left = tuple(one for one in dict.fromkeys(remarks) if str(scratch) not in one)
     return Row(script, size, commit, tuple(samples), left)
 
 
 def common(samples: Sequence[Sample]) -> list[Sample]:
-    """The same runs, with losses of the steps alone that all of them took."""
+    """Cut the losses of runs down to the steps that all of them took."""
     steps = min(COMPARED_STEPS, *(one.steps for one in samples))
     return [
         dataclasses.replace(
@@ -132,7 +132,7 @@ def common(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def commit_of(checkout: Path, path: str) -> str:
-    """The commit that is checked out, "-dirty" where the script is changed; "" without git."""
+    """Return the commit of a checkout, "-dirty" where the script is changed; "" without git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
@@ -149,7 +149,7 @@ def commit_of(checkout: Path, path: str) -> str:
 
 
 def left_out(scripts: Sequence[Script], checkouts: Path) -> Iterator[tuple[Script, str]]:
-    """The scripts that can't run, each with what to do about it."""
+    """Yield the scripts that can't run, each with how to mend that."""
     for script in scripts:
         place = checkouts / script.checkout
         if not (place / script.path).is_file():
@@ -196,7 +196,7 @@ def _arms(
 
 
 def beside_ours(variables: Mapping[str, str]) -> dict[str, str]:
-    """The same, with this process's own PYTHONPATH behind that of a script."""
+    """Put this process's own PYTHONPATH behind that of a script."""
     name = "PYTHONPATH"
     own = config.child_environment().get(name)
     if own and name in variables:
@@ -205,7 +205,7 @@ def beside_ours(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _caches(folder: Path) -> dict[str, str]:
-    """Variables of runs that find nothing but what an earlier one of them has kept."""
+    """Give runs caches in which they find nothing but their own."""
     return {
         "DEEPYTORCH_PROFILE": str(folder / "profile.json"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
@@ -214,7 +214,7 @@ def _caches(folder: Path) -> dict[str, str]:
 
 
 def _quiet(scratch: Path, size: Size) -> dict[str, str]:
-    """Variables of runs that look nothing up in a network, and on the CPU where they are small."""
+    """Keep runs from looking things up in a network, and small ones on the CPU."""
     return {
         "HF_HOME": str(scratch / "data"),
         "HF_HUB_OFFLINE": "1",

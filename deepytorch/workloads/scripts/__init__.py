@@ -1,4 +1,4 @@
-"""Public training scripts that `deepytorch bench scripts` runs as they are.
+"""List public training scripts that `deepytorch bench scripts` runs as they are.
 
 The scripts are not here: they are read from checkouts. A row says where a script is from, how its
 documentation calls it, and makes data and models of random weights for it, without a network.
@@ -15,13 +15,13 @@ from deepytorch_core.bench.job import BenchError
 SCRIPTS: Mapping[str, Script] = {
     one.name: one for one in (*own_models.SCRIPTS, *hugging_face.SCRIPTS, *vision.SCRIPTS)
 }
-"""All rows by their names."""
+"""Maps names to rows."""
 
 
 def chosen(
     names: Sequence[str], registry: Mapping[str, Script] | None = None
 ) -> tuple[Script, ...]:
-    """The rows of these names, or all where none is named. Raises BenchError for an unknown one."""
+    """Return the rows of these names, or all. Raises BenchError for an unknown name."""
     known = SCRIPTS if registry is None else registry
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -1,4 +1,4 @@
-"""Scripts of transformers and TRL, on models of random weights."""
+"""Register scripts of transformers and TRL, on models of random weights."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _trl(name: str, path: str, prepare: Prepare, *more: str) -> Script:
 def _trainers(
     name: str, commit: str, path: str, prepare: Prepare, *more: str
 ) -> tuple[Script, ...]:
-    """One script of transformers' with the arguments of its page, and once more in bfloat16."""
+    """Register a script of transformers' with its page's arguments, and in bfloat16."""
     both = ("--model_name_or_path={data}/model", "--do_train", *_STEPS)
     small = (*both, *more, "--per_device_train_batch_size=2", "--use_cpu")
 

@@ -1,4 +1,4 @@
-"""Pictures that are made on the spot, the same each time, in the layouts that scripts read."""
+"""Make pictures on the spot, the same each time, in the layouts that scripts read."""
 
 from __future__ import annotations
 

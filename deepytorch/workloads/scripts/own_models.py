@@ -1,4 +1,4 @@
-"""Scripts with models of their own, in plain PyTorch loops."""
+"""Register scripts with models of their own, in plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPT2_VOCABULARY = 50_257
 # The script takes a piece of 90 MB for training and what is left for validation.
 _ENWIK8_BYTES = 91_000_000
 _CORA = {"full": (2_708, 1_433, 5_429), "small": (1_600, 32, 3_000)}
-"""Papers, words and citations; the script takes papers up to number 1,500."""
+"""Tells numbers of papers, words and citations; the script takes papers up to number 1,500."""
 
 
 def _nothing(folder: Path, size: Size) -> None:
@@ -171,7 +171,7 @@ SCRIPTS = (
         repository="pytorch/examples",
         commit=_EXAMPLES,
         path="word_language_model/main.py",
-        # Only with this option is there an optimizer of torch's, whose steps can be timed.
+        # Without --use-optimizer the script adds gradients by hand, and no step could be timed.
         arguments=(
             *("--data={data}", "--accel", "--epochs=1000", "--model=Transformer"),
             *("--use-optimizer", "--lr=0.001"),

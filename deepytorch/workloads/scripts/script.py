@@ -1,4 +1,4 @@
-"""A public training script: where it is from, how it is called, and what it trains on."""
+"""Describe a public training script: its origin, its arguments and its data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prepare = Callable[[Path, Size], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """One script with its arguments; each run trains until its time is over.
+    """Describes one script with its arguments; each run trains until its time is over.
 
     In arguments, the folder and variables, {data} stands for what `prepare` filled, {out} for a
     folder that goes with the run, and {checkout} for the repository.
@@ -52,15 +52,15 @@ class Script:
 
     @property
     def checkout(self) -> str:
-        """The name of the repository's folder."""
+        """Return the name of the repository's folder."""
         return PurePosixPath(self.repository).name
 
     def missing(self) -> tuple[str, ...]:
-        """The packages that are not installed."""
+        """Return the packages that are not installed."""
         return tuple(one for one in self.packages if util.find_spec(one) is None)
 
     def how_to_get(self) -> str:
-        """The command lines that make the checkout."""
+        """Return the command lines that make the checkout."""
         return (
             f"git clone https://github.com/{self.repository} && "
             f"git -C {self.checkout} checkout {self.commit}"
@@ -69,7 +69,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Call:
-    """A script that is ready to run: where, with which arguments and variables."""
+    """Describes how a script is run on this machine."""
 
     script: Path
     folder: Path
@@ -78,7 +78,7 @@ class Call:
 
 
 def call(script: Script, size: Size, checkout: Path, data: Path) -> Call:
-    """What to run, with the places of this machine filled in."""
+    """Fill the places of this machine in."""
     places = {"data": str(data), "out": OUT, "checkout": str(checkout)}
     path = checkout / script.path
     chosen = script.arguments if size == "full" else script.small
@@ -91,5 +91,5 @@ def call(script: Script, size: Size, checkout: Path, data: Path) -> Call:
 
 
 def filled(arguments: Sequence[str], places: Mapping[str, str]) -> tuple[str, ...]:
-    """The arguments with places for their placeholders."""
+    """Return the arguments with places for their placeholders."""
     return tuple(one.format(**places) for one in arguments)

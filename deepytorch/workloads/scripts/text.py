@@ -1,4 +1,4 @@
-"""Texts, token streams and tokenizers that are made on the spot, the same each time."""
+"""Make texts, token streams and tokenizers on the spot, the same each time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 SEED = 0
 MEDIAN_TOKENS = 150
-"""Of the rows of chat data: lengths are lognormal, as those of instructions are."""
+"""Rows of chat data have this median; lengths are lognormal, as those of instructions are."""
 _SPREAD = 0.9
 _SYLLABLES = tuple(a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u"))
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
 
 
 def words(count: int, seed: int = SEED, *, different: int = 5_000) -> list[str]:
-    """So many made-up words, of `different` ones, that come as often as words of a language do."""
+    """Make up words, `different` ones, that come as often as words of a language do."""
     generator = random.Random(seed)
     known = ["".join(generator.choices(_SYLLABLES, k=1 + n % 4)) for n in range(different)]
     weights = [1.0 / (rank + 1) for rank in range(different)]
@@ -26,7 +26,7 @@ def words(count: int, seed: int = SEED, *, different: int = 5_000) -> list[str]:
 
 
 def lines(count: int, words_each: int, seed: int = SEED) -> Iterator[str]:
-    """Lines of about `words_each` words."""
+    """Yield lines of about `words_each` words."""
     generator = random.Random(seed)
     stream = iter(words(2 * count * words_each, seed))
     for _ in range(count):
@@ -35,14 +35,14 @@ def lines(count: int, words_each: int, seed: int = SEED) -> Iterator[str]:
 
 
 def lengths(count: int, longest: int, seed: int = SEED) -> list[int]:
-    """Lognormal numbers of words, at most `longest`."""
+    """Draw lognormal numbers of words, at most `longest`."""
     generator = random.Random(seed)
     drawn = (generator.lognormvariate(math.log(MEDIAN_TOKENS), _SPREAD) for _ in range(count))
     return [max(8, min(longest, round(one))) for one in drawn]
 
 
 def ragged(count: int, longest: int, seed: int = SEED) -> Iterator[str]:
-    """Texts of as many words as `lengths` has: about a token each, by `tokenizer`."""
+    """Yield texts of as many words as `lengths` has: about a token each, by `tokenizer`."""
     sizes = lengths(count, longest, seed)
     stream = iter(words(sum(sizes), seed))
     for size in sizes:
@@ -57,7 +57,7 @@ def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 
 def write_tokens(path: Path, count: int, vocabulary: int) -> None:
-    """Write random tokens as 16-bit numbers, as nanoGPT's and llama2.c's data have them."""
+    """Write random tokens as 16-bit numbers, as nanoGPT's data has them."""
     import numpy
 
     generator = numpy.random.default_rng(SEED)

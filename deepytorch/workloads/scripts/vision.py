@@ -1,4 +1,4 @@
-"""Scripts that train on pictures and text with timm, diffusers, Accelerate and Lightning."""
+"""Register scripts that train with timm, diffusers, Accelerate and Lightning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCELERATE = "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83"
 _LIGHTNING = "7f0c3436cd3f6ad3753125672024fc415cbcb414"
 
 _DIFFUSER_PACKAGES = ("diffusers", "transformers", "accelerate", "datasets", "torchvision")
-# The weights that cv_example.py asks timm for, in the cache of the Hugging Face Hub.
+# cv_example.py asks timm for these weights, which timm finds in the Hugging Face Hub's cache.
 _PRETRAINED = "models--timm--resnet50d.ra2_in1k"
 _REVISION = "0" * 40
 _UNET: dict[Size, dict[str, Any]] = {
