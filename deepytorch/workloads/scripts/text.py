@@ -19,10 +19,10 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
 
 def words(count: int, seed: int = SEED, *, different: int = 5_000) -> list[str]:
     """Make up words, `different` ones, that come as often as words of a language do."""
-    generator = random.Random(seed)
-    known = ["".join(generator.choices(_SYLLABLES, k=1 + n % 4)) for n in range(different)]
+    vocabulary = random.Random(SEED)  # one for all texts, so that tokenizers know their words
+    known = ["".join(vocabulary.choices(_SYLLABLES, k=1 + n % 4)) for n in range(different)]
     weights = [1.0 / (rank + 1) for rank in range(different)]
-    return generator.choices(known, weights, k=count)
+    return random.Random(seed).choices(known, weights, k=count)
 
 
 def lines(count: int, words_each: int, seed: int = SEED) -> Iterator[str]:
