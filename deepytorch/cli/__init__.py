@@ -8,6 +8,7 @@ from deepytorch.cli import (
     bench,
     bench_ddp,
     bench_nccl,
+    bench_scripts,
     bench_train,
     build,
     console,
@@ -41,6 +42,7 @@ for command in (doctor, build, run, train, tune, topology, explain, report):
     command.add_to(app)
 bench_ddp.add_to(bench.app)
 bench_nccl.add_to(bench.app)
+bench_scripts.add_to(bench.app)
 bench_train.add_to(bench.app)
 app.add_typer(bench.app, name="bench")
 version.add_to(app)

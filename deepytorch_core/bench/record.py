@@ -244,6 +244,56 @@ modelled product's. Losses are compared over the first steps, relative, between 
 GiB, None where the arm was left out; older records don't have them. `together` is there, and true,
 where both arms were in each process; their memory is then that of both."""
 
+_OF_SCRIPTS_RUNS = (
+    *("busy", "kernels_per_step", "first_step_s", "to_steady_s", "steady_from", "longest_s"),
+    "peak_gib",
+)
+_SCRIPT_ARMS = ("stock", "ours", "second")
+SCRIPT_FIELDS = (
+    "bench",
+    "script",
+    "repository",
+    "script_commit",
+    "arguments",
+    "size",
+    "goal",
+    "device",
+    *(f"{arm}_ms" for arm in _SCRIPT_ARMS),
+    "speedup",
+    "speedup_spread",
+    "second_speedup",
+    "second_speedup_spread",
+    "num_steps",
+    "rounds",
+    *(f"{arm}_{name}" for arm in _SCRIPT_ARMS for name in _OF_SCRIPTS_RUNS),
+    "compared_steps",
+    "loss_steps",
+    *(f"{arm}_losses" for arm in _SCRIPT_ARMS),
+    "loss_difference",
+    "loss_check",
+    "wrong",
+    "kept",
+    "second_kept",
+    "seams",
+    "decisions",
+    "second_decisions",
+    "baseline",
+    "remarks",
+    "machine",
+    "versions",
+    "commit",
+)
+"""The fields that `bench scripts` writes. `ours` is from empty caches and an empty profile, and
+`second` with what that run has kept. Times of a steady step are [lower quartile, median, upper
+quartile] in milliseconds, of the last steps before the profile; the spread of a speed-up is from
+the ratio of nearer quartiles to that of farther ones, over `num_steps` or more of each arm. Of an
+arm's first run: the share of time in which the GPU computes (None on the CPU), kernels a step,
+seconds from the process's start to its first step and from there until steps were steady, at which
+step (None: at none), the longest step after the first, and memory. Losses are compared over
+`compared_steps`, and kept of `loss_steps`; `loss_check` says what is wrong with them.
+`script_commit` is what was checked out or, where that is not known, the row's with "-unverified";
+arguments have {data} and {out} for places. `goal` is the speed-up to reach."""
+
 _SOURCE = Path(__file__).resolve().parents[2]
 _PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside", "--fuzz-record")
 # What cannot change a measurement; records themselves are written into the tree.

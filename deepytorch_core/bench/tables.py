@@ -18,6 +18,7 @@ from deepytorch_core.bench.record import (
     COMPILE_FIELDS,
     DDP_FIELDS,
     PARTS_OF_DDP,
+    SCRIPT_FIELDS,
     TRAIN_FIELDS,
     WORKLOAD_FIELDS,
     Record,
@@ -85,7 +86,7 @@ def render(
     Args:
         files: the records by file name.
         kinds: of "collectives" (on CPUs or emulated), "gpu", "ddp", "train", "compile", "workload",
-            "parts" (workloads without the arm that has all of ours), "nccl".
+            "parts" (workloads without the arm that has all of ours), "nccl", "scripts".
         folder: where links find the files.
 
     Raises ValueError for a record of another kind than `bench` writes: a record that no table shows
@@ -101,6 +102,7 @@ def render(
         "workload": (NEEDED_OF_WORKLOAD, _render_workload),
         "parts": (NEEDED_OF_WORKLOAD, _render_parts),
         "nccl": (NEEDED_OF_NCCL, _render_nccl),
+        "scripts": (SCRIPT_FIELDS, _render_scripts),
     }
     unknown = [kind for kind in kinds if kind not in renderers]
     if unknown:
@@ -445,6 +447,35 @@ def _render_nccl(name: str, records: Sequence[Record]) -> str:
             cells += [f"{own:,.0f} us", f"{best['algorithm']} {best['protocol']} {ratio}"]
             lines.append(_line([*cells, "yes" if case in chosen else "no"]))
     return "\n".join(lines)
+
+
+def _render_scripts(name: str, records: Sequence[Record]) -> str:
+    latest = {(record["script"], record["size"], record["device"]): record for record in records}
+    lines = [
+        _caption(name, list(latest.values()), wrong="runs with differing losses"),
+        "",
+        _line(["script", "stock", "ours", "times", "again", "GPU busy", "steady after", "kept"]),
+        _line(["---", "---:", "---:", "---:", "---:", "---:", "---:", "---:"]),
+    ]
+    for record in latest.values():
+        small = "" if record["size"] == "full" else f" ({record['size']})"
+        again = [record["second_speedup"], *record["second_speedup_spread"]]
+        cells = [f"{record['repository']}: {record['script']}{small}"]
+        cells += [f"{record[f'{arm}_ms'][1]:.1f} ms" for arm in ("stock", "ours")]
+        cells += [
+            _cell(record),
+            claimed(record, _ratio_cell(again)),
+            _pair(record, "busy", "{:.0%}"),
+        ]
+        lines.append(_line([*cells, _pair(record, "to_steady_s", "{:.0f} s"), str(record["kept"])]))
+    return "\n".join(lines)
+
+
+def _pair(record: Record, field: str, form: str) -> str:
+    """What stock's run and our second one have, of the GPU; of our two runs, of being steady."""
+    arms = ("stock", "second") if field == "busy" else ("ours", "second")
+    values = [record[f"{arm}_{field}"] for arm in arms]
+    return ": ".join("?" if one is None else form.format(one) for one in values)
 
 
 def _losses(record: Record) -> str:

@@ -29,6 +29,9 @@ class Plan:
         settings: what of `deepytorch_core.tune.knobs` is set; None: as the profile says.
         is_nudged: whether the weights are moved by rounding after the first step; see `nudge`.
         is_redrawn: whether the random generators begin anew then, too.
+        seconds: after how many seconds since the first step the run may end, at a step's end;
+            `steps` is then the most. For one process alone. None: after the steps.
+        is_clocked: whether every step is timed and the last few are profiled; see `clock`.
     """
 
     steps: int
@@ -41,6 +44,8 @@ class Plan:
     settings: dict[str, int] | None = None
     is_nudged: bool = False
     is_redrawn: bool = False
+    seconds: float | None = None
+    is_clocked: bool = False
 
     @property
     def warmup(self) -> int:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import config, memory
 from deepytorch_core.compare import workspace
+from deepytorch_core.compare.clock import UNTIMED_STEPS, Clock
 from deepytorch_core.compare.nudge import Nudge, drawn, told_apart
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.saves import Saves
@@ -83,6 +84,8 @@ class Probe:
         self._nudge = Nudge(is_redrawn=plan.is_redrawn) if plan.is_nudged else None
         self._draws: list[int] = []
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last = plan.steps
+        self._clock = Clock(seconds=plan.seconds) if plan.is_clocked or plan.seconds else None
         self.seams: list[str] = []
 
     def install(self) -> None:
@@ -120,7 +123,7 @@ class Probe:
         losses = [_total(values) for values in self._losses]
         found = {
             "steps": self._steps,
-            "is_complete": self._steps >= self._plan.steps,
+            "is_complete": self._steps >= self._last,
             "setup_s": self._marks.get(self._plan.warmup, self._began) - self._began,
             "block_s": self._block_s(),
             "losses": losses,
@@ -133,6 +136,7 @@ class Probe:
             "seams": self.seams,
             "report": _report(),
             "undecided": _undecided(self._steps),
+            "clock": None if self._clock is None else self._clock.record(),
             **_tuned(self._plan),
         }
         folder = Path(self._plan.folder)
@@ -147,6 +151,8 @@ class Probe:
             time.sleep(0.01)
 
     def _block_s(self) -> list[float]:
+        if self._clock is not None:
+            return self._clock.timed_s()
         ends = [self._plan.warmup, *self._plan.block_ends]
         pairs = zip(ends, ends[1:], strict=False)
         return [
@@ -222,8 +228,16 @@ class Probe:
             self._marks[self._steps] = time.perf_counter()
             if self._plan.settings is not None:
                 self._tell_progress()
-        if self._steps >= self._plan.steps:
+        if self._clock is not None:
+            self._note_end(self._clock)
+        if self._steps >= self._last:
             self._leave()
+
+    def _note_end(self, clock: Clock) -> None:
+        if self._last == self._plan.steps and clock.is_over():
+            untimed = UNTIMED_STEPS if self._plan.is_clocked else 0
+            self._last = min(self._plan.steps, self._steps + untimed)
+        clock.stepped(self._last - self._steps)
 
     def _tell_progress(self) -> None:
         """What rank 0 has measured so far, for who watches this run."""

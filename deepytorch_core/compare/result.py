@@ -38,7 +38,8 @@ class Sample:
     `kept` are so many decisions for something else than stock. `script` is its path as
     `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
     group of ours was made. `undecided` are the trials that the steps were too few for: "what" they
-    decide, whether they "is_begun", and "after_steps", how many are enough.
+    decide, whether they "is_begun", and "after_steps", how many are enough. `clock` is what
+    rank 0's `clock.Clock` recorded, where the plan asked for it; `block_s` are then steady steps.
     """
 
     arm: str
@@ -61,6 +62,7 @@ class Sample:
     loss_ranks: int = 0
     draws: tuple[int, ...] = ()
     is_replicated: bool | None = None
+    clock: Mapping[str, Any] | None = None
 
     @property
     def step_s(self) -> float:
@@ -110,6 +112,7 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         loss_ranks=sum(any(one is not None for one in found["losses"]) for found in ranks),
         draws=tuple(ranks[0]["draws"]),
         is_replicated=_are_alike([found["weights"] for found in ranks]),
+        clock=ranks[0].get("clock"),
     )
 
 

@@ -7,7 +7,13 @@ import pytest
 
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.plot import plot, series
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, DDP_FIELDS, TRAIN_FIELDS, write_record
+from deepytorch_core.bench.record import (
+    COLLECTIVE_FIELDS,
+    DDP_FIELDS,
+    SCRIPT_FIELDS,
+    TRAIN_FIELDS,
+    write_record,
+)
 
 
 def row(num_bytes, **changes):
@@ -386,3 +392,29 @@ def test_plot_writes_a_picture(tmp_path):
 def test_plot_of_nothing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="nothing to plot"):
         plot([row(0, op="barrier")], tmp_path / "bench.png")
+
+
+def script_row(**changes):
+    fields = {name: None for name in SCRIPT_FIELDS} | {
+        **{"bench": "scripts", "script": "nanogpt", "repository": "karpathy/nanoGPT"},
+        **{"size": "full", "device": "NVIDIA H200", "baseline": "stock", "wrong": 0, "kept": 3},
+        **{f"{arm}_ms": [9.0, 10.0, 11.0] for arm in ("stock", "ours", "second")},
+        **{"speedup": 1.5, "speedup_spread": [1.4, 1.6]},
+        **{"second_speedup": 1.75, "second_speedup_spread": [1.7, 1.8]},
+        **{"stock_busy": 0.5, "second_busy": 0.98, "ours_to_steady_s": 41.7},
+        **{"machine": {"name": "8-core EPYC, NVIDIA H200"}, "versions": {"torch": "2.11.0"}},
+        "commit": "abc123def",
+    }
+    assert set(fields) == set(SCRIPT_FIELDS)
+    return {**fields, **changes}
+
+
+def test_public_scripts_have_a_table():
+    records = [script_row(speedup=9.0), script_row(), script_row(script="other", wrong=1)]
+    text = tables.render({"scripts.jsonl": records}, kinds=["scripts"])
+    name = "| karpathy/nanoGPT: nanogpt | 10.0 ms | 10.0 ms"
+    assert f"{name} | **1.50** (1.40-1.60) | 1.75x (1.70-1.80) | 50%: 98% | 42 s: ? | 3 |" in text
+    assert "other | 10.0 ms | 10.0 ms | not claimed | not claimed |" in text
+    assert "9.0" not in text
+    assert "times faster than stock" in text
+    assert "1 runs with differing losses" in text

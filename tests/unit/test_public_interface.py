@@ -219,6 +219,15 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--write": None,
         "--json": None,
     },
+    "bench scripts": {
+        "--checkouts": Path("checkouts"),
+        "--only": None,
+        "--size": None,
+        "--seconds": "60,150,60",
+        "--rounds": 0,
+        "--timeout-s": 1200.0,
+        "--json": None,
+    },
     "bench groups": {"--count": 64, "--world-size": 4, "--json": None},
 }
 INTEGRATIONS = {

@@ -71,6 +71,8 @@ class Arm:
         warmup_steps: untimed steps at the beginning; 0: a fifth of all.
         is_nudged: whether its weights are moved by rounding; see `deepytorch_core.compare.nudge`.
         is_redrawn: whether its random numbers are others, too.
+        seconds: when it ends, since its first step; `Job.steps` is then the most. None: after them.
+        is_clocked: whether every step is timed; see `deepytorch_core.compare.clock`.
         hint: what else to say when it fails.
     """
 
@@ -80,6 +82,8 @@ class Arm:
     warmup_steps: int = 0
     is_nudged: bool = False
     is_redrawn: bool = False
+    seconds: float | None = None
+    is_clocked: bool = False
     hint: str = f"stock ran through; {OFF_SWITCH}"
 
 
@@ -157,7 +161,7 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
                 f"round {number + 1}/{job.rounds}  {arm:<18}"
                 f"{sample.step_s * 1e3:10.2f} ms a step, {sample.setup_s:.1f} s to warm up"
             )
-    nudged = _nudged(job, samples)
+    nudged = nudged_arm(job.arms[1:], samples)
     if nudged is not None:
         say(
             "losses differ by more than stock's from run to run: one more run of stock, with "
@@ -171,9 +175,9 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
     return samples, list(dict.fromkeys(remarks))
 
 
-def _nudged(job: Job, samples: Sequence[result.Sample]) -> Arm | None:
-    """The run that tells whether an arm is off by chance; None where that is no question."""
-    found = [result.judge(samples, arm).losses for arm in job.arms[1:]]
+def nudged_arm(arms: Sequence[str], samples: Sequence[result.Sample]) -> Arm | None:
+    """The run that tells whether one of `arms` is off by chance; None where that is no question."""
+    found = [result.judge(samples, arm).losses for arm in arms]
     if not any(one.is_by_size for one in found):
         return None
     is_redrawn = any(one.drawn_from is not None for one in found)
@@ -220,6 +224,8 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
             settings=None if arm.settings is None else dict(arm.settings),
             is_nudged=arm.is_nudged,
             is_redrawn=arm.is_redrawn,
+            seconds=arm.seconds,
+            is_clocked=arm.is_clocked,
         )
         plan.write(folder / "plan.json")
         log = folder / "output"

@@ -1,0 +1,225 @@
+"""Run one row of `deepytorch bench scripts`: stock and ours in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepytorch.cli import compare, launcher
+from deepytorch.workloads.scripts.script import Call, Script, Size, call
+from deepytorch_core import config
+from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.scripts import FIRST, SECOND
+from deepytorch_core.compare.clock import UNTIMED_STEPS
+from deepytorch_core.compare.plan import MIN_STEPS
+from deepytorch_core.compare.result import NUDGED, STOCK, Sample
+from deepytorch_core.errors import CompareError
+
+MOST_STEPS = 1_000_000
+"""A run takes no more steps; its time ends it long before."""
+COMPARED_STEPS = 400
+"""Losses are compared over so many steps at most."""
+_LEAST_STEPS = MIN_STEPS + UNTIMED_STEPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits runs to `seconds` since the first step: stock's, ours and ours again.
+
+    `rounds` are further pairs of stock and ours again; a run is ended after `timeout_s` in all.
+    """
+
+    seconds: tuple[float, float, float] = (60.0, 150.0, 60.0)
+    rounds: int = 0
+    timeout_s: float = 1200.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds a script, the samples of its runs in their order, and remarks about them."""
+
+    script: Script
+    size: Size
+    commit: str
+    samples: tuple[Sample, ...]
+    remarks: tuple[str, ...]
+
+
+def parse_seconds(text: str) -> tuple[float, float, float]:
+    """Read STOCK,FIRST,SECOND or one number for all. Raises BenchError for what is neither."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) not in (1, 3) or not all(0 < one < math.inf for one in found):
+        raise BenchError(
+            f"--seconds {text}: expected seconds of stock's run, of our first and of our second, "
+            "such as 60,150,60, or one number for all"
+        )
+    stock, first, second = found if len(found) == 3 else found * 3
+    return stock, first, second
+
+
+def measure(
+    script: Script, size: Size, checkout: Path, scratch: Path, *, limits: Limits, show: compare.Say
+) -> Row:
+    """Run a script stock, with ours from nothing, and with what ours has kept.
+
+    Args:
+        script: the row.
+        size: whether model and data are small.
+        checkout: the script's repository.
+        scratch: an empty folder for data, caches and the profile.
+        limits: how long the runs last.
+        show: told of each run.
+
+    Raises CompareError for a run that failed, took too long or took too few steps.
+    """
+    data = scratch / "data"
+    data.mkdir(parents=True)
+    show(f"{script.name}: making its data")
+    script.prepare(data, size)
+    called = call(script, size, checkout, data)
+    job = _job(called, limits)
+    remarks: list[str] = []
+    samples: list[Sample] = []
+
+    def run(arm: compare.Arm) -> None:
+        with contextlib.chdir(called.folder):
+            sample = compare.run_once(job, arm, remarks)
+        if sample.steps < _LEAST_STEPS:
+            raise CompareError(compare.too_short(sample.steps, _LEAST_STEPS))
+        samples.append(sample)
+        show(f"{script.name}: {arm.name} took {sample.steps} steps, {sample.step_s * 1e3:.2f} ms")
+
+    arms = _arms(scratch, size, called.variables, limits)
+    for name in (STOCK, FIRST, SECOND, *(STOCK, SECOND) * limits.rounds):
+        run(arms[name])
+    samples = common(samples)
+    nudged = compare.nudged_arm((FIRST, SECOND), samples)
+    if nudged is not None:
+        show(f"{script.name}: stock once more, with weights moved by rounding, as a yardstick")
+        arm = dataclasses.replace(
+            arms[STOCK], name=NUDGED, is_nudged=True, is_redrawn=nudged.is_redrawn, seconds=None
+        )
+        job = dataclasses.replace(job, steps=samples[0].steps)
+        try:
+            with contextlib.chdir(called.folder):
+                samples.append(compare.run_once(job, arm, remarks))
+        except CompareError as error:
+            remarks.append(f"{NUDGED}: {error}")
+    commit = commit_of(checkout, script.path)
+    # The scratch folder goes, with all that a script makes there.
+    left = tuple(one for one in dict.fromkeys(remarks) if str(scratch) not in one)
+    return Row(script, size, commit, tuple(samples), left)
+
+
+def common(samples: Sequence[Sample]) -> list[Sample]:
+    """Cut the losses of runs down to the steps that all of them took."""
+    steps = min(COMPARED_STEPS, *(one.steps for one in samples))
+    return [
+        dataclasses.replace(
+            one, steps=steps, losses=one.losses[:steps], draws=one.draws[:steps], is_complete=True
+        )
+        for one in samples
+    ]
+
+
+def commit_of(checkout: Path, path: str) -> str:
+    """Return the commit of a checkout, "-dirty" where the script is changed; "" without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
+            return ""
+        is_dirty = bool(git("status", "--porcelain", "--", path))
+        return git("rev-parse", "HEAD") + ("-dirty" if is_dirty else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def left_out(scripts: Sequence[Script], checkouts: Path) -> Iterator[tuple[Script, str]]:
+    """Yield the scripts that can't run, each with how to mend that."""
+    for script in scripts:
+        place = checkouts / script.checkout
+        if not (place / script.path).is_file():
+            yield script, f"{place / script.path} is missing: {script.how_to_get()}"
+        elif missing := script.missing():
+            yield script, f"not installed: {', '.join(missing)}"
+
+
+def _job(called: Call, limits: Limits) -> compare.Job:
+    arguments = (str(called.script), *called.arguments)
+    return compare.Job(
+        arguments=arguments,
+        options=launcher.parse(
+            arguments, command="deepytorch bench scripts", default_processes="1"
+        ),
+        default_processes="1",
+        world_size=1,
+        steps=MOST_STEPS,
+        rounds=1,
+        arms=(),
+        timeout_s=limits.timeout_s,
+    )
+
+
+def _arms(
+    scratch: Path, size: Size, variables: Mapping[str, str], limits: Limits
+) -> dict[str, compare.Arm]:
+    both = {**_quiet(scratch, size), **beside_ours(variables)}
+    names: dict[str, tuple[str, float]] = {
+        STOCK: (STOCK, limits.seconds[0]),
+        FIRST: (compare.OURS, limits.seconds[1]),
+        SECOND: (compare.OURS, limits.seconds[2]),
+    }
+    return {
+        name: dataclasses.replace(
+            compare.ARMS[like],
+            name=name,
+            variables={**both, **_caches(scratch / like), **compare.ARMS[like].variables},
+            seconds=seconds,
+            is_clocked=True,
+        )
+        for name, (like, seconds) in names.items()
+    }
+
+
+def beside_ours(variables: Mapping[str, str]) -> dict[str, str]:
+    """Put this process's own PYTHONPATH behind that of a script."""
+    name = "PYTHONPATH"
+    own = config.child_environment().get(name)
+    if own and name in variables:
+        return {**variables, name: os.pathsep.join((variables[name], own))}
+    return dict(variables)
+
+
+def _caches(folder: Path) -> dict[str, str]:
+    """Give runs caches in which they find nothing but their own."""
+    return {
+        "DEEPYTORCH_PROFILE": str(folder / "profile.json"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+
+
+def _quiet(scratch: Path, size: Size) -> dict[str, str]:
+    """Keep runs from looking things up in a network, and small ones on the CPU."""
+    return {
+        "HF_HOME": str(scratch / "data"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **({"CUDA_VISIBLE_DEVICES": ""} if size == "small" else {}),
+    }

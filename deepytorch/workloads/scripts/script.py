@@ -1,0 +1,95 @@
+"""Describe a public training script: its origin, its arguments and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+Size = Literal["full", "small"]
+"""`full` is for a GPU; `small` shrinks model and data until a CPU trains them in seconds."""
+SIZES: tuple[Size, ...] = ("full", "small")
+OUT = "bench-out"
+"""Stands for {out}: in the folder where the script runs, a view that goes with the run."""
+
+Prepare = Callable[[Path, Size], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """Describes one script with its arguments; each run trains until its time is over.
+
+    In arguments, the folder and variables, {data} stands for what `prepare` filled, {out} for a
+    folder that goes with the run, and {checkout} for the repository.
+
+    Args:
+        name: of the row.
+        repository: OWNER/NAME on GitHub.
+        commit: at which the script was read.
+        path: of the script, from the repository's top.
+        arguments: as the script's documentation has them, for size full.
+        small: all arguments for size small.
+        prepare: makes data, tokenizer and configuration in a folder: the same each time, offline.
+        goal: the speed-up over stock to reach; 1.0 is to be no slower.
+        packages: what must be installed, by the names to import.
+        folder: where the script runs; empty: where it lies.
+        variables: of the environment.
+    """
+
+    name: str
+    repository: str
+    commit: str
+    path: str
+    arguments: tuple[str, ...]
+    small: tuple[str, ...]
+    prepare: Prepare
+    goal: float = 1.0
+    packages: tuple[str, ...] = ()
+    folder: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def checkout(self) -> str:
+        """Return the name of the repository's folder."""
+        return PurePosixPath(self.repository).name
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the packages that are not installed."""
+        return tuple(one for one in self.packages if util.find_spec(one) is None)
+
+    def how_to_get(self) -> str:
+        """Return the command lines that make the checkout."""
+        return (
+            f"git clone https://github.com/{self.repository} && "
+            f"git -C {self.checkout} checkout {self.commit}"
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describes how a script is run on this machine."""
+
+    script: Path
+    folder: Path
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+def call(script: Script, size: Size, checkout: Path, data: Path) -> Call:
+    """Fill the places of this machine in."""
+    places = {"data": str(data), "out": OUT, "checkout": str(checkout)}
+    path = checkout / script.path
+    chosen = script.arguments if size == "full" else script.small
+    return Call(
+        script=path,
+        folder=Path(script.folder.format(**places)) if script.folder else path.parent,
+        arguments=filled(chosen, places),
+        variables={name: text.format(**places) for name, text in script.variables.items()},
+    )
+
+
+def filled(arguments: Sequence[str], places: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the arguments with places for their placeholders."""
+    return tuple(one.format(**places) for one in arguments)
