@@ -6,6 +6,7 @@ little of it (option `patience`). A policy that is named waits for nothing.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from deepytorch_core import by_name, compiler_import, decisions
@@ -30,12 +31,12 @@ def is_compiled_by_script(model: Any) -> bool:
     )
 
 
-def has_code(model: Any) -> bool:
-    """Whether `deepytorch.compile` has put compiled code into the model or a part of it."""
-    from deepytorch_core import compile as engine
-
-    found = [engine.compilation_of(one) for one in model.modules()]
-    return any(one is not None and one.regions for one in found)
+def is_begun(model: Any) -> bool:
+    """Whether `deepytorch.compile` was called for the model or a part of it."""
+    engine = sys.modules.get("deepytorch_core.compile")
+    if engine is None:
+        return False
+    return any(engine.compilation_of(one) is not None for one in model.modules())
 
 
 def start(model: Any, options: Options, changes: _contract.Changes) -> None:

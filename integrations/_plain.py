@@ -83,7 +83,8 @@ def _begin(optimizer: Any) -> None:
         return
     _num_searches += 1
     found = _outermost({id(one) for one in trained})
-    if any(isinstance(one, nn.Module) and _claims.is_taken(one) for one in found):
+    # Kernels and packing would change modules that `deepytorch.compile` has code for, or measures.
+    if any(_claims.is_taken(one) or _compile.is_begun(one) for one in found):
         return
     if found:
         _searches[optimizer] = _Search(found, {id(one) for one in trained})
@@ -268,12 +269,10 @@ def _swap(
 def _is_whole(module: nn.Module) -> bool:
     """Whether kernels may stand in its parts.
 
-    Not where they are cut up or copied to other devices, and not in what is compiled already:
-    that code was made for the modules as they are.
+    Not where they are cut up or copied to other devices, and not in what the script has compiled.
     """
     is_cut = _kind(module) == "fsdp" or isinstance(module, nn.DataParallel)
-    is_compiled = _compile.is_compiled_by_script(module) or _compile.has_code(module)
-    return not (is_cut or is_compiled)
+    return not is_cut and not _compile.is_compiled_by_script(module)
 
 
 def _pack(

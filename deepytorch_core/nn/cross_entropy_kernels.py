@@ -1,8 +1,9 @@
-"""Triton kernels of `cross_entropy`; one program has one row of logits."""
+"""Triton kernels of `cross_entropy`; one program has one row of logits.
+
+Triton evaluates annotations of a kernel's arguments, so only constants have one.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -14,14 +15,14 @@ _NUM_WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(
-    logits: Any,
-    targets: Any,
-    losses: Any,
-    normalizers: Any,
-    stride: Any,
-    num_classes: Any,
-    ignored: Any,
+def _forward(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    losses,
+    normalizers,
+    stride,
+    num_classes,
+    ignored,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)  # rows times classes may pass 2**31
@@ -47,15 +48,15 @@ def _forward(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(
-    logits: Any,
-    targets: Any,
-    normalizers: Any,
-    scale: Any,
-    gradients: Any,
-    stride: Any,
-    num_classes: Any,
-    ignored: Any,
+def _backward(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    normalizers,
+    scale,
+    gradients,
+    stride,
+    num_classes,
+    ignored,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)

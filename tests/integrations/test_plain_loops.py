@@ -52,7 +52,7 @@ def train(model: nn.Module, steps: int = 4) -> None:
 
 
 @pytest.mark.parametrize("is_part", [False, True])
-def test_kernels_stay_out_of_code_that_the_script_had_compiled(
+def test_a_model_that_the_script_had_compiled_gets_no_kernels(
     is_part: bool, swapped: list[Any]
 ) -> None:
     trunk = nn.Sequential(*(Block() for _ in range(3)))
