@@ -16,13 +16,10 @@ from typing import Any
 import torch
 
 from deepytorch_core import memory
+from deepytorch_core.compare.plan import PROFILED_STEPS, UNTIMED_STEPS, WARMED_STEPS
 
 TIMED_STEPS = 40
 """So many steps before the profile give the steady step time; half of all where they are few."""
-PROFILED_STEPS = 4
-WARMED_STEPS = 1
-"""The profiler sees so many steps before those, as the first pays for its setup."""
-UNTIMED_STEPS = WARMED_STEPS + PROFILED_STEPS
 WINDOW = 8
 """Steps are steady from the first on where so many are."""
 _NEAR = 1.25

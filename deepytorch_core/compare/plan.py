@@ -11,6 +11,10 @@ from typing import Any
 MAX_BLOCKS = 10
 MIN_STEPS = 4
 _WARMUP_SHARE = 5
+PROFILED_STEPS = 4
+WARMED_STEPS = 1
+"""The profiler sees so many steps before those, as the first pays for its setup."""
+UNTIMED_STEPS = WARMED_STEPS + PROFILED_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,7 @@ class Plan:
         seconds: after how many seconds since the first step the run may end, at a step's end;
             `steps` is then the most. For one process alone. None: after the steps.
         is_clocked: whether every step is timed and the last few are profiled; see `clock`.
+        is_profiled: whether the last few are, after those that are timed in blocks.
     """
 
     steps: int
@@ -46,6 +51,7 @@ class Plan:
     is_redrawn: bool = False
     seconds: float | None = None
     is_clocked: bool = False
+    is_profiled: bool = False
 
     @property
     def warmup(self) -> int:
@@ -55,7 +61,7 @@ class Plan:
     @property
     def block_ends(self) -> tuple[int, ...]:
         """After which steps the timed blocks end; the first begins after the warm-up."""
-        timed = self.steps - self.warmup
+        timed = self.steps - self.warmup - (UNTIMED_STEPS if self.is_profiled else 0)
         blocks = max(1, min(MAX_BLOCKS, timed))
         return tuple(self.warmup + timed * (number + 1) // blocks for number in range(blocks))
 

@@ -85,7 +85,8 @@ class Probe:
         self._draws: list[int] = []
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last = plan.steps
-        self._clock = Clock(seconds=plan.seconds) if plan.is_clocked or plan.seconds else None
+        has_clock = plan.is_clocked or plan.is_profiled or plan.seconds
+        self._clock = Clock(seconds=plan.seconds) if has_clock else None
         self.seams: list[str] = []
 
     def install(self) -> None:
@@ -151,7 +152,7 @@ class Probe:
             time.sleep(0.01)
 
     def _block_s(self) -> list[float]:
-        if self._clock is not None:
+        if self._clock is not None and not self._plan.is_profiled:
             return self._clock.timed_s()
         ends = [self._plan.warmup, *self._plan.block_ends]
         pairs = zip(ends, ends[1:], strict=False)

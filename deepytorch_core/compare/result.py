@@ -39,7 +39,8 @@ class Sample:
     `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
     group of ours was made. `undecided` are the trials that the steps were too few for: "what" they
     decide, whether they "is_begun", and "after_steps", how many are enough. `clock` is what
-    rank 0's `clock.Clock` recorded, where the plan asked for it; `block_s` are then steady steps.
+    rank 0's `clock.Clock` recorded, where the plan asked for it; if that was for every step,
+    `block_s` are steady steps.
     """
 
     arm: str

@@ -21,7 +21,7 @@ from deepytorch.cli.compare import report
 from deepytorch_core import config
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.losses import largest_difference
-from deepytorch_core.compare.plan import Plan
+from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.receipt import write
 from deepytorch_core.compare.result import Sample, judge
 from deepytorch_core.errors import CompareError
@@ -148,6 +148,25 @@ def test_json_has_no_nan_and_the_receipt_refers_to_nothing(tmp_path: Path) -> No
     assert "x &lt;y&gt;" in text
     assert "<svg" in text
     assert "src=" not in text
+
+
+def test_the_steps_under_the_profiler_are_in_no_block() -> None:
+    plan = Plan(
+        steps=40, folder="", workspace="", outside="", began=0.0, warmup_steps=10, is_profiled=True
+    )
+    assert plan.block_ends[-1] == 40 - UNTIMED_STEPS
+
+
+def test_the_share_in_which_a_gpu_works_is_told_of_both() -> None:
+    assert report._busy(samples([1.0], [0.5]), "ours") is None  # on a CPU
+    found = [
+        dataclasses.replace(one, clock={"busy_share": share, "kernels_per_step": kernels})
+        for one, share, kernels in zip(
+            samples([1.0], [0.5]), (0.31, 0.9), (710.0, 36.5), strict=True
+        )
+    ]
+    said = str(report._busy(found, "ours"))
+    assert "works in 31% of a step stock, of 710 kernels; works in 90% of a step" in said
 
 
 @pytest.mark.parametrize("steps", [4, 5, 12, 60, 997])

@@ -44,6 +44,8 @@ _QUIET = {
 }
 _TERMINATE_S = 40.0
 _LOOK_S = 0.05
+# With fewer, those under the profiler would be missed among the timed ones.
+LEAST_PROFILED = 25
 # In the nodes' own network, where nobody else is.
 _EMULATED_PORT = 29400
 
@@ -115,6 +117,7 @@ class Job:
         network: emulated nodes that the ranks live on; None is this machine as it is.
         ranks_per_node: of each emulated node.
         began: when, in seconds since the epoch.
+        is_profiled: whether the last steps of each run are, for what GPUs do in them.
     """
 
     arguments: tuple[str, ...]
@@ -128,6 +131,7 @@ class Job:
     network: Network | None = None
     ranks_per_node: tuple[int, ...] = ()
     began: float = field(default_factory=time.time)
+    is_profiled: bool = False
 
 
 def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
@@ -137,6 +141,7 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
     """
     if job.steps < MIN_STEPS:
         raise ValueError(f"--steps must be at least {MIN_STEPS}, not {job.steps}")
+    job = dataclasses.replace(job, is_profiled=job.steps >= LEAST_PROFILED and _has_gpu())
     with contextlib.suppress(AdapterError):  # without it the script trains on stock collectives
         adapter.load()  # compiled once here, not within a run
     samples: list[result.Sample] = []
@@ -146,7 +151,8 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
         if first.steps < MIN_STEPS:
             raise CompareError(too_short(first.steps, MIN_STEPS))
         say(f"the script ends after {first.steps} optimizer steps: these are compared")
-        job = dataclasses.replace(job, steps=first.steps)
+        is_profiled = job.is_profiled and first.steps >= LEAST_PROFILED
+        job = dataclasses.replace(job, steps=first.steps, is_profiled=is_profiled)
         first = run_once(job, ARMS[result.STOCK], remarks)
     for number in range(job.rounds):
         for arm in job.arms:
@@ -173,6 +179,12 @@ def compare(job: Job, say: Say) -> tuple[list[result.Sample], list[str]]:
         except CompareError as error:  # what was measured is worth more than this yardstick
             remarks.append(f"{result.NUDGED}: {error}")
     return samples, list(dict.fromkeys(remarks))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def nudged_arm(arms: Sequence[str], samples: Sequence[result.Sample]) -> Arm | None:
@@ -226,6 +238,7 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
             is_redrawn=arm.is_redrawn,
             seconds=arm.seconds,
             is_clocked=arm.is_clocked,
+            is_profiled=job.is_profiled,
         )
         plan.write(folder / "plan.json")
         log = folder / "output"

@@ -44,6 +44,7 @@ def findings(
         ("loss difference", _losses(main)),
         *([("random numbers", drawn)] if (drawn := _drawn(main)) else []),
         ("peak memory", _memory(main, stock)),
+        *([("GPU", busy)] if (busy := _busy(samples, main.arm)) else []),
         ("time saved", _saved(main, stock_s, total_steps)),
         ("one-off cost", _one_off(main)),
     ]
@@ -124,6 +125,20 @@ def _memory(verdict: Verdict, stock: Sequence[Sample]) -> str:
         return "not known here"
     kind = "of the process" if stock[0].device == "cpu" else "allocated on the GPU"
     return f"{_gib(max(known))} stock, {_gib(verdict.peak_bytes)} {verdict.arm}, {kind}"
+
+
+def _busy(samples: Sequence[Sample], arm: str) -> str | None:
+    """How much of a step the GPU works; None where the runs were not profiled on one."""
+    said = []
+    for name in (result.STOCK, arm):
+        clocks = [one.clock for one in samples if one.arm == name and one.clock is not None]
+        known = [one for one in clocks if one["busy_share"] is not None]
+        if not known:
+            return None
+        share = statistics.median(one["busy_share"] for one in known)
+        kernels = statistics.median(one["kernels_per_step"] for one in known)
+        said.append(f"works in {share:.0%} of a step {name}, of {kernels:.0f} kernels")
+    return f"{'; '.join(said)}; else it waits for launches, for data or for other ranks"
 
 
 def _gib(num_bytes: int) -> str:
