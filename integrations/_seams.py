@@ -14,6 +14,7 @@ wins (`deepytorch_core.by_name`). What can't be done is left to stock, in a line
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -45,6 +46,9 @@ class _Armed:
             ImportHook(
                 "accelerate.accelerator", _guarded("Accelerate's prepare", self._accelerate)
             ),
+            ImportHook(
+                "transformers.trainer_callback", _guarded("lengths of trainings", self._trainer)
+            ),
             ImportHook("torch.optim.optimizer", _guarded("optimizers", self._optimizers)),
         ]
 
@@ -63,6 +67,15 @@ class _Armed:
             _constructing,
             why="kernels, padding-free training and compilation come in with `prepare`",
             option="DEEPYTORCH_COMPILE=off, DEEPYTORCH_KERNELS=off and DEEPYTORCH_PADDING_FREE=off",
+        )
+
+    def _trainer(self, module: ModuleType) -> None:
+        self.patches.replace(
+            module.CallbackHandler,
+            "on_train_begin",
+            _beginning,
+            why="a training of known length need not have lasted long before anything is tried",
+            option="DEEPYTORCH_COMPILE=off",
         )
 
     def _optimizers(self, module: ModuleType) -> None:
@@ -130,6 +143,19 @@ def _constructing(original: _Function) -> _Function:
             note("accelerate")
 
     return construct
+
+
+def _beginning(original: _Function) -> _Function:
+    def begin(handler: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        found = original(handler, args, state, control, **kwargs)
+        engine = sys.modules.get("deepytorch_core.compile")
+        with contextlib.suppress(AttributeError, TypeError):  # of a version that has others
+            steps = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
+            if engine is not None and handler.model is not None and steps > 0:
+                engine.expect_steps(handler.model, steps)
+        return found
+
+    return begin
 
 
 def _initializing(original: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

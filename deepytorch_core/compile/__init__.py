@@ -89,6 +89,16 @@ def compile(
     return model
 
 
+def expect_steps(model: nn.Module, steps: int) -> None:
+    """Note that a run whose model `compile` was given will take so many passes with gradients.
+
+    What is tried may take its part of all of them from the start, not of what has gone by.
+    """
+    compilation = compilation_of(model)
+    if compilation is not None:
+        compilation.pace.steps = steps
+
+
 def undo(model: nn.Module) -> bool:
     """Put a model that `compile` was given back to eager; False if there was nothing to undo."""
     compilation = compilation_of(model)

@@ -109,7 +109,7 @@ class Compilation:
         self._on = False
         self._helping: Helping | None = None
         self._was_helped = False
-        self._since: float | None = None  # of the first step's begin
+        self.pace = worth.Pace()
         self._early: Capturing | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
         self._began: float | None = None
@@ -248,6 +248,7 @@ class Compilation:
         finally:
             self._num_made = self.num_made
             self._began = time.perf_counter()
+            self.pace.note(self._began)
 
     def _count_step(self) -> None:
         is_waiting = EAGER_STEPS <= self._number < self._first or self._helping is not None
@@ -301,7 +302,6 @@ class Compilation:
 
     def _begin(self) -> None:
         """The first step: what is known already needs no measuring."""
-        self._since = time.perf_counter()
         self._kept.look_at(self._root, self._device)
         if self.policy != AUTO:
             reason = policies.get(self.policy).why_not(self._device)
@@ -351,7 +351,7 @@ class Compilation:
     def _ask_pace(self) -> None:
         """How long a step takes, and whether helpers can compile the model, on all ranks."""
         now = time.perf_counter()
-        own_s, lasted_s = now - (self._began or now), now - (self._since or now)
+        own_s, lasted_s = now - (self._began or now), self.pace.lasts_s(now)
         is_helped = ahead.may_help(self._root, self._device, num_ranks=self._ranks().size)
         is_open = self._is_patient and self._number < MOST_WAITING
         is_open = is_open and (undecided.is_open(self._root) or self._are_sizes_open())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from deepytorch_core.compile import regions
@@ -14,6 +16,34 @@ LEAST_HELPED_COST_S = 0.5
 COST_OF_MODULE_S = 0.4
 COST_OF_HELPED_MODULE_S = 0.07
 LARGEST_SHARE = 0.03  # of the time that a run has lasted, or is known to last, for trials
+
+
+class Pace:
+    """How long the run lasts, as far as is known; told when each of its steps begins.
+
+    `steps` is how many there will be, where its framework says so.
+    """
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+        self._first: float | None = None
+        self._last = 0.0
+        self._fastest_s = math.inf
+
+    def note(self, now: float) -> None:
+        """A step begins at `now`, in seconds."""
+        if self._first is None:
+            self._first = now
+        else:
+            self._fastest_s = min(self._fastest_s, now - self._last)
+        self._last = now
+
+    def lasts_s(self, now: float) -> float:
+        """Seconds it has lasted by `now`, or is known to last by the pace of its fastest step."""
+        lasted = now - (now if self._first is None else self._first)
+        if self.steps is None or math.isinf(self._fastest_s):
+            return lasted
+        return max(lasted, self.steps * self._fastest_s)
 
 
 def cost_s(root: nn.Module, *, is_helped: bool) -> float:
