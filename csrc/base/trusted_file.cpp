@@ -43,8 +43,9 @@ std::optional<std::string> read_trusted(const std::string& path, off_t max_bytes
   DPT_SYS_CHECK(fstat(file.get(), &status));
   check(path, status);
   if (status.st_size > max_bytes) {
-    refuse(path, "has " + std::to_string(status.st_size) + " bytes, at most " +
-                     std::to_string(max_bytes) + " are read");
+    refuse(path,
+           "has " + std::to_string(status.st_size) + " bytes, at most " +
+               std::to_string(max_bytes) + " are read");
   }
   std::string text(static_cast<size_t>(status.st_size), '\0');
   size_t done = 0;

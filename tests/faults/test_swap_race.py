@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import swap_race  # noqa: E402
 
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 @pytest.mark.parametrize("place", swap_race.PLACES)
 def test_what_a_stranger_swaps_in_is_never_read_as_code(place: str, tmp_path: Path) -> None:
