@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from deepytorch_core import config
+
 # Of x86-64 and of AArch64.
 CALLS = {
     "memfd_create": (319, 279),
@@ -122,7 +124,7 @@ def run(arm: str, name: str | None, folder: Path) -> tuple[bool, str]:
         )
     rank = folder / "rank.py"
     rank.write_text(f"{mine}runpy.run_path({str(script)!r}, run_name='__main__')\n")
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    environment = config.child_environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1")
     try:
         done = subprocess.run(
             [*launcher, str(rank)],
