@@ -37,12 +37,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
 
 from deepytorch_core import config
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
 from deepytorch_core.torch_builds import TorchBuild, installed
-from deepytorch_core.trust import why_not_private
+from deepytorch_core.trust import UntrustedError, opened, why_not_private
 
 MODULE_NAME = "deepytorch_c10d"
 NO_HOME = "this user has no home folder"
@@ -53,6 +54,7 @@ _COMPILE_LIMIT_S = 900.0
 _LOCK_LIMIT_S = _COMPILE_LIMIT_S + 60
 _GLIBC = re.compile(r"-glibc(\d+(?:\.\d+)*)")
 _loading = threading.Lock()
+_loaded: list[BinaryIO] = []
 
 
 @dataclass(frozen=True)
@@ -232,13 +234,65 @@ def _cannot_import(path: Path, error: ImportError) -> str:
 
 
 def _import(path: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, str(path))
+    if _is_prebuilt(path):  # beside this very file
+        return _import_from(path, path)
+    try:
+        file = _opened(path)
+    except (OSError, UntrustedError) as error:
+        raise ImportError(str(error)) from error
+    # Python and the loader know libraries by their names, so this one's is never another file's.
+    _loaded.append(file)
+    with _named(file) as name:
+        return _import_from(name, path)
+
+
+def _import_from(name: Path, path: Path) -> ModuleType:
+    """Import what is to be had by `name`, as the module that lies at `path`."""
+    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, str(name))
     spec = importlib.util.spec_from_file_location(MODULE_NAME, path, loader=loader)
     assert spec is not None
+    spec.origin = str(name)  # what is loaded
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
+    module.__file__ = str(path)
     sys.modules[MODULE_NAME] = module
     return module
+
+
+@contextlib.contextmanager
+def _named(file: BinaryIO) -> Iterator[Path]:
+    """A name by which the open file, and no other, is loaded; of a copy where /proc is missing."""
+    name = Path(f"/proc/self/fd/{file.fileno()}")
+    if name.exists():
+        yield name
+        return
+    with tempfile.TemporaryDirectory(prefix="deepytorch-") as folder:  # ours alone
+        copy = Path(folder) / _file_name()
+        file.seek(0)
+        with copy.open("xb") as target:
+            shutil.copyfileobj(file, target)
+        yield copy
+
+
+def _opened(binary: Path) -> BinaryIO:
+    """The binary, open, if nobody else can have written it and it is what was built.
+
+    Raises UntrustedError, or OSError where it or its digest is not there.
+    """
+    file = opened(binary)
+    try:
+        with opened(_digest_file(binary)) as kept:
+            expected = kept.read(1024).decode("ascii", "replace").strip()
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+            raise UntrustedError(f"{binary} is not what was built")
+        return file
+    except BaseException:
+        file.close()
+        raise
+
+
+def _digest_file(binary: Path) -> Path:
+    return binary.with_name(f"{binary.name}.sha256")
 
 
 # The cache. A shared library runs as whoever loads it, so nothing is loaded from a place that
@@ -292,13 +346,12 @@ def why_not_usable(folder: Path) -> str | None:
 
 
 def _is_usable(binary: Path) -> bool:
-    """Whether it is there, and nobody else can have written it."""
+    """Whether it is there, whole, and nobody else can have written it."""
     try:
-        return binary.is_file() and not any(
-            why_not_private(path) for path in (binary.parent.parent, binary.parent, binary)
-        )
-    except OSError:  # a folder that can't be looked into
+        _opened(binary).close()
+    except (OSError, UntrustedError):
         return False
+    return True
 
 
 @contextlib.contextmanager
@@ -367,7 +420,12 @@ def _compile_into(place: Path, sources: Sources, torch: TorchBuild) -> None:
         binary.chmod(0o700)
         with open(binary, "rb") as file:
             os.fsync(file.fileno())
+        with open(binary, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        noted = _digest_file(binary)
+        noted.write_text(f"{digest}\n", encoding="ascii")
         place.mkdir(mode=0o700, exist_ok=True)
+        os.replace(noted, _digest_file(place / _file_name()))
         os.replace(binary, place / _file_name())
         log.unlink(missing_ok=True)
         say(f"compiled the c10d adapter in {time.monotonic() - started:.0f} s: {place}")

@@ -439,9 +439,9 @@ def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     environ = os.environ if environ is None else environ
     own = environ.get("NCCL_CONF_FILE", "") or "~/.nccl.conf"
     found: dict[str, str] = {}
-    for path in (Path("/etc/nccl.conf"), Path(own).expanduser()):
-        with contextlib.suppress(OSError):
-            for line in path.read_text(errors="replace").splitlines():
+    for place in ("/etc/nccl.conf", own):
+        with contextlib.suppress(OSError, RuntimeError):  # no such file, no home folder
+            for line in Path(place).expanduser().read_text(errors="replace").splitlines():
                 name, equals, value = line.partition("=")
                 if equals and name.strip().startswith("NCCL_"):
                     found[name.strip()] = value.strip()
@@ -511,9 +511,9 @@ def profile_path(options: Options | None = None) -> Path | None:
     None when the user has neither an option nor a home folder.
     """
     chosen = (options or current()).profile
-    if chosen is not None:
-        return Path(chosen).expanduser().absolute()
     try:
+        if chosen is not None:
+            return Path(chosen).expanduser().absolute()
         return cache_dir() / "profile.json"
     except RuntimeError:
         return None

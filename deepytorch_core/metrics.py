@@ -10,11 +10,13 @@ them, and the workers of DataLoaders. None of these may take a rank's port.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from importlib import metadata
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 PATH = "/metrics"
+MOST_CONNECTIONS = 16
+"""At a time, each with a thread; further ones are closed at once."""
+REQUEST_S = 5.0
+"""Seconds from a connection to the end of its answer; it is closed then."""
 INSTALL = "pip install 'deepytorch[metrics]'"
 
 
@@ -139,7 +145,6 @@ class _Collector:
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "deepytorch", ""
-    timeout = 10  # of who connects and asks nothing
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != PATH:
@@ -166,7 +171,29 @@ class _Server(ThreadingMixIn, TCPServer):  # not HTTPServer, which asks DNS for 
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._until: dict[Any, float] = {}  # by connection
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, unless there are too many."""
+        if len(self._until) >= MOST_CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self._until[request] = time.monotonic() + REQUEST_S
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was answered."""
+        self._until.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Close connections whose time is over, however slowly they send; called now and then."""
+        now = time.monotonic()
+        for request, until in list(self._until.items()):
+            if now > until:
+                with contextlib.suppress(OSError):  # closed by its thread meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is nothing to tell."""

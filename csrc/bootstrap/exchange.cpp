@@ -1,7 +1,6 @@
 #include "bootstrap/exchange.hpp"
 
 #include <sched.h>
-#include <sys/random.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -10,6 +9,7 @@
 #include <thread>
 
 #include "base/error.hpp"
+#include "base/random_bytes.hpp"
 
 namespace dpt {
 namespace {
@@ -281,7 +281,7 @@ std::optional<std::string> dead_process(const std::string& mark) {
 
 std::string random_id() {
   unsigned char bytes[16];
-  DPT_CHECK(getrandom(bytes, sizeof bytes, 0) == sizeof bytes);
+  fill_random(bytes, sizeof bytes);
   static const char* digits = "0123456789abcdef";
   std::string id;
   for (const unsigned char byte : bytes) {

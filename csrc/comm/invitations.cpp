@@ -32,15 +32,57 @@ constexpr std::chrono::milliseconds kAnswerTime{100};
 // The lender answers at once, or has left.
 constexpr std::chrono::milliseconds kLenderTime{1000};
 
-// A datagram socket on a free abstract address that the kernel picks; -1 when there is none.
+// A datagram socket on a free abstract address that the kernel picks; -1 when there is none. Any
+// user of the machine may send there, so the kernel is asked who did.
 int open_socket() {
   const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   if (fd < 0) return -1;
+  const int on = 1;
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(sa_family_t)) == 0) return fd;
+  if (setsockopt(fd, SOL_SOCKET, SO_PASSCRED, &on, sizeof on) == 0 &&
+      bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(sa_family_t)) == 0) {
+    return fd;
+  }
   ::close(fd);
   return -1;
+}
+
+struct Datagram {
+  bool has_failed = false;  // with errno
+  std::string text;         // empty: of another user, or nothing
+  std::string from;         // the sender's address
+};
+
+// The next datagram, whose text counts where a process of this user has sent it.
+Datagram receive(int fd, std::vector<char>& buffer) {
+  sockaddr_un from{};
+  iovec data{buffer.data(), buffer.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(ucred))];
+  msghdr message{};
+  message.msg_name = &from;
+  message.msg_namelen = sizeof from;
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  const ssize_t bytes = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
+  if (bytes < 0) return {.has_failed = true, .text = "", .from = ""};
+  ucred sender{};
+  sender.uid = static_cast<uid_t>(-1);
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
+       header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_CREDENTIALS) {
+      std::memcpy(&sender, CMSG_DATA(header), sizeof sender);
+    }
+  }
+  if (sender.uid != geteuid()) return {};
+  Datagram found;
+  found.text.assign(buffer.data(), static_cast<size_t>(bytes));
+  if (message.msg_namelen > kNameOffset) {
+    found.from.assign(from.sun_path + 1, message.msg_namelen - kNameOffset);
+  }
+  return found;
 }
 
 std::string name_of_socket(int fd) {
@@ -94,19 +136,11 @@ class Invitations::Listener {
   void run() {
     std::vector<char> buffer(kMostBytes);
     while (!stopping_) {
-      sockaddr_un from{};
-      socklen_t length = sizeof from;
-      const ssize_t bytes = recvfrom(socket_.get(),
-                                     buffer.data(),
-                                     buffer.size(),
-                                     0,
-                                     reinterpret_cast<sockaddr*>(&from),
-                                     &length);
-      if (bytes < 0 && errno != EINTR) return;
-      if (bytes <= 0) continue;
-      const std::string reply = owner_.answer({buffer.data(), static_cast<size_t>(bytes)});
-      if (reply.empty() || length <= kNameOffset) continue;
-      send_to(socket_.get(), {from.sun_path + 1, length - kNameOffset}, reply);
+      const Datagram datagram = receive(socket_.get(), buffer);
+      if (datagram.has_failed && errno != EINTR) return;
+      if (datagram.text.empty()) continue;
+      const std::string reply = owner_.answer(datagram.text);
+      if (!reply.empty() && !datagram.from.empty()) send_to(socket_.get(), datagram.from, reply);
     }
   }
 
@@ -189,21 +223,29 @@ LentStore::~LentStore() {
 
 std::optional<std::string> LentStore::ask(const std::string& question,
                                           std::chrono::milliseconds timeout) {
-  if (socket_ < 0) socket_ = open_socket();
+  if (socket_ < 0) {
+    socket_ = open_socket();
+    secret_ = random_id();
+  }
   std::vector<char> buffer(kMostBytes);
   const auto end = std::chrono::steady_clock::now() + timeout;
   do {
-    const std::string mark = std::to_string(++questions_) + " ";
+    // Nobody but who is asked can know it.
+    const std::string mark = secret_ + std::to_string(++questions_) + " ";
     const size_t verb_end = question.find(' ') + 1;
     send_to(
         socket_,
         address_in(words_),
         number_in(words_) + " " + question.substr(0, verb_end) + mark + question.substr(verb_end));
-    for (pollfd entry{socket_, POLLIN, 0};
-         poll(&entry, 1, static_cast<int>(kAnswerTime.count())) > 0;) {
-      const ssize_t bytes = recv(socket_, buffer.data(), buffer.size(), 0);
-      const std::string reply(buffer.data(), bytes > 0 ? static_cast<size_t>(bytes) : 0);
-      if (reply.starts_with(mark)) return reply.substr(mark.size());
+    // Whatever else comes makes the wait no longer.
+    const auto until = std::chrono::steady_clock::now() + kAnswerTime;
+    for (auto left = kAnswerTime; left.count() > 0;
+         left = std::chrono::duration_cast<std::chrono::milliseconds>(
+             until - std::chrono::steady_clock::now())) {
+      pollfd entry{socket_, POLLIN, 0};
+      if (poll(&entry, 1, static_cast<int>(left.count())) <= 0) break;
+      const Datagram reply = receive(socket_, buffer);
+      if (reply.text.starts_with(mark)) return reply.text.substr(mark.size());
     }
   } while (std::chrono::steady_clock::now() < end);
   return std::nullopt;

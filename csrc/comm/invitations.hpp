@@ -79,6 +79,7 @@ class LentStore : public Store {
   std::string words_;
   Store& own_;
   int socket_ = -1;
+  std::string secret_;  // begins all marks of questions
   uint64_t questions_ = 0;
 };
 

@@ -1,7 +1,6 @@
 #include "comm/watchdog.hpp"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <vector>
@@ -20,18 +19,13 @@ constexpr int kTickMs = 200;
 Watchdog::Watchdog(OnDeath on_death, OnTick on_tick)
     : on_death_(std::move(on_death)),
       on_tick_(std::move(on_tick)),
-      wake_fd_(DPT_SYS_CHECK(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
+      waker_(Waker::make()),
       thread_(start_thread([this] { run(); })) {}
 
 Watchdog::~Watchdog() {
   stopping_ = true;
-  wake();
+  waker_.wake();
   thread_.join();
-}
-
-void Watchdog::wake() const {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_fd_.get(), &one, sizeof one);
 }
 
 void Watchdog::watch(const std::string& process, UniqueFd pidfd, const std::string& mark) {
@@ -39,7 +33,7 @@ void Watchdog::watch(const std::string& process, UniqueFd pidfd, const std::stri
     std::lock_guard lock(mutex_);
     if (!peers_.try_emplace(process, Peer{std::move(pidfd), mark}).second) return;
   }
-  wake();
+  waker_.wake();
 }
 
 void Watchdog::forget(const std::string& process) {
@@ -47,19 +41,19 @@ void Watchdog::forget(const std::string& process) {
     std::lock_guard lock(mutex_);
     if (peers_.erase(process) == 0) return;
   }
-  wake();
+  waker_.wake();
 }
 
 void Watchdog::close_after_fork() {
   // No lock: only the forking thread exists here, and another may have held it.
   for (auto& [process, peer] : peers_) peer.pidfd.reset();
-  wake_fd_.reset();
+  waker_.reset();
 }
 
 void Watchdog::run() {
   while (!stopping_) {
     on_tick_();
-    std::vector<pollfd> entries = {{wake_fd_.get(), POLLIN, 0}};
+    std::vector<pollfd> entries = {{waker_.fd(), POLLIN, 0}};
     std::vector<std::string> processes = {""};
     std::vector<std::string> marks = {""};
     {
@@ -71,9 +65,7 @@ void Watchdog::run() {
       }
     }
     if (poll(entries.data(), entries.size(), kTickMs) < 0) continue;
-    uint64_t count = 0;
-    while (read(wake_fd_.get(), &count, sizeof count) > 0) {
-    }
+    waker_.clear();
     for (size_t i = 1; i < entries.size(); ++i) {
       const bool dead = entries[i].fd >= 0 ? (entries[i].revents & POLLIN) != 0
                                            : dead_process(marks[i]).has_value();

@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "base/unique_fd.hpp"
+#include "base/waker.hpp"
 
 namespace dpt {
 
@@ -41,7 +42,6 @@ class Watchdog {
     std::string mark;
   };
 
-  void wake() const;
   void run();
 
   OnDeath on_death_;
@@ -49,7 +49,7 @@ class Watchdog {
   std::mutex mutex_;
   std::unordered_map<std::string, Peer> peers_;
   std::atomic<bool> stopping_{false};
-  UniqueFd wake_fd_;
+  Waker waker_;
   std::thread thread_;
 };
 

@@ -7,17 +7,14 @@
 // unloaded at any time: it starts no thread, keeps nothing beyond a communicator's context, and
 // lets no exception out. A table that can't be read, or that somebody else could have written, is
 // said once per communicator and then counts as empty.
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <exception>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "base/env.hpp"
 #include "base/error.hpp"
-#include "base/unique_fd.hpp"
+#include "base/trusted_file.hpp"
 #include "nccl_plugin/choices.hpp"
 #include "nccl_plugin/tuner_abi.hpp"
 
@@ -30,43 +27,10 @@ struct Context {
 
 constexpr off_t kMaxTableBytes = 4 << 20;  // some 20000 entries
 
-// As deepytorch_core/trust.py:why_not_believed judges: on one rank both must come to the same.
-void check_trusted(const struct stat& status) {
-  const std::string remedy = ": make it yours alone (copy it, chmod o-w), or name another file";
-  // Root could write our files anyway.
-  if (status.st_uid != geteuid() && status.st_uid != 0) {
-    throw Error(DPT_ERR_INVALID,
-                "belongs to another user (id " + std::to_string(status.st_uid) + ")" + remedy);
-  }
-  if ((status.st_mode & S_IWOTH) != 0) {
-    throw Error(DPT_ERR_INVALID, "can be written by others" + remedy);
-  }
-}
-
-// What is looked at is what is read: the open file, whatever the name leads to later.
 std::string read_table(const std::string& path) {
-  // A pipe without a writer would hold up the open itself.
-  const UniqueFd file(DPT_SYS_CHECK(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)));
-  struct stat status{};
-  DPT_SYS_CHECK(fstat(file.get(), &status));
-  if (!S_ISREG(status.st_mode)) throw Error(DPT_ERR_INVALID, "is no regular file");
-  check_trusted(status);
-  if (status.st_size > kMaxTableBytes) {
-    throw Error(DPT_ERR_INVALID,
-                "has " + std::to_string(status.st_size) + " bytes, a table at most " +
-                    std::to_string(kMaxTableBytes));
-  }
-  std::string text(static_cast<size_t>(status.st_size), '\0');
-  size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t count = read(file.get(), text.data() + done, text.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw_system_error("read");
-    if (count == 0) break;  // it has become shorter; the parser will say so
-    done += static_cast<size_t>(count);
-  }
-  text.resize(done);
-  return text;
+  std::optional<std::string> text = read_trusted(path, kMaxTableBytes);
+  if (!text) throw Error(DPT_ERR_SYSTEM, path + " is missing");
+  return *std::move(text);
 }
 
 std::vector<Choice> load_choices(size_t nodes, size_t ranks, DptNcclLog log) {

@@ -1,6 +1,5 @@
 #include "tuner/profile.hpp"
 
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,10 +9,10 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
-#include <sstream>
 
 #include "base/error.hpp"
 #include "base/json.hpp"
+#include "base/trusted_file.hpp"
 
 namespace dpt {
 namespace {
@@ -21,6 +20,8 @@ namespace {
 using json::Array;
 using json::Object;
 using json::Value;
+
+constexpr off_t kMaxProfileBytes = 256 << 20;
 
 [[noreturn]] void fail(const std::string& what) { throw Error(DPT_ERR_INVALID, what); }
 
@@ -256,31 +257,8 @@ std::string merge_into_profile(const std::string& text,
   return json::dump({std::move(profile)});
 }
 
-namespace {
-
-// As deepytorch_core/trust.py.
-void check_owner(const std::string& path) {
-  struct stat status{};
-  if (stat(path.c_str(), &status) != 0) return;  // reading it says why
-  const bool foreign = status.st_uid != geteuid() && status.st_uid != 0;
-  if (!foreign && (status.st_mode & S_IWOTH) == 0) return;
-  fail(path +
-       (foreign ? " belongs to another user (id " + std::to_string(status.st_uid) + ")"
-                : " can be written by others") +
-       ": make it yours alone (copy it, chmod o-w)");
-}
-
-}  // namespace
-
 std::string read_profile(const std::string& path) {
-  std::error_code error;
-  if (!std::filesystem::exists(path, error)) return "";
-  check_owner(path);
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (!file) throw_system_error("reading " + path);
-  return text.str();
+  return read_trusted(path, kMaxProfileBytes).value_or("");
 }
 
 void write_profile(const std::string& path, const std::string& text) {

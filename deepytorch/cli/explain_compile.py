@@ -20,9 +20,12 @@ def show(model: str | None, *, json: bool) -> None:
         if entry["for"]["what"].startswith("compile of ")
         and model in (None, entry["for"]["what"].removeprefix("compile of "))
     ]
+    path = config.profile_path()
+    if path is None:
+        raise BenchError("this user has no home folder: DEEPYTORCH_PROFILE names the profile")
     if not found:
         raise BenchError(
-            f"the profile {config.profile_path()} holds no decision about compiling "
+            f"the profile {path} holds no decision about compiling "
             f"{model or 'a model'}: train one with deepytorch.compile(model) first"
         )
     if json:

@@ -155,11 +155,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m deepytorch_core.bench.nccl_ranks")
     parser.add_argument("--ops", default=",".join(DEFAULT_OPS))
     parser.add_argument("--sizes", default=DEFAULT_SIZES)
-    parser.add_argument("--write", type=Path, default=config.cache_dir() / nccl_table.FILE)
+    parser.add_argument("--write", type=Path, help="default: in the cache folder")
     options = parser.parse_args(arguments)
     launched = config.launched()
     if launched is None or launched.local_rank is None:
         raise BenchError("start it with torchrun, or use deepytorch bench nccl")
+    target: Path = options.write or config.cache_dir() / nccl_table.FILE
     ops = parse_names(options.ops)
     check_ops(ops)
     cases = [(op, size) for op in ops for size in parse_sizes(options.sizes)]
@@ -181,11 +182,11 @@ def main(arguments: Sequence[str]) -> int:
     num_nodes = _num_nodes(PrefixStore("nodes", store), rank=rank, size=size)
     result = record(found, chosen, nodes=num_nodes, ranks=size)
     if launched.local_rank == 0:
-        nccl_table.write(options.write, [Entry(**choice) for choice in result["choices"]])
+        nccl_table.write(target, [Entry(**choice) for choice in result["choices"]])
     if rank == 0:
         for line in lines(result):
             sys.stdout.write(f"{line}\n")
-        sys.stdout.write(f"written on every node: {options.write}\n")
+        sys.stdout.write(f"written on every node: {target}\n")
     dist.destroy_process_group()
     return 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core.trust import why_not_believed
+from deepytorch_core.trust import UntrustedError, opened_data, why_not_believed
 
 # For the user and the group, as files of settings are; less where the umask says so.
 _FILE_MODE, FOLDER_MODE = 0o664, 0o775
@@ -29,12 +29,12 @@ def write(path: Path, key: str, entry: dict[str, torch.Tensor]) -> None:
 
 def read(path: Path, key: str) -> dict[str, torch.Tensor]:
     """What `write` wrote for `key`. Raises ValueError for anything else, OSError where it must."""
-    for each in (path.parent, path):
-        if (untrusted := why_not_believed(each)) is not None:
-            raise ValueError(untrusted)
+    if (untrusted := why_not_believed(path.parent)) is not None:
+        raise ValueError(untrusted)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+        with opened_data(path) as file:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, UntrustedError):
         raise
     except Exception as error:  # torch raises many kinds for what is no file of its own
         raise ValueError(str(error).partition("\n")[0]) from error

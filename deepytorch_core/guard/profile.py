@@ -21,7 +21,7 @@ from torch import nn
 
 from deepytorch_core import config
 from deepytorch_core.console import say_once
-from deepytorch_core.trust import why_not_believed
+from deepytorch_core.trust import UntrustedError, opened_data
 
 # As in csrc/tuner/profile.hpp: a profile of another format is left alone.
 _FORMAT = 1
@@ -129,15 +129,16 @@ def _read() -> dict[str, Any]:
     path = config.profile_path()
     if path is None:
         return {}
-    if (untrusted := why_not_believed(path)) is not None:
-        _tell(f"the profile is ignored: {untrusted}")
-        return {"format": None}  # nor is it written
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        with opened_data(path) as file:
+            document = json.load(file)
         if not isinstance(document, dict) or not isinstance(document.get("decisions", []), list):
             raise ValueError("it is no object with a list of decisions")
     except FileNotFoundError:
         return {}
+    except UntrustedError as error:
+        _tell(f"the profile is ignored: {error}")
+        return {"format": None}  # nor is it written
     except (OSError, ValueError, RecursionError) as error:
         _tell(f"the profile {path} can't be read, nothing is taken from it: {error}")
         return {}

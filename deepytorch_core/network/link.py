@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.console import say_once
-from deepytorch_core.trust import why_not_believed
+from deepytorch_core.trust import UntrustedError, opened_data
 
 FLOWS = (1, 2, 4, 8)
 """How many TCP connections at once the probe measures."""
@@ -134,11 +134,12 @@ def remember(path: Path, key: str, link: Link) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if (untrusted := why_not_believed(path)) is not None:
-        say_once(f"what is known of the network is ignored: {untrusted}", level="warning")
-        return {}
     try:
-        found = json.loads(path.read_text())
+        with opened_data(path) as file:
+            found = json.load(file)
+    except UntrustedError as error:
+        say_once(f"what is known of the network is ignored: {error}", level="warning")
+        return {}
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict) or found.get("version") != _VERSION:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepytorch_core.network.nccl_env import Choice
-from deepytorch_core.trust import why_not_believed
+from deepytorch_core.trust import UntrustedError, opened_data
 
 COLLECTIVES = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce")
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
@@ -73,10 +73,13 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
 def read(path: Path) -> list[Entry]:
     """The entries of a table. Raises OSError, or ValueError for what `write` did not write."""
     try:
-        table = json.loads(path.read_text())
+        with opened_data(path) as file:
+            table = json.load(file)
         if table["version"] != VERSION:
             raise ValueError(f"is of version {table['version']}, this release reads {VERSION}")
         return [Entry(**choice) for choice in table["choices"]]
+    except UntrustedError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table for NCCL: {error}") from error
 
@@ -98,9 +101,11 @@ def choose(path: Path, user_set: Collection[str]) -> Choice:
     """
     if BY_HAND & set(user_set) or not path.exists():
         return Choice()
-    if (untrusted := why_not_believed(path)) is not None:
-        raise ValueError(f"the table for NCCL is ignored: {untrusted}")
+    try:
+        number = len(read(path))
+    except UntrustedError as error:
+        raise ValueError(f"the table for NCCL is ignored: {error}") from None
     return Choice(
         {"NCCL_TUNER_PLUGIN": str(plugin()), "DEEPYTORCH_NCCL_TABLE": str(path)},
-        (f"{len(read(path))} measured choices in {path}",),
+        (f"{number} measured choices in {path}",),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import adapter
+from deepytorch_core import adapter, trust
 from deepytorch_core.adapter import Sources
 from deepytorch_core.errors import AdapterError
 
@@ -41,7 +42,7 @@ PyObject* answer() { return PyLong_FromLong(ANSWER); }
 BUILD = """\
 import sys
 from pathlib import Path
-from deepytorch_core import adapter
+from deepytorch_core import adapter, trust
 module = adapter.load(adapter.Sources(Path(sys.argv[1])))
 print("answer", module.answer())
 """
@@ -256,13 +257,20 @@ def test_ctrl_c_ends_the_compiler_and_cleans_up(
     assert leftovers(places) == []
 
 
+@pytest.mark.parametrize("is_noted", [False, True])
 def test_a_damaged_binary_is_compiled_again(
-    sources: Sources, capfd: pytest.CaptureFixture[str]
+    is_noted: bool, sources: Sources, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = adapter.build(sources=sources)
     path.write_bytes(path.read_bytes()[:100])
+    if is_noted:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.with_name(f"{path.name}.sha256").write_text(digest)
+    capfd.readouterr()
     assert adapter.load(sources).answer() == 42
-    assert "can't be imported" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert ("can't be imported" in error) == is_noted
+    assert "compiled the c10d adapter" in error
 
 
 def test_a_cache_that_cannot_be_written_gives_way_to_a_private_folder(
@@ -333,32 +341,20 @@ def test_a_folder_of_another_user_is_never_loaded_from(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    planted = adapter.build(sources=sources)
+    adapter.build(sources=sources)
     capfd.readouterr()
     # As seen by another user, for whose name the folder has been put there beforehand.
     other_user = os.geteuid() + 12345
     (places / f"adapter-{os.geteuid()}").rename(places / f"adapter-{other_user}")
     monkeypatch.setattr("os.geteuid", lambda: other_user)
-    _pretend_not_root(monkeypatch, planted)
+    # Files of root are trusted by everyone, and these tests may be run by root.
+    monkeypatch.setattr(trust, "_trusted", lambda: {other_user})
     assert adapter.find(sources) is None
     # The same has happened to the folder among the temporary files: nothing is left but to say so.
     (tmp_path / "tmp" / f"deepytorch-{other_user}").mkdir()
     with pytest.raises(AdapterError, match="DEEPYTORCH_CACHE_DIR") as caught:
         adapter.build(sources=sources)
     assert str(caught.value).count("belongs to another user") == 2
-
-
-def _pretend_not_root(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Files of root are trusted by everyone; these tests may be run by root."""
-    if Path(path.anchor).stat().st_uid == os.getuid():
-        real = Path.stat
-
-        def stat(self: Path, **kwargs: bool) -> os.stat_result:
-            result = list(real(self, **kwargs))
-            result[4] = 4321  # st_uid
-            return os.stat_result(result)
-
-        monkeypatch.setattr(Path, "stat", stat)
 
 
 @pytest.mark.parametrize("what", ["cache", "tag", "binary"])

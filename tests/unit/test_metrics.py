@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,31 @@ def test_every_metric_is_served_with_its_labels(
         assert families[name].type == one.kind
         assert sample.labels == {"rank": "0", **dict.fromkeys(one.labels, "x")}
         assert sample.value == 3.0, "of one name they are added up"
+
+
+def test_idle_and_slow_clients_keep_few_threads_and_nobody_else_out(
+    place: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_S", 0.5)
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(place, timeout=10))
+            for _ in range(3 * metrics.MOST_CONNECTIONS)
+        ]
+        for number, client in enumerate(clients):
+            client.sendall(b"GET /met" if number % 2 else b"")
+        most = before
+        ended = 0
+        for client in clients:  # refused at once, or when their time is over
+            with contextlib.suppress(ConnectionError):
+                while client.recv(100):
+                    most = max(most, threading.active_count())
+            most = max(most, threading.active_count())
+            ended += 1
+        assert ended == len(clients)
+        assert most - before <= metrics.MOST_CONNECTIONS
+        assert ask(place, "/metrics")[0] == 200
 
 
 def test_nothing_else_is_answered(place: tuple[str, int]) -> None:

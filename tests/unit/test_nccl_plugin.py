@@ -241,7 +241,7 @@ def blown_up(table: Path) -> None:
         (given_away, "belongs to another user (id 12345): make it yours alone"),
         (replaced_by_a_pipe, "is no regular file"),
         (replaced_by_a_folder, "is no regular file"),
-        (blown_up, "a table at most 4194304"),
+        (blown_up, "at most 4194304 are read"),
     ],
 )
 def test_a_table_that_somebody_else_could_have_written_is_ignored_and_said(

@@ -1,7 +1,6 @@
 #include "transport/shm/pool_links.hpp"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -83,7 +82,7 @@ void PoolLinks::rest() {
     ended = links_;
   }
   for (const auto& link : ended) drop(link);
-  wake_.reset();
+  waker_.reset();
 }
 
 std::shared_ptr<const void> PoolLinks::use() {
@@ -255,20 +254,17 @@ void PoolLinks::subscribe(const Plan& plan) {
   }
 }
 
-void PoolLinks::wake() {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof one);
-}
+void PoolLinks::wake() { waker_.wake(); }
 
 void PoolLinks::start() {
   if (thread_.joinable()) return;
-  wake_ = UniqueFd(DPT_SYS_CHECK(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
+  waker_ = Waker::make();
   thread_ = start_thread([this] { run(); });
 }
 
 void PoolLinks::run() {
   for (bool all_sent = true;;) {
-    std::vector<pollfd> entries = {{wake_.get(), POLLIN, 0}};
+    std::vector<pollfd> entries = {{waker_.fd(), POLLIN, 0}};
     {
       std::lock_guard lock(mutex_);
       if (stop_) return;
@@ -277,9 +273,7 @@ void PoolLinks::run() {
       }
     }
     if (poll(entries.data(), entries.size(), all_sent ? -1 : kRetryMs) < 0) continue;
-    uint64_t count = 0;
-    while (read(wake_.get(), &count, sizeof count) > 0) {
-    }
+    waker_.clear();
     // Now, so that what came before the last wake is among them.
     Links links;
     {
@@ -358,7 +352,7 @@ void PoolLinks::after_fork() {
   // No lock: only the forking thread exists here, and another may have held it.
   for (const auto& [device, pool] : pools_) pool->after_fork();
   for (const auto& link : links_) link->close_after_fork();
-  wake_.reset();
+  waker_.reset();
   forked_ = true;
 }
 

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "base/wait.hpp"
+#include "base/waker.hpp"
 #include "transport/shm/chunk_pool.hpp"
 #include "transport/shm/peer_chunks.hpp"
 #include "transport/shm/pool_link.hpp"
@@ -100,7 +101,7 @@ class PoolLinks {
   std::map<int, std::unique_ptr<ChunkPool>> pools_;
   Links links_;
   bool stop_ = false;
-  UniqueFd wake_;
+  Waker waker_;
   std::thread thread_;
 };
 

@@ -1,6 +1,5 @@
 #include "transport/tcp/handshake.hpp"
 
-#include <sys/random.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <cstring>
 
 #include "base/error.hpp"
+#include "base/random_bytes.hpp"
 
 namespace dpt {
 namespace {
@@ -70,16 +70,11 @@ bool speaks_another_version(const std::string& bytes) {
   return prefix.magic == kTcpMagic && prefix.version != kTcpVersion;
 }
 
-template <typename T>
-void fill_random(T& bytes) {
-  DPT_CHECK(getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
-}
-
 }  // namespace
 
 std::string random_secret() {
   std::string secret(32, '\0');
-  fill_random(secret);
+  fill_random(secret.data(), secret.size());
   return secret;
 }
 
@@ -91,7 +86,7 @@ Handshake Handshake::client(const Acquaintance& own, uint32_t to, uint32_t socke
   side.hello_.from = own.me;
   side.hello_.to = to;
   side.hello_.socket = socket;
-  fill_random(side.hello_.nonce);
+  fill_random(side.hello_.nonce.data(), side.hello_.nonce.size());
   side.begin(Step::kHello);
   return side;
 }
@@ -138,7 +133,7 @@ void Handshake::begin(Step step) {
 }
 
 std::string Handshake::write_challenge() {
-  fill_random(server_nonce_);
+  fill_random(server_nonce_.data(), server_nonce_.size());
   return bytes_of(Challenge{.nonce = server_nonce_, .proof = proof("server")});
 }
 

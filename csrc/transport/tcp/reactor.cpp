@@ -1,7 +1,6 @@
 #include "transport/tcp/reactor.hpp"
 
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -21,9 +20,9 @@ constexpr uint64_t kWakeId = 0;
 void Reactor::start() {
   if (epoll_.get() >= 0) return;
   epoll_ = UniqueFd(DPT_SYS_CHECK(epoll_create1(EPOLL_CLOEXEC)));
-  wake_ = UniqueFd(DPT_SYS_CHECK(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
+  waker_ = Waker::make();
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kWakeId}};
-  DPT_SYS_CHECK(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event));
+  DPT_SYS_CHECK(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, waker_.fd(), &event));
   // The fabric that owns the reactor lives as long as the process.
   start_thread([this] { run(); }).detach();
 }
@@ -33,13 +32,8 @@ uint64_t Reactor::add(int fd, OnReady on_ready, OnTick on_tick) {
   start();
   const uint64_t id = next_id_++;
   handlers_[id] = {fd, std::move(on_ready), std::move(on_tick)};
-  wake();
+  waker_.wake();
   return id;
-}
-
-void Reactor::wake() const {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof one);
 }
 
 void Reactor::watch(uint64_t id, int fd, uint32_t events) const {
@@ -54,7 +48,7 @@ void Reactor::remove(uint64_t id, int fd) {
   std::lock_guard lock(dispatch_mutex_);
   handlers_.erase(id);
   silence(fd);
-  if (!is_needed()) wake();
+  if (!is_needed()) waker_.wake();
 }
 
 void Reactor::linger(std::vector<UniqueFd> sockets) {
@@ -62,7 +56,7 @@ void Reactor::linger(std::vector<UniqueFd> sockets) {
   std::lock_guard lock(dispatch_mutex_);
   start();
   for (UniqueFd& fd : sockets) lingering_.push_back({std::move(fd), until});
-  wake();
+  waker_.wake();
 }
 
 void Reactor::close_after_fork() {
@@ -70,7 +64,7 @@ void Reactor::close_after_fork() {
   for (const auto& [id, handler] : handlers_) close(handler.fd);
   for (Lingering& each : lingering_) each.fd.reset();
   epoll_.reset();
-  wake_.reset();
+  waker_.reset();
 }
 
 void Reactor::drain(std::chrono::steady_clock::time_point now) {
@@ -104,8 +98,7 @@ void Reactor::run() {
     std::lock_guard lock(dispatch_mutex_);
     for (int i = 0; i < count; ++i) {
       if (events[i].data.u64 == kWakeId) {
-        uint64_t wakes = 0;
-        [[maybe_unused]] const ssize_t got = read(wake_.get(), &wakes, sizeof wakes);
+        waker_.clear();
         continue;
       }
       const auto found = handlers_.find(uint64_t{events[i].data.u64});
@@ -117,7 +110,7 @@ void Reactor::run() {
     }
     if (is_needed()) continue;
     epoll_.reset();
-    wake_.reset();
+    waker_.reset();
     return;
   }
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/unique_fd.hpp"
+#include "base/waker.hpp"
 
 namespace dpt {
 
@@ -51,7 +52,6 @@ class Reactor {
   };
 
   void start();
-  void wake() const;
   bool is_needed() const { return !handlers_.empty() || !lingering_.empty(); }
   void run();
   void tick();
@@ -63,7 +63,7 @@ class Reactor {
   uint64_t next_id_ = 1;
   // Of the thread that runs; none: there is no such thread.
   UniqueFd epoll_;
-  UniqueFd wake_;
+  Waker waker_;
 };
 
 }  // namespace dpt
