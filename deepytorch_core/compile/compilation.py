@@ -58,11 +58,10 @@ PATIENT_STEPS = 4
 MOST_WAITING = 2000
 
 NOTHING = "nothing is left to compile between the hooks of its modules"
-UNDECIDED = turns.UNDECIDED
-FASTER, SLOWER = "faster than eager", "eager is faster"
+FAILED = "nothing of it could be compiled"
+UNDECIDED, FASTER, SLOWER = turns.UNDECIDED, "faster than eager", "eager is faster"
 REASONS = {turns.FASTER: FASTER, turns.SLOWER: SLOWER, turns.UNDECIDED: UNDECIDED}
-ASKED_FOR = "asked for"
-FROM_PROFILE = "from the profile"
+ASKED_FOR, FROM_PROFILE = "asked for", "from the profile"
 CODE = "compiled code"
 HELD_UP = "compiling it would hold up a step: a policy's name compiles it all the same"
 WHEN_REPLAYED = "faster than eager when replayed"
@@ -276,7 +275,9 @@ class Compilation:
         if number == 0:
             self._begin()
         elif self.policy != AUTO:
-            if number == 1:
+            if number == 1 and all(one.failure for one in self.regions):
+                self._finish(EAGER, FAILED)
+            elif number == 1:
                 self._conclude(self.policy, ASKED_FOR, None)
             else:
                 self._keep(self.policy, ASKED_FOR, {})
@@ -493,7 +494,7 @@ class Compilation:
         outcome.give_up_alike(self.regions, [failed for _, failed in answers])
         verdict = turns.verdict(eager, compiled, is_last=is_last)
         if all(one.failure for one in self.regions):
-            self._finish(EAGER, "nothing of it could be compiled")
+            self._finish(EAGER, FAILED)
         elif verdict is not None:
             chosen = outcome.chosen(self.regions, self.policy)
             times_ms = guard.in_ms({EAGER: eager, chosen: compiled})

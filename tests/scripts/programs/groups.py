@@ -100,7 +100,8 @@ class Local(nn.Sequential):
 def local_sgd():
     model = DistributedDataParallel(Local(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
     state = local_sgd_hook.PostLocalSGDState(
-        process_group=None, subgroup=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        process_group=None,
+        subgroup=dist.new_group([dist.get_rank()], use_local_synchronization=True),
         start_localSGD_iter=2,
     )
     model.register_comm_hook(state, local_sgd_hook.post_localSGD_hook)

@@ -274,7 +274,9 @@ class Compiled(nn.Sequential):
 
 
 def own_compile():
-    model = torch.compile(Compiled(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), backend="aot_eager")
+    model = torch.compile(
+        Compiled(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), backend="aot_eager"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(STEPS):
         loss = model(torch.randn(4, 6)).square().mean()

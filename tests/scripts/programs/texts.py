@@ -28,13 +28,8 @@ def show(kind, step, loss):
     print(f"{kind} step {step} loss {loss.item():.6f}")
 
 
-class Writer(LlamaForCausalLM):
-    pass
-
-
 def generate_between():
     model = build()
-    model.__class__ = Writer
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         model.train()
@@ -52,7 +47,7 @@ def generate_between():
 
 def search():
     best = None
-    for rate, layers in ((1e-3, 1), (1e-2, 1), (1e-2, 2)):
+    for rate, layers in ((1e-3, 1), (1e-2, 2)):
         model = build(num_hidden_layers=layers)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         model.train()
@@ -67,13 +62,8 @@ def search():
     print("best with layers", "one" if best[1] == 1 else "two")
 
 
-class Sampler(LlamaForCausalLM):
-    pass
-
-
 def rewarded():
     model = build(num_hidden_layers=1)
-    model.__class__ = Sampler
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         ask = torch.randint(1, 31, (3, 2))
