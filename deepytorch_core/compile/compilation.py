@@ -275,9 +275,7 @@ class Compilation:
         if number == 0:
             self._begin()
         elif self.policy != AUTO:
-            if number == 1 and all(one.failure for one in self.regions):
-                self._finish(EAGER, FAILED)
-            elif number == 1:
+            if number == 1:
                 self._conclude(self.policy, ASKED_FOR, None)
             else:
                 self._keep(self.policy, ASKED_FOR, {})
@@ -556,7 +554,9 @@ class Compilation:
 
     def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
         dropped = outcome.dropped(self.regions)
-        decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
+        is_failed = reason == ASKED_FOR and all(one.failure for one in self.regions)
+        told = (EAGER, FAILED) if is_failed else (chosen, reason)
+        decisions.record(self._what, *told, times_ms=times_ms, dropped=dropped)
         self._keep(chosen, reason, times_ms or {})
         if chosen == EAGER:
             capture.use_few_sizes(self._root, False, by=CODE)
