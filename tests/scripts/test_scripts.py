@@ -49,6 +49,7 @@ print("\\ndid:", json.dumps(found, default=str), flush=True)
 """
 # Nothing waits for the run to be long, and nothing is measured.
 AT_ONCE = {"DEEPYTORCH_PATIENCE": "off", "DEEPYTORCH_COMPILE": "aot-eager"}
+OF_TEXTS = ("trainer", "texts", "frameworks")
 # To pack is tried by a process that imports transformers anew.
 NO_HELPER = {"DEEPYTORCH_PADDING_FREE": "off"}
 PRELOAD = ("torch._dynamo", "deepytorch_core.compile", "torch.distributed.fsdp")
@@ -56,6 +57,7 @@ LLAMA = "transformers.models.llama.modeling_llama"
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 PRELOADED = {
     "trainer": ("transformers.trainer",),
+    "frameworks": ("transformers.trainer", LLAMA),
     "texts": (LLAMA, "transformers.generation.utils"),
     "zero": DEEPSPEED,
     "with_deepspeed": DEEPSPEED,
@@ -120,6 +122,7 @@ CASES = {
         },
         given_up={"Thawed", "Hooked", "Skipped"},
     ),
+    "frameworks": Case(1, "accelerate", {"Local", "LlamaForCausalLM"}),
     "texts": Case(1, "plain", {"LlamaForCausalLM"}),
     "groups": Case(
         2,
@@ -139,7 +142,7 @@ CASES = {
 }
 EXTENDED = {
     *("fsdp", "fsdp2", "parts", "with_accelerate", "with_deepspeed"),
-    *("texts", "with_composer", "unusual"),
+    *("frameworks", "texts", "with_composer"),
 }
 # What ranks say, and what the end of WRAPPER has deepytorch say.
 USUAL = ("collectives of ", "group(s) made with deepytorch keep it")
@@ -165,14 +168,14 @@ def outcome(name: str, arm: str, folder: Path, **variables: str) -> Outcome:
     printed, warned = run_script(
         wrapper,
         PROGRAMS / f"{name}.py",
-        *([folder / "out"] if name == "trainer" else []),
+        *([folder / "out"] if name in OF_TEXTS else []),
         world_size=CASES[name].ranks,
         variables={
             **AT_ONCE,
             "DEEPYTORCH_PROFILE": str(folder / "profile.json"),
             "DS_ACCELERATOR": "cpu",
             "ACCELERATE_USE_CPU": "true",
-            **(NO_HELPER if name in ("trainer", "texts") else {}),
+            **(NO_HELPER if name in OF_TEXTS else {}),
             **variables,
         },
         preload=preload,
@@ -190,7 +193,7 @@ def outcome(name: str, arm: str, folder: Path, **variables: str) -> Outcome:
 
 def as_ever(line: str) -> str:
     """A line without times, process numbers and addresses, which differ from run to run."""
-    return re.sub(r"\b(0x)?[\da-f]*\d[\da-f]*\b", "N", line)
+    return re.sub(r"0x[\da-f]+|\d[\d.]*(e[+-]?\d+)?", "N", line)
 
 
 def numbers(lines: list[str]) -> list[float]:
