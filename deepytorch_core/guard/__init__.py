@@ -85,7 +85,7 @@ STOCK = "stock"
 CLOCKED_ROUNDS = 3
 # Of each way, after which what the noise hides stays hidden.
 MOST_SAMPLES = 4 * ROUNDS
-# Characters of an exception that are said.
+# An exception is cut to so many characters.
 _MOST_SAID = 240
 
 
@@ -411,7 +411,7 @@ class _Judge:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line, which ends early where torch names all its back ends in it."""
+    """Say an exception in one line, which ends early where torch lists its back ends."""
     text = textwrap.shorten(str(error).strip().partition("\n")[0], _MOST_SAID, placeholder=" ...")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -17,7 +17,7 @@ import pytest
 from deepytorch_core.testing import run_script
 
 PROGRAMS = Path(__file__).parent / "programs"
-# Where `make venv` puts what is kept apart, by program.
+# Programs find there what `make venv` keeps apart.
 TRAINERS = Path(sys.prefix) / "trainers"
 VISION = Path(sys.prefix) / "vision"
 NEEDS = Path(__file__).parent / "composer_needs.py"
@@ -102,7 +102,7 @@ CASES = {
             *("Accumulated", "Averaged", "Recurrent", "Halved", "Grouped", "Quasi", "Normed"),
             *("FakeQuantized", "Resumed", "Summed", "Validated"),
         },
-        # What is computed anew, sparse gradients, and what the script has compiled.
+        # Stock keeps recomputed parts, sparse gradients, and what the script has compiled.
         {"Recomputed", "Bag", "OptimizedModule"},
     ),
     "methods": Case(
@@ -128,13 +128,13 @@ CASES = {
         2,
         "ddp plain",
         {"Accumulated", "Stage", "Local", "Uneven", "Sharded", "Unused"},
-        {"Parallel"},  # each of whose layers has hooks
+        {"Parallel"},  # its layers have hooks
     ),
     "zero": Case(
         2,
         "deepspeed",
         {"Dense", "Divided", "Generator", "Discriminator"},
-        {"Sharded"},  # each of whose layers has hooks
+        {"Sharded"},  # its layers have hooks
     ),
     "hogwild": Case(1, "plain", {"Shared"}),
     "with_ignite": Case(1, "plain", {"Stepped", "Supervised"}),
@@ -144,13 +144,14 @@ EXTENDED = {
     *("fsdp", "fsdp2", "parts", "with_accelerate", "with_deepspeed"),
     *("frameworks", "texts", "with_composer"),
 }
-# What ranks say, and what the end of WRAPPER has deepytorch say.
+# Ranks say the first, and the end of WRAPPER has deepytorch say the second.
 USUAL = ("collectives of ", "group(s) made with deepytorch keep it")
-MOST_SAID = 1000  # characters of a line
+# A line has fewer characters.
+MOST_SAID = 1000
 
 
 class Outcome(NamedTuple):
-    """What all ranks printed, on stderr too, what deepytorch said, and what each rank did."""
+    """All ranks have printed this, deepytorch's lines apart, and told what they did."""
 
     losses: list[str]
     printed: list[str]
@@ -192,7 +193,7 @@ def outcome(name: str, arm: str, folder: Path, **variables: str) -> Outcome:
 
 
 def as_ever(line: str) -> str:
-    """A line without times, process numbers and addresses, which differ from run to run."""
+    """Take out times, process numbers and addresses, which differ from run to run."""
     return re.sub(r"0x[\da-f]+|\d[\d.]*(e[+-]?\d+)?", "N", line)
 
 

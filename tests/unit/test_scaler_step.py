@@ -200,7 +200,7 @@ def test_scalers_are_torchs_again_once_a_model_goes_with_its_optimizer() -> None
     model, training = nn.Linear(1, 1), Training()
     training.switched()
     assert GradScaler._maybe_opt_step is not before
-    # What is collected with the optimizer undoes it, before the optimizer's own entry is gone.
+    # The model's finalizer comes before the entry of the optimizer is gone.
     weakref.finalize(model, training.undo).atexit = False
     model.optimizer, training.optimizer.model = training.optimizer, model
     del model, training

@@ -1,4 +1,4 @@
-"""Local SGD and accumulation of Accelerate, and rates that are tried by transformers' Trainer."""
+"""Accelerate does local SGD and accumulates, and transformers' Trainer tries rates."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Ranks that train together in many forms, one after the other in one process group."""
+"""Ranks train together in many forms, one after the other in one process group."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Hogwild: processes that train one shared model, here in turns so that losses repeat."""
+"""Processes train one shared model as Hogwild does, in turns so that losses repeat."""
 
 import torch
 import torch.multiprocessing as mp

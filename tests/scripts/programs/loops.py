@@ -1,4 +1,4 @@
-"""Loops of one's own in many forms, one after the other; each makes all that it uses anew."""
+"""Loops of one's own take many forms here; each makes all that it uses anew."""
 
 import gc
 import io
@@ -261,7 +261,7 @@ def resume():
             show("resume", step, loss)
         kept = io.BytesIO()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, kept)
-    # The model itself, as many scripts save it.
+    # Many scripts save the model itself.
     whole = io.BytesIO()
     torch.save(model, whole)
     whole.seek(0)

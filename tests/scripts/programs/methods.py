@@ -1,4 +1,4 @@
-"""Methods with more than a model and a loss, one after the other; each makes all of it anew."""
+"""Methods need more than a model and a loss here; each makes all of it anew."""
 
 import copy
 import gc

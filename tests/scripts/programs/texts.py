@@ -1,4 +1,4 @@
-"""Causal language models: generate() in between, a search over rates, and a rewarded sampler."""
+"""Causal language models write in between steps, are tried at several rates, and earn rewards."""
 
 import gc
 

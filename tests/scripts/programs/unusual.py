@@ -1,4 +1,4 @@
-"""Loops that do to their model what few do, one after the other; each makes all of it anew."""
+"""Loops do to their model what few do; each makes all of it anew."""
 
 import copy
 import gc

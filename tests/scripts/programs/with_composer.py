@@ -1,4 +1,4 @@
-"""Composer's Trainer, with a callback that shows losses."""
+"""Composer's Trainer has a callback that shows losses."""
 
 import torch
 from composer import Callback, Trainer

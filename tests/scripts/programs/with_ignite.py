@@ -1,4 +1,4 @@
-"""Ignite: a step function of one's own in an Engine, and its supervised trainer with metrics."""
+"""Ignite runs a step function of one's own, then its supervised trainer with metrics."""
 
 import torch
 from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer

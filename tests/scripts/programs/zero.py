@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 0, 2 and 3 one after the other, then a GAN that has an engine for each part."""
+"""DeepSpeed trains with ZeRO 0, 2 and 3, then a GAN that has an engine for each part."""
 
 import gc
 
