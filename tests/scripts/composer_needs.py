@@ -1,4 +1,4 @@
-"""Stands for what Composer imports and is not used here.
+"""This stands for what Composer imports and is not used here.
 
 That is the client of a hosted service, and torchvision's compiled part, which the CPU build of
 torch can't load.
