@@ -58,11 +58,10 @@ PATIENT_STEPS = 4
 MOST_WAITING = 2000
 
 NOTHING = "nothing is left to compile between the hooks of its modules"
-UNDECIDED = turns.UNDECIDED
-FASTER, SLOWER = "faster than eager", "eager is faster"
+FAILED = "nothing of it could be compiled"
+UNDECIDED, FASTER, SLOWER = turns.UNDECIDED, "faster than eager", "eager is faster"
 REASONS = {turns.FASTER: FASTER, turns.SLOWER: SLOWER, turns.UNDECIDED: UNDECIDED}
-ASKED_FOR = "asked for"
-FROM_PROFILE = "from the profile"
+ASKED_FOR, FROM_PROFILE = "asked for", "from the profile"
 CODE = "compiled code"
 HELD_UP = "compiling it would hold up a step: a policy's name compiles it all the same"
 WHEN_REPLAYED = "faster than eager when replayed"
@@ -493,7 +492,7 @@ class Compilation:
         outcome.give_up_alike(self.regions, [failed for _, failed in answers])
         verdict = turns.verdict(eager, compiled, is_last=is_last)
         if all(one.failure for one in self.regions):
-            self._finish(EAGER, "nothing of it could be compiled")
+            self._finish(EAGER, FAILED)
         elif verdict is not None:
             chosen = outcome.chosen(self.regions, self.policy)
             times_ms = guard.in_ms({EAGER: eager, chosen: compiled})
@@ -555,7 +554,9 @@ class Compilation:
 
     def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
         dropped = outcome.dropped(self.regions)
-        decisions.record(self._what, chosen, reason, times_ms=times_ms, dropped=dropped)
+        is_failed = reason == ASKED_FOR and all(one.failure for one in self.regions)
+        told = (EAGER, FAILED) if is_failed else (chosen, reason)
+        decisions.record(self._what, *told, times_ms=times_ms, dropped=dropped)
         self._keep(chosen, reason, times_ms or {})
         if chosen == EAGER:
             capture.use_few_sizes(self._root, False, by=CODE)

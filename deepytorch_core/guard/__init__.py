@@ -8,6 +8,7 @@ waits for another, but where ranks that differ would not train one model (`toget
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ STOCK = "stock"
 CLOCKED_ROUNDS = 3
 # Of each way, after which what the noise hides stays hidden.
 MOST_SAMPLES = 4 * ROUNDS
+# An exception is cut to so many characters.
+_MOST_SAID = 240
 
 
 @dataclass(frozen=True)
@@ -408,8 +411,8 @@ class _Judge:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line."""
-    text = str(error).strip().partition("\n")[0]
+    """Say an exception in one line, which ends early where torch lists its back ends."""
+    text = textwrap.shorten(str(error).strip().partition("\n")[0], _MOST_SAID, placeholder=" ...")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

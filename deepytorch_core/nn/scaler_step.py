@@ -61,7 +61,8 @@ class Handle:
         optimizer = self._optimizer()
         if optimizer is not None:
             _optimizers.pop(optimizer, None)
-        if not _optimizers:
+        # Those that go in this very moment still count in its length.
+        if next(iter(_optimizers), None) is None:
             _patches.undo()
 
 

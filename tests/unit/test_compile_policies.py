@@ -15,6 +15,7 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
+from deepytorch_core import decisions
 from deepytorch_core.compile import policies
 
 pytestmark = pytest.mark.usefixtures("own_profile")
@@ -132,3 +133,5 @@ def test_compile_thunder_that_fails_leaves_the_model_eager_with_one_line(
     assert "long story" not in lines[0]
     (region,) = found.regions
     assert cause in region.told.dropped["thunder"]
+    made = decisions.made()[-1]
+    assert (made["chosen"], made["reason"]) == ("eager", "nothing of it could be compiled")

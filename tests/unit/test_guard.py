@@ -389,3 +389,13 @@ def test_guard_keeps_what_the_tuner_wrote(quiet_profile: Path) -> None:
     assert document["groups"] == [{"machine": "m"}]
     assert document["more"] == 2
     assert [entry["chosen"] for entry in document["decisions"]] == ["b"]
+
+
+def test_guard_says_of_an_exception_the_begin_of_its_first_line() -> None:
+    assert guard.first_line(ValueError("too long\nand a story")) == "ValueError: too long"
+    assert guard.first_line(ValueError()) == "ValueError"
+    back_ends = ", ".join(f"BackEnd{number}" for number in range(100))
+    said = guard.first_line(NotImplementedError(f"only available for these: {back_ends}"))
+    assert said.startswith("NotImplementedError: only available for these: BackEnd0, ")
+    assert said.endswith(" ...")
+    assert len(said) < 300

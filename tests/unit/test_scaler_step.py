@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,6 +192,19 @@ def test_scalers_are_torchs_again_once_nobody_needs_ours() -> None:
     first.undo()
     assert second.step(1) == 0
     second.undo()
+    assert GradScaler._maybe_opt_step is before
+
+
+def test_scalers_are_torchs_again_once_a_model_goes_with_its_optimizer() -> None:
+    before = GradScaler._maybe_opt_step
+    model, training = nn.Linear(1, 1), Training()
+    training.switched()
+    assert GradScaler._maybe_opt_step is not before
+    # The model's finalizer comes before the entry of the optimizer is gone.
+    weakref.finalize(model, training.undo).atexit = False
+    model.optimizer, training.optimizer.model = training.optimizer, model
+    del model, training
+    gc.collect()
     assert GradScaler._maybe_opt_step is before
 
 
