@@ -22,6 +22,7 @@ import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -37,7 +38,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
 
 from deepytorch_core import config
 from deepytorch_core.console import say
@@ -54,7 +54,7 @@ _COMPILE_LIMIT_S = 900.0
 _LOCK_LIMIT_S = _COMPILE_LIMIT_S + 60
 _GLIBC = re.compile(r"-glibc(\d+(?:\.\d+)*)")
 _loading = threading.Lock()
-_loaded: list[BinaryIO] = []
+_loaded: list[io.BufferedReader] = []
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _import_from(name: Path, path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _named(file: BinaryIO) -> Iterator[Path]:
+def _named(file: io.BufferedReader) -> Iterator[Path]:
     """A name by which the open file, and no other, is loaded; of a copy where /proc is missing."""
     name = Path(f"/proc/self/fd/{file.fileno()}")
     if name.exists():
@@ -274,7 +274,7 @@ def _named(file: BinaryIO) -> Iterator[Path]:
         yield copy
 
 
-def _opened(binary: Path) -> BinaryIO:
+def _opened(binary: Path) -> io.BufferedReader:
     """The binary, open, if nobody else can have written it and it is what was built.
 
     Raises UntrustedError, or OSError where it or its digest is not there.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import grp
+import io
 import os
 import pwd
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 _REMEDY = "make it yours alone (copy it, chmod o-w), remove it, or name another file"
 # As Linux follows.
@@ -24,7 +24,7 @@ class UntrustedError(ValueError):
     """Somebody else can write a file, or put another in its place; the message names it."""
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> io.BufferedReader:
     """Open a file of code for reading that nobody else can have written or put there.
 
     As for ssh's files, all folders on the way are ours or root's, and nobody else can write them.
@@ -65,7 +65,7 @@ def opened(path: Path) -> BinaryIO:
         raise
 
 
-def opened_data(path: Path) -> BinaryIO:
+def opened_data(path: Path) -> io.BufferedReader:
     """Open a file of settings or measurements for reading that others can't have written.
 
     Its own owner and mode count. Its folders may be a project's: whoever may write those can put

@@ -26,9 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepytorch_core import config, memory
 from deepytorch_core.compare import workspace
-from deepytorch_core.compare.clock import UNTIMED_STEPS, Clock
+from deepytorch_core.compare.clock import Clock
 from deepytorch_core.compare.nudge import Nudge, drawn, told_apart
-from deepytorch_core.compare.plan import Plan
+from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.saves import Saves
 from deepytorch_core.import_hook import ImportHook
 from deepytorch_core.patching import Patches

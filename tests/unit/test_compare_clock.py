@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deepytorch_core.compare import clock
-from deepytorch_core.compare.clock import UNTIMED_STEPS, Clock, busy, pace, quartiles, steady_from
-from deepytorch_core.compare.plan import Plan
+from deepytorch_core.compare.clock import Clock, busy, pace, quartiles, steady_from
+from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.probe import Finished, Probe
 
 

@@ -16,8 +16,7 @@ from deepytorch.workloads.scripts.script import Call, Script, Size, call
 from deepytorch_core import config
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.scripts import FIRST, SECOND
-from deepytorch_core.compare.clock import UNTIMED_STEPS
-from deepytorch_core.compare.plan import MIN_STEPS
+from deepytorch_core.compare.plan import MIN_STEPS, UNTIMED_STEPS
 from deepytorch_core.compare.result import NUDGED, STOCK, Sample
 from deepytorch_core.errors import CompareError
 

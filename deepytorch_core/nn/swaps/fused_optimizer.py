@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from deepytorch_core import decisions
+from deepytorch_core import decisions, guard
 from deepytorch_core.nn import scaler_step
 from deepytorch_core.nn.kernels import (
     Kernel,
@@ -80,6 +80,12 @@ class Fused(Kernel):
 
     def why_not(self, place: Place, setting: Setting) -> str | None:
         (optimizer,) = place.targets
+        if (
+            setting.mode == "auto"
+            and guard.Ranks(place.what).size > 1
+            and not _is_cut(setting.model)
+        ):
+            return "replicas must step alike, and ranks may measure differently: fused=True does it"
         if setting.device.type not in _get_fused_kernels_supported_devices():
             return f"torch has no fused kernel on {setting.device.type}"
         for group in optimizer.param_groups:
@@ -99,6 +105,11 @@ class Fused(Kernel):
 
     def apply(self, target: Any, setting: Setting) -> Undo:
         return _Switch(target).undo
+
+
+def _is_cut(model: nn.Module) -> bool:
+    """Whether each rank trains a part of its own, so that no replicas can drift apart."""
+    return any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
 
 
 class _Switch:
