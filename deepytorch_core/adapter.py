@@ -43,7 +43,7 @@ from deepytorch_core import config
 from deepytorch_core.console import say
 from deepytorch_core.errors import OFF_SWITCH, AdapterError
 from deepytorch_core.torch_builds import TorchBuild, installed
-from deepytorch_core.trust import UntrustedError, opened, why_not_private
+from deepytorch_core.trust import UntrustedError, opened, why_not_private, why_not_reached
 
 MODULE_NAME = "deepytorch_c10d"
 NO_HOME = "this user has no home folder"
@@ -334,7 +334,7 @@ def why_not_usable(folder: Path) -> str | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        reason = why_not_private(folder)
+        reason = why_not_private(folder) or why_not_reached(folder)
         if reason is None and not os.access(folder, os.W_OK | os.X_OK):
             reason = f"{folder} can't be written"
         if reason is None:

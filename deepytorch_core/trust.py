@@ -32,6 +32,28 @@ def opened(path: Path) -> io.BufferedReader:
 
     Raises UntrustedError naming what others can write, and OSError.
     """
+    found = _reached(path, is_file=True)
+    try:
+        return os.fdopen(found, "rb")
+    except BaseException:
+        os.close(found)
+        raise
+
+
+def why_not_reached(folder: Path) -> str | None:
+    """Who else can put another folder in this one's place, or write it; None if nobody.
+
+    What `opened` shall open later has to lie in such a folder. Raises OSError.
+    """
+    try:
+        os.close(_reached(folder, is_file=False))
+    except UntrustedError as error:
+        return str(error)
+    return None
+
+
+def _reached(path: Path, *, is_file: bool) -> int:
+    """A descriptor of what `path` leads to, by folders that nobody else can change."""
     found = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         left = list(Path(os.path.abspath(path)).parts[1:])
@@ -52,14 +74,14 @@ def opened(path: Path) -> io.BufferedReader:
                     found = _instead(found, os.open("/", os.O_PATH | os.O_CLOEXEC))
                 continue
             shown = shown / name
-            if left:
+            if left or not is_file:
                 flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
                 found = _instead(found, os.open(name, flags, dir_fd=found))
                 _check_folder(os.fstat(found), shown)
             else:
                 found = _instead(found, _open_file(name, os.O_NOFOLLOW, folder=found))
                 _check_file(os.fstat(found), shown, stat.S_IWGRP | stat.S_IWOTH)
-        return os.fdopen(found, "rb")
+        return found
     except BaseException:
         os.close(found)
         raise

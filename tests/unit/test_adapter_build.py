@@ -292,6 +292,24 @@ def test_a_cache_that_cannot_be_written_gives_way_to_a_private_folder(
     assert adapter.find(sources) == path
 
 
+def test_a_cache_below_a_folder_that_others_can_write_gives_way_too(
+    sources: Sources,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("DEEPYTORCH_CACHE_DIR", str(shared / "cache"))
+    assert adapter.load(sources).answer() == 42
+    error = capfd.readouterr().err
+    assert f"{shared} can be written by others; keeping the adapter in {tmp_path / 'tmp'}" in error
+    found = adapter.find(sources)
+    assert found is not None
+    assert tmp_path / "tmp" in found.parents
+
+
 @pytest.fixture
 def read_only_home(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home in which nobody can make a file or a folder, root neither."""
