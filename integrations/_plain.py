@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,12 +29,15 @@ from . import _claims, _compile, _contract, _kernels, _padding_free
 
 # Steps in which it is looked which modules are called, and the most that a loop calls by itself.
 _MOST_STEPS, _MOST_CALLED = 5, 8
-# Optimizers of one process that are looked at: a search of its objects takes a tenth of a second.
+# Optimizers of one process that are looked at whenever they come. A search of its objects takes a
+# tenth of a second, and further ones may take their part of the time that the process has lasted.
 _MOST_SEARCHES = 32
+_SEARCH_S, _LARGEST_SHARE = 0.1, 0.03
 
 _searches: weakref.WeakKeyDictionary[Any, _Search | None] = weakref.WeakKeyDictionary()
 _applied: list[_contract.Changes] = []
 _num_searches = 0
+_began = time.monotonic()
 
 
 def stepped(optimizer: Any, note: Callable[[str], None]) -> None:
@@ -75,7 +79,7 @@ def _begin(optimizer: Any) -> None:
     if (
         not _is_any_on(options)
         or _claims.is_left_to_stock()
-        or _num_searches >= _MOST_SEARCHES
+        or not _may_search(time.monotonic() - _began)
         or not trained
     ):
         return
@@ -88,6 +92,11 @@ def _begin(optimizer: Any) -> None:
         return
     if found:
         _searches[optimizer] = _Search(found, {id(one) for one in trained})
+
+
+def _may_search(lasted_s: float) -> bool:
+    spent_s = _SEARCH_S * _num_searches
+    return _num_searches < _MOST_SEARCHES or spent_s < _LARGEST_SHARE * lasted_s
 
 
 def _is_any_on(options: Options) -> bool:

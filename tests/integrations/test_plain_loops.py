@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch.integrations import _kernels
+from deepytorch.integrations import _kernels, _plain
 from deepytorch_core import activation
 from deepytorch_core import compile as engine
 
@@ -64,6 +64,13 @@ def test_a_model_that_the_script_had_compiled_gets_no_kernels(
     assert found.regions
     assert [one.failure for one in found.regions] == [None]
     assert swapped == []
+
+
+def test_a_long_search_of_settings_goes_on_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plain, "_num_searches", _plain._MOST_SEARCHES)
+    least_s = _plain._MOST_SEARCHES * _plain._SEARCH_S / _plain._LARGEST_SHARE
+    assert not _plain._may_search(least_s - 1.0)
+    assert _plain._may_search(least_s + 1.0)
 
 
 def test_kernels_come_to_a_model_once(swapped: list[Any]) -> None:
