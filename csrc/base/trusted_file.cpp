@@ -36,7 +36,7 @@ std::optional<std::string> read_trusted(const std::string& path, off_t max_bytes
   // A pipe without a writer would hold up the open itself.
   const UniqueFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (file.get() < 0) {
-    if (errno == ENOENT) return std::nullopt;
+    if (errno == ENOENT || errno == ENOTDIR) return std::nullopt;
     throw_system_error("opening " + path);
   }
   struct stat status{};
