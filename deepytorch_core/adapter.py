@@ -23,6 +23,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import os
 import re
 import shlex
@@ -54,7 +55,7 @@ _COMPILE_LIMIT_S = 900.0
 _LOCK_LIMIT_S = _COMPILE_LIMIT_S + 60
 _GLIBC = re.compile(r"-glibc(\d+(?:\.\d+)*)")
 _loading = threading.Lock()
-_loaded: list[io.BufferedReader] = []
+_spellings = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -235,23 +236,21 @@ def _cannot_import(path: Path, error: ImportError) -> str:
 
 def _import(path: Path) -> ModuleType:
     if _is_prebuilt(path):  # beside this very file
-        return _import_from(path, path)
+        return _import_from(str(path), path)
     try:
         file = _opened(path)
     except (OSError, UntrustedError) as error:
         raise ImportError(str(error)) from error
-    # Python and the loader know libraries by their names, so this one's is never another file's.
-    _loaded.append(file)
-    with _named(file) as name:
+    with file, _named(file) as name:
         return _import_from(name, path)
 
 
-def _import_from(name: Path, path: Path) -> ModuleType:
+def _import_from(name: str, path: Path) -> ModuleType:
     """Import what is to be had by `name`, as the module that lies at `path`."""
-    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, str(name))
+    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, name)
     spec = importlib.util.spec_from_file_location(MODULE_NAME, path, loader=loader)
     assert spec is not None
-    spec.origin = str(name)  # what is loaded
+    spec.origin = name  # what is loaded
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     module.__file__ = str(path)
@@ -260,10 +259,11 @@ def _import_from(name: Path, path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _named(file: io.BufferedReader) -> Iterator[Path]:
+def _named(file: io.BufferedReader) -> Iterator[str]:
     """A name by which the open file, and no other, is loaded; of a copy where /proc is missing."""
-    name = Path(f"/proc/self/fd/{file.fileno()}")
-    if name.exists():
+    # Python and the loader know libraries by their names, so no two are spelled alike.
+    name = f"/proc/self/fd/{'./' * next(_spellings)}{file.fileno()}"
+    if os.path.exists(name):
         yield name
         return
     with tempfile.TemporaryDirectory(prefix="deepytorch-") as folder:  # ours alone
@@ -271,7 +271,7 @@ def _named(file: io.BufferedReader) -> Iterator[Path]:
         file.seek(0)
         with copy.open("xb") as target:
             shutil.copyfileobj(file, target)
-        yield copy
+        yield str(copy)
 
 
 def _opened(binary: Path) -> io.BufferedReader:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch.integrations import _kernels, _plain
+from deepytorch.integrations import _claims, _kernels, _plain
 from deepytorch_core import activation
 from deepytorch_core import compile as engine
 
@@ -34,6 +34,9 @@ def swapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
         found.extend(one for one in things if isinstance(one, nn.Module))
 
     monkeypatch.setattr(_kernels, "apply", note)
+    # Other tests' scripts have switched things off for their process, and searched.
+    monkeypatch.setattr(_claims, "_is_left", False)
+    monkeypatch.setattr(_plain, "_num_searches", 0)
     activation.leave_models_alone(False)
     deepytorch.activate(profile=str(tmp_path / "p.json"), patience="off", log="error")
     yield found
