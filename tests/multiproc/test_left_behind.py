@@ -129,7 +129,13 @@ LAUNCHED: list[dict[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("variables", LAUNCHED, ids=["a node", "unknown", "two nodes"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(one, id=name, marks=[pytest.mark.extended] * (name == "unknown"))
+        for one, name in zip(LAUNCHED, ("a node", "unknown", "two nodes"), strict=True)
+    ],
+)
 def test_nothing_is_left_after_the_groups(variables: dict[str, str]) -> None:
     for found in spawn_ranks(rounds_of_groups, 2, variables, fresh=True):
         assert found == [[], [], []]

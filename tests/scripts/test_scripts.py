@@ -142,7 +142,7 @@ CASES = {
 }
 EXTENDED = {
     *("fsdp", "fsdp2", "parts", "with_accelerate", "with_deepspeed"),
-    *("frameworks", "texts", "with_composer"),
+    *("frameworks", "texts", "with_composer", "hogwild", "unusual"),
 }
 # Ranks say the first, and the end of WRAPPER has deepytorch say the second.
 USUAL = ("collectives of ", "group(s) made with deepytorch keep it")

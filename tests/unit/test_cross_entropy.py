@@ -97,7 +97,8 @@ def test_calls_that_are_not_taken_are_stocks_bit_for_bit(options: dict[str, Any]
     targets = torch.arange(7, dtype=torch.int64) % 6
     expected = F.cross_entropy(logits, targets, **options)
     reduction = {"none": 0, "mean": 1, "sum": 2}[options.get("reduction", "mean")]
-    ours = swap._called(logits, targets, **{**options, "reduction": reduction})
+    others = (options.get("ignore_index", -100), options.get("label_smoothing", 0.0))
+    ours = swap._called(logits, targets, options.get("weight"), reduction, *others)
     assert torch.equal(ours, expected)
     gradients = [torch.autograd.grad(one.sum(), logits)[0] for one in (ours, expected)]
     assert torch.equal(*gradients)

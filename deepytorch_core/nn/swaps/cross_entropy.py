@@ -35,6 +35,7 @@ _MOST_ROWS = 4096
 _MOST_LOGITS = 1 << 28
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MEAN, _SUM = 1, 2  # of aten's `reduction`
+_OTHERS = (-100, 0.0)  # the operator's defaults of `ignore_index` and `label_smoothing`
 
 _stock: Any = torch.ops.aten.cross_entropy_loss.default
 
@@ -144,9 +145,10 @@ def _called(
     target: Tensor,
     weight: Tensor | None = None,
     reduction: int = _MEAN,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Any:  # the operator's own arguments
+    *others: Any,
+) -> Any:
+    """Take the operator's call; it ends with `ignore_index` and `label_smoothing`."""
+    ignore_index, label_smoothing = (*others, *_OTHERS[len(others) :])
     is_plain = weight is None and label_smoothing == 0.0 and reduction in (_MEAN, _SUM)
     if is_plain and is_served(logits, target) and not _is_looked_at():
         return cross_entropy(logits, target, is_mean=reduction == _MEAN, ignore_index=ignore_index)
