@@ -148,7 +148,8 @@ def _called(
     *others: Any,
 ) -> Any:
     """Take the operator's call; it ends with `ignore_index` and `label_smoothing`."""
-    ignore_index, label_smoothing = (*others, *_OTHERS[len(others) :])
+    rest: tuple[Any, ...] = others + _OTHERS[len(others) :]
+    ignore_index, label_smoothing = rest
     is_plain = weight is None and label_smoothing == 0.0 and reduction in (_MEAN, _SUM)
     if is_plain and is_served(logits, target) and not _is_looked_at():
         return cross_entropy(logits, target, is_mean=reduction == _MEAN, ignore_index=ignore_index)
