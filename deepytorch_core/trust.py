@@ -41,7 +41,7 @@ def opened(path: Path) -> io.BufferedReader:
 
 
 def why_not_reached(folder: Path) -> str | None:
-    """Who else can put another folder in this one's place, or write it; None if nobody.
+    """Say who else can write this folder or put another in its place; None if nobody can.
 
     What `opened` shall open later has to lie in such a folder. Raises OSError.
     """
@@ -108,7 +108,7 @@ def opened_data(path: Path) -> io.BufferedReader:
 
 
 def why_not_private(path: Path, *, group_may_write: bool = False) -> str | None:
-    """Who else can write the file or folder `path`; None if nobody.
+    """Say who else can write the file or folder `path`; None if nobody can.
 
     For what is written there. What is read is opened by `opened` or `opened_data`.
 
@@ -173,7 +173,7 @@ def _check_owner(status: os.stat_result, path: Path) -> None:
 def _trusted() -> set[int]:
     """This user, and root, who could write our files anyway.
 
-    Where root has no id of its own, as in a container of one user, the owner of "/" is that.
+    The owner of "/" is root where that has no id of its own, as in a container of one user.
     """
     return {os.geteuid(), 0, os.stat("/").st_uid}
 

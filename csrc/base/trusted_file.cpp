@@ -21,8 +21,8 @@ void check(const std::string& path, const struct stat& status) {
   if (!S_ISREG(status.st_mode)) refuse(path, "is no regular file");
   struct stat root{};
   const bool has_root = stat("/", &root) == 0;
-  // Root could write our files anyway. Where root has no id of its own, as in a container of one
-  // user, the owner of "/" is that.
+  // Root could write our files anyway. The owner of "/" is root where that has no id of its own,
+  // as in a container of one user.
   if (status.st_uid != geteuid() && status.st_uid != 0 &&
       !(has_root && status.st_uid == root.st_uid)) {
     refuse(path, "belongs to another user (id " + std::to_string(status.st_uid) + ")" + remedy);

@@ -237,7 +237,7 @@ std::optional<std::string> LentStore::ask(const std::string& question,
         socket_,
         address_in(words_),
         number_in(words_) + " " + question.substr(0, verb_end) + mark + question.substr(verb_end));
-    // Whatever else comes makes the wait no longer.
+    // The wait is no longer for anything else that comes.
     const auto until = std::chrono::steady_clock::now() + kAnswerTime;
     for (auto left = kAnswerTime; left.count() > 0;
          left = std::chrono::duration_cast<std::chrono::milliseconds>(

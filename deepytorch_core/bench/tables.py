@@ -472,7 +472,7 @@ def _render_scripts(name: str, records: Sequence[Record]) -> str:
 
 
 def _pair(record: Record, field: str, form: str) -> str:
-    """What stock's run and our second one have, of the GPU; of our two runs, of being steady."""
+    """Say how busy the GPU is in stock's and our second run, and when ours were steady."""
     arms = ("stock", "second") if field == "busy" else ("ours", "second")
     values = [record[f"{arm}_{field}"] for arm in arms]
     return ": ".join("?" if one is None else form.format(one) for one in values)

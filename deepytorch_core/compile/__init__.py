@@ -92,11 +92,11 @@ def compile(
 def expect_steps(model: nn.Module, steps: int) -> None:
     """Note that a run whose model `compile` was given will take so many passes with gradients.
 
-    What is tried may take its part of all of them from the start, not of what has gone by.
+    Trials may take their part of all of them from the start, not of those that have gone by.
     """
     compilation = compilation_of(model)
     if compilation is not None:
-        compilation.pace.steps = steps
+        compilation.run_length.steps = steps
 
 
 def undo(model: nn.Module) -> bool:

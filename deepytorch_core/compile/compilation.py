@@ -108,7 +108,7 @@ class Compilation:
         self._on = False
         self._helping: Helping | None = None
         self._was_helped = False
-        self.pace = worth.Pace()
+        self.run_length = worth.RunLength()
         self._early: Capturing | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
         self._began: float | None = None
@@ -247,7 +247,7 @@ class Compilation:
         finally:
             self._num_made = self.num_made
             self._began = time.perf_counter()
-            self.pace.note(self._began)
+            self.run_length.note(self._began)
 
     def _count_step(self) -> None:
         is_waiting = EAGER_STEPS <= self._number < self._first or self._helping is not None
@@ -350,7 +350,7 @@ class Compilation:
     def _ask_pace(self) -> None:
         """How long a step takes, and whether helpers can compile the model, on all ranks."""
         now = time.perf_counter()
-        own_s, lasted_s = now - (self._began or now), self.pace.lasts_s(now)
+        own_s, lasted_s = now - (self._began or now), self.run_length.lasts_s(now)
         is_helped = ahead.may_help(self._root, self._device, num_ranks=self._ranks().size)
         is_open = self._is_patient and self._number < MOST_WAITING
         is_open = is_open and (undecided.is_open(self._root) or self._are_sizes_open())
@@ -575,7 +575,7 @@ class Compilation:
         entry = outcome.entry(
             self.regions, chosen, reason, times_ms, was_helped=self._was_helped, phases=self.phases
         )
-        # What the noise has hidden is measured again by the next run, and what was late is tried.
+        # The next run measures again what the noise has hidden, and tries what was late.
         is_final = reason != UNDECIDED and not outcome.is_late(self.regions)
         self._kept.keep(entry, num_ranks=self._ranks().size, is_final=is_final)
 

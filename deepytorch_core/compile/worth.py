@@ -18,7 +18,7 @@ COST_OF_HELPED_MODULE_S = 0.07
 LARGEST_SHARE = 0.03  # of the time that a run has lasted, or is known to last, for trials
 
 
-class Pace:
+class RunLength:
     """How long the run lasts, as far as is known; told when each of its steps begins.
 
     `steps` is how many there will be, where its framework says so.

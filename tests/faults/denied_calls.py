@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deepytorch_core import config
 
-# Of x86-64 and of AArch64.
+# Their numbers on x86-64 and on AArch64.
 CALLS = {
     "memfd_create": (319, 279),
     "eventfd2": (290, 19),

@@ -23,8 +23,8 @@ from deepytorch_core import trust
 
 VICTIM, STRANGER = 12_345, 12_346
 OWN, FOREIGN = b"own", b"foreign"
-# Who has the folder in which the link lies: the stranger, root, open to all and sticky, or the one
-# who loads. There a link stands that nobody else can swap.
+# The link's folder belongs to the stranger, to root, open to all and sticky, or to the victim.
+# Nobody else can swap a link in the last.
 PLACES = ("of the stranger", "sticky", "of the victim")
 _NAME = "code.so"
 

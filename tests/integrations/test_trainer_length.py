@@ -25,7 +25,7 @@ def test_the_length_is_known_without_a_word_of_the_script(
     def note(model: torch.nn.Module, steps: int) -> None:
         expect(model, steps)
         found: Any = engine.compilation_of(model)
-        told.append((type(model).__name__, found.pace.steps))
+        told.append((type(model).__name__, found.run_length.steps))
 
     monkeypatch.setattr(engine, "expect_steps", note)
     monkeypatch.setattr(config, "_current", Options())
@@ -53,14 +53,14 @@ def test_the_length_is_known_without_a_word_of_the_script(
 
 
 def test_a_run_lasts_as_long_as_its_fastest_steps_say() -> None:
-    pace = worth.Pace()
-    pace.steps = 1000
-    pace.note(10.0)
-    assert pace.lasts_s(12.0) == 2.0  # of one step nothing is known
+    length = worth.RunLength()
+    length.steps = 1000
+    length.note(10.0)
+    assert length.lasts_s(12.0) == 2.0  # of one step nothing is known
     for now in (15.0, 15.5, 17.0):  # the first ones compile, load or warm up
-        pace.note(now)
-    assert pace.lasts_s(17.0) == 500.0
-    pace.steps = 4
-    assert pace.lasts_s(17.0) == 7.0
-    pace.steps = None
-    assert pace.lasts_s(17.0) == 7.0
+        length.note(now)
+    assert length.lasts_s(17.0) == 500.0
+    length.steps = 4
+    assert length.lasts_s(17.0) == 7.0
+    length.steps = None
+    assert length.lasts_s(17.0) == 7.0

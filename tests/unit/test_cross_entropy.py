@@ -20,7 +20,7 @@ GPU = torch.device("cuda")
 
 
 def forward(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """What the kernels do, by torch's operations."""
+    """Compute by torch's operations as the kernels do."""
     normalizers = torch.logsumexp(logits.float(), 1)
     counts = targets != ignore_index
     chosen = logits.float().gather(1, torch.where(counts, targets, 0)[:, None])[:, 0]
