@@ -331,7 +331,7 @@ def _writable_cache() -> Path:
 def why_not_usable(folder: Path) -> str | None:
     """Create `folder` as ours alone; say what is wrong if it can't be, or isn't."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         reason = why_not_private(folder) or why_not_reached(folder)
@@ -424,6 +424,7 @@ def _compile_into(place: Path, sources: Sources, torch: TorchBuild) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         noted = _digest_file(binary)
         noted.write_text(f"{digest}\n", encoding="ascii")
+        noted.chmod(0o600)  # whatever the umask is
         place.mkdir(mode=0o700, exist_ok=True)
         os.replace(noted, _digest_file(place / _file_name()))
         os.replace(binary, place / _file_name())

@@ -310,6 +310,15 @@ def test_a_cache_below_a_folder_that_others_can_write_gives_way_too(
     assert tmp_path / "tmp" in found.parents
 
 
+def test_a_umask_that_lets_groups_write_makes_no_difference(sources: Sources) -> None:
+    before = os.umask(0o002)
+    try:
+        path = adapter.build(sources=sources)
+    finally:
+        os.umask(before)
+    assert adapter.find(sources) == path
+
+
 @pytest.fixture
 def read_only_home(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home in which nobody can make a file or a folder, root neither."""
