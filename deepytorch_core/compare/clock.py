@@ -188,6 +188,9 @@ class Clock:
             if event.device_type.name == "CUDA" and not event.name.startswith(_NO_KERNELS)
         ]
         self._profile = None
+        if not kernels:  # a container may keep the tracing of GPUs from its programs
+            self._work = Work(why_not="the profiler has seen no kernels")
+            return
         self._work = Work(
             busy_share=min(1.0, busy(kernels) / span_s),
             kernels_per_step=len(kernels) / PROFILED_STEPS,

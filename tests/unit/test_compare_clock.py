@@ -136,6 +136,14 @@ def test_the_last_steps_are_profiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert record["kernels_per_step"] == pytest.approx(2 / clock.PROFILED_STEPS)
 
 
+def test_a_profiler_that_sees_no_kernel_tells_of_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Clock(seconds=None)
+    watch._profile = SimpleNamespace(stop=lambda: None, events=list)
+    watch._end_profile()
+    assert watch.record()["busy_share"] is None
+    assert "no kernels" in watch.record()["why_not"]
+
+
 def _kernel(name: str, start: float, end: float, *, device: str) -> Any:
     times = SimpleNamespace(start=start, end=end)
     return SimpleNamespace(name=name, time_range=times, device_type=SimpleNamespace(name=device))
