@@ -8,6 +8,7 @@ training waits for none of it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import time
@@ -141,7 +142,7 @@ class Watch:
                 self._hear(answer)
 
     def _start(self, is_patient: bool) -> None:
-        if is_patient and time.monotonic() - self._began < self._least_run_s():
+        if is_patient and time.monotonic() - self._began < self._least_run_s:
             return
         try:
             twin = pickle.dumps(_packing_twin.describe(self._outer, self._model))
@@ -163,6 +164,7 @@ class Watch:
             self._helper.wait()
             self._look()
 
+    @functools.cached_property
     def _least_run_s(self) -> float:
         cores = own_cores.of_rank(topology.discover().cores.usable)
         return 0.0 if cores > _SPARE_CORES else _HELPER_S / _LARGEST_SHARE

@@ -109,6 +109,7 @@ class Compilation:
         self._helping: Helping | None = None
         self._was_helped = False
         self.run_length = worth.RunLength()
+        self._outlook = worth.Outlook()
         self._early: Capturing | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
         self._began: float | None = None
@@ -129,8 +130,7 @@ class Compilation:
             self._seam.around = late
 
     @property
-    def _root(self) -> Any:
-        """Not kept: it is what calls this."""
+    def _root(self) -> Any:  # not kept: it is what calls this
         return self._root_of()
 
     def undo(self) -> None:
@@ -153,7 +153,6 @@ class Compilation:
         return self._on or self.is_waiting or self._capturing is not None or self._is_tried
 
     def _set_on(self, is_on: bool) -> bool:
-        """Returns what it was."""
         before, self._on = self._on, is_on
         return before
 
@@ -334,9 +333,7 @@ class Compilation:
     def _install_known(self, known: Mapping[str, Any]) -> None:
         """Compile what an earlier run has found to be faster."""
         was_helped = known.get("was_helped", False)
-        num_ranks = self._ranks().size
-        may_help = ahead.may_help(self._root, self._device, num_ranks=num_ranks)
-        is_helped = self._is_patient and may_help
+        is_helped = self._is_patient and self._may_help()
         self._install(known.get("regions", {}), is_made=was_helped and not is_helped)
         self._on = True
         if is_helped and self.regions:
@@ -347,14 +344,17 @@ class Compilation:
             for one in self.regions:
                 one.send_later(helpers)
 
+    def _may_help(self) -> bool:
+        return ahead.may_help(self._root, self._device, num_ranks=self._ranks().size)
+
     def _ask_pace(self) -> None:
         """How long a step takes, and whether helpers can compile the model, on all ranks."""
         now = time.perf_counter()
-        own_s, lasted_s = now - (self._began or now), self.run_length.lasts_s(now)
-        is_helped = ahead.may_help(self._root, self._device, num_ranks=self._ranks().size)
+        lasted_s = self.run_length.lasts_s(now)
+        is_helped = self._outlook.is_helped(self._root, lasted_s, self._may_help)
         is_open = self._is_patient and self._number < MOST_WAITING
         is_open = is_open and (undecided.is_open(self._root) or self._are_sizes_open())
-        own = (own_s, lasted_s, is_helped, is_open, capture.sizes_of(self._root) is not None)
+        own = (now - (self._began or now), lasted_s, is_helped, is_open, capture.sizes_of(self._root) is not None)
         self._ask(f"pace {self._number}", own, self._set_pace)
 
     def _are_sizes_open(self) -> bool:
@@ -367,7 +367,7 @@ class Compilation:
         """Go on once the run has lasted long enough, and its passes are what they will be."""
         steps_s, lasted_s, are_helped, are_open, are_few = zip(*answers, strict=True)
         is_helped = all(are_helped)
-        least_s = worth.least_run_s(worth.cost_s(self._root, is_helped=is_helped))
+        least_s = self._outlook.least_run_s(self._root, is_helped=is_helped)
         self._num_settling = SIZES_STEPS if self._is_patient and any(are_few) else 0
         if not self._is_patient:
             self._start_compiling(max(steps_s), is_helped)

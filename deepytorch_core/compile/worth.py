@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import nn
 
@@ -15,6 +16,8 @@ LEAST_COST_S = 20.0
 LEAST_HELPED_COST_S = 0.5
 COST_OF_MODULE_S = 0.4
 COST_OF_HELPED_MODULE_S = 0.07
+# A model is looked at again once its run has lasted so many times longer.
+_AGAIN = 1.05
 LARGEST_SHARE = 0.03  # of the time that a run has lasted, or is known to last, for trials
 
 
@@ -57,3 +60,27 @@ def cost_s(root: nn.Module, *, is_helped: bool) -> float:
 def least_run_s(cost: float) -> float:
     """How long a run has to last before trials may take `cost` seconds."""
     return cost / LARGEST_SHARE
+
+
+class Outlook:
+    """What compiling a model will take. To look takes milliseconds, so it is rarely done again."""
+
+    def __init__(self) -> None:
+        self._is_helped = False
+        self._due_s = 0.0
+        self._least_s: dict[bool, float] = {}
+
+    def is_helped(self, root: nn.Module, lasted_s: float, may_help: Callable[[], bool]) -> bool:
+        """Whether helpers may compile `root`, as `may_help` tells; its run has lasted `lasted_s`."""
+        if lasted_s >= self._due_s:
+            self._least_s.clear()
+            self._is_helped = may_help()
+            least_s = self.least_run_s(root, is_helped=self._is_helped)
+            self._due_s = max(least_s, _AGAIN * lasted_s)
+        return self._is_helped
+
+    def least_run_s(self, root: nn.Module, *, is_helped: bool) -> float:
+        """Return how long the run has to last before it is compiled."""
+        if is_helped not in self._least_s:
+            self._least_s[is_helped] = least_run_s(cost_s(root, is_helped=is_helped))
+        return self._least_s[is_helped]

@@ -35,7 +35,7 @@ def test_every_script_is_complete(script: Script) -> None:
     assert re.fullmatch(r"[0-9a-f]{40}", script.commit)
     assert script.path.endswith(".py")
     assert not script.path.startswith("/")
-    assert script.goal >= 1.0
+    assert script.goal >= 0.98
     texts = [*script.arguments, *script.small, script.folder, *script.variables.values()]
     for one in texts:
         assert not re.search(r"(^|=)/", one), f"{one} names a place of one machine"

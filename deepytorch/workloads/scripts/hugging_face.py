@@ -12,6 +12,7 @@ from deepytorch.workloads.scripts.script import Prepare, Script, Size
 
 _TRL = "f2cd57710ae345ea6428ae95363267fcf38a3dc8"
 _RUN_CLM = "00d481d18f914b55e65faa31e82321629691eadb"
+_RUN_MLM = "049d2bf1220747b6d39e2a978b9f5fe0defa1dca"
 _RUN_GLUE = "005c23ae8f6dca810fa2a0e5cecabe0cfb24aaf3"
 
 _LANGUAGE = ("transformers", "datasets", "evaluate", "sklearn")
@@ -156,7 +157,7 @@ def _trl(name: str, path: str, prepare: Prepare, *more: str) -> Script:
         repository="huggingface/trl",
         commit=_TRL,
         path=path,
-        arguments=(*both, "--per_device_train_batch_size=8", "--bf16"),
+        arguments=(*both, "--per_device_train_batch_size=8", "--bf16=True"),
         small=(
             *(*both, "--per_device_train_batch_size=2", "--use_cpu", "--bf16=False"),
             "--max_length=64",
@@ -198,7 +199,7 @@ SCRIPTS = (
     ),
     _trl("trl-dpo-llama-1b", "trl/scripts/dpo.py", _dpo, "--learning_rate=5.0e-7"),
     *_trainers(
-        *("run-mlm-bert", _RUN_GLUE, "language-modeling/run_mlm.py", _mlm, _TEXT),
+        *("run-mlm-bert", _RUN_MLM, "language-modeling/run_mlm.py", _mlm, _TEXT),
         *("--per_device_train_batch_size=8", "--max_seq_length=512"),
     ),
     *_trainers(

@@ -32,7 +32,7 @@ class Script:
         arguments: as the script's documentation has them, for size full.
         small: all arguments for size small.
         prepare: makes data, tokenizer and configuration in a folder: the same each time, offline.
-        goal: the speed-up over stock to reach; 1.0 is to be no slower.
+        goal: the speed-up over stock to reach; about 1 is to be no slower.
         packages: what must be installed, by the names to import.
         folder: where the script runs; empty: where it lies.
         variables: of the environment.
