@@ -7,6 +7,7 @@ in place, on that object alone:
 * `log` gives the trackers some figures of deepytorch's, too (`_live`);
 * DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
 * FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
+* loaders copy batches to the GPU beside the steps under way (`_side_copies`);
 * `prepare` also swaps fused kernels in (`_kernels`), has transformers models train without padding
   (`_padding_free`) and compiles models as option `compile` says (`_compile`), unless Accelerate
   compiles them itself; all in a process that trains by itself too.
@@ -35,6 +36,7 @@ from . import (
     _live,
     _moved_batches,
     _padding_free,
+    _side_copies,
 )
 
 _Prepare = Callable[..., Any]
@@ -158,6 +160,7 @@ def _set_policies(
         changes.around(
             accelerator, "prepare", functools.partial(_prepare_compiled, options, changes)
         )
+        _side_copies.install(changes)
     is_packed = options.padding_free != "off"
     if is_packed:
         packed = _preparing_packed(options.padding_free, adapter, changes)

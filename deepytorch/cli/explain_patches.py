@@ -31,6 +31,12 @@ LATER = (
         _PADDING,
     ),
     (
+        "accelerate.data_loader",
+        "send_to_device",
+        "batches are copied to the GPU without waiting for the steps that it still has to do",
+        _COMPILE,
+    ),
+    (
         "torch.amp.grad_scaler.GradScaler",
         "_maybe_opt_step",
         "fused optimizers get what a scaler found without a wait for the device",

@@ -354,7 +354,8 @@ class Compilation:
         is_helped = self._outlook.is_helped(self._root, lasted_s, self._may_help)
         is_open = self._is_patient and self._number < MOST_WAITING
         is_open = is_open and (undecided.is_open(self._root) or self._are_sizes_open())
-        own = (now - (self._began or now), lasted_s, is_helped, is_open, capture.sizes_of(self._root) is not None)
+        are_few = capture.sizes_of(self._root) is not None
+        own = (now - (self._began or now), lasted_s, is_helped, is_open, are_few)
         self._ask(f"pace {self._number}", own, self._set_pace)
 
     def _are_sizes_open(self) -> bool:
@@ -369,13 +370,11 @@ class Compilation:
         is_helped = all(are_helped)
         least_s = self._outlook.least_run_s(self._root, is_helped=is_helped)
         self._num_settling = SIZES_STEPS if self._is_patient and any(are_few) else 0
-        if not self._is_patient:
-            self._start_compiling(max(steps_s), is_helped)
-        elif any(are_open):
+        if self._is_patient and any(are_open):
             self._first += PATIENT_STEPS
-        elif not is_helped:
+        elif self._is_patient and not is_helped:
             self._finish(EAGER, HELD_UP)
-        elif min(lasted_s) < least_s:
+        elif self._is_patient and min(lasted_s) < least_s:
             compiler_import.load_beside()
             self._first += PATIENT_STEPS
             self._new_early()  # which takes no compiler

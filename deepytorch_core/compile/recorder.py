@@ -6,12 +6,14 @@ The mechanics under `replay`, apart from what is captured.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from deepytorch_core.compile import breaks
 from deepytorch_core.compile.loans import Loans
@@ -119,6 +121,7 @@ class Recorder:
                     graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
                 ),
                 _as_rehearsed(),
+                _without_device_states(),
             ):
                 result = run()
         except Exception:
@@ -226,6 +229,26 @@ def _as_rehearsed() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = stock
+
+
+@contextlib.contextmanager
+def _without_device_states() -> Iterator[None]:
+    """While open, activation checkpointing here keeps no state of a GPU's random numbers.
+
+    A capture forbids to look at it. A pass that draws numbers draws others when it is made again,
+    so its replay differs from the rehearsal, which is found out.
+    """
+    stock: Any = checkpoint.get_device_states
+    own = threading.get_ident()
+
+    def get_device_states(*args: Any) -> Any:
+        return ([], []) if threading.get_ident() == own else stock(*args)
+
+    checkpoint.get_device_states = get_device_states
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = stock
 
 
 @contextlib.contextmanager

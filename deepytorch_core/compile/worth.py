@@ -71,7 +71,7 @@ class Outlook:
         self._least_s: dict[bool, float] = {}
 
     def is_helped(self, root: nn.Module, lasted_s: float, may_help: Callable[[], bool]) -> bool:
-        """Whether helpers may compile `root`, as `may_help` tells; its run has lasted `lasted_s`."""
+        """Whether helpers can compile `root`, as `may_help` told when it was looked at."""
         if lasted_s >= self._due_s:
             self._least_s.clear()
             self._is_helped = may_help()

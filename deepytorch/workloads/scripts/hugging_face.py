@@ -20,7 +20,7 @@ _STEPS = ("--max_steps=1000000", "--save_strategy=no", "--report_to=none", "--ou
 _LLAMA: dict[Size, dict[str, Any]] = {
     "full": {
         **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32_000},
     },
     "small": {
         **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -77,6 +77,7 @@ def _llama(folder: Path, size: Size) -> None:
     config: Any = LlamaConfig(
         **shape,
         max_position_embeddings=2048,
+        tie_word_embeddings=True,
         bos_token_id=made.bos_token_id,
         eos_token_id=made.eos_token_id,
         pad_token_id=made.pad_token_id,
@@ -191,13 +192,16 @@ def _trainers(
 
 
 _TEXT = "--train_file={data}/train.txt"
+# Weights in bfloat16 and no recomputation, as the engines that it is compared with train it.
+_PLAIN = ("--dtype=bfloat16", "--gradient_checkpointing=False")
 SCRIPTS = (
-    _trl("trl-sft-llama-1b", "trl/scripts/sft.py", _sft, "--learning_rate=2.0e-5"),
+    _trl("trl-sft-llama-1b", "trl/scripts/sft.py", _sft, "--learning_rate=2.0e-5", *_PLAIN),
+    _trl("trl-sft-llama-1b-defaults", "trl/scripts/sft.py", _sft, "--learning_rate=2.0e-5"),
     _trl(
         *("trl-sft-llama-1b-lora", "trl/scripts/sft.py", _sft, "--learning_rate=2.0e-4"),
-        *("--use_peft", "--lora_r=32", "--lora_alpha=16"),
+        *("--use_peft", "--lora_r=32", "--lora_alpha=16", *_PLAIN),
     ),
-    _trl("trl-dpo-llama-1b", "trl/scripts/dpo.py", _dpo, "--learning_rate=5.0e-7"),
+    _trl("trl-dpo-llama-1b", "trl/scripts/dpo.py", _dpo, "--learning_rate=5.0e-7", *_PLAIN),
     *_trainers(
         *("run-mlm-bert", _RUN_MLM, "language-modeling/run_mlm.py", _mlm, _TEXT),
         *("--per_device_train_batch_size=8", "--max_seq_length=512"),
