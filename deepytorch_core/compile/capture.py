@@ -99,7 +99,7 @@ def why_not(root: nn.Module) -> str | None:
         return f"copies of its gradients would take {trained / 2**30:.1f} GiB"
     if isinstance(root, nn.DataParallel):
         return "nn.DataParallel runs on several GPUs"
-    hooked = module_state.hooked(root)
+    hooked = module_state.hooked(root, is_replayed=True)
     return None if hooked is None else f"there are hooks on {hooked}"
 
 
@@ -322,7 +322,7 @@ class Capture:
         return None
 
     def _captured(self, call: Call) -> Replay:
-        hooked = module_state.hooked(self._root)
+        hooked = module_state.hooked(self._root, is_replayed=True)
         if hooked is not None:
             raise NotCapturedError(f"there are hooks on {hooked}")
         generator = module_state.own_generator(self._root)

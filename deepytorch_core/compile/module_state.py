@@ -35,15 +35,20 @@ MOST_KNOWN = 24
 _MOST_ITEMS = 256
 
 
-def hooked(root: nn.Module, *, collected: Iterable[str] = ()) -> str | None:
+def hooked(
+    root: nn.Module, *, collected: Iterable[str] = (), is_replayed: bool = False
+) -> str | None:
     """The name of a module inside with hooks, which a replay or shared code would not run.
 
-    Recorders of a framework (`recorders`) count only where they collect one of `collected`.
+    Recorders of a framework (`recorders`) count only where they collect one of `collected`, and
+    what a graph is recorded with not where the module is to be replayed.
     """
     named: Iterable[tuple[str, nn.Module]] = root.named_modules()
     for name, one in named:
         for kind in _HOOKS if one is not root else ():
             for hook in (vars(one).get(kind) or {}).values():
+                if is_replayed and recorders.asks_for_gradients(hook):
+                    continue
                 what = recorders.collects(hook)
                 if what is None or what in collected:
                     return name

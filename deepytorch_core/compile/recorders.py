@@ -1,8 +1,12 @@
-"""transformers: hooks that collect router logits, hidden states and attentions of a model's parts.
+"""Hooks of transformers, peft and TRL on parts of their own models, which a replay may hold.
 
-The library puts them on once such an output is asked for, and they stay. They collect only where
-the model's own pass has begun to, and are gone through within it. So they are no reason against
-replaying that pass, nor, while nothing of theirs is collected, against code without them.
+One kind collects router logits, hidden states and attentions. The library puts them on once such an
+output is asked for, and they stay. They collect only where the model's own pass has begun to, and
+are gone through within it. So they are no reason against replaying that pass, nor, while nothing of
+theirs is collected, against code without them.
+
+The other kind has embeddings require gradients, so that checkpointed blocks get some. It launches
+nothing, and a graph is recorded with what it asks for.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from torch import nn
 _MODULE = "transformers.utils.output_capturing"
 _HOOK = "output_capturing_hook"
 _COLLECTOR = "_active_collector"
+_LIBRARIES = ("transformers", "peft", "trl")
+_ASKS = "make_inputs_require_grad"
 
 
 def collects(hook: Callable[..., Any]) -> str | None:
@@ -26,6 +32,12 @@ def collects(hook: Callable[..., Any]) -> str | None:
         return None
     key = inspect.getclosurevars(hook).nonlocals.get("key")
     return key if isinstance(key, str) else None
+
+
+def asks_for_gradients(hook: Callable[..., Any]) -> bool:
+    """Whether a hook does nothing but have its module's output require gradients."""
+    library = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    return library in _LIBRARIES and getattr(hook, "__name__", "").startswith(_ASKS)
 
 
 def collected() -> Iterable[str]:

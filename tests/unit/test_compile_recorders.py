@@ -113,3 +113,17 @@ def test_a_trunk_has_most_modules_whatever_its_embedding() -> None:
     assert regions.trunk(model.model) is None
     assert regions.trunk(nn.Sequential(nn.Sequential(model))) is model.model
     assert regions.trunk(nn.Linear(2, 2)) is None
+
+
+def test_hooks_that_ask_for_gradients_of_inputs_are_known() -> None:
+    model = llama()
+    assert module_state.hooked(model) is None
+    model.enable_input_require_grads()
+    assert module_state.hooked(model) == "model.embed_tokens"
+    assert module_state.hooked(model, is_replayed=True) is None
+
+    def make_inputs_require_grads(module: nn.Module, given: Any, output: Any) -> None:
+        """Do what nobody knows, by the same name."""
+
+    model.model.norm.register_forward_hook(make_inputs_require_grads)
+    assert module_state.hooked(model, is_replayed=True) == "model.norm"

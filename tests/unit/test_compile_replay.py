@@ -46,9 +46,8 @@ GPU_ONLY = (
     "test_a_recurrent_network_keeps_its_weights_elsewhere",
     "test_a_captured_pass_goes_the_way_that_was_rehearsed",
     "test_a_capture_that_cuda_ends_leaves_the_training_where_it_was",
+    "test_checkpointed_blocks_that_draw_numbers_stay_launched",
 )
-
-
 LENT = ["lent", "copied"]
 
 
@@ -64,10 +63,9 @@ def _load(name: str) -> Any:
     return module
 
 
-cases, masked = _load("gpu/test_cuda_graphs"), _load("gpu/test_cuda_graphs_masked")
-causal, users = _load("gpu/test_cuda_graphs_causal"), _load("gpu/test_cuda_graphs_users")
-layerdrop = _load("gpu/test_cuda_graphs_layerdrop")
-for _module in (cases, masked, causal, users, layerdrop):
+CASES = ("", "_masked", "_causal", "_users", "_layerdrop", "_checkpointed")
+cases, masked, causal, users, *others = (_load(f"gpu/test_cuda_graphs{one}") for one in CASES)
+for _module in (cases, masked, causal, users, *others):
     globals().update(
         {
             name: value
