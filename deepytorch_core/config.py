@@ -182,6 +182,14 @@ def _optional(parse: _Parser) -> _Parser:
     return parse_unless_unset
 
 
+def _or_off(parse: _Parser) -> _Parser:
+    def parse_unless_off(name: str, value: Any) -> Any:
+        is_off = value is None or (isinstance(value, str) and value.strip().lower() == "off")
+        return None if is_off else parse(name, value)
+
+    return parse_unless_off
+
+
 def _closest(word: str, choices: object) -> str:
     close = difflib.get_close_matches(word, list(choices), n=1)  # type: ignore[call-overload]
     return f" (did you mean {close[0]}?)" if close else ""
@@ -212,6 +220,12 @@ class Options:
     )
     padding_free: str = _option(
         "auto", _choice("auto", "on", "off"), "train without padding tokens where the model can"
+    )
+    tokens_per_step: int | None = _option(
+        None,
+        _or_off(_number(integral=True, above=0)),
+        "tokens of a pass that a Trainer's micro-batches share when gradients are accumulated; "
+        "off: each has its own pass",
     )
     token_balance: str = _option(
         "auto", _choice("auto", "on", "off"), "even tokens on all ranks of a transformers Trainer"

@@ -11,7 +11,7 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from deepytorch_core import decisions, guard
+from deepytorch_core.compile import seam
 from deepytorch_core.compile.fixes._transformers import caches
 from deepytorch_core.console import say_once
 from deepytorch_core.data import Packing, Shapes, full, plan
 from deepytorch_core.data.shapes import Shape
 from deepytorch_core.nn.deferred_logits import apart
 
-from . import _masked_loss, _moved_batches, _packed_attention, _unpacked_output
+from . import _masked_loss, _merged_passes, _moved_batches, _packed_attention, _unpacked_output
 from ._contract import IntegrationError
 from ._hook import Hook
+from ._merged_passes import MergedPasses
 from ._padding_free import BATCH_KEY
 
 # Parts of a row, in which the share of its tokens that are targets is counted.
@@ -121,6 +123,10 @@ class PackedForward:
         """Whether the last batch has one of few shapes."""
         self.most_targets: int | None = None
         """A bound on the targets of the batch under way."""
+        self.merged: MergedPasses | None = None
+        """Makes passes for several micro-batches at once, where they share them."""
+        self.is_apart = False
+        """Whether it is known that they don't."""
         self._model_of = weakref.ref(model)  # it lives no longer for our sake
         self.conventions = conventions
         self._strict = strict
@@ -149,7 +155,8 @@ class PackedForward:
         self._target_share = 0  # the largest so far, in parts of a row's tokens
 
     @property
-    def _model(self) -> Any:
+    def model(self) -> Any:
+        """The transformers model."""
         return self._model_of()
 
     def install(self, outer: torch.nn.Module) -> Callable[[], None]:
@@ -167,6 +174,8 @@ class PackedForward:
         def remove() -> None:
             for handle in handles:
                 handle.remove()
+            if self.merged is not None and self.model is not None:
+                _merged_passes.undo(self.model)
             close()
 
         return remove
@@ -187,8 +196,9 @@ class PackedForward:
                 call, planned = masked, full(call["input_ids"])
         generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
         is_padded = call.get("attention_mask") is not None and not is_packed and not generates
-        if not self._model.training or not is_padded:
+        if not self.model.training or not is_padded:
             # What somebody else has packed our attention takes as it is.
+            self._goes_apart(outer)
             self._calls.append(None)
             self.num_tokens, self.are_few = None, bool(self.shapes.limit)
             return args, kwargs
@@ -199,18 +209,20 @@ class PackedForward:
             obstacle = packing.obstacle or self._too_long(call, packing)
         if packing is None or obstacle is not None:
             self._stay_padded(obstacle)
+            self._goes_apart(outer)
             self._calls.append(None)
             self.num_tokens, self.are_few = None, False
             return args, kwargs
         self.num_tokens, self.are_few = packing.num_tokens, bool(self.shapes.limit)
-        if self._stays(packing):
+        shared = None if self.merged is None else self._shared(self.merged, outer, call, packing)
+        if shared is None and self._stays(packing):
             self._calls.append(None)
             self._expect(packing, packing.num_tokens)
             if not self.shapes.limit:
                 return args, kwargs
             # To be replayed: a mask of ones would make models look for a zero, and so wait.
             return (), {name: value for name, value in call.items() if name != "attention_mask"}
-        packed = self.pack(call, packing)
+        packed = self.pack(call, packing) if shared is None else shared
         self.are_few = self.shapes.are_few
         row = packed["input_ids"].shape[1]
         is_tuple = call.get("return_dict") is False
@@ -227,6 +239,8 @@ class PackedForward:
         if getattr(outer, "_is_replica", False):
             return output
         call = self._calls.pop() if self._calls else None
+        if self.merged is not None:
+            self.merged.leave()
         self.most_targets = None
         _masked_loss.expect(None)
         _packed_attention.leave_packed()
@@ -256,7 +270,7 @@ class PackedForward:
     def _on_reader(self, field: str, reader: str) -> None:
         self._is_read = _unpacked_output.reads(reader, field)
         self._said.add(self._is_read)
-        name = type(self._model).__name__
+        name = type(self.model).__name__
         ends = "batches stay padded from now on"
         if not self._is_whole:
             ends += ", and what it has read of this one is zero at padding"
@@ -273,7 +287,7 @@ class PackedForward:
         return (
             bool(self.shapes.limit)
             and self.conventions.shifted
-            and self._model.training
+            and self.model.training
             and torch.is_grad_enabled()
             and isinstance(ids, Tensor)
             and ids.dim() == 2
@@ -307,7 +321,7 @@ class PackedForward:
         Where shapes are few, the bound goes by the row's shape, so that there are few of it too.
         """
         bound = packing.num_targets
-        if bound is None or not _masked_loss.is_used(self._model):
+        if bound is None or not _masked_loss.is_used(self.model):
             return
         if self.shapes.limit:
             share = -(-_SHARES * bound // max(1, packing.num_tokens))
@@ -365,19 +379,42 @@ class PackedForward:
             self._said.add(reason)
             decisions.record("padding-free", chosen, reason)
 
-    def pack(self, call: dict[str, Any], packing: Packing) -> dict[str, Any]:
-        """The arguments for one packed row in place of those for a padded batch."""
+    def _shared(
+        self, merged: MergedPasses, outer: torch.nn.Module, call: dict[str, Any], packing: Packing
+    ) -> dict[str, Any] | None:
+        """The arguments of a micro-batch that shares a pass with others."""
+        packed = merged.enter(self, call, packing)
+        if packed is not None:
+            self.num_tokens = merged.num_tokens
+        if (found := seam.of(outer)) is not None:
+            found.is_continued = merged.is_within
+        return packed
+
+    def _goes_apart(self, outer: torch.nn.Module) -> None:
+        """A call begins that shares no pass."""
+        if self.merged is None or not self.model.training:
+            return
+        self.merged.meet_other()
+        if (found := seam.of(outer)) is not None:
+            found.is_continued = False
+
+    def planned(self, call: dict[str, Any], planned: Packing | None) -> Packing | None:
+        """How a batch that is to come packs; None where it stays padded."""
+        if self._obstacle(call) is not None:
+            return None
+        packing = self._packing(call, planned)
+        return None if packing.obstacle or self._too_long(call, packing) else packing
+
+    def pack(
+        self, call: dict[str, Any], packing: Packing, *, is_filled: bool = True
+    ) -> dict[str, Any]:
+        """The arguments for one packed row in place of those for a padded batch.
+
+        `is_filled`: whether the row is filled up to one of few shapes.
+        """
         ids, labels = call["input_ids"], call.get("labels")
-        device = ids.device
-        shape = self._fit(packing)
+        shape = self._fit(packing) if is_filled else _exact(packing)
         filling = shape.num_tokens - packing.num_tokens
-        lengths = [0, *packing.lengths]
-        if filling:
-            whole, rest = divmod(filling, shape.max_length)
-            lengths += [shape.max_length] * whole + [rest]
-        lengths += [0] * (shape.num_sequences + 1 - len(lengths))
-        sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        bounds = sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True)
         packed = {key: value for key, value in call.items() if value is not None}
         packed["input_ids"] = _filled(packing.pack(ids), filling, 0)
         packed["attention_mask"] = _filled(torch.ones_like(packed["input_ids"]), 0, 0)
@@ -389,16 +426,30 @@ class PackedForward:
         if labels is not None:
             targets = packing.pack_labels(labels, shifted=self.conventions.shifted)
             packed["labels"] = _filled(targets, filling, -100)
-        packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = bounds
-        packed["max_length_q"] = packed["max_length_k"] = shape.max_length
+        packed |= _bounds(packing.lengths, shape, ids.device)
         packed[_packed_attention.PACKED] = True
-        if "use_cache" in self._names or caches(self._model):
+        if "use_cache" in self._names or caches(self.model):
             packed["use_cache"] = False
         return packed
 
+    def joined(self, rows: Sequence[dict[str, Any]], packings: Sequence[Packing]) -> dict[str, Any]:
+        """The arguments for one row of several, filled up to one of few shapes."""
+        lengths = [one for packing in packings for one in packing.lengths]
+        num_tokens = sum(lengths)
+        shape = self.shapes.fit(num_tokens, len(lengths), max(lengths))
+        names = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+        joint = {
+            name: _filled(
+                torch.cat([one[name] for one in rows], dim=1), shape.num_tokens - num_tokens, 0
+            )
+            for name in names
+            if name in rows[0]
+        }
+        return joint | _bounds(lengths, shape, rows[0]["input_ids"].device)
+
     def _would_cache(self, call: dict[str, Any]) -> bool:
         asked = call.get("use_cache")
-        return caches(self._model) if asked is None else bool(asked)
+        return caches(self.model) if asked is None else bool(asked)
 
     def _fit(self, packing: Packing) -> Shape:
         """Within a backward pass, where an activation checkpoint is computed again, as before."""
@@ -422,7 +473,7 @@ class PackedForward:
             return None
         return (
             f"a sequence of {packing.longest} tokens is longer than the {limit} positions "
-            f"that {type(self._model).__name__} has: truncate it"
+            f"that {type(self.model).__name__} has: truncate it"
         )
 
     def _positions(self, call: dict[str, Any], packing: Packing) -> Tensor:
@@ -439,9 +490,7 @@ class PackedForward:
     def _obstacle(self, call: dict[str, Any]) -> str | None:
         """Why a call can't be packed, whatever its batch."""
         asked = call.get("return_dict")
-        is_tuple = not (
-            getattr(self._model.config, "return_dict", True) if asked is None else asked
-        )
+        is_tuple = not (getattr(self.model.config, "return_dict", True) if asked is None else asked)
         if is_tuple and not self._is_asked:
             return "the model is asked for a tuple"
         ids = call.get("input_ids")
@@ -456,7 +505,7 @@ class PackedForward:
         labels = call.get("labels")
         if labels is not None and tuple(labels.shape) != tuple(ids.shape):
             return f"labels have the shape {tuple(labels.shape)}, input_ids have {tuple(ids.shape)}"
-        if getattr(self._model.config, "output_attentions", False):
+        if getattr(self.model.config, "output_attentions", False):
             return "the model's configuration asks for output_attentions"
         for name, value in call.items():
             if name in self._per_token or value is None or value is False:
@@ -502,6 +551,25 @@ def _function_of(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook if hasattr(hook, "__qualname__") else type(hook)
+
+
+def _exact(packing: Packing) -> Shape:
+    return Shape(packing.num_tokens, len(packing.lengths), packing.longest)
+
+
+def _bounds(lengths: Sequence[int], shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Where the sequences of a row begin and end, those that fill it up among them."""
+    there = [0, *lengths]
+    if filling := shape.num_tokens - sum(lengths):
+        whole, rest = divmod(filling, shape.max_length)
+        there += [shape.max_length] * whole + [rest]
+    there += [0] * (shape.num_sequences + 1 - len(there))
+    sizes = torch.tensor(there, dtype=torch.int64, device="cpu")
+    bounds = sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True)
+    return {
+        **{"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds},
+        **{"max_length_q": shape.max_length, "max_length_k": shape.max_length},
+    }
 
 
 def _filled(row: Tensor, filling: int, value: int) -> Tensor:

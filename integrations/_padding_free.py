@@ -159,9 +159,14 @@ def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
 
 def conventions(prepared: Any) -> Conventions | None:
     """How a model that `attach` has changed counts; None for any other."""
-    attached = _attachment(prepared)
-    forward = None if attached is None else attached.forward
+    forward = forward_of(prepared)
     return None if forward is None else forward.conventions
+
+
+def forward_of(prepared: Any) -> PackedForward | None:
+    """The hooks of a model that trains packed; None for any other."""
+    attached = _attachment(prepared)
+    return None if attached is None else attached.forward
 
 
 def use_few_shapes(prepared: Any, limit: int, *, max_length: int) -> bool:
@@ -239,6 +244,11 @@ class _Sizes:
     def are_few(self) -> bool:
         forward = self._forward()
         return forward is not None and forward.are_few
+
+    @property
+    def is_shared(self) -> bool:
+        forward = self._forward()
+        return forward is not None and forward.merged is not None
 
     @property
     def num_tokens(self) -> int | None:

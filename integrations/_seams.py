@@ -49,6 +49,7 @@ class _Armed:
             ImportHook(
                 "transformers.trainer_callback", _guarded("lengths of trainings", self._trainer)
             ),
+            ImportHook("transformers.trainer", _guarded("micro-batches", self._micro_batches)),
             ImportHook("torch.optim.optimizer", _guarded("optimizers", self._optimizers)),
         ]
 
@@ -76,6 +77,15 @@ class _Armed:
             _beginning,
             why="a training of known length need not have lasted long before anything is tried",
             option="DEEPYTORCH_COMPILE=off",
+        )
+
+    def _micro_batches(self, module: ModuleType) -> None:
+        self.patches.replace(
+            module.Trainer,
+            "get_batch_samples",
+            _gathering,
+            why="micro-batches of a step share passes of the model",
+            option="DEEPYTORCH_TOKENS_PER_STEP=off",
         )
 
     def _optimizers(self, module: ModuleType) -> None:
@@ -156,6 +166,18 @@ def _beginning(original: _Function) -> _Function:
         return found
 
     return begin
+
+
+def _gathering(original: _Function) -> _Function:
+    def get_batch_samples(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(trainer, *args, **kwargs)
+        if config.current().tokens_per_step is not None:
+            from deepytorch.integrations import _merged_passes
+
+            _merged_passes.expect(trainer, found[0])
+        return found
+
+    return get_batch_samples
 
 
 def _initializing(original: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,6 +54,10 @@ class Sizes(Protocol):
         """Whether the last batch has one of the few sizes: until they are chosen, none has."""
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several batches share passes of the module's trunk, which has then the sizes."""
+
+    @property
     def num_tokens(self) -> int | None:
         """Of the last batch, without what it was filled up with."""
 
@@ -99,6 +103,9 @@ def why_not(root: nn.Module) -> str | None:
         return f"copies of its gradients would take {trained / 2**30:.1f} GiB"
     if isinstance(root, nn.DataParallel):
         return "nn.DataParallel runs on several GPUs"
+    sizes = sizes_of(root)
+    if sizes is not None and sizes.is_shared:
+        return "its micro-batches share passes of its trunk"
     hooked = module_state.hooked(root, is_replayed=True)
     return None if hooked is None else f"there are hooks on {hooked}"
 
@@ -200,7 +207,8 @@ class Capture:
             self._drop()
         self._count_repeated()
         sizes = sizes_of(self._whole)
-        is_early = sizes is not None and not sizes.are_few
+        is_whole = self._root is self._whole
+        is_early = sizes is not None and (not sizes.are_few or (is_whole and sizes.is_shared))
         if is_early or not self._is_used() or self._is_pending():
             return self._launched(args, kwargs)
         if self._num_watched < WATCHED_CALLS:

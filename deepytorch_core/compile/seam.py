@@ -69,6 +69,8 @@ class Seam:
         self.region: _Call | None = None
         self.replay: _Call | None = None
         self.around: Callable[[_Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.is_continued = False
+        """Whether the next call is part of the pass before, so that the watcher isn't told."""
 
     @property
     def _module(self) -> Any:
@@ -92,7 +94,8 @@ class Seam:
         if is_looked_at():
             return module._call_impl(*args, **kwargs)
         # A pass that checkpointing makes again, within the backward pass, is no step.
-        if self.watcher is not None and torch._C._current_graph_task_id() == -1:
+        is_step = not self.is_continued and torch._C._current_graph_task_id() == -1
+        if self.watcher is not None and is_step:
             self._tell(self.watcher, args, kwargs)
         if self.around is not None:
             return self.around(self._call, args, kwargs)

@@ -60,6 +60,7 @@ class FewSizes:
     """Batches that have one of a few sizes from some step on."""
 
     num_tokens = state = None
+    is_shared = False
 
     def __init__(self) -> None:
         self.users: set[str] = set()
