@@ -26,7 +26,14 @@ from deepytorch_core.data import Packing, Shapes, full, plan
 from deepytorch_core.data.shapes import Shape
 from deepytorch_core.nn.deferred_logits import apart
 
-from . import _masked_loss, _merged_passes, _moved_batches, _packed_attention, _unpacked_output
+from . import (
+    _masked_loss,
+    _merged_passes,
+    _moved_batches,
+    _packed_attention,
+    _packed_rows,
+    _unpacked_output,
+)
 from ._contract import IntegrationError
 from ._hook import Hook
 from ._merged_passes import MergedPasses
@@ -42,6 +49,10 @@ _MOST_FITTED = 64
 _PER_TOKEN = ("input_ids", "attention_mask", "labels")
 # Arguments that ask for the same of a row as of a batch. Any other may do something with it.
 _HARMLESS = ("num_items_in_batch", "output_hidden_states", "return_dict")
+CONTAMINATED = (
+    "its row holds several sequences, which see each other since the model makes a cache: call it "
+    "with use_cache=False to train them apart"
+)
 FUSED_HEAD = "fused_lm_head"
 """The argument that asks for log-probabilities, of a model that TRL has given a fused head."""
 
@@ -57,6 +68,7 @@ class Conventions:
     counts_items: bool = False  # its loss is the tokens' sum divided by `num_items_in_batch`
     padding_id: int | None = None  # positions count the tokens with another id, in the padded row
     per_token: tuple[str, ...] = ()  # arguments that are packed besides
+    by_position: bool = False  # without a mask, sequences of a row begin where positions do
 
 
 class PlanningCollate:
@@ -188,6 +200,8 @@ class PackedForward:
             return args, kwargs  # of nn.DataParallel, whose threads share these hooks
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         is_packed = call.get("cu_seq_lens_q") is not None
+        if not is_packed and self.conventions.by_position and (found := self._sequences(call)):
+            is_packed, kwargs = True, {**kwargs, **found}
         if is_packed:
             kwargs = {**kwargs, _packed_attention.PACKED: True}
         if planned is None and self._is_bare(call):
@@ -197,7 +211,9 @@ class PackedForward:
         generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
         is_padded = call.get("attention_mask") is not None and not is_packed and not generates
         if not self.model.training or not is_padded:
-            # What somebody else has packed our attention takes as it is.
+            # What somebody else has packed our attention takes as it is, and without a mask.
+            if is_packed:
+                _packed_attention.enter_packed()
             self._goes_apart(outer)
             self._calls.append(None)
             self.num_tokens, self.are_few = None, bool(self.shapes.limit)
@@ -280,6 +296,16 @@ class PackedForward:
             f"{ends}",
             level="warning",
         )
+
+    def _sequences(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Where the sequences of a row begin that somebody has packed by its positions alone."""
+        is_trained = self.model.training and torch.is_grad_enabled()
+        found = {} if not is_trained else _packed_rows.by_position(call)
+        if not (found and self._would_cache(call)):
+            return found
+        self._say(CONTAMINATED, "row stays as it is")
+        say_once(f"padding-free: {type(self.model).__name__}: {CONTAMINATED}", level="warning")
+        return {}
 
     def _is_bare(self, call: dict[str, Any]) -> bool:
         """Whether it is a batch without a mask, to be replayed by a causal model; see `_stays`."""
@@ -413,20 +439,22 @@ class PackedForward:
         `is_filled`: whether the row is filled up to one of few shapes.
         """
         ids, labels = call["input_ids"], call.get("labels")
-        shape = self._fit(packing) if is_filled else _exact(packing)
+        shape = self._fit(packing) if is_filled else _packed_rows.exact(packing)
         filling = shape.num_tokens - packing.num_tokens
         packed = {key: value for key, value in call.items() if value is not None}
-        packed["input_ids"] = _filled(packing.pack(ids), filling, 0)
-        packed["attention_mask"] = _filled(torch.ones_like(packed["input_ids"]), 0, 0)
+        packed["input_ids"] = _packed_rows.filled(packing.pack(ids), filling, 0)
+        packed["attention_mask"] = _packed_rows.filled(torch.ones_like(packed["input_ids"]), 0, 0)
         if filling:
             packed["attention_mask"][:, packing.num_tokens :] = 0
-        packed["position_ids"] = _filled(self._positions(call, packing), filling, 0)
+        packed["position_ids"] = _packed_rows.filled(self._positions(call, packing), filling, 0)
         if call.get("token_type_ids") is not None:
-            packed["token_type_ids"] = _filled(packing.pack(call["token_type_ids"]), filling, 0)
+            packed["token_type_ids"] = _packed_rows.filled(
+                packing.pack(call["token_type_ids"]), filling, 0
+            )
         if labels is not None:
             targets = packing.pack_labels(labels, shifted=self.conventions.shifted)
-            packed["labels"] = _filled(targets, filling, -100)
-        packed |= _bounds(packing.lengths, shape, ids.device)
+            packed["labels"] = _packed_rows.filled(targets, filling, -100)
+        packed |= _packed_rows.bounds(packing.lengths, shape, ids.device)
         packed[_packed_attention.PACKED] = True
         if "use_cache" in self._names or caches(self.model):
             packed["use_cache"] = False
@@ -439,13 +467,13 @@ class PackedForward:
         shape = self.shapes.fit(num_tokens, len(lengths), max(lengths))
         names = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
         joint = {
-            name: _filled(
+            name: _packed_rows.filled(
                 torch.cat([one[name] for one in rows], dim=1), shape.num_tokens - num_tokens, 0
             )
             for name in names
             if name in rows[0]
         }
-        return joint | _bounds(lengths, shape, rows[0]["input_ids"].device)
+        return joint | _packed_rows.bounds(lengths, shape, rows[0]["input_ids"].device)
 
     def _would_cache(self, call: dict[str, Any]) -> bool:
         asked = call.get("use_cache")
@@ -551,26 +579,3 @@ def _function_of(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook if hasattr(hook, "__qualname__") else type(hook)
-
-
-def _exact(packing: Packing) -> Shape:
-    return Shape(packing.num_tokens, len(packing.lengths), packing.longest)
-
-
-def _bounds(lengths: Sequence[int], shape: Shape, device: torch.device) -> dict[str, Any]:
-    """Where the sequences of a row begin and end, those that fill it up among them."""
-    there = [0, *lengths]
-    if filling := shape.num_tokens - sum(lengths):
-        whole, rest = divmod(filling, shape.max_length)
-        there += [shape.max_length] * whole + [rest]
-    there += [0] * (shape.num_sequences + 1 - len(there))
-    sizes = torch.tensor(there, dtype=torch.int64, device="cpu")
-    bounds = sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True)
-    return {
-        **{"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds},
-        **{"max_length_q": shape.max_length, "max_length_k": shape.max_length},
-    }
-
-
-def _filled(row: Tensor, filling: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(row, (0, filling), value=value) if filling else row

@@ -217,6 +217,7 @@ def _compare(model: Any, call: Callable[..., Any], precision: torch.dtype) -> Co
             fused_head=_fused_head_packs(model, call, (batch, conventions, tolerance)),
             counts_items=_counts_items(call, batch, model),
             per_token=tried.per_token(model, batch, run),
+            by_position=_goes_by_position(model, call, (batch, conventions, tolerance)),
         )
     if is_plain:
         raise Unsupported("some token ids have an effect on other tokens of the padded batch")
@@ -278,6 +279,21 @@ def _fused_head_packs(model: Any, call: Callable[..., Any], tried: Any) -> bool:
     except Exception:
         return False  # batches stay padded when the head is asked for, and say so
     return True
+
+
+def _goes_by_position(model: Any, call: Callable[..., Any], tried: Any) -> bool:
+    """Whether stock keeps a row's sequences apart by their positions, where it gets no mask."""
+    batch, conventions, tolerance = tried
+    row, packing = _run_packed(model, call, batch, conventions)
+    forward = PackedForward(model, model, conventions, strict=True)
+    given = forward.pack(dict(batch), packing, is_filled=False)
+    names = ("input_ids", "position_ids", "labels")
+    try:
+        stock = call(**{name: given[name] for name in names}, **_uncached(model))
+        difference = float((stock.logits - row.logits).abs().max())
+    except Exception:  # whatever a model has against such a row
+        return False
+    return difference <= tolerance * max(float(row.logits.abs().max()), 1e-3)
 
 
 def _has_fused_head(model: Any) -> bool:

@@ -1,0 +1,127 @@
+"""Rows that somebody else has packed train as stock's, without a mask of their size."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AttentionMaskInterface,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from deepytorch.integrations import _packed_rows, _padding_free
+from deepytorch.integrations.transformers import pack_batches
+from deepytorch_core import decisions
+
+LENGTHS = (5, 1, 9, 3)
+
+
+def llama(**more: Any) -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads, **more))
+
+
+def qwen3() -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67}
+    return Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
+
+
+def row(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 67, (1, sum(LENGTHS)), generator=generator)
+    positions = torch.cat([torch.arange(one) for one in LENGTHS])[None]
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": ids.where(positions != 0, -100),
+    }
+
+
+def trained(model: Any, **more: Any) -> tuple[list[float], list[torch.Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for seed in range(4):
+        output = model.train()(**row(seed), **more)
+        output.loss.backward()
+        losses += [output.loss.item(), output.logits.detach().mean().item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, list(model.parameters())
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The masks that stock has made."""
+    made: list[int] = []
+    known = AttentionMaskInterface._global_mapping
+    stock = known["sdpa"]
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return stock(*args, **kwargs)
+
+    monkeypatch.setitem(known, "sdpa", mask)
+    return made
+
+
+@pytest.mark.parametrize("make", [llama, qwen3])
+def test_a_row_with_positions_that_begin_anew_needs_no_mask(make: Any, masks: list[int]) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    expected = trained(copy.deepcopy(model), use_cache=False)
+    assert pack_batches(model)
+    masks.clear()
+    found = trained(model, use_cache=False)
+    assert masks == []
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_sequences_that_see_each_other_in_stock_are_told_and_left_so(masks: list[int]) -> None:
+    torch.manual_seed(0)
+    model = llama().double()
+    apart = trained(copy.deepcopy(model), use_cache=False)
+    expected = trained(copy.deepcopy(model), use_cache=True)
+    assert apart[0] != pytest.approx(expected[0], rel=1e-6)
+    assert pack_batches(model)
+    found = trained(model, use_cache=True)
+    assert found[0] == pytest.approx(expected[0], rel=1e-9)
+    assert any("see each other" in one["reason"] for one in decisions.made())
+
+
+def test_a_model_that_does_not_go_by_positions_is_left_alone() -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = BertConfig(**shape, num_attention_heads=4, vocab_size=67, max_position_embeddings=99)
+    model: Any = BertForMaskedLM(config).double()
+    for one in model.modules():
+        if isinstance(one, torch.nn.Dropout):
+            one.p = 0.0
+    stock = copy.deepcopy(model)
+    expected = trained(stock)
+    assert pack_batches(model)
+    conventions = _padding_free.conventions(model)
+    assert conventions is not None
+    assert not conventions.by_position
+    assert trained(model)[0] == pytest.approx(expected[0], rel=1e-9)
+
+
+def test_one_sequence_and_padded_batches_have_no_bounds() -> None:
+    one = {"input_ids": torch.ones(1, 6, dtype=torch.int64), "position_ids": torch.arange(6)[None]}
+    assert _packed_rows.by_position(one) == {}
+    masked = {**row(0), "attention_mask": torch.ones(1, sum(LENGTHS))}
+    assert _packed_rows.by_position(masked) == {}
+    found = _packed_rows.by_position(row(0))
+    assert found["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18]
+    assert found["max_length_q"] == 9
