@@ -71,6 +71,8 @@ $(VENV)/.dependencies: $(VENV)/.tools pyproject.toml constraints.txt
 FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__ 2>/dev/null)
 $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
+	@# Another package, or an environment's older one, would own the same files.
+	@$(BIN)/pip uninstall -q -y deepytorch 2> /dev/null || true
 	@# Not its short name -C, which the pip of Python 3.11's early releases lacks.
 	@$(PIP) --no-build-isolation --no-deps -e . $(addprefix --config-settings ,$(NATIVE_SETTINGS)) \
 	  --config-settings "build.targets=_core;dpt_nccl_tuner"
@@ -200,7 +202,7 @@ test-matrix: ## these wheels in fresh environments, TORCHES x PYTHONS; downloads
 	@PYTHONS="$(PYTHONS)" PAGE="$(MATRIX_PAGE)" .ci/matrix $(TORCHES)
 
 test-sdist: ## the sdist in dist/, installed in a fresh environment and tried, without GPU kernels
-	@CMAKE_ARGS=-DDPT_CUDA=OFF .ci/fresh $(PYTHON) 2.13.0 build/sdist dist/deepytorch-$(VERSION).tar.gz \
+	@CMAKE_ARGS=-DDPT_CUDA=OFF .ci/fresh $(PYTHON) 2.13.0 build/sdist dist/deepytorch_train-$(VERSION).tar.gz \
 	  python $(CURDIR)/tests/matrix/whole.py compiled
 
 # To bring the page up to date: make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md

@@ -8,14 +8,16 @@ from typing import Annotated
 
 import typer
 
+from deepytorch_core import distribution
+
 
 def _show(wanted: bool) -> None:
     if not wanted:
         return
     named = []
-    for name in ("deepytorch", "torch"):
+    for name, package in (("deepytorch", distribution.NAME), ("torch", "torch")):
         try:
-            named.append(f"{name} {version(name)}")
+            named.append(f"{name} {version(package)}")
         except PackageNotFoundError:  # from a source tree that is not installed
             named.append(f"{name} not installed")
     typer.echo(", ".join([*named, f"Python {platform.python_version()}"]))

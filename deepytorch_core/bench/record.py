@@ -1,5 +1,6 @@
 """Records of measurements: JSON lines that name the machine, the versions and the commit."""
 
+import contextlib
 import functools
 import json
 import platform
@@ -12,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import _core, config
+from deepytorch_core import _core, config, distribution
 
 Record = dict[str, Any]
 
@@ -434,13 +435,16 @@ def machine_name(cpu: str, cores: int, gpus: list[str]) -> str:
     return ", ".join(parts)
 
 
+_LIBRARIES = ("triton", "transformers", "accelerate", "deepspeed", "diffusers")
+
+
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of deepytorch, torch, python and, where torch has it, NCCL."""
+    """Versions of deepytorch, torch and python, and of NCCL and `_LIBRARIES` where they are here."""
     import torch
 
     found = {
-        "deepytorch": package_version(),
+        "deepytorch": distribution.version(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
@@ -448,15 +452,10 @@ def versions() -> dict[str, str]:
         # Types differ between torch releases: a tuple, or nothing in a build without NCCL.
         nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["nccl"] = ".".join(str(part) for part in nccl)
+    for name in _LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
-
-
-def package_version() -> str:
-    """deepytorch's version, or "source" when it runs from a tree that is not installed."""
-    try:
-        return metadata.version("deepytorch")
-    except metadata.PackageNotFoundError:
-        return "source"
 
 
 @functools.cache
@@ -466,11 +465,11 @@ def commit() -> str:
         top = _git("rev-parse", "--show-toplevel")
         # Installed inside another project's repository, that one's commit would be a lie.
         if Path(top).resolve() != _SOURCE:
-            return f"v{package_version()}"
+            return f"v{distribution.version()}"
         dirty = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NOT_CODE)
         return _git("rev-parse", "--short=9", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.SubprocessError):
-        return f"v{package_version()}"
+        return f"v{distribution.version()}"
 
 
 def _git(*arguments: str) -> str:

@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+from deepytorch_core import distribution
 from deepytorch_core.bench import record
 
 
@@ -142,13 +143,13 @@ def test_commit_inside_another_project_is_the_version(repository, monkeypatch):
     inner = repository / "venv"
     inner.mkdir()
     monkeypatch.setattr(record, "_SOURCE", inner.resolve())
-    assert record.commit() == f"v{record.package_version()}"
+    assert record.commit() == f"v{distribution.version()}"
 
 
 def test_commit_outside_any_repository_is_the_version(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "_SOURCE", tmp_path)
     record.commit.cache_clear()
-    assert record.commit() == f"v{record.package_version()}"
+    assert record.commit() == f"v{distribution.version()}"
     record.commit.cache_clear()
 
 
