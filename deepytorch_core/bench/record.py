@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import _core, config, distribution
+from deepytorch_core import config, distribution
 
 Record = dict[str, Any]
 
@@ -238,8 +238,9 @@ WORKLOAD_FIELDS = (
     "commit",
 )
 """The fields that `bench train --workload` writes. `arms` has each arm's times, speed, memory and
-losses; `tuned` is the fastest arm of the documentation's; a speed-up is [all steps' time over
-ours', lower and upper quartile of the steps], None where an arm was left out; `claim` is the
+losses; `tuned` is the fastest arm of the documentation's; a speed-up is [median, lower
+and upper quartile] of the ratios of steps, see `pairs.py`, None where an arm was left out; in older
+records the first was all steps' time over ours'. `claim` is the
 modelled product's. Losses are compared over the first steps, relative, between all arms. From
 `engine` to `ours_peak_gib` it is plain and ours alone, named as in other records: units per second,
 GiB, None where the arm was left out; older records don't have them. `together` is there, and true,
@@ -398,7 +399,11 @@ def command() -> str:
 
 def provenance() -> Record:
     """The fields `machine`, `versions` and `commit` of every record."""
-    return {"machine": machine_info(), "versions": versions(), "commit": commit()}
+    return {
+        "machine": machine_info(),
+        "versions": {**versions(), **libraries()},
+        "commit": commit(),
+    }
 
 
 @functools.cache
@@ -409,6 +414,9 @@ def machine_info() -> Record:
     also says where peer access is switched off, or links are masked, to emulate GPUs without; then
     cpu, cores (those this process may use), memory_gib, gpus (names) and kernel.
     """
+    # Not above: tables and charts are made of records where no native core is.
+    from deepytorch_core import _core
+
     cpu = _cpu_model(_read("/proc/cpuinfo"))
     cores = _core.usable_cores()
     gpus = _gpu_names()
@@ -435,12 +443,25 @@ def machine_name(cpu: str, cores: int, gpus: list[str]) -> str:
     return ", ".join(parts)
 
 
-_LIBRARIES = ("triton", "transformers", "accelerate", "deepspeed", "diffusers")
+_LIBRARIES = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "diffusers",
+    "lightning",
+    "peft",
+    "timm",
+    "torchvision",
+    "transformers",
+    "triton",
+    "trl",
+    "x-transformers",
+)
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of deepytorch, torch and python, and of NCCL and `_LIBRARIES` where they are here."""
+    """Versions of deepytorch, torch, python and, where torch has it, NCCL."""
     import torch
 
     found = {
@@ -452,6 +473,13 @@ def versions() -> dict[str, str]:
         # Types differ between torch releases: a tuple, or nothing in a build without NCCL.
         nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["nccl"] = ".".join(str(part) for part in nccl)
+    return found
+
+
+@functools.cache
+def libraries() -> dict[str, str]:
+    """Versions of what workloads and scripts are built on, of those that are installed."""
+    found = {}
     for name in _LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
