@@ -35,7 +35,8 @@ EXTRAS = {
 MAKES_WHEELS = (".ci/wheel", ".ci/matrix", "Makefile")
 SPEAK_OF_PIP = (".py", ".md", ".ipynb", ".yaml", ".yml", ".toml", "file")
 SAYS_WHAT_NOT_TO_DO = {
-    f"{page}: pip install deepytorch" for page in ("docs/doctor.md", "docs/installing.md")
+    f"{page}: pip install deepytorch"
+    for page in ("README.md", "docs/doctor.md", "docs/installing.md")
 }
 
 
