@@ -182,11 +182,20 @@ $(VENV)/.group-%: $(VENV)/.project pyproject.toml constraints.txt
 	@$(PIP) -r $(VENV)/$*.txt
 	@touch $@
 
-docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a broken link
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
+# Of an environment of its own: the site needs neither torch nor the native core.
+DOCS := build/docs-tools
+$(DOCS)/.group-docs: pyproject.toml constraints.txt
+	@.ci/system python
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/pip --disable-pip-version-check install -q -c constraints.txt $$($(PYTHON) -c \
+	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['docs'])")
+	@touch $@
 
-test-pictures: docs ## the report's page, a machine's picture and a docs page look as expected (a minute)
+docs: $(DOCS)/.group-docs ## the documentation's site, in build/site; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "build/site/index.html; with search: $(DOCS)/bin/python -m http.server -b 127.0.0.1 -d build/site"
+
+test-pictures: venv docs ## report, README's chart, home page, results and others look as expected (a minute)
 	@.ci/system chromium
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
 
