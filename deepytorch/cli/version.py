@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from deepytorch_core import distribution
-
 
 def _show(wanted: bool) -> None:
     if not wanted:
         return
+    from deepytorch_core import distribution
+
     named = []
     for name, package in (("deepytorch", distribution.NAME), ("torch", "torch")):
         try:

@@ -194,6 +194,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"{distribution.NAME.replace('-', '_')}-")
     names = zipfile.ZipFile(wheel).namelist()
     assert not stray_files(names)
     installed = {name for name in names if name.endswith((".py", ".pyi", ".typed", ".yaml"))}
